@@ -7,9 +7,9 @@ import hashlib
 from typing import Any
 
 from mmqa_jax.data.documents.document import Document, DocumentError
-from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.read import READERS
 from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.data.pictures.decode import verify
 
 # What is kept of a file, as JSON with the keys of its pictures in order, and these.
 Read = tuple[dict[str, Any], list[bytes]]
@@ -21,10 +21,10 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
     Args:
       scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
     """
-    from mmqa_jax.data.pictures.decode import verify
-
     try:
         if ending == ".pdf":
+            from mmqa_jax.data.documents.pdf import read_pdf
+
             document = read_pdf(data, least_pixels, scans)
         else:
             document = READERS[ending].read(data)
@@ -58,7 +58,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
 
 def pages(data: bytes) -> Read:
     """Returns what is kept of a PDF's pages, as of figures without a caption."""
-    from mmqa_jax.data.documents.pages import page_pictures
+    from mmqa_jax.data.documents.pdf import page_pictures
 
     pictures: dict[str, bytes] = {}
     figures, broken = [], []
@@ -80,7 +80,7 @@ def scans(data: bytes, numbers: list[int]) -> Read:
     Args:
       numbers: of pages, from 1.
     """
-    from mmqa_jax.data.documents.pages import page_pictures
+    from mmqa_jax.data.documents.pdf import page_pictures
 
     try:
         drawn = [page for page in page_pictures(data, numbers) if page.picture is not None]
@@ -92,8 +92,6 @@ def scans(data: bytes, numbers: list[int]) -> Read:
 
 def picture(data: bytes) -> Read:
     """Returns what is kept of a picture: that it is one."""
-    from mmqa_jax.data.pictures.decode import verify
-
     try:
         verify(data, "")
     except PictureError as error:

@@ -40,8 +40,8 @@ from mmqa_jax.data.documents import ocr
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, letters, one_line
 from mmqa_jax.data.documents.ocr import PageReader
-from mmqa_jax.data.documents.pages import VERSION as PAGES_VERSION
 from mmqa_jax.data.documents.read import (
+    PAGES_VERSION,
     READERS,
     VERSION,
     budget_of,

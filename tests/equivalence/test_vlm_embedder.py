@@ -17,7 +17,7 @@ from tiny_encoders import texts
 import mmqa_jax as mmqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
-from mmqa_jax.data.documents.pages import page_pictures
+from mmqa_jax.data.documents.pdf import page_pictures
 from mmqa_jax.data.pictures.decode import decode_to_pixels
 from mmqa_jax.data.pictures.resize import PictureShape
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder

@@ -286,6 +286,29 @@ def test_rows_of_tables(markup, expected):
     assert rows(html(f"<table>{markup}</table>")) == expected
 
 
+@pytest.mark.parametrize(
+    ("markup", "headings"),
+    [
+        (  # a note's heading ranks with that of its section, as in DocBook's pages
+            "<div><div><div><h2>Joins</h2></div></div>a<div><h2>Note</h2>b</div>c"
+            "<div><div><h3>Left</h3></div>d<div><h2>Tip</h2>e</div>f</div></div>"
+            "<div><div><h2>Where</h2></div>g</div>",
+            ["Joins", "Joins > Note", "Joins", "Joins > Left", "Joins > Left > Tip",
+             "Joins > Left", "Where"],
+        ),
+        (  # a heading with its first lines in a container of their own
+            "<div><h1>Title</h1>a</div>b<div><h2>Part</h2>c</div>d<div><h2>Other</h2>e</div>f",
+            ["Title", "Title", "Title > Part", "Title > Part", "Title > Other", "Title > Other"],
+        ),
+        ("<h1>T</h1>a<blockquote><h2>Q</h2>b</blockquote>c<p>d", ["T", "T > Q", "T", "T"]),
+        ("<h2>A</h2>a<h2>B</h2>b<h3>C</h3>c<h1>D</h1>d", ["A", "B", "B > C", "D"]),
+    ],
+)  # fmt: skip
+def test_a_heading_ends_with_its_box(markup, headings):
+    found = [paragraph.heading for paragraph in read_html(markup.encode()).paragraphs]
+    assert found == headings
+
+
 def test_a_table_in_a_cell_is_read_before_its_row():
     document = html("<table><tr><th>H<th>I<tr><td>a<table><tr><td>in</table>b<td>c</table>")
     assert rows(document) == [("", "in"), ("H | I", "a b | c")]

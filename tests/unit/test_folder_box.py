@@ -165,7 +165,7 @@ def test_documents_and_pictures_are_parsed_in_children_alone(files, monkeypatch)
 
     for ending, reader in read.READERS.items():
         monkeypatch.setitem(read.READERS, ending, reader._replace(read=here))
-    monkeypatch.setattr("mmqa_jax.data.pictures.decode.verify", here)
+    monkeypatch.setattr(boxed_documents, "verify", here)
     content = files(a_pdf=pdf([[(10, 700, "Typed.")]]), b_png=picture(), c_md=b"# H\n\nText.")
     assert {source.id for source in content.sources} == {
         "a.pdf#1",

@@ -15,8 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.chunks import ChunkOptions, TokenLimit, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
 from mmqa_jax.data.documents.docx import read_docx
-from mmqa_jax.data.documents.pages import MOST_PIXELS, page_pictures
-from mmqa_jax.data.documents.pdf import read_pdf
+from mmqa_jax.data.documents.pdf import MOST_PIXELS, page_pictures, read_pdf
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.retrieval.embedder import token_limit
 

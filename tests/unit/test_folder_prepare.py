@@ -15,7 +15,7 @@ from document_files import docx, docx_bomb, huge_png, pdf, picture
 from mmqa_jax.data import folder, folder_files
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.documents import read as readers
-from mmqa_jax.data.documents.pages import page_pictures
+from mmqa_jax.data.documents.pdf import page_pictures
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

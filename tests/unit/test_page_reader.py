@@ -17,7 +17,7 @@ from tiny_llm import write_folder, write_qwen_vl
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import letters
 from mmqa_jax.data.documents.ocr import PageReader, PageText
-from mmqa_jax.data.documents.pages import page_pictures
+from mmqa_jax.data.documents.pdf import page_pictures
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.runs.page_reader import open_page_reader
 

@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import decode_text
@@ -137,6 +138,14 @@ def decoded(data: bytes) -> str:
         raise DocumentError(str(error).removeprefix(": ")) from error
 
 
+class Heading(NamedTuple):
+    """A heading of a section that is open; `is_left`: the container that holds it has ended."""
+
+    level: float
+    text: str
+    is_left: bool = False
+
+
 class Content:
     """Collects what a document says in its order, and the ledger of its letters.
 
@@ -147,7 +156,8 @@ class Content:
         counts again.
       left_out: cause -> letters that are left out on purpose.
       scanned_pages, broken_figures: as a Document's.
-      path: the headings that stand above what is added next, outermost first.
+      open: the headings that stand above what is added next, outermost first.
+      path: the same, joined.
     """
 
     def __init__(self) -> None:
@@ -156,7 +166,7 @@ class Content:
         self.scanned_pages: list[int] = []
         self.broken_figures: list[str] = []
         self.path = ""  # which the paragraphs below a heading share
-        self._open: list[tuple[float, str]] = []  # levels and texts of these headings
+        self.open: list[Heading] = []  # these headings
         self._read = 0
         self._bare: tuple[float, Paragraph] | None = None  # a heading with nothing below it so far
         self._paragraphs: list[Paragraph] = []
@@ -168,30 +178,62 @@ class Content:
             self.title = one_line(title)
             self.held += letters(self.title)
 
-    def enter(self, level: float, text: str, places: Sequence[Place] = ()) -> None:
+    def enter(
+        self,
+        level: float,
+        text: str,
+        places: Sequence[Place] = (),
+        around: Sequence[Heading] = (),
+    ) -> None:
         """Begins a section; it ends those of the same and of deeper levels (larger numbers).
 
         A heading that is too long, or too deep, for each passage to repeat it is a paragraph; so is
         one that ends with nothing below it.
+
+        Args:
+          around: headings of containers around its own, which it does not end before they end.
         """
         if not text:
             return
         if self._bare is not None and level <= self._bare[0]:
             self._end_heading()
-        above = [heading for heading in self._open if heading[0] < level]
+        above = [
+            one for one in self.open if one.level < level or (one in around and not one.is_left)
+        ]
         if len(text) > _LONGEST_HEADING or len(above) >= _MOST_HEADINGS:
             self.add(text, places=places)
         else:
             self._read += letters(text)
-            path = BELOW.join(heading for _, heading in above)
-            self._bare = level, Paragraph(text, path, self.page, places=tuple(places))
-            self._open = [*above, (level, text)]
-            self.path = f"{path}{BELOW}{text}" if path else text
+            self._set_open(above)
+            self._bare = level, Paragraph(text, self.path, self.page, places=tuple(places))
+            self._set_open([*above, Heading(level, text)])
+
+    def leave(self, before: list[Heading], is_box: bool = False) -> None:
+        """Ends what stands in a container, with a heading or without.
+
+        A heading in it ends where the container is a box apart (a note), as it is where its heading
+        ranks with the one around it, or above. Any other heading goes on: a page may put each
+        heading with its first lines into a container.
+
+        Args:
+          before: `open` when the container began.
+        """
+        inside = [heading for heading in self.open if heading not in before]
+        if not inside or self._bare is not None:
+            return
+        around = [heading for heading in self.open if heading in before]
+        if is_box or (around and inside[0].level <= around[-1].level):
+            self._set_open(around)
+        else:
+            self._set_open([*around, *(one._replace(is_left=True) for one in inside)])
+
+    def _set_open(self, headings: list[Heading]) -> None:
+        self.open, self.path = headings, BELOW.join(heading.text for heading in headings)
 
     def restart(self) -> None:
         """Ends all sections."""
         self._end_heading()
-        self._open, self.path = [], ""
+        self._set_open([])
 
     def add(
         self, text: str, *, is_row: bool = False, header: str = "", places: Sequence[Place] = ()

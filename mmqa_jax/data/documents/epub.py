@@ -10,26 +10,21 @@ import urllib.parse
 import zipfile
 from typing import Any
 
-from mmqa_jax.data.documents.document import (
-    Document,
-    DocumentError,
-    letters,
-    naming_damage,
-    one_line,
-)
+from mmqa_jax.data.documents import document
+from mmqa_jax.data.documents.document import DocumentError, letters, one_line
 from mmqa_jax.data.documents.html import Page
 
 _CONTAINER = "META-INF/container.xml"
 _XML_ENTITIES = ("amp", "lt", "gt", "quot", "apos")
 
 
-def read_epub(data: bytes) -> Document:
+def read_epub(data: bytes) -> document.Document:
     """A book's chapters (EPUB 2 and 3) with their pictures."""
     import turbohtml
 
     page, of_content = Page(), (KeyError, AttributeError, ValueError, turbohtml.HTMLParseError)
     errors = zipfile.BadZipFile, RuntimeError, OSError, *of_content
-    with naming_damage("EPUB", *errors), zipfile.ZipFile(io.BytesIO(data)) as archive:
+    with document.naming_damage("EPUB", *errors), zipfile.ZipFile(io.BytesIO(data)) as archive:
         if "META-INF/rights.xml" in archive.namelist():
             raise DocumentError("encrypted; save it without its protection")
         name = _xml(archive.read(_CONTAINER)).find("rootfile").attr("full-path")

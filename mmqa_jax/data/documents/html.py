@@ -8,20 +8,15 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
+import itertools
 import re
 import unicodedata
 from collections.abc import Callable
 from typing import Any
 
 from mmqa_jax.core.errors import decimal_number
-from mmqa_jax.data.documents.document import (
-    CELL,
-    Content,
-    Document,
-    DocumentError,
-    letters,
-    one_line,
-)
+from mmqa_jax.data.documents import document
+from mmqa_jax.data.documents.document import CELL, DocumentError, letters, one_line
 
 # What no person sees, and why.
 _LEFT_OUT = {
@@ -40,6 +35,7 @@ _BLOCKS = frozenset({
     "h5", "h6", "header", "hgroup", "hr", "legend", "li", "listing", "main", "menu", "ol", "p",
     "plaintext", "pre", "search", "section", "summary", "svg", "ul", "xmp",
 })  # fmt: skip
+_BOXES = frozenset({"aside", "blockquote", "dd", "details", "dialog", "li"})  # end their headings
 _SPACED = frozenset({"br", "textarea", "button", "text", "desc", "title"})  # words end at them
 _LINED = frozenset({"pre", "listing", "plaintext", "xmp"})  # a blank line ends a paragraph in them
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -53,7 +49,7 @@ _MOST_COLUMNS, _MOST_ROWS = 1000, 65534  # that a cell spans, by HTML's standard
 _MOST_COPIES = 2**20  # characters of merged cells that are written again in the rows they cover
 
 
-def read_html(data: bytes) -> Document:
+def read_html(data: bytes) -> document.Document:
     """A page's paragraphs, items of lists and rows of tables, and its pictures with their captions.
 
     A caption is the figcaption, or else the text that stands for the picture (alt). Pictures with
@@ -142,7 +138,7 @@ class _Table:
         return header, [one_line(CELL.join(cell.text for cell in row)) for row in rows]
 
 
-class Page(Content):
+class Page(document.Content):
     """What a person sees of trees of HTML and of texts, one after another.
 
     Attributes:
@@ -154,6 +150,12 @@ class Page(Content):
         self.open_link: Callable[[str], bytes | None] = lambda link: None
         self._text: list[str] = []  # of the paragraph or the cell that is open
         self._heading = 0  # level of the heading that is open
+        self._around: list[
+            document.Heading
+        ] = []  # headings that were open when its container began
+        self._before: list[
+            list[document.Heading]
+        ] = []  # headings that were open when each element began
         self._marker = ""  # number of the item that begins
         self._numbers: list[int | None] = []  # next number of each list that is open
         self._lined = 0  # elements that are open and keep their lines
@@ -204,10 +206,13 @@ class Page(Content):
             node, is_end = stack.pop()
             if is_end:
                 self._end(node)
+                self.leave(self._before.pop(), node.tag in _BOXES)
             elif isinstance(node, turbohtml.Element):
+                before = self.open
                 if cause := _cause(node):
                     self.left_out[cause] += _letters(node)
                 elif self._begin(node):
+                    self._before.append(before)
                     stack.append((node, True))
                     stack += [(child, False) for child in reversed(node.children)]
             elif isinstance(node, (turbohtml.Text, turbohtml.CData)):
@@ -217,6 +222,7 @@ class Page(Content):
             elif isinstance(node, turbohtml.Document):
                 stack += [(child, False) for child in reversed(node.children)]
         self._flush()
+        self.leave([])
 
     def add_text(self, text: str) -> None:
         """Adds paragraphs between blank lines, whose letters are yet to be counted."""
@@ -258,6 +264,10 @@ class Page(Content):
             self._text.append(" ")
         if tag in _HEADINGS and not self._data_tables:
             self._heading = _HEADINGS[tag]
+            depth, container = 1, element
+            while depth < len(self._before) and _is_alone(container):
+                depth, container = depth + 1, container.parent
+            self._around = self._before[-depth] if self._before else []
         elif tag in _LINED:
             self._lined += 1
         elif tag == "figure":
@@ -344,7 +354,7 @@ class Page(Content):
         blocks = re.split(r"\n\s*\n", whole) if self._lined else [whole]
         for text in filter(None, map(one_line, blocks)):
             if self._heading:
-                self.enter(self._heading, text)
+                self.enter(self._heading, text, around=self._around)
             else:
                 self.held += letters(self._marker)
                 self.add(self._marker + text)
@@ -433,6 +443,18 @@ class Page(Content):
         if caption:
             alts = sum(letters(one_line(alt)) for alt, _ in pictures)
             self.add_left_out("alternative texts beside captions", alts)
+
+
+def _is_alone(element: Any) -> bool:
+    """Tells whether nothing else stands in an element's parent: it is there for the layout."""
+    import turbohtml
+
+    beside = itertools.chain(element.previous_siblings, element.next_siblings)
+    is_text = (turbohtml.Text, turbohtml.CData)
+    return not any(
+        isinstance(node, turbohtml.Element) or (isinstance(node, is_text) and node.data.strip())
+        for node in beside
+    )
 
 
 def _cause(element: Any) -> str:

@@ -10,23 +10,18 @@ import email.policy
 from email.message import EmailMessage
 from typing import Any
 
-from mmqa_jax.data.documents.document import (
-    Document,
-    DocumentError,
-    letters,
-    naming_damage,
-    one_line,
-)
+from mmqa_jax.data.documents import document
+from mmqa_jax.data.documents.document import DocumentError, letters, one_line
 from mmqa_jax.data.documents.html import Page
 
 _HEADERS = ("From", "To", "Cc", "Date")
 _OTHER_FORM = "the same text in another form"
 
 
-def read_eml(data: bytes) -> Document:
+def read_eml(data: bytes) -> document.Document:
     """A mail's subject, sender, date, text, and those of the mails that it forwards."""
     page = Page()
-    with naming_damage("mail"):
+    with document.naming_damage("mail"):
         message = email.message_from_bytes(data, policy=email.policy.default)
         if not any(message.get(name) for name in (*_HEADERS, "Subject", "Received", "Message-ID")):
             raise DocumentError("no mail: it has no header of one")
@@ -35,14 +30,14 @@ def read_eml(data: bytes) -> Document:
     return page.document()
 
 
-def read_msg(data: bytes) -> Document:
+def read_msg(data: bytes) -> document.Document:
     """A mail of Outlook's."""
     import oxmsg
     from oxmsg.domain import constants
 
     page = Page()
     # python-oxmsg and olefile raise errors of many kinds.
-    with naming_damage("mail of Outlook's", Exception):
+    with document.naming_damage("mail of Outlook's", Exception):
         message = oxmsg.Message.load(data)
         properties = message.properties
         page.set_title(message.subject or "")

@@ -1,7 +1,7 @@
 """Pages that are pictures, read by RapidOCR: PP-OCR's networks, which its package holds.
 
 A vision-language model may read them in its place: it runs in the process that reads the folder
-(data/folder.py), outside the box, and sees the pages as pages.py draws them.
+(data/folder.py), outside the box, and sees the pages as pdf.page_pictures draws them.
 """
 
 from __future__ import annotations

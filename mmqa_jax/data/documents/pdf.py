@@ -12,10 +12,12 @@ import math
 import re
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import pypdfium2
+import pypdfium2.raw as pdfium
 
 from mmqa_jax.data.documents import layout, ocr
 from mmqa_jax.data.documents.chunks import possible_begins
@@ -50,6 +52,10 @@ _MARGIN = 0.065  # of the page's height, in which small letters are no text of t
 _MARGIN_WORDS = 12
 _SLANT = 0.1  # quarter turns, by which the words of a line may deviate
 _BOLD = 550  # of a font's weights, of which 400 is the usual one
+DOTS = 144  # per inch, of a page's picture that is not larger than MOST_PIXELS then
+# An A4 page at some 138 dots per inch, and what Qwen3-VL-Embedding sees of a picture at most.
+MOST_PIXELS = 1800 * 32 * 32
+_POINTS = 72.0  # of an inch
 _ACROSS = 1000  # PDFium's device units a point: it rounds them to whole numbers
 # What a person adds to a page; the text of links and of pop-up windows stands elsewhere.
 _NOTES = ("TEXT", "FREETEXT", "LINE", "SQUARE", "CIRCLE", "POLYGON", "POLYLINE", "HIGHLIGHT")
@@ -99,8 +105,6 @@ def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> Documen
 
 def open_pdf(data: bytes) -> Any:
     """PDFium's document, a context manager; DocumentError as `read_pdf`."""
-    import pypdfium2
-
     try:
         document = pypdfium2.PdfDocument(data)
         document.init_forms()
@@ -126,8 +130,6 @@ class _Reading:
         self._seen: set[bytes] = set()  # digests of pictures
 
     def add_page(self, number: int, document: Any) -> None:
-        import pypdfium2
-
         try:
             page = document[number - 1]
             frame = _Frame(page)
@@ -206,8 +208,6 @@ class _Reading:
         self, images: Sequence[tuple[Any, Box]], number: int
     ) -> Iterator[tuple[bytes, Box]]:
         """The encoded pictures of a page that are new, each with its box."""
-        import pypdfium2
-
         for image, box in images:
             shorter = min(box[2] - box[0], box[3] - box[1])
             if min(image.get_px_size()) < self._least_pixels or shorter < _SMALLEST_SHOWN:
@@ -225,8 +225,6 @@ class _Reading:
 
     def _added(self, page: Any, document: Any, frame: _Frame) -> Iterator[Segment]:
         """Values of a page's form fields, and the notes that were added to it."""
-        import pypdfium2.raw as pdfium
-
         for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
             note = pdfium.FPDFPage_GetAnnot(page, index)
             if not note:
@@ -254,8 +252,6 @@ class _Frame:
     """Maps the coordinates of a page to points from the top left of the page as it is shown."""
 
     def __init__(self, page: Any) -> None:
-        import pypdfium2.raw as pdfium
-
         self.size = page.get_size()
         scale = _ACROSS if max(self.size) < 10**5 else 1
         size = [max(1, round(min(side * scale, 2**30))) for side in self.size]
@@ -285,8 +281,6 @@ class _Frame:
 
 def _note_text(note: Any, forms: Any) -> str:
     """Returns what a note says, or the value of a form field."""
-    import pypdfium2.raw as pdfium
-
     kind = pdfium.FPDFAnnot_GetSubtype(note)
     if kind in {getattr(pdfium, f"FPDF_ANNOT_{name}") for name in _NOTES}:
         return _string(lambda *to: pdfium.FPDFAnnot_GetStringValue(note, b"Contents", *to))
@@ -306,8 +300,6 @@ def _note_text(note: Any, forms: Any) -> str:
 
 def _string(read: Callable[..., int]) -> str:
     """A string of PDFium's, which a first call measures and a second one copies."""
-    import pypdfium2.raw as pdfium
-
     size = read(None, 0)  # bytes
     buffer = (pdfium.FPDF_WCHAR * (size // 2 + 1))()
     read(buffer, size)
@@ -316,8 +308,6 @@ def _string(read: Callable[..., int]) -> str:
 
 def _images(page: Any, frame: _Frame) -> tuple[list[tuple[Any, Box]], int]:
     """The pictures of a page, each with its box, and how many lines and curves it has beside."""
-    import pypdfium2.raw as pdfium
-
     objects = range(pdfium.FPDFPage_CountObjects(page))
     kinds = Counter(pdfium.FPDFPageObj_GetType(pdfium.FPDFPage_GetObject(page, i)) for i in objects)
     drawn = kinds[pdfium.FPDF_PAGEOBJ_PATH]
@@ -338,12 +328,7 @@ def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], fra
 
 
 def _common(box: Box, other: Box) -> Box:
-    return (
-        max(box[0], other[0]),
-        max(box[1], other[1]),
-        min(box[2], other[2]),
-        min(box[3], other[3]),
-    )
+    return *map(max, box[:2], other[:2]), *map(min, box[2:], other[2:])
 
 
 def _area(box: Box) -> float:
@@ -377,8 +362,6 @@ def _encoded(image: Any, raw: bytes, place: str) -> bytes:
 
 def _characters(page: Any, number: int) -> tuple[Any, list[int]]:
     """PDFium's text of a page, and its characters in UTF-16."""
-    import pypdfium2.raw as pdfium
-
     text = page.get_textpage()
     count = text.count_chars()
     if count > MOST_CHARACTERS:
@@ -390,8 +373,6 @@ def _characters(page: Any, number: int) -> tuple[Any, list[int]]:
 
 def _segments(text: Any, codes: Sequence[int], frame: _Frame) -> Iterator[Segment]:
     """The lines of text of a page in the order of the file, cut at wide gaps."""
-    import pypdfium2.raw as pdfium
-
     raw, rectangles = text.raw, (pdfium.FS_RECTF * len(codes))()
     left, right, low, high = (ctypes.c_double() for _ in range(4))
     loosely, inked = pdfium.FPDFText_GetLooseCharBox, pdfium.FPDFText_GetCharBox
@@ -423,8 +404,6 @@ def _cut(
       visible: numbers of the line's characters that are no spaces.
       end: the number of the character after the line.
     """
-    import pypdfium2.raw as pdfium
-
     matrix, x, y = pdfium.FS_MATRIX(), ctypes.c_double(), ctypes.c_double()
     has_matrix = pdfium.FPDFText_GetMatrix(raw, int(visible[0]), matrix)
     turn = frame.turn(matrix.a, matrix.b) if has_matrix else 0
@@ -678,3 +657,49 @@ def _places(start: int, end: int, segment: Segment, begins: Sequence[int]) -> It
 
 def _is_wide(character: str) -> bool:
     return bool(character) and unicodedata.east_asian_width(character) in "WF"
+
+
+# Pages as pictures, as a reader sees them: text, tables, drawings and all
+
+
+class PagePicture(NamedTuple):
+    """A page.
+
+    Attributes:
+      number: from 1.
+      picture: PNG; None where the page is broken.
+      problem: why it is.
+      size: its width and height in points, where it is not.
+    """
+
+    number: int
+    picture: bytes | None
+    problem: str = ""
+    size: tuple[float, float] = (0.0, 0.0)
+
+
+def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterator[PagePicture]:
+    """The pages of a PDF on white, each of at most MOST_PIXELS whatever size it claims.
+
+    Args:
+      numbers: of the pages, from 1; None: all.
+    """
+    with open_pdf(data) as document:
+        for number in range(1, len(document) + 1) if numbers is None else numbers:
+            try:
+                page = document[number - 1]
+                yield PagePicture(number, _drawn(page), size=page.get_size())
+            except (pypdfium2.PdfiumError, ValueError, OSError) as error:
+                yield PagePicture(number, None, f"page {number}: {error}")
+
+
+def _drawn(page: Any) -> bytes:
+    width, height = page.get_size()  # points
+    if not (width > 0 and height > 0 and math.isfinite(width * height)):
+        raise ValueError(f"{width:g} x {height:g} points")
+    scale = min(DOTS / _POINTS, math.sqrt(MOST_PIXELS / (width * height)))
+    if min(width, height) * scale < 1 or max(width, height) * scale > MOST_PIXELS:
+        raise ValueError(f"{width:g} x {height:g} points, too long and thin")
+    packed = io.BytesIO()
+    page.render(scale=scale).to_pil().convert("RGB").save(packed, "PNG")
+    return packed.getvalue()

@@ -14,14 +14,8 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE, parse_json
-from mmqa_jax.data.documents.document import (
-    Document,
-    DocumentError,
-    decoded,
-    letters,
-    naming_damage,
-    one_line,
-)
+from mmqa_jax.data.documents import document
+from mmqa_jax.data.documents.document import DocumentError, decoded, letters, one_line
 from mmqa_jax.data.documents.html import Page
 
 _DEEPEST_KEY = 8  # a key of JSON that is nested deeper stands in the text and is no heading
@@ -31,7 +25,7 @@ _ROLE = re.compile(r":([\w:.+-]{1,80}):`|`:([\w:.+-]{1,80}):")
 _TERMINAL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")  # colors of a notebook's tracebacks
 
 
-def read_plain(data: bytes) -> Document:
+def read_plain(data: bytes) -> document.Document:
     """A UTF-8 text."""
     page, text = Page(), decoded(data)
     page.held += letters(one_line(text))
@@ -39,7 +33,7 @@ def read_plain(data: bytes) -> Document:
     return page.document()
 
 
-def read_markdown(data: bytes) -> Document:
+def read_markdown(data: bytes) -> document.Document:
     """A UTF-8 text in CommonMark with GitHub's tables, footnotes, Obsidian's links and HTML.
 
     The title is that of the front matter (YAML, or TOML between +++), of which nothing else is
@@ -50,7 +44,7 @@ def read_markdown(data: bytes) -> Document:
     return page.document()
 
 
-def read_rst(data: bytes) -> Document:
+def read_rst(data: bytes) -> document.Document:
     """A UTF-8 text in reStructuredText; no file is included, and directives of Sphinx are read."""
     import docutils.core
     import docutils.utils
@@ -71,7 +65,7 @@ def read_rst(data: bytes) -> Document:
         "output_encoding": "unicode",
     }
     page, errors = Page(), (docutils.utils.SystemMessage, ValueError, LookupError)
-    with naming_damage("reStructuredText", *errors):
+    with document.naming_damage("reStructuredText", *errors):
         tree = docutils.core.publish_doctree(text, settings_overrides=settings)
         for message in list(tree.findall(nodes.system_message)):
             blocks = [block.deepcopy() for block in message.findall(nodes.literal_block)]
@@ -85,14 +79,14 @@ def read_rst(data: bytes) -> Document:
     return page.document()
 
 
-def read_json(data: bytes) -> Document:
+def read_json(data: bytes) -> document.Document:
     """A value of JSON: `key: value` of each object in a line, below the keys that lead to it."""
     page = Page()
     _add_json(page, _json(decoded(data)))
     return page.document()
 
 
-def read_json_lines(data: bytes) -> Document:
+def read_json_lines(data: bytes) -> document.Document:
     """Values of JSON, one a line."""
     page = Page()
     for number, line in enumerate(decoded(data).split("\n"), start=1):
@@ -101,12 +95,12 @@ def read_json_lines(data: bytes) -> Document:
     return page.document()
 
 
-def read_notebook(data: bytes) -> Document:
+def read_notebook(data: bytes) -> document.Document:
     """A notebook's Markdown, code, and what its code wrote and drew."""
     import nbformat
 
     page = Page()
-    with naming_damage("notebook", Exception):  # nbformat raises errors of many kinds
+    with document.naming_damage("notebook", Exception):  # nbformat raises errors of many kinds
         notebook = nbformat.reads(decoded(data), as_version=4)
         page.set_title(str(notebook.metadata.get("title", "")))
         for cell in notebook.cells:

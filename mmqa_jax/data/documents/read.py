@@ -18,7 +18,6 @@ from mmqa_jax.data.documents.epub import read_epub
 from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.odf import read_odf
-from mmqa_jax.data.documents.pdf import read_pdf
 from mmqa_jax.data.documents.plain import (
     read_json,
     read_json_lines,
@@ -30,7 +29,8 @@ from mmqa_jax.data.documents.plain import (
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx
 
-VERSION = 3  # of what the readers make of a file; raised when that changes
+VERSION = 4  # of what the readers make of a file; raised when that changes
+PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
 _MEMORY = 768 << 20  # bytes of memory for a file of no bytes
@@ -55,10 +55,19 @@ class Reader(NamedTuple):
     rate: int = _RATE
 
 
+# Modules that begin with the import of their library.
+
+
 def _read_tex(data: bytes) -> Document:
-    from mmqa_jax.data.documents.tex import read_tex  # which is made of a library's classes
+    from mmqa_jax.data.documents.tex import read_tex
 
     return read_tex(data)
+
+
+def _read_pdf(data: bytes) -> Document:
+    from mmqa_jax.data.documents.pdf import read_pdf
+
+    return read_pdf(data)
 
 
 def _office(read: Callable[[bytes], Document]) -> Reader:
@@ -71,7 +80,7 @@ READERS: Mapping[str, Reader] = {
     ".md": Reader(read_markdown, "pyromark", "pyromark"),
     ".html": _HTML,
     ".htm": _HTML,
-    ".pdf": Reader(read_pdf, "pypdfium2", "pypdfium2", 20_000),
+    ".pdf": Reader(_read_pdf, "pypdfium2", "pypdfium2", 20_000),
     ".docx": _office(read_docx),
     ".pptx": _office(read_pptx),
     ".xlsx": _office(read_xlsx),
