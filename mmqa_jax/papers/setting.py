@@ -18,18 +18,6 @@ _GIVEN = ("questions", "corpus")
 _Options = Mapping[str, Any]
 
 
-def _accept_row(options: _Options, parts: Mapping[str, Any]) -> None:
-    """Refuses nothing."""
-
-
-def _accept_inputs(questions: Sequence[Question], options: _Options) -> None:
-    """Refuses nothing."""
-
-
-def _no_notes(questions: Sequence[Question], options: _Options) -> list[str]:
-    return []
-
-
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """One setting of a paper, by whose name rows ask for it (runs/row.py).
@@ -54,9 +42,9 @@ class Setting:
     of_choices: bool = False
     of_gold: bool = False
     captions_of: Literal["questions", "sources"] = "sources"
-    rule_of_row: Callable[[_Options, Mapping[str, Any]], None] = _accept_row
-    rule_of_inputs: Callable[[Sequence[Question], _Options], None] = _accept_inputs
-    write_notes: Callable[[Sequence[Question], _Options], list[str]] = _no_notes
+    rule_of_row: Callable[[_Options, Mapping[str, Any]], None] | None = None
+    rule_of_inputs: Callable[[Sequence[Question], _Options], None] | None = None
+    write_notes: Callable[[Sequence[Question], _Options], list[str]] | None = None
 
     def parts(self) -> dict[str, bool]:
         """The names of the parts that it takes -> whether it needs them."""
@@ -80,7 +68,8 @@ class Setting:
         """
         if self.captions_of == "questions" and "captions" in parts:
             check_no_tags(parts["captions"].tags)
-        self.rule_of_row(self.options(changes), parts)
+        if self.rule_of_row is not None:
+            self.rule_of_row(self.options(changes), parts)
 
     def check_questions(self, name: str, questions: Sequence[Question]) -> None:
         """Raises UserError for questions that it cannot answer, before anything is opened.
@@ -102,13 +91,14 @@ class Setting:
           questions: of the whole row.
           parts: the opened parts that are files.
         """
-        self.rule_of_inputs(questions, self.options(changes))
+        if self.rule_of_inputs is not None:
+            self.rule_of_inputs(questions, self.options(changes))
         if self.captions_of == "questions":
             check_captions(questions, parts.get("captions"))
 
     def notes(self, questions: Sequence[Question], changes: _Options) -> list[str]:
         """What a reader of the results has to know about how it treated its questions."""
-        return self.write_notes(questions, self.options(changes))
+        return self.write_notes(questions, self.options(changes)) if self.write_notes else []
 
     def run(
         self,

@@ -20,9 +20,9 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.retrieval.bm25 import on_disk as bm25_disk
 from mmqa_jax.retrieval.bm25 import shard as bm25_shard
-from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, Norms
 from mmqa_jax.retrieval.bm25.on_disk import DiskBM25, ShardGroup, build_bm25
-from mmqa_jax.retrieval.bm25.shard import Norms, ShardBuilder, ShardLimits
+from mmqa_jax.retrieval.bm25.shard import ShardBuilder, ShardLimits
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages

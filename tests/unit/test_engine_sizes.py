@@ -223,7 +223,7 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     for queries in steps:
         for query in queries:
             backend.check(query)
-        got, want = (answer_all(one, queries).by_id for one in (backend, whole))
+        got, want = (answer_all(one, queries, checked=True).by_id for one in (backend, whole))
         for query in queries[:9]:
             if isinstance(query, Choices):
                 totals = [[score.total for score in one[query.id].scores] for one in (got, want)]

@@ -451,7 +451,8 @@ def answer_all(
     a common beginning follow each other and the engine computes it once.
 
     Args:
-      checked: all queries passed `backend.check`, as those of `few_shot` did.
+      checked: all queries passed `backend.check`, as those of `few_shot` did; an engine chooses its
+        sizes for as many as were checked.
     """
     not_sent: dict[Hashable, str] = {}
     for query in () if checked else queries:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,7 +62,12 @@ class EngineBackend:
       pictures: the config of a model that takes them; None: it takes none.
       resize: gives the engine the sizes for later queries that need larger ones; None: its sizes
         are enough for all.
+
+    Attributes:
+      cannot: what of a request it cannot do, and why: nothing.
     """
+
+    cannot: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -73,31 +79,18 @@ class EngineBackend:
         pictures: PictureConfig | None = None,
         resize: Callable[[Engine, Demand], None] | None = None,
     ):
-        self._make_engine, self._tokenizer = make_engine, tokenizer
+        self._make_engine, self.tokenizer = make_engine, tokenizer
         self._pictures = None if pictures is None else picture_format(pictures, tokenizer)
-        self._length, self._fingerprint = length, fingerprint
+        self.length, self.fingerprint = length, fingerprint
         self._chat_format = tokenizer.template if pictures is None else self._pictures.chat_format
+        self.takes_pictures = pictures is not None
+        self.takes_messages = self._chat_format is not None
         self._throughput = Throughput()  # the engine's, once it is made
         self._warm = Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
         self._checked = Demand(0, 0)
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        """Tells what of a request it cannot do, and why: nothing."""
-        return {}
-
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """The model's."""
-        return self._tokenizer
-
-    @property
-    def length(self) -> int:
-        """The most tokens of a prompt with its answer."""
-        return self._length
 
     @property
     def engine(self) -> Engine:
@@ -136,7 +129,7 @@ class EngineBackend:
     def fixed(self) -> Engine:
         """The engine in sizes that stay: from now on `check` refuses what exceeds them."""
         engine, self._resize = self.engine, None
-        self._length = engine.config.length
+        self.length = engine.config.length
         return engine
 
     def sizes(self) -> dict[str, Any] | None:
@@ -146,21 +139,6 @@ class EngineBackend:
         mesh = self._engine.mesh
         shape = dict.fromkeys(MESH_AXES, 1) if mesh is None else dict(mesh.shape)
         return sizes_json(shape, self._engine.config)
-
-    @property
-    def takes_pictures(self) -> bool:
-        """Whether its model has a tower."""
-        return self._pictures is not None
-
-    @property
-    def takes_messages(self) -> bool:
-        """Whether its tokenizer has a chat template."""
-        return self._chat_format is not None
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies weights, numerics and tokenizer."""
-        return self._fingerprint
 
     def rates(self) -> dict[str, float]:
         """Tokens per second of prefill and decoding, measured from the first result on (before it
@@ -188,10 +166,10 @@ class EngineBackend:
                 raise Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
             asked = request.decoding.request(request.id, images=prompt.pictures)
-            check_one_end(asked, self._tokenizer.end_ids)
+            check_one_end(asked, self.tokenizer.end_ids)
         count, more, _ = self._count_tokens(request, prompt)
-        if count + more > self._length:
-            raise TooLong(request.id, count, more, self._length)
+        if count + more > self.length:
+            raise TooLong(request.id, count, more, self.length)
         sequences = self._checked.sequences + _sequences(request)
         self._checked = Demand(sequences, max(self._checked.tokens, self._needs(request, prompt)))
 
@@ -210,7 +188,7 @@ class EngineBackend:
     def _needs(self, request: Query, prompt: _Prompt) -> int:
         """Tokens of a query and its answer, at most those that a query may have."""
         count, _, together = self._count_tokens(request, prompt)
-        return min(count + together, self._length)
+        return min(count + together, self.length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend. Continuations of a conversation begin the assistant's next message.
@@ -292,7 +270,7 @@ class EngineBackend:
         start = prompt.encode(prompt.text.rstrip()) if is_text else prompt.tokens
         rows = []
         for continuation in request.continuations:
-            added = prompt.before_answer + self._tokenizer.shield(continuation)
+            added = prompt.before_answer + self.tokenizer.shield(continuation)
             whole = prompt.encode(prompt.text + added)
             rows.append(whole[len(start) :])
             if not rows[-1] or not (is_text or whole[: len(start)] == start):
@@ -309,7 +287,7 @@ class EngineBackend:
             return self._conversation(request.id, request.prompt)
         if self._pictures is None:
             self._no_pictures(request.id, request.images)
-            text, encode = self._tokenizer.shield(request.prompt), self._tokenizer.encode
+            text, encode = self.tokenizer.shield(request.prompt), self.tokenizer.encode
         else:
             self._no_video(request.id, request.prompt)
             text = self._pictures.with_places(request.prompt, len(request.images))
@@ -328,7 +306,7 @@ class EngineBackend:
             self._no_pictures(request_id, pictures)
         text = self._chat_format.render(request_id, messages)
         if self._pictures is None:
-            encode = self._tokenizer.encode_plain  # the template spells the special tokens
+            encode = self.tokenizer.encode_plain  # the template spells the special tokens
         else:
             self._one_each(request_id, text, pictures)
             encode = self._pictures.encode

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -25,13 +26,6 @@ from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
-_CANNOT = {
-    "stream": "a T5 answers in batches, each a program that runs to its end, so that there are no "
-    "pieces to send; leave stream out",
-    "echo": "a T5's encoder reads the prompt, and gives its tokens no log-probabilities; leave "
-    "echo out",
-}
-
 
 class T5Backend:
     """Serves from a T5, Flan-T5 or mT5; see backends.Backend.
@@ -45,10 +39,21 @@ class T5Backend:
       tokenizer: of the model.
       length: the most tokens of a prompt, and of an answer.
       fingerprint: of weights and numerics (see `open_t5_backend`).
+
+    Attributes:
+      cannot: what of a request it cannot do, and why.
     """
 
     takes_pictures = False
     takes_messages = False
+    cannot: Mapping[str, str] = MappingProxyType(
+        {
+            "stream": "a T5 answers in batches, each a program that runs to its end, so that there "
+            "are no pieces to send; leave stream out",
+            "echo": "a T5's encoder reads the prompt, and gives its tokens no log-probabilities; "
+            "leave echo out",
+        }
+    )
 
     def __init__(
         self,
@@ -58,30 +63,15 @@ class T5Backend:
         length: int,
         fingerprint: str,
     ):
-        self._make_engine, self._tokenizer = make_engine, tokenizer
-        self._length, self.fingerprint = length, fingerprint
+        self._make_engine, self.tokenizer = make_engine, tokenizer
+        self.length, self.fingerprint = length, fingerprint
         self._engine: T5Engine | None = None
         self.usage = Usage()
         self.failures: list[Failure] = []  # none: what cannot be served is refused by `check`
 
-    @property
-    def tokenizer(self) -> TextTokenizer:
-        """The model's."""
-        return self._tokenizer
-
-    @property
-    def length(self) -> int:
-        """The most tokens of a prompt, and of an answer."""
-        return self._length
-
-    @property
-    def cannot(self) -> Mapping[str, str]:
-        """Tells what of a request a T5 cannot do, and why."""
-        return _CANNOT
-
     def new_tokens(self, query: Query) -> int:
         """The most that an answer can have, whatever the prompt is."""
-        return self._length
+        return self.length
 
     def fixed(self) -> T5Arrivals:
         """The engine for requests that arrive one by one (decoding.online)."""
@@ -102,11 +92,11 @@ class T5Backend:
           Unanswerable: an empty prompt, a continuation without tokens.
         """
         text = self._text(query)
-        if not self._tokenizer.encode_plain(text):
+        if not self.tokenizer.encode_plain(text):
             raise Unanswerable(f"request {query.id!r}: its prompt is empty; give some text.")
         request = self.engine_request(query)
-        check_lengths(request, self._length)
-        check_one_end(request, self._tokenizer.end_ids)
+        check_lengths(request, self.length)
+        check_one_end(request, self.tokenizer.end_ids)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
         """See Backend."""
@@ -155,7 +145,7 @@ class T5Backend:
                 f"request {query.id!r}: it has pictures, but a T5 reads text alone; use a LLaVA "
                 "or --backend=openai."
             )
-        return self._tokenizer.shield(text)
+        return self.tokenizer.shield(text)
 
     def engine_request(self, query: Query) -> Request | Scoring:
         """What the engine is asked for a query.
@@ -163,11 +153,11 @@ class T5Backend:
         Raises:
           Unanswerable, UserError: as `check`.
         """
-        tokens = self._tokenizer.encode(self._text(query))
+        tokens = self.tokenizer.encode(self._text(query))
         if not isinstance(query, Choices):
             return query.decoding.request(query.id, tokens)
-        shielded = map(self._tokenizer.shield, query.continuations)
-        continuations = list(map(self._tokenizer.encode_plain, shielded))
+        shielded = map(self.tokenizer.shield, query.continuations)
+        continuations = list(map(self.tokenizer.encode_plain, shielded))
         for text, ids in zip(query.continuations, continuations, strict=True):
             if not ids:
                 raise Unanswerable(

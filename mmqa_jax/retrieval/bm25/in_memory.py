@@ -9,6 +9,7 @@ result: bm25s's own `retrieve` fills up its top k with such sources, whose score
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -166,6 +167,48 @@ class BM25:
         return [self._number[word] for word in self._words_of(query) if word in self._number]
 
 
+@dataclasses.dataclass(frozen=True)
+class Norms:
+    """The part of BM25's denominator that a source's length decides: f / (f + norm).
+
+    Attributes:
+      mean_length: of the sources, in words.
+    """
+
+    k1: float
+    b: float
+    mean_length: float
+
+    def of(self, lengths: np.ndarray) -> np.ndarray:
+        """float64, in the order of operations of bm25s, so that scores are equal to the bit."""
+        return self.k1 * ((1 - self.b) + self.b * lengths / self.mean_length)
+
+    def bounds(self, impacts: np.ndarray, other: Norms) -> np.ndarray:
+        """What the impacts of another mean length can be here at most.
+
+        A norm here is at least `share` times that of the other mean: its part of b is scaled by
+        the ratio of the means, the rest is the same.
+        """
+        share = min(1.0, other.mean_length / self.mean_length)
+        return 1 / (1 + share * (1 / impacts - 1))
+
+
+def idf_of(rows: int, holders: int) -> float:
+    """The weight of a word that so many of the sources have: Lucene's idf."""
+    return math.log(1 + (rows - holders + 0.5) / (holders + 0.5))
+
+
+def word_scores(
+    idf: np.ndarray | np.float64, counts: np.ndarray, norms: np.ndarray
+) -> Float32[np.ndarray, " n"]:
+    """What a word adds to the scores of sources, of their counts of it and their norms.
+
+    Args:
+      idf: rounded to float32, as bm25s keeps it.
+    """
+    return (idf * (counts / (norms + counts))).astype(np.float32)
+
+
 class _Scored:
     """What each word of a collection gives each of its rows.
 
@@ -186,10 +229,9 @@ class _Scored:
         self._rows = self._rows.astype(np.int32)
         frequencies = np.bincount(of_word, minlength=words)
         self._starts = np.cumsum([0, *frequencies])
-        idfs = np.array([math.log(1 + (rows - n + 0.5) / (n + 0.5)) for n in frequencies.tolist()])
-        norms = k1 * ((1 - b) + b * lengths / lengths.mean())
-        impacts = counts / (norms[self._rows] + counts)
-        self._scores = (idfs.astype(np.float32)[of_word] * impacts).astype(np.float32)
+        idfs = np.array([idf_of(rows, n) for n in frequencies.tolist()]).astype(np.float32)
+        norms = Norms(k1, b, lengths.mean()).of(lengths)
+        self._scores = word_scores(idfs[of_word], counts, norms[self._rows])
         self._size = rows
 
     def sums(self, numbers: Sequence[int]) -> Float32[np.ndarray, " rows"]:

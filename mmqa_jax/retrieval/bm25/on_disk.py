@@ -21,7 +21,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -35,8 +34,8 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.data.text_analysis import VERSION, Analyzer
-from mmqa_jax.retrieval.bm25.in_memory import BM25
-from mmqa_jax.retrieval.bm25.shard import SHARD_WHAT, Norms, Shard, ShardBuilder, ShardLimits
+from mmqa_jax.retrieval.bm25.in_memory import BM25, Norms, idf_of, word_scores
+from mmqa_jax.retrieval.bm25.shard import SHARD_WHAT, Shard, ShardBuilder, ShardLimits
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, read_manifest
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 
@@ -315,7 +314,9 @@ class DiskBM25:
             of_words = _words_of(group, place, numbers)
             norms = group.norms_of(group_rows)
             terms = {
-                i: _term(asked, i, group.counts(of_words[word].numbers, group_rows), norms)
+                i: word_scores(
+                    asked.idfs[i], group.counts(of_words[word].numbers, group_rows), norms
+                )
                 for i, word in enumerate(asked.words)
                 if word in of_words
             }
@@ -336,8 +337,7 @@ class DiskBM25:
             )
             if frequency:
                 numbers[word] = own
-                idf = math.log(1 + (len(self) - frequency + 0.5) / (frequency + 0.5))
-                idfs[word] = np.float32(idf)  # as bm25s keeps it
+                idfs[word] = np.float32(idf_of(len(self), frequency))  # as bm25s keeps it
         asked = []
         for words in split:
             counts = collections.Counter(word for word in words if word in numbers)
@@ -463,7 +463,9 @@ def _search_group(
     unread = {i: room.absent(rows, touched[i]) for i in behind if behind[i] > 0}
     rows = _looked_up(group, query, here, rows, upper, unread, behind, floor, top_k)
     norms = group.norms_of(rows)
-    terms = {i: _term(query, i, group.counts(here[i].numbers, rows), norms) for i in here}
+    terms = {
+        i: word_scores(query.idfs[i], group.counts(here[i].numbers, rows), norms) for i in here
+    }
     scores = _total(query, terms, len(rows))
     return rows[scores > 0], scores[scores > 0]
 
@@ -499,11 +501,6 @@ def _looked_up(
         rows, upper = rows[kept], upper[kept]
         unread = {j: own[kept] for j, own in unread.items()}
     return rows
-
-
-def _term(query: _Query, i: int, counts: np.ndarray, norms: np.ndarray) -> np.ndarray:
-    """What one word of a query gives sources, as bm25s computes it, of their counts and norms."""
-    return (query.idfs[i] * (counts / (norms + counts))).astype(np.float32)
 
 
 def _first_tiers(tiers: dict[int, Tiers], top_k: int) -> Iterator[tuple[int, int]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.text_analysis import Analyzer, Vocabulary
+from mmqa_jax.retrieval.bm25.in_memory import Norms
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
 
 SHARD_WHAT = "a shard of a BM25 index"
@@ -54,32 +55,6 @@ class ShardLimits:
     words: int = 1 << 22
     tiered: int = 256
     block: int = 4096
-
-
-@dataclasses.dataclass(frozen=True)
-class Norms:
-    """The part of BM25's denominator that a source's length decides: f / (f + norm).
-
-    Attributes:
-      mean_length: of the sources, in words.
-    """
-
-    k1: float
-    b: float
-    mean_length: float
-
-    def of(self, lengths: np.ndarray) -> np.ndarray:
-        """float64, in the order of operations of bm25s, so that scores are equal to the bit."""
-        return self.k1 * ((1 - self.b) + self.b * lengths / self.mean_length)
-
-    def bounds(self, impacts: np.ndarray, other: Norms) -> np.ndarray:
-        """What the impacts of another mean length can be here at most.
-
-        A norm here is at least `share` times that of the other mean: its part of b is scaled by
-        the ratio of the means, the rest is the same.
-        """
-        share = min(1.0, other.mean_length / self.mean_length)
-        return 1 / (1 + share * (1 / impacts - 1))
 
 
 class ShardBuilder:
