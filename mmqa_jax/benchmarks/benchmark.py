@@ -109,12 +109,7 @@ def split_of(dataset: str, split: str | None) -> str:
 
 
 def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Question]:
-    """The questions of a benchmark's split.
-
-    Args:
-      path: as of `read_corpus`.
-      split: see `split_of`.
-    """
+    """The questions of a benchmark's split; see `read_corpus` and `split_of`."""
     return split_questions(read_corpus(dataset, path), path, split_of(dataset, split))
 
 

@@ -277,8 +277,7 @@ def score_evqa(
 ) -> Evaluation:
     """The scores, by type, of single-hop questions and of entities that train has not.
 
-    Args:
-      judge: BEM; None: exact match alone.
+    BEM is the judge; without one only exact matches count.
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "an answer")

@@ -178,8 +178,7 @@ _BRACKETED = re.compile(r"\(([a-zA-Z])\)")
 def extracted_by_rule(response: str, question: Question, *, quick: bool = False) -> str | None:
     """What extract_answer.py takes from a response without a language model; None: it asks one.
 
-    Args:
-      quick: its --quick_extract, the text in `The answer is "text".`
+    `quick` is its --quick_extract, the text in `The answer is "text".`
     """
     if response == "" or response in question.choices:
         return response
@@ -202,8 +201,7 @@ def extracted_by_rule(response: str, question: Question, *, quick: bool = False)
 def normalized(extraction: str, question: Question, *, ignore_empty: bool = False) -> str | None:
     """An extraction as the answer's type has it; None where it is no such number.
 
-    Args:
-      ignore_empty: an empty extraction is no option, and not the shortest one.
+    `ignore_empty` makes an empty extraction no option, and not the shortest one.
     """
     if question.choices:
         return _option(extraction.strip(), question.choices, ignore_empty=ignore_empty)

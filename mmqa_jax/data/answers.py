@@ -123,11 +123,7 @@ _AN_ANNOTATOR = np.float32(0.3)
 
 
 class AnswerVocabulary:
-    """Answers by class number.
-
-    Args:
-      answers: by class; they are normalized (prep_ans) already.
-    """
+    """Answers by class number, which are normalized (prep_ans) already."""
 
     def __init__(self, answers: Sequence[str]):
         self.answers = tuple(answers)
@@ -183,8 +179,7 @@ def make_vocabulary(
 ) -> AnswerVocabulary:
     """The answers of `base`, then those of at least `min_questions` questions, most frequent first.
 
-    Args:
-      base: of the pretraining, whose classes keep their numbers.
+    The classes of `base`, which is of the pretraining, keep their numbers.
     """
     counts = Counter(
         answer for question in questions for answer in answer_scores(question) if answer
@@ -201,10 +196,8 @@ def make_vocabulary(
 
 
 def read_vocabulary(path: str | os.PathLike) -> AnswerVocabulary:
-    """Reads a vocabulary: ours or Prophet's (a list), openvqa's answer_dict.json, or a run's.
-
-    Args:
-      path: of the file, or of the workdir of a training run.
+    """Reads a vocabulary: ours or Prophet's (a list), openvqa's answer_dict.json, or a run's, whose
+    workdir `path` may be.
     """
     path = as_path(path)
     file = path / FILE if path.is_dir() else path

@@ -191,8 +191,7 @@ class Articles:
     def ranked(self, ranking: Ranking, gold: Collection[str] = ()) -> Ranking:
         """A ranking of sources as one of their articles, each with the score of its first.
 
-        Args:
-          gold: names by which an article goes, if it has one of them.
+        An article goes by its name in `gold` where it has one.
         """
         scores: dict[str, float] = {}
         for source, score in zip(ranking.sources, ranking.scores, strict=True):

@@ -195,9 +195,8 @@ class Corpus:
     ) -> Corpus:
         """Returns a corpus of the same sources, not copied, with other questions.
 
-        Args:
-          read_picture: as of the class; None: this corpus's own.
-          materials: of the questions, beside this corpus's own.
+        Their `materials` come beside this corpus's own; `read_picture` is this corpus's own by
+        default.
         """
         other = copy.copy(self)
         other._questions = list(questions)
@@ -325,11 +324,7 @@ T = TypeVar("T")
 
 
 def split_questions(corpus: Corpus, data: Path, split: str) -> list[Question]:
-    """The questions of a split; UserError where there are none.
-
-    Args:
-      data: where the corpus comes from, for the message.
-    """
+    """The questions of a split; UserError, which names `data`, where there are none."""
     questions = corpus.questions(split)
     if not questions:
         known = sorted({question.split for question in corpus.questions()})

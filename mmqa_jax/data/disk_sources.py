@@ -79,10 +79,8 @@ def shard_name(number: int) -> str:
 class DiskSources(Sequence[Source]):
     """The sources of a folder, read when they are asked for; safe to share between threads.
 
-    A copy sent to another process opens the files anew.
-
-    Attributes:
-      image_rows: uint32[pictures], ascending.
+    A copy sent to another process opens the files anew. `image_rows` is uint32[pictures],
+    ascending.
     """
 
     def __init__(self, folder: str | os.PathLike, rows: int):
@@ -255,11 +253,8 @@ class RowsById(Mapping[str, int]):
 
 
 class SourceSelection(Sequence[Source]):
-    """Some rows of sources as sources of their own, numbered from 0; none is copied.
-
-    Args:
-      sources: all of them.
-      rows: ascending.
+    """Some rows of `sources`, ascending, as sources of their own, numbered from 0; none is
+    copied.
     """
 
     def __init__(self, sources: Sequence[Source], rows: np.ndarray):
@@ -275,12 +270,7 @@ class SourceSelection(Sequence[Source]):
 
 
 class SelectedRows(Mapping[str, int]):
-    """The row of every id in a SourceSelection of these rows.
-
-    Args:
-      rows: of the selection, ascending.
-      row: of every id in all sources.
-    """
+    """The row of every id in a SourceSelection of `rows`; `row` is that of all sources."""
 
     def __init__(self, selection: SourceSelection, rows: np.ndarray, row: Mapping[str, int]):
         self._selection, self._rows, self._row = selection, rows, row

@@ -368,12 +368,7 @@ def not_finite(vectors: Float32[np.ndarray, "n D"]) -> Int[np.ndarray, " m"]:
 
 
 def check_finite(vectors: Float32[np.ndarray, "n D"], what: str, remedy: str) -> None:
-    """UserError if a row is not finite.
-
-    Args:
-      what: begins the sentence, before `row 3 of 5`.
-      remedy: ends it.
-    """
+    """UserError, of `what`, `row 3 of 5 ...` and `remedy`, if a row is not finite."""
     bad = not_finite(vectors)
     if len(bad):
         more = f", nor {len(bad) - 1:,} more" if len(bad) > 1 else ""

@@ -254,13 +254,9 @@ def prepare_benchmark(
 def prepare_stream(
     name: str, raw: Path, out: Path, passage_words: int = WORDS, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """A published file of Wikipedia to sources on disk in `out`, while it is read.
+    """A published file of Wikipedia, one of STREAMS, to sources on disk in `out`, while it is read.
 
     Resumes an interrupted attempt on the same file, with the same result.
-
-    Args:
-      name: of STREAMS.
-      raw: the folder with the file, or the file.
     """
     stream = STREAMS[name](raw, PassageOptions(passage_words))
     materials = [WIKIPEDIA] if stream.pictures is None else [WIKIPEDIA, WIKIPEDIA_PICTURES]
@@ -268,11 +264,7 @@ def prepare_stream(
 
 
 def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
-    """A corpus interchange folder (interchange.py) to ArrayRecord in `out`.
-
-    Args:
-      options: of records.write_records.
-    """
+    """A corpus interchange folder (interchange.py) to ArrayRecord in `out`."""
     found = read_interchange(folder)
     return corpus_records.write_records(
         out,
@@ -287,10 +279,8 @@ def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, An
 
 
 def prepare_chats(raw: Path, out: Path, **options: Any) -> dict[str, Any]:
-    """Chat files (chats.py) to ArrayRecord in `out`; the manifest's `origin` counts ignored keys.
-
-    Args:
-      options: of records.write_records.
+    """Chat files (chats.py) to ArrayRecord in `out`; the manifest's `origin` counts ignored
+    keys.
     """
     found = ChatFiles(raw)
     return corpus_records.write_records(
@@ -310,10 +300,6 @@ def prepare_rows(
 ) -> dict[str, Any]:
     """Rows of others' data sets (row_files.py) to ArrayRecord in `out`; the manifest's `origin`
     counts the rows that were left out.
-
-    Args:
-      kind, columns: of row_files.read_rows.
-      options: of records.write_records.
     """
     found = read_rows(kind, raw, columns)
     return corpus_records.write_records(

@@ -261,11 +261,7 @@ def image_id(question: Question) -> Any:
 
 
 class QuestionPictures:
-    """Pixels of the pictures that a question is asked on.
-
-    Args:
-      pictures: the corpus's, as the model takes them.
-    """
+    """Pixels of the pictures that a question is asked on, as the model takes them."""
 
     def __init__(self, pictures: PictureStore):
         self.store = pictures

@@ -107,11 +107,8 @@ def shown_pictures(question: Question) -> tuple[str, ...]:
 
 
 def conversation(row: Mapping[str, Any], where: str) -> Conversation:
-    """Checks a conversation.
-
-    Args:
-      row: with MESSAGES and perhaps `tools`; other keys are ignored.
-      where: its place, with which messages of errors begin.
+    """Checks the conversation in MESSAGES and `tools` of a row; `where` is its place, for
+    messages.
     """
     unchecked, tools = row.get(MESSAGES), row.get(TOOLS) or []
     if not isinstance(unchecked, list) or not unchecked:

@@ -180,8 +180,7 @@ def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
 def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
     """image_id -> the objects of a captions or tags TSV, in the file's order.
 
-    Args:
-      key: of each object's text: `caption` or `class`. Its `conf` is a number, or absent.
+    Each has a text under `key`, `caption` or `class`, and perhaps a number `conf`.
     """
     found: dict[int, list[dict[str, Any]]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -247,11 +246,8 @@ def read_questions(path: Path) -> dict[int, tuple[int, str]]:
 
 
 def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int, Reference]:
-    """question_id -> the annotators' answers and the category.
-
-    Args:
-      key: of an annotation's category.
-      names: of categories; others keep the name that they have in the file.
+    """question_id -> the annotators' answers, and the category under `key`, by its name in
+    `names`.
     """
     found: dict[int, Reference] = {}
     for question_id, row in by_question(path, "annotations").items():

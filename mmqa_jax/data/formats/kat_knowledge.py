@@ -25,11 +25,8 @@ _LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,19})(?:\.\w+)?$")  # of COCO_val2014_00
 
 
 class KATKnowledge:
-    """Passages of explicit and implicit knowledge.
-
-    Args:
-      entities: file of explicit knowledge; "": none.
-      answers: file of implicit knowledge; "": none.
+    """Passages of explicit (`entities`) and implicit knowledge (`answers`), files of which one may
+    be "".
     """
 
     def __init__(self, entities: str = "", answers: str = ""):
@@ -45,9 +42,8 @@ class KATKnowledge:
     def passages(self, question: Question, entities: int) -> list[str]:
         """What is known of a question: its picture's entities, then the answers of GPT-3.
 
-        Args:
-          entities: how many; fewer are repeated from the first, as KAT does, so that all questions
-            have as many.
+        Fewer entities than `entities` are repeated from the first, as KAT does, so that all
+        questions have as many.
         """
         found: list[str] = []
         if self._entities is not None:

@@ -130,10 +130,8 @@ class OfficialFiles:
         )
 
     def required(self, *names: str, remedy: str) -> Path:
-        """The first of these files that exists; UserError with `remedy` if there is none.
-
-        Args:
-          names: relative to the folder, the official name first.
+        """The first of these files that exists, the official name first; UserError with `remedy` if
+        there is none.
         """
         path = self._first(names)
         if path is None:
@@ -156,11 +154,9 @@ class OfficialFiles:
 
 
 class PictureFolders:
-    """Picture files by name in any of several folders below one; folders may be absent.
+    """Picture files by name in any of several folders below one, which may be absent.
 
-    Args:
-      folder: the raw folder.
-      below: folders in it, relative; `.` is the folder itself.
+    `.` is the folder itself.
     """
 
     def __init__(self, folder: Path, below: Iterable[str]):
@@ -197,10 +193,8 @@ def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 class Entry(dict[str, Any]):
-    """An object of an official file; a value of another kind is refused by one sentence.
-
-    Attributes:
-      where: its place, which begins the sentence.
+    """An object of an official file; a value of another kind is refused by one sentence, which
+    begins with its place, `where`.
     """
 
     def __init__(self, where: str, values: Any):
@@ -218,11 +212,8 @@ class Entry(dict[str, Any]):
         return self.error(f"{key} is {self.get(key)!r:.60}; {expected} was expected")
 
     def text(self, key: str, default: str | None = None, *, empty: bool = False) -> str:
-        """A text.
-
-        Args:
-          default: what stands for null, and for one that is absent.
-          empty: whether it may be empty where there is no default.
+        """A text; `default` stands for null and for one that is absent, `empty` lets one be
+        empty.
         """
         value = self.get(key)
         if value is None and default is not None:
@@ -276,10 +267,8 @@ class Entry(dict[str, Any]):
 
 
 def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str) -> dict[str, T]:
-    """What `read` makes of entries by its id; UserError for an id that is there twice.
-
-    Args:
-      key: what the file calls the id.
+    """What `read` makes of entries by its id, which the file calls `key`; UserError for one that is
+    there twice.
     """
     found: dict[str, T] = {}
     for entry in entries:
@@ -326,12 +315,7 @@ def line_entries(path: Path) -> Iterator[Entry]:
 
 
 class PictureFiles(PictureFolders):
-    """The pictures of `places` that lie below a folder; calling it reads one.
-
-    Args:
-      folder: the raw folder.
-      places: a picture's name -> the paths where it may lie, relative to `folder`.
-    """
+    """The pictures that lie below a folder at one of their `places`, which are relative to it."""
 
     def __init__(self, folder: Path, places: Mapping[str, Sequence[str]]):
         super().__init__(folder, ())

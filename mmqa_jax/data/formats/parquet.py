@@ -96,10 +96,8 @@ class ParquetPictures:
         return {name: found[place, group][row] for name, (place, group, row) in rows}
 
     def __call__(self, name: str, number: int | None = None) -> bytes:
-        """Encoded bytes, of a list those of its `number`-th picture.
-
-        Raises:
-          PictureError: the row holds none.
+        """Encoded bytes, of a list those of its `number`-th picture; PictureError where there are
+        none.
         """
         place, group, row = self._rows[name]
         with self._lock:

@@ -102,11 +102,8 @@ def parse_columns(text: str) -> dict[str, str]:
 
 
 def read_rows(kind: str, raw: Path, columns: Mapping[str, str]) -> RowCorpus:
-    """Reads all rows but their pictures.
-
-    Args:
-      kind: `hf` or `webdataset`.
-      columns: of parse_columns.
+    """Reads all rows but their pictures; `kind` is `hf` or `webdataset`, `columns` of
+    parse_columns.
     """
     files: RowFiles
     if kind == "webdataset":

@@ -172,9 +172,7 @@ class CutLine(UserError):
 class IndexedTsv:
     """A TSV whose lineidx holds every line's byte offset. Threads may share it.
 
-    Args:
-      path: the TSV.
-      lineidx: default: beside it, with the suffix .lineidx.
+    The lineidx lies beside it with the suffix .lineidx, unless it is given.
     """
 
     def __init__(self, path: str | os.PathLike, lineidx: str | os.PathLike | None = None):
@@ -204,11 +202,7 @@ class IndexedTsv:
         return int(np.diff(self._offsets[row : row + 2]).sum()) if 0 <= row < len(self) else 0
 
     def columns(self, row: int) -> list[bytes]:
-        """The columns of a row.
-
-        Raises:
-          CutLine: the file ends in the middle of it.
-        """
+        """The columns of a row; CutLine where the file ends in the middle of it."""
         where = f"{self.path}, row {row}"
         if not 0 <= row < len(self):
             raise UserError(

@@ -231,10 +231,8 @@ class ImagesTsv:
         return self.read(_row(name))
 
     def read(self, row: int) -> bytes:
-        """Encoded picture of a row.
-
-        Raises:
-          PictureError: the line is cut off or too long, or its base64 is broken.
+        """Encoded picture of a row; PictureError for a line that is cut off or too long, or broken
+        base64.
         """
         where = f"{self._tsv.path}, row {row}"
         check_bytes(self._tsv.length(row) * 3 // 4, where)

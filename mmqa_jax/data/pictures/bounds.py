@@ -53,10 +53,8 @@ def check_unpacked(held: int, size: int, where: str) -> None:
 
 
 def check_decoded(image: Image.Image, size: int, name: str) -> None:
-    """PictureError for a file of `size` bytes that claims too many pixels, before it is decoded.
-
-    Args:
-      image: opened, not loaded.
+    """PictureError for a file of `size` bytes that claims too many pixels, before it is decoded;
+    `image` is opened, and not loaded.
     """
     width, height = image.size
     if image.format == "TIFF":  # a tile is decoded whole, however little of it is shown

@@ -358,10 +358,8 @@ def samples_of(image: Image.Image) -> Samples:
 def eight_bits(image: Image.Image, samples: Samples = Samples()) -> Image.Image:
     """A loaded picture with 8 bits a channel, alpha kept.
 
-    Gray of more bits becomes L, or LA where it has a transparent color.
-
-    Raises:
-      UnknownRange: its samples do not say which values are black and white.
+    Gray of more bits becomes L, or LA where it has a transparent color. Raises UnknownRange where
+    its samples do not say which values are black and white.
     """
     if samples.signed and (samples.bits or 0) < 32:
         raise UnknownRange(
@@ -422,9 +420,7 @@ def needs_low_bytes(image: Image.Image, samples: Samples) -> bool:
 def with_key(high: Image.Image, low: Image.Image) -> Image.Image:
     """RGBA of a PNG of 16 bits a channel with a transparent color.
 
-    Args:
-      high: the high bytes of its channels, RGB, with the color in `info`.
-      low: the low ones.
+    `high` and `low` are the bytes of its channels, RGB; `high` has the color in `info`.
     """
     key = np.array(high.info["transparency"])
     shown = (np.asarray(high) != key >> 8) | (np.asarray(low) != (key & 255))

@@ -185,10 +185,8 @@ def _patches_per_side(size: int, patch: int) -> int:
 
 
 def qwen_size(width: int, height: int, sizes: PictureSizes, name: str) -> tuple[int, int]:
-    """Width and height that a picture is resized to.
-
-    Raises:
-      PictureError: with `name`, it is too long and thin.
+    """Width and height that a picture is resized to; PictureError for one that is too long and
+    thin.
     """
     if max(width, height) > _LONGEST * min(width, height):
         raise PictureError(
@@ -217,8 +215,7 @@ def qwen_pixels(
 ) -> UInt8[np.ndarray, "H W 3"]:
     """RGB picture of any shape -> the pixels that `models.qwen_vl.network.lay_out` takes.
 
-    Raises:
-      PictureError: with `name`, it is too long and thin.
+    Raises PictureError with `name` for one that is too long and thin.
     """
     size = qwen_size(*image.size, sizes, name)
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
@@ -251,8 +248,7 @@ def llava_pixels(
 ) -> UInt8[np.ndarray, "S S 3"]:
     """RGB picture of any shape -> pixels [size, size, 3], padded with a color.
 
-    Raises:
-      PictureError: with `name`, it is too long and thin (picture_bounds).
+    Raises PictureError with `name` for one that is too long and thin (bounds.py).
     """
     side = max(image.size)
     if side * side > FREE_PIXELS:
@@ -361,10 +357,8 @@ def resized_on_square(
 
 
 class _Weights:
-    """Pillow's weights of the outputs `start` to `stop` of `outputs`, along one side of `inputs`.
-
-    Attributes:
-      low, high: the inputs that count are `low` to `high`.
+    """Pillow's weights of the outputs `start` to `stop` of `outputs`, along one side of `inputs`,
+    of which `low` to `high` count.
     """
 
     def __init__(self, inputs: int, outputs: int, start: int, stop: int):

@@ -13,10 +13,8 @@ from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 
 
 class PictureTar:
-    """A tar file's pictures by their path in it.
-
-    Attributes:
-      others: paths of links and sparse files, which hold no picture.
+    """A tar file's pictures by their path in it; `others` are links and sparse files, which hold
+    none.
     """
 
     def __init__(self, path: Path):

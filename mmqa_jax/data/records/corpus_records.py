@@ -270,10 +270,8 @@ class RecordPictures:
 
 
 class _CorpusWriter:
-    """Writes the three datasets and collects the manifest's facts.
-
-    Attributes:
-      names: the pictures of sources and questions, each once.
+    """Writes the three datasets and collects the manifest's facts; `names` are all pictures,
+    once.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ GRIDS = RecordKind(
 
 
 class GridRecords:
-    """Grid features by image id.
-
-    Args:
-      folder: as `write_grids` finished it.
-    """
+    """Grid features by image id, of a folder that `write_grids` finished."""
 
     def __init__(self, folder: str | os.PathLike):
         self._files = RecordFiles(folder, GRIDS)
@@ -55,10 +51,8 @@ class GridRecords:
         return len(self._number)
 
     def read(self, image_id: Any) -> tuple[Float[np.ndarray, "g g F"], str]:
-        """The grid of a picture, and the folder's name for messages.
-
-        Raises:
-          FeatureError: the picture has none.
+        """The grid of a picture, and the folder's name for messages; FeatureError where it has
+        none.
         """
         folder, number = self._files.folder, self._number.get(image_id)
         if number is None:
@@ -134,10 +128,8 @@ _ID = re.compile(r"(?<!\d)(\d{1,19})(\.jpg)?\.npz$")
 
 
 class NpzFiles:
-    """The npz files below a folder by the number that ends their name.
-
-    Args:
-      root: the folder; files may lie in folders below it (train2014_feats/ and so on).
+    """The npz files at any depth below `root` (train2014_feats/ and so on), by the number that ends
+    their name.
     """
 
     def __init__(self, root: str | os.PathLike):
@@ -157,8 +149,7 @@ class NpzFiles:
     def read(self, image_id: Any) -> tuple[np.ndarray, str]:
         """The array `x` of a picture, and the name of its file for messages.
 
-        Raises:
-          FeatureError: no file, a broken one, or one without `x`.
+        Raises FeatureError for no file, a broken one, or one without `x`.
         """
         path = self._paths.get(image_id)
         if path is None:

@@ -187,11 +187,7 @@ class PictureWriter:
         self._failed = threading.Event()
 
     def write(self, names: Sequence[str], shard: int) -> Written:
-        """Writes the pictures `names`, `shard` per file.
-
-        Raises:
-          RunError: too many are broken.
-        """
+        """Writes the pictures `names`, `shard` per file; RunError where too many are broken."""
         parts = [names[start : start + shard] for start in range(0, len(names), shard)]
         files = self._files
         notes = [self._notes.read(n, files.path(_SPLIT, n)) for n in range(len(parts))]

@@ -46,11 +46,7 @@ class RemoteShard(NamedTuple):
 
 
 class RemoteRecords:
-    """The records of several files, by number. Safe to share between threads.
-
-    Args:
-      shards: in order.
-    """
+    """The records of several files in order, by number. Safe to share between threads."""
 
     def __init__(self, shards: Sequence[RemoteShard]):
         if importlib.util.find_spec("zstandard") is None:
@@ -69,10 +65,9 @@ class RemoteRecords:
         return int(self._firsts[-1])
 
     def __getitem__(self, number: int) -> bytes:
-        """A record. Where the last ones of its file were read in order, more are fetched with it.
+        """A record; where the last ones of its file were read in order, more are fetched with it.
 
-        Raises:
-          RunError: the store cannot be reached.
+        Raises RunError where the store cannot be reached.
         """
         ((shard, place),) = self._places([number])
         part = self._opened([shard])[shard]

@@ -225,8 +225,7 @@ def parser() -> ModuleType:
 def plain_sections(wikitext: str, not_text: Sequence[str]) -> list[Section]:
     """The sections of a page, in order, without those that have no text.
 
-    Args:
-      not_text: names of the namespaces whose links are no words, in lower case: `file`, `category`.
+    `not_text` names the namespaces whose links are no words, in lower case: `file`, `category`.
     """
     package = parser()
     nodes = package.nodes

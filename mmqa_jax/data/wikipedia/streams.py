@@ -39,12 +39,7 @@ class Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A published file; subclasses read it.
-
-    Attributes:
-      raw: the folder with the file, or the file.
-      options: how articles are cut.
-    """
+    """A published file, `raw` or in the folder `raw`, that subclasses read and cut by `options`."""
 
     names: ClassVar[tuple[str, ...]]
     what: ClassVar[str]
