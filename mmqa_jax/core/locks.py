@@ -1,6 +1,6 @@
 """A lock on a folder for as long as a process writes into it.
 
-In the file system it is a record lock, in an object store what `core.store_locks` makes of objects.
+In the file system it is a record lock, in an object store what `StoreLock` makes of objects.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class MetricsWriter:
         if self._temporary is None:
             return
         if self._put and not (self._folder / METRICS).exists():
-            return  # the workdir was deleted (training.still_there), and is not made anew
+            return  # the workdir was deleted, and is not made anew
         self._put = True
         for file in self._here.iterdir():
             if file.is_file():  # W&B's folder stays here

@@ -3,7 +3,7 @@
 `as_path` gives either the same interface: pathlib's, which etils.epath offers for objects. A store
 has no renaming, no appending, no locks and no folders, but it takes an object whole or not at all
 and lists what is there. So outputs are written in place, object by object (`core.files`), with
-locks of their own (`core.store_locks`); and inputs, which libraries open as files or map into
+locks of their own (`core.locks`); and inputs, which libraries open as files or map into
 memory, are copied to this host first (`core.local_copies`), but for records of pictures, of which
 training reads ranges of bytes (`data.records.remote_records`).
 """

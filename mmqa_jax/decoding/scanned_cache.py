@@ -633,7 +633,7 @@ def ragged_attention(
     Args:
       q: [S, heads, D].
       k, v: [S, kv_heads, D], of the tokens themselves; q and k are not rotated.
-      turns: float32 [S, 2, D], cosines and sines of their rotation (`models.llama.rotate`).
+      turns: float32 [S, 2, D], cosines and sines of their rotation (`models.llama.network.rotate`).
       cache: a `scanned_cache.ScannedCache`, [N, S, kv_heads, T, D]; donate it.
       layer: int32 [], which of the N.
       listed: from `work`.
@@ -772,7 +772,7 @@ def _kernel(
 
 
 def _rotated(ref: Any, turns_ref: Any) -> jax.Array:
-    """`models.llama.rotate` of [heads, D]; a product, which is exact, exchanges the halves."""
+    """`llama.network.rotate` of [heads, D]; a product, which is exact, exchanges the halves."""
     x, size = ref[...], ref.shape[1]
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     swap = jnp.where(column == row + size // 2, 1.0, 0.0)

@@ -116,7 +116,7 @@ def gather(batches: Iterator[ScoredPairs], candidates: Sequence[Ranking]) -> np.
 
 # Source selection that encodes each source once, for any number of questions (ours).
 #
-# The model is models.two_sided_vlp: a source's side of a pair is computed once per source, a
+# The model is models.vlp.two_sided: a source's side of a pair is computed once per source, a
 # question's side once per question, and what remains per pair is the work of a few tokens. So VLP
 # itself can rank the whole collection (`search`), which WebQA's section 6.2 considers infeasible.
 #

@@ -69,7 +69,7 @@ class LibrarySpec:
         return [self.data, self.text_model, self.image_model, self.vectors]
 
     def open(self, row: Any) -> ExampleLibrary:
-        """The library of a row (runs.opened_parts.OpenedParts)."""
+        """The library of a row (runs.part.OpenedParts)."""
         return open_library(row.corpus, self, on_model=row.on_model("library"))
 
 

@@ -38,7 +38,7 @@ from mmqa_jax.training.state import WEIGHT
 
 
 class _OfLayers:
-    """An objective whose model is of `models.layers`, where a parameter without a key is zeros.
+    """An objective whose model is of `models.common.layers`, where a parameter without a key is 0.
 
     Attributes:
       network: the model.

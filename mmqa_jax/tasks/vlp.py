@@ -139,7 +139,7 @@ class VLPServing(tasks.ServingSection):
     """VLP in use.
 
     Attributes:
-      always_truncate_tail: see inference.inputs.coin_ids.
+      always_truncate_tail: see inference.batches.coin_ids.
       packing: values of the section `packing` that differ.
     """
 

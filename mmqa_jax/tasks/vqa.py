@@ -57,7 +57,7 @@ class FoldedData(tasks.DataSection):
     """The section `data`.
 
     Attributes:
-      folds, fold: of the split only the part `fold` of `folds` (data.splits.fold_of).
+      folds, fold: of the split only the part `fold` of `folds` (data.corpus.fold_of).
       more_splits: further splits, whole.
     """
 
