@@ -1,6 +1,6 @@
 """Atlas: Prophet's stage 1 with pictures, MCAN over the patch grid of a CLIP vision tower.
 
-Question encoder (MiniLM), tower (models/clip/network.py) and fusion are trained together, by
+Question encoder (MiniLM), tower (models/two_towers/network.py) and fusion are trained together, by
 models/mcan/patches.py. A question of Atlas has no picture of its own: it is asked on those of its
 gold sources, one or two, as VLP's row `oracle` is. A question on snippets has none, and the model
 answers it from its words; the snippets are the language model's to read. The answers are the

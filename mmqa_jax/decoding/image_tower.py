@@ -21,7 +21,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.clip.network import blocks_before
 from mmqa_jax.models.llava.network import Llava, LlavaConfig, picture_features
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import (
@@ -41,6 +40,7 @@ from mmqa_jax.models.qwen_vl.network import (
     grid_of,
     lay_out,
 )
+from mmqa_jax.models.two_towers.network import blocks_before
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.

@@ -35,13 +35,12 @@ from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_tower import SizedTower, model_of, tower_of, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.network import Llava, LlavaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30

@@ -11,8 +11,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip import network as clip
-from mmqa_jax.models.clip.network import TextConfig, VisionConfig
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
 from mmqa_jax.models.encoders.text_classifier import TextClassifierConfig
@@ -20,8 +18,15 @@ from mmqa_jax.models.mcan.captions import CaptionMCANConfig
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.mcan.patches import PatchMCANConfig
-from mmqa_jax.models.siglip import network as siglip
-from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
+from mmqa_jax.models.two_towers import config as clip
+from mmqa_jax.models.two_towers import config as siglip
+from mmqa_jax.models.two_towers.config import (
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipVisionConfig,
+    TextConfig,
+    VisionConfig,
+)
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.network import VLPConfig
 from mmqa_jax.models.vlp.pixels import vlp_clip, vlp_patches

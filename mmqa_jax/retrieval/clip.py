@@ -19,10 +19,9 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.pictures.resize import Resize
 from mmqa_jax.data.published_tokenizers import load_clip_tokenizer
 from mmqa_jax.data.tokenizers import Preprocessing
-from mmqa_jax.models.clip.network import CLIP
-from mmqa_jax.models.clip.open_clip import squashes
-from mmqa_jax.models.clip.uniir import UNIIR
 from mmqa_jax.models.encoders.dual_encoder import clip_dual_encoder
+from mmqa_jax.models.two_towers.network import TwoTowers
+from mmqa_jax.models.two_towers.openai import UNIIR, squashes
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, check_kind, load_two_towers
@@ -67,7 +66,7 @@ def load_clip_embedder(
     check_kind(folder, "clip")  # before its tokenizer, which another kind need not have
     tokenizer = load_clip_tokenizer(folder)
     devices = loading_mesh(mesh)
-    clip: CLIP = load_two_towers(folder, "clip", devices)
+    clip: TwoTowers = load_two_towers(folder, "clip", devices)
     config = clip.config
     if len(tokenizer_ids := {tokenizer.cls_id, tokenizer.sep_id}) < 2 or (
         max(*tokenizer_ids, tokenizer.vocab_size - 1) >= config.text.vocab_size

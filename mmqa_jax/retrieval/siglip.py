@@ -15,8 +15,9 @@ from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.pictures.resize import NaFlex, Resize
 from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
-from mmqa_jax.models.siglip.network import Siglip, SiglipVisionConfig
-from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig
+from mmqa_jax.models.two_towers.network import TwoTowers
+from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, tower_bytes
 from mmqa_jax.retrieval.two_towers import as_dual_encoder, load_two_towers
 
@@ -40,7 +41,7 @@ def load_siglip_embedder(
       mesh: see core.serving.serving_mesh.
     """
     devices = loading_mesh(mesh)
-    model: Siglip = load_two_towers(folder, "siglip", devices)
+    model: TwoTowers = load_two_towers(folder, "siglip", devices)
     config = model.config
     tokenizer = load_siglip_tokenizer(folder, config.text.vocab_size)
     resize = picture_resize(Path(folder), config.vision)

@@ -33,8 +33,8 @@ from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
 from mmqa_jax.data.records.corpus_records import write_notice
 from mmqa_jax.data.records.grid_records import write_grids
 from mmqa_jax.data.schema import source_text
-from mmqa_jax.models.clip.network import normalize_pixels
 from mmqa_jax.models.modified_resnet.network import STRIDE
+from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.retrieval.bm25.on_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from mmqa_jax.weights.layouts import Checkpoint, Published
 
 FOLDERS = (
-    *("clip", "siglip", "modified_resnet", "bert", "vlp", "oscar", "bart", "llama", "t5"),
+    *("two_towers", "modified_resnet", "bert", "vlp", "oscar", "bart", "llama", "t5"),
     *("llava", "onevision", "qwen_vl", "mcan", "detection", "encoders"),
 )
 

@@ -32,11 +32,12 @@ from mmqa_jax.models.bart.keys import publish_bart
 from mmqa_jax.models.bart.network import Bart, BartConfig, bart_base, bart_large_cnn
 from mmqa_jax.models.bert.keys import publish_bert
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_base_uncased
-from mmqa_jax.models.clip.keys import publish_clip
-from mmqa_jax.models.clip.network import CLIP, CLIPConfig, vit_b_32, vit_l_14
 from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, smollm2_135m
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
+from mmqa_jax.models.two_towers.config import CLIPConfig, vit_b_32, vit_l_14
+from mmqa_jax.models.two_towers.keys import publish_clip
+from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs, mixed_mask, vlp_base_x101
 from tests.bench import Options, torch_reference
 from tests.bench.our_side import OurTrainStep, in_types, maker
@@ -165,7 +166,7 @@ def _clip(suite: Suite) -> Iterator[Case]:
     def build(rngs, **changes):
         changes = {"attention": suite.attention, **changes}
         both = (dataclasses.replace(x, **changes) for x in (suite.clip.vision, suite.clip.text))
-        return CLIP(CLIPConfig(*both), rngs=rngs)
+        return TwoTowers(CLIPConfig(*both), rngs=rngs)
 
     ours = in_types(build)
     model = ours(suite.dtype)

@@ -10,7 +10,7 @@ import collections
 import torch
 from torch import nn
 
-from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
 
 
 class QuickGELU(nn.Module):

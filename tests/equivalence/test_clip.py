@@ -28,9 +28,10 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip import network as clip
-from mmqa_jax.models.clip.keys import clip_key_map, publish_clip
-from mmqa_jax.models.clip.network import CLIP, PIXEL_MEAN, PIXEL_STD, normalize_pixels
+from mmqa_jax.models.two_towers import config as clip
+from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
+from mmqa_jax.models.two_towers.keys import key_map, publish_clip
+from mmqa_jax.models.two_towers.network import TwoTowers, normalize_pixels
 from mmqa_jax.weights.keymap import export, model_source
 from mmqa_jax.weights.published import load_published, write_published
 
@@ -165,7 +166,7 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
 
     value, gradients = jax.jit(jax.value_and_grad(contrastive))(state)
     np.testing.assert_allclose(value, loss.item(), **WHOLE)
-    same_gradients(dict(export(gradients, clip_key_map(ours.config))), theirs, r"k_proj\.bias")
+    same_gradients(dict(export(gradients, key_map(ours.config))), theirs, r"k_proj\.bias")
 
 
 @pytest.mark.parametrize("pair", ["quick_gelu"], indirect=True, scope="module")
@@ -280,8 +281,8 @@ def test_presets_have_the_published_sizes(name):
     )
     with torch.device("meta"):
         theirs = transformers.CLIPModel(published)
-    state = nnx.state(abstract(CLIP, config))
-    ours = {k: s.shape for k, s in model_source(state, clip_key_map(config)).specs().items()}
+    state = nnx.state(abstract(TwoTowers, config))
+    ours = {k: s.shape for k, s in model_source(state, key_map(config)).specs().items()}
     assert ours == {k: tuple(p.shape) for k, p in theirs.named_parameters()}
     assert vision.heads == vision.width // 64
     assert text.heads == text.width // 64

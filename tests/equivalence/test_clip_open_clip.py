@@ -14,17 +14,15 @@ from flax import nnx
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip.keys import usual_constants
-from mmqa_jax.models.clip.network import (
-    CLIP,
+from mmqa_jax.models.two_towers.config import (
     CLIPConfig,
     TextConfig,
     VisionConfig,
-    VisionTower,
     vit_b_32,
     vit_l_14,
 )
-from mmqa_jax.models.clip.open_clip import open_clip_config, squashes
+from mmqa_jax.models.two_towers.network import TwoTowers, VisionTower
+from mmqa_jax.models.two_towers.openai import open_clip_config, squashes, usual_constants
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
@@ -154,7 +152,7 @@ def test_the_config_beside_decides(name, theirs, folder, inputs, tmp_path):
         image = theirs.visual_projection(theirs.vision_model(torch_pixels).pooler_output)
         text = theirs.text_projection(theirs.text_model(torch.from_numpy(ids)).pooler_output)
 
-    def run(model: CLIP, pixels, ids):
+    def run(model: TwoTowers, pixels, ids):
         return model.vision(pixels), model.text(ids)
 
     for got, wanted in zip(compiled(ours, run)(pixels, ids), (image, text), strict=True):

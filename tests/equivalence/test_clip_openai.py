@@ -17,9 +17,10 @@ from compare import WHOLE, compiled, randomize, reloaded
 from flax import nnx
 
 from mmqa_jax.cli import main
-from mmqa_jax.models.clip import network as clip
-from mmqa_jax.models.clip.keys import clip_openai_config
-from mmqa_jax.models.clip.network import CLIP, CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers import config as clip
+from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers.network import TwoTowers
+from mmqa_jax.models.two_towers.openai import clip_openai_config
 from mmqa_jax.weights.folder import load_converted
 
 # No size is a published one; heads of 64 are all that OpenAI has.
@@ -107,7 +108,7 @@ CONSTANTS = [
 ]  # fmt: skip
 
 
-def outputs(model: CLIP, pixels: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
+def outputs(model: TwoTowers, pixels: jax.Array, ids: jax.Array) -> tuple[jax.Array, ...]:
     """One program for all files."""
     return model.vision(pixels), model.text(ids), model.logits(ids, pixels).T
 

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Source
-from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD
+from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.weights.convert import convert
 

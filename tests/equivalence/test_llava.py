@@ -92,7 +92,7 @@ def test_layers_and_logits_equal(pair):
         angles, _ = model.llama._prepare(embedded, None, None)
         selected = states[model.config.feature_layer][:, 1:]
         return {
-            "before the tower": model.vision.embed(pixels),
+            "before the tower": model.vision.embed(pixels)[0],
             "tower": alone(model.vision.layers, lambda layer, x: layer(x), states[:-1]),
             "projector": model.projector(selected),
             "features": model.encode_images(pixels),

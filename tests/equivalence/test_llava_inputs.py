@@ -12,7 +12,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.resize import PAD_COLOR, llava_pixels, pad_to_square
-from mmqa_jax.models.clip.network import normalize_pixels, vit_l_14_336
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import (
     ORIGINAL_IMAGE_TOKEN,
@@ -20,6 +19,8 @@ from mmqa_jax.models.llava.network import (
     expand_images,
     llava_1_5_7b,
 )
+from mmqa_jax.models.two_towers.config import vit_l_14_336
+from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.prompting.llava_prompt import SYSTEM, conversation, prompt_ids, question
 
 # Older versions of transformers have the Pillow backend under the plain name.

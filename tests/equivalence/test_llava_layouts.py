@@ -16,7 +16,6 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip import network as clip
 from mmqa_jax.models.llama.network import unstack_layers
 from mmqa_jax.models.llava import network as llava
 from mmqa_jax.models.llava.keys import (
@@ -28,7 +27,8 @@ from mmqa_jax.models.llava.keys import (
     publish_llava,
 )
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.two_towers import config as clip
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.published import load_published, write_published
 

@@ -27,8 +27,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer, open_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
 from mmqa_jax.models.encoders.dual_encoder import siglip_dual_encoder
-from mmqa_jax.models.siglip.keys import publish_siglip, siglip_config, siglip_key_map
-from mmqa_jax.models.siglip.network import Siglip, resized_positions
+from mmqa_jax.models.two_towers.keys import key_map, publish_siglip, siglip_config
+from mmqa_jax.models.two_towers.network import TwoTowers, resized_positions
 from mmqa_jax.retrieval.two_towers import as_dual_encoder
 from mmqa_jax.tasks.objectives import SigmoidObjective
 from mmqa_jax.weights.keymap import export
@@ -145,7 +145,7 @@ def test_exported_weights_are_read_by_transformers(pair, tmp_path):
 
 
 def test_every_parameter_names_its_axes(pair):
-    names_its_axes(abstract(Siglip, pair[1].config))
+    names_its_axes(abstract(TwoTowers, pair[1].config))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_three_steps_with_the_sigmoid_loss(pair):
         got, state = step(state)
         np.testing.assert_allclose(got, output.loss.item(), rtol=1e-5)
     wanted = dict(theirs.named_parameters())
-    exported = dict(export(state, siglip_key_map(ours.config)))
+    exported = dict(export(state, key_map(ours.config)))
     assert exported.keys() == wanted.keys()
     for name, value in exported.items():
         np.testing.assert_allclose(value, wanted[name].detach(), **WHOLE, err_msg=name)

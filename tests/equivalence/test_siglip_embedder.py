@@ -18,8 +18,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.decode import decode_to_pixels
 from mmqa_jax.data.pictures.resize import NaFlex
 from mmqa_jax.data.schema import Source
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
-from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig
+from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.tasks.embedder import open_embedder
 

@@ -15,8 +15,8 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.tasks.objectives import (
     ContrastiveObjective,
     SigmoidObjective,

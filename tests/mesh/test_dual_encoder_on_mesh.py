@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_sharding, init_sharded, make_mesh, state_shardings
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.keymap import KeyMap, Rule, load_into
 

@@ -18,13 +18,13 @@ from random_weights import random_state
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.models.bert.keys import bert_key_map
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.keys import clip_key_map
-from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.keys import modified_resnet_key_map
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
+from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers.keys import key_map
 from mmqa_jax.models.vlp.keys import vlp_key_map
 from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, load_into
@@ -82,7 +82,7 @@ def cases() -> Iterator[Case]:
     yield Case(
         "clip",
         config,
-        clip_key_map(config),
+        key_map(config),
         (ids, normal(16, 16, 3), real(10)),
         lambda model, x: (model.logits(*x),),  # of every text with every picture
         gradients=True,

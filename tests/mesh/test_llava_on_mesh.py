@@ -14,9 +14,9 @@ from random_weights import publish
 
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.decoding import kv_cache
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import LlavaConfig, expand_images
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.weights.published import load_published
 
 VISION = VisionConfig(

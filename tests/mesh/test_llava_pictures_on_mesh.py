@@ -10,9 +10,9 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from tests.drawn_weights import drawn
 
 

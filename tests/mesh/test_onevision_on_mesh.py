@@ -12,7 +12,7 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TiledPicture
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from tests.drawn_weights import drawn
 
 IMAGE = 59

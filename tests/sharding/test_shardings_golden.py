@@ -20,7 +20,6 @@ from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bart import network as bart
 from mmqa_jax.models.bert import network as bert
-from mmqa_jax.models.clip import network as clip
 from mmqa_jax.models.encoders import dual_encoder, text_classifier
 from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama import lora
@@ -34,6 +33,8 @@ from mmqa_jax.models.modified_resnet import network as modified_resnet
 from mmqa_jax.models.oscar import network as oscar
 from mmqa_jax.models.t5 import config as t5_config
 from mmqa_jax.models.t5 import network as t5
+from mmqa_jax.models.two_towers import config as clip
+from mmqa_jax.models.two_towers import network as two_towers
 from mmqa_jax.models.vlp import atlas_reader
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp import pixels as vlp_pixels
@@ -63,8 +64,8 @@ MODELS = {
     "bert_base_cased": _of(bert.Bert, bert.bert_base_cased(pooler=True)),
     "bert_large_uncased": _of(bert.Bert, bert.bert_large_uncased()),
     "minilm_l6": _of(bert.Bert, bert.minilm_l6()),
-    "clip_vit_b_16": _of(clip.CLIP, clip.vit_b_16()),
-    "clip_vit_l_14": _of(clip.CLIP, clip.vit_l_14()),
+    "clip_vit_b_16": _of(two_towers.TwoTowers, clip.vit_b_16()),
+    "clip_vit_l_14": _of(two_towers.TwoTowers, clip.vit_l_14()),
     "modified_resnet_50": _of(modified_resnet.ModifiedResNet, modified_resnet.rn50()),
     "dual_encoder_minilm": _of(
         dual_encoder.DualEncoder,

@@ -22,9 +22,9 @@ from jax.experimental import topologies
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import TextConfig, VisionConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.two_towers.config import TextConfig, VisionConfig
 from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs
 from mmqa_jax.tasks.objectives import (
     AnswerObjective,

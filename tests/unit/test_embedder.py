@@ -16,10 +16,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_tiny
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.common.unstacked import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (

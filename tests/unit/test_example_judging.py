@@ -26,8 +26,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
 from tests.drawn_weights import drawn

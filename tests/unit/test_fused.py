@@ -20,8 +20,9 @@ from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.attention import drop_bits, fused, fused_prefix
 from mmqa_jax.models.bert.network import Bert, BertConfig
-from mmqa_jax.models.clip.network import CLIP, CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.common import layers, row_layout
+from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.vlp import mask_appending
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from tests.drawn_weights import drawn as of_numpy
@@ -230,7 +231,7 @@ def test_clips_towers(monkeypatch, as_on_tpu):
         VisionConfig(image_size=16, patch_size=4, **sizes),
         TextConfig(vocab_size=50, context=9, **sizes),
     )
-    graphdef, state = nnx.split(of_numpy(lambda: CLIP(config, rngs=nnx.Rngs())))
+    graphdef, state = nnx.split(of_numpy(lambda: TwoTowers(config, rngs=nnx.Rngs())))
     pixels = normal(3, 16, 16, 3)
     ids = tokens(3, 9)
     ids[:, 5] = 49

@@ -12,7 +12,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures import decode, resize
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD, normalize_pixels
+from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
+from mmqa_jax.models.two_towers.network import normalize_pixels
 
 
 def noise(width, height, seed=0):

@@ -25,8 +25,8 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import llama_key_map
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
-from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.two_towers.config import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.tasks.base_llm import base_loader
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.training.state import abstract_state, pretrained_state, split_model

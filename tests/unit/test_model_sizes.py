@@ -13,7 +13,6 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.t5_engine import T5EngineConfig
 from mmqa_jax.decoding.t5_generate import beam_search
-from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101
@@ -24,14 +23,17 @@ from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.presets import DualEncoderModel
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig, expand_pictures
-from mmqa_jax.models.siglip.network import (
-    Siglip,
+from mmqa_jax.models.t5.config import T5Config
+from mmqa_jax.models.t5.network import T5, Texts
+from mmqa_jax.models.two_towers.config import (
+    CLIPConfig,
     SiglipConfig,
     SiglipTextConfig,
     SiglipVisionConfig,
+    TextConfig,
+    VisionConfig,
 )
-from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.models.t5.network import T5, Texts
+from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.vlp.pixels import vlp_clip
 
 VISION = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20)
@@ -109,7 +111,7 @@ def searched(**options) -> None:
 
 
 def embedded(config, method, *shapes) -> None:
-    model = outline(partial(Siglip, config))
+    model = outline(partial(TwoTowers, config))
     jax.eval_shape(getattr(model, method), *(jnp.zeros(shape, jnp.int32) for shape in shapes))
 
 

@@ -9,9 +9,9 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.mcan.network import FusionConfig
 from mmqa_jax.models.mcan.patches import PatchMCANConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.tasks.objectives import VQAObjective
 from tests.drawn_weights import drawn
 

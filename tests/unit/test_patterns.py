@@ -52,7 +52,7 @@ MADE_LATER = {
     "weights/hub": 1,  # names of files
     "weights/keymap": 5,
     "weights/layouts": 2,
-    "models/clip/keys": 1,
+    "models/two_towers/openai": 1,
     "models/detection/keys": 1,
     "weights/published": 1,
 }

@@ -19,13 +19,13 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.keys import bert_config, read_bert_config, unknown_heads
 from mmqa_jax.models.bert.network import bert_tiny
-from mmqa_jax.models.clip.keys import clip_config
-from mmqa_jax.models.clip.processor import check_processor
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.gguf import gguf_config
 from mmqa_jax.models.llama.meta import meta_config, read_meta, unknown_scaling
 from mmqa_jax.models.llava.keys import llava_config, original_config
 from mmqa_jax.models.oscar.keys import oscar_config
+from mmqa_jax.models.two_towers.keys import clip_config
+from mmqa_jax.models.two_towers.processor import check_processor
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource

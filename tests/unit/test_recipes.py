@@ -23,8 +23,8 @@ from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models import presets
 from mmqa_jax.models.bert import network as bert
-from mmqa_jax.models.clip import network as clip
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.tasks import run

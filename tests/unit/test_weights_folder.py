@@ -14,8 +14,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import TextConfig, VisionConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.two_towers.config import TextConfig, VisionConfig
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
 from mmqa_jax.models.vlp.network import VLPConfig
 from mmqa_jax.models.vlp.pixels import ClipVLPConfig

@@ -15,7 +15,6 @@ from safetensors.numpy import save_file
 
 from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.detection.faster_rcnn import vlp_x101
 from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
@@ -26,8 +25,15 @@ from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.oscar.network import OscarConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
-from mmqa_jax.models.siglip.network import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
+from mmqa_jax.models.two_towers.config import (
+    CLIPConfig,
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipVisionConfig,
+    TextConfig,
+    VisionConfig,
+)
 from mmqa_jax.models.vlp.network import VLPConfig
 from mmqa_jax.weights.layouts import Published
 from mmqa_jax.weights.registry import architecture

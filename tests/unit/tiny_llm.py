@@ -16,7 +16,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.network import Llama
@@ -25,7 +24,7 @@ from mmqa_jax.models.onevision.keys import publish_onevision
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig
 from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVL, QwenVLConfig
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer

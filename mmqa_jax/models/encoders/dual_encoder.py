@@ -15,27 +15,20 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
-from mmqa_jax.models.clip.network import (
+from mmqa_jax.models.common import layers
+from mmqa_jax.models.two_towers.config import (
     INITIAL_LOGIT_SCALE,
     MAX_LOGIT_SCALE,
+    SIGLIP_LOGIT_BIAS,
+    SIGLIP_LOGIT_SCALE,
     CLIPConfig,
-    TextConfig,
-    TextTower,
-    VisionConfig,
-    VisionTower,
-    l2_normalize,
-)
-from mmqa_jax.models.common import layers
-from mmqa_jax.models.siglip.network import (
-    INITIAL_LOGIT_BIAS,
-    Pictures,
     SiglipConfig,
     SiglipTextConfig,
-    SiglipTextTower,
     SiglipVisionConfig,
-    SiglipVisionTower,
+    TextConfig,
+    VisionConfig,
 )
-from mmqa_jax.models.siglip.network import INITIAL_LOGIT_SCALE as SIGLIP_LOGIT_SCALE
+from mmqa_jax.models.two_towers.network import Pictures, TextTower, VisionTower, l2_normalize
 
 FUSIONS = ("mean", "image", "sum")
 _MARKS = 2  # tokens of a text without words
@@ -101,21 +94,16 @@ def siglip_dual_encoder(config: SiglipConfig, **changes) -> DualEncoderConfig:
 
 def with_logit_bias(config: DualEncoderConfig) -> DualEncoderConfig:
     """The config for the sigmoid loss, with SigLIP's initial temperature and bias."""
-    return dataclasses.replace(
-        config, logit_scale=SIGLIP_LOGIT_SCALE, logit_bias=INITIAL_LOGIT_BIAS
-    )
-
-
-_TEXT_TOWERS = {BertConfig: Bert, TextConfig: TextTower, SiglipTextConfig: SiglipTextTower}
-_VISION_TOWERS = {VisionConfig: VisionTower, SiglipVisionConfig: SiglipVisionTower}
+    return dataclasses.replace(config, logit_scale=SIGLIP_LOGIT_SCALE, logit_bias=SIGLIP_LOGIT_BIAS)
 
 
 class DualEncoder(nnx.Module):
     """Embeds questions, snippets and captioned pictures into one space."""
 
     def __init__(self, config: DualEncoderConfig, *, rngs: nnx.Rngs):
-        self.text = _TEXT_TOWERS[type(config.text)](config.text, rngs=rngs)
-        self.vision = _VISION_TOWERS[type(config.vision)](config.vision, rngs=rngs)
+        tower = Bert if isinstance(config.text, BertConfig) else TextTower
+        self.text = tower(config.text, rngs=rngs)
+        self.vision = VisionTower(config.vision, rngs=rngs)
         constant = jax.nn.initializers.constant
         self.logit_scale = layers.param(rngs, constant(config.logit_scale), (), ())
         self.picture_gate = layers.param(rngs, constant(config.picture_gate), (), ())

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.clip.network import l2_normalize
 from mmqa_jax.models.common.layers import Linear
 from mmqa_jax.models.encoders.dual_encoder import mean_pool
+from mmqa_jax.models.two_towers.network import l2_normalize
 
 
 def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.clip.network import l2_normalize
 from mmqa_jax.models.encoders.sentence_encoder import last_token
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.two_towers.network import l2_normalize
 
 
 class QwenVLPooled(QwenVL):

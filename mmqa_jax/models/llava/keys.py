@@ -22,22 +22,25 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.clip.keys import clip_config, clip_key_map, text_and_pixels, vision_to_hf
-from mmqa_jax.models.clip.network import CLIPConfig, TextConfig, VisionConfig, vit_l_14_336
-from mmqa_jax.models.clip.processor import check_processor
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig, expand_images
-from mmqa_jax.models.siglip.keys import (
-    FIXED,
-    siglip_vision_config,
-    siglip_vision_rules,
-    siglip_vision_to_hf,
+from mmqa_jax.models.two_towers.config import (
+    SiglipVisionConfig,
+    VisionConfig,
+    vit_l_14_336,
 )
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
-from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.models.two_towers.keys import (
+    FIXED,
+    clip_config,
+    siglip_vision_config,
+    text_and_pixels,
+    vision_rules,
+    vision_to_hf,
+)
+from mmqa_jax.models.two_towers.processor import check_processor, read_preparation
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
@@ -147,13 +150,7 @@ def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyM
 
 
 def _tower_rules(vision: VisionConfig | SiglipVisionConfig) -> list[Rule]:
-    if isinstance(vision, SiglipVisionConfig):
-        rules = siglip_vision_rules(vision)
-    else:
-        # The text tower's config does not matter: only the vision tower's rules are used.
-        clip = CLIPConfig(vision, TextConfig(embed_dim=vision.embed_dim))
-        rules = [rule for rule in clip_key_map(clip).rules if rule.key.startswith("vision_model.")]
-    return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in rules]
+    return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in vision_rules(vision)]
 
 
 def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
@@ -334,7 +331,6 @@ def original_config(
 
 def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but the placeholder's."""
-    vision, is_siglip = config.vision, isinstance(config.vision, SiglipVisionConfig)
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
@@ -346,7 +342,7 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
         "vision_feature_select_strategy": config.select,
         "tie_word_embeddings": config.llama.tied,
         "text_config": config.llama.to_hf(),
-        "vision_config": siglip_vision_to_hf(vision) if is_siglip else vision_to_hf(vision),
+        "vision_config": vision_to_hf(config.vision),
     }
 
 

@@ -25,14 +25,14 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip.network import VisionConfig, VisionTower, blocks_before, vit_l_14_336
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.layers import Linear, normal_init
 from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, llama2_13b
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.models.siglip.network import SiglipVisionConfig, SiglipVisionTower
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig, vit_l_14_336
+from mmqa_jax.models.two_towers.network import VisionTower, blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
@@ -153,7 +153,7 @@ class Projector(nnx.Module):
 
 
 def picture_features(
-    vision: LlavaVision | SiglipVisionTower,
+    vision: LlavaVision | VisionTower,
     projector: Projector,
     pixels: jax.Array,
     config: LlavaConfig,
@@ -171,7 +171,7 @@ class Llava(nnx.Module):
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         is_clip = isinstance(config.vision, VisionConfig)
-        self.vision = (LlavaVision if is_clip else SiglipVisionTower)(config.vision, rngs=rngs)
+        self.vision = (LlavaVision if is_clip else VisionTower)(config.vision, rngs=rngs)
         self.projector = Projector(config, rngs=rngs)
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config

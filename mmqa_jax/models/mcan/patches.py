@@ -18,9 +18,10 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
-from mmqa_jax.models.clip.network import VisionConfig, VisionTower, normalize_pixels
 from mmqa_jax.models.common.layers import normal_init, param, split_key, torch_linear
 from mmqa_jax.models.mcan.network import PAD, Fusion, FusionConfig, Rotation, grid_rotation
+from mmqa_jax.models.two_towers.config import VisionConfig
+from mmqa_jax.models.two_towers.network import VisionTower, normalize_pixels
 
 
 @dataclasses.dataclass(frozen=True)

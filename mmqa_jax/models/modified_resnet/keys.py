@@ -8,8 +8,8 @@ from pathlib import Path
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.clip.open_clip import head_width, open_clip_file
 from mmqa_jax.models.modified_resnet.network import STRIDE, ModifiedResNetConfig
+from mmqa_jax.models.two_towers.openai import head_width, open_clip_file
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import CONV, CONV_1X1, KeyMap, Rule, linear_rules, untied_source
 from mmqa_jax.weights.layouts import (

@@ -41,8 +41,8 @@ from mmqa_jax.models.onevision.network import (
     best_resolution,
     lay_out,
 )
-from mmqa_jax.models.siglip.network import PIXEL_MEAN, PIXEL_STD
-from mmqa_jax.models.siglip.processor import read_preparation
+from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SIGLIP_STD
+from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 from mmqa_jax.weights.layouts import (
@@ -193,7 +193,7 @@ def _run(model: Onevision, inputs: Mapping[str, Any]) -> comparison.Outputs:
 
 
 def _given(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    mean, std = np.float32(PIXEL_MEAN), np.float32(PIXEL_STD)
+    mean, std = np.float32(SIGLIP_MEAN), np.float32(SIGLIP_STD)
     pixels = (inputs["pixels"][0].astype(np.float32) / 255 - mean) / std
     return {
         "input_ids": inputs["ids"],

@@ -23,7 +23,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import normal_init, param
 from mmqa_jax.models.llama.config import RELATIVES
 from mmqa_jax.models.llava.network import Llava, LlavaConfig, Projector, picture_features
-from mmqa_jax.models.siglip.network import SiglipVisionConfig, SiglipVisionTower, siglip_so400m
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, siglip_so400m
+from mmqa_jax.models.two_towers.network import VisionTower
 
 # LLaVA-OneVision's pictures as tiles, and its tokens as sums of states of these tiles.
 #
@@ -333,7 +334,7 @@ class Onevision(Llava):
 
 
 def tile_features(
-    vision: SiglipVisionTower,
+    vision: VisionTower,
     projector: Projector,
     newline: jax.Array,
     pictures: TileBatch,

@@ -18,7 +18,6 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.clip.processor import close
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -35,6 +34,7 @@ from mmqa_jax.models.qwen_vl.network import (
     grid_of,
     lay_out,
 )
+from mmqa_jax.models.two_towers.processor import close
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
 from mmqa_jax.weights.layouts import (

@@ -22,7 +22,6 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import gather_columns, on_device
-from mmqa_jax.models.clip.network import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_divides, check_known
 from mmqa_jax.models.common.layers import (
@@ -39,6 +38,7 @@ from mmqa_jax.models.common.layers import (
 )
 from mmqa_jax.models.llama.config import FREE, RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.network import Llama, RMSNorm, rotate
+from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.weights.registry import Base
 
 if TYPE_CHECKING:

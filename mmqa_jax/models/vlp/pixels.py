@@ -8,7 +8,8 @@ import jax
 from flax import nnx
 
 from mmqa_jax.models.bert.network import BertConfig, minilm_l6
-from mmqa_jax.models.clip.network import VisionConfig, VisionTower, blocks_before, normalize_pixels
+from mmqa_jax.models.two_towers.config import VisionConfig
+from mmqa_jax.models.two_towers.network import VisionTower, blocks_before, normalize_pixels
 from mmqa_jax.models.vlp.network import RegionEncoder, VLPConfig
 
 # First weights of patches: small ones of the content and larger ones of the position, which has

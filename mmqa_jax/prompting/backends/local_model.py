@@ -31,10 +31,9 @@ from mmqa_jax.decoding.sizes import (
     tower_bytes,
 )
 from mmqa_jax.decoding.slot_runner import EngineConfig, scans
-from mmqa_jax.models.clip.network import VisionConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
-from mmqa_jax.models.siglip.network import SiglipVisionConfig
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend, open_t5_backend
 from mmqa_jax.prompting.text_tokenizer import open_tokenizer
