@@ -12,7 +12,7 @@ from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, siglip_dual_encoder
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, of_towers
 from mmqa_jax.models.encoders.text_classifier import TextClassifierConfig
 from mmqa_jax.models.mcan.captions import CaptionMCANConfig
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
@@ -184,7 +184,7 @@ class DualEncoderModel:
         changes = {"dtype": text.dtype, **self.vision}
         if self.siglip:
             towers = SiglipConfig(_with(named.vision, changes), text)
-            return siglip_dual_encoder(towers, **fusion)
+            return of_towers(towers, **fusion)
         vision = _clip(self.clip).vision if self.clip else VisionConfig(embed_dim=text.hidden)
         return DualEncoderConfig(text, _with(vision, changes), **fusion)
 

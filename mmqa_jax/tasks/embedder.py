@@ -10,10 +10,9 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import check_family
-from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.siglip import load_siglip_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.contrastive import Contrastive, DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
@@ -22,13 +21,8 @@ from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
 
-# What embeds pictures, by the name of a converted model, and by transformers' `model_type`.
-_WITH_PICTURES = {
-    "clip": load_clip_embedder,
-    "siglip": load_siglip_embedder,
-    "siglip2": load_siglip_embedder,
-    VLM: load_vlm_embedder,
-}
+# What embeds pictures: names of converted models and transformers' model types.
+_WITH_PICTURES = ("clip", "siglip", "siglip2", VLM)
 
 
 def load_embedder(
@@ -62,7 +56,11 @@ def open_embedder(
     folder = model if converted else published_folder(model)
     if folder and (converted or published_kind(folder) in _WITH_PICTURES):
         kind = read_record(folder).architecture.name if converted else published_kind(folder)
-        embedder = _WITH_PICTURES.get(kind, load_clip_embedder)(folder, **(options or {}))
+        if kind == VLM:
+            embedder: Embedder = load_vlm_embedder(folder, **(options or {}))
+        else:
+            kind = "siglip" if kind in ("siglip", "siglip2") else "clip"
+            embedder = load_two_towers(folder, kind, **(options or {}))
         pictures = PictureStore(corpus, embedder.image_size, embedder.resize, alpha=embedder.alpha)
         return embedder, pictures
     if folder:

@@ -20,10 +20,10 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.resize import to_pixels
 from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.tasks.embedder import load_embedder, open_embedder
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
@@ -153,8 +153,8 @@ def test_texts_are_prepared_as_by_openai(published, converted, tmp_path):
     # The option of a conversion.
     convert("clip", published, tmp_path / "as_openai", preprocessing="openai")
     assert load_clip_tokenizer(tmp_path / "as_openai").preprocessing == "openai"
-    assert load_clip_embedder(tmp_path / "as_openai").resize == "crop_openai"
-    assert load_clip_embedder(converted).resize == "crop"
+    assert load_two_towers(tmp_path / "as_openai", "clip").resize == "crop_openai"
+    assert load_two_towers(converted, "clip").resize == "crop"
     record = json.loads((converted / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps(record | {"layout": "openai"}))
     assert load_clip_tokenizer(tmp_path).preprocessing == "openai"
@@ -168,7 +168,7 @@ def picture(seed):
 
 
 def test_vectors(peer, published, converted, tmp_path):
-    embedder = load_clip_embedder(converted, batch_size=4)
+    embedder = load_two_towers(converted, "clip", batch_size=4)
     plain = [text for text in TEXTS if "&" not in text]
     expected = peer_texts(peer, published, plain)
     np.testing.assert_allclose(embedder.embed_questions(plain), expected, atol=1e-5)
@@ -327,8 +327,8 @@ def test_the_verbs_find_the_entity_by_its_picture(converted, tmp_path):
 
 
 def test_fingerprint_and_refusals(published, converted, tmp_path):
-    embedder = load_clip_embedder(converted)
-    assert embedder.fingerprint == load_clip_embedder(converted).fingerprint
+    embedder = load_two_towers(converted, "clip")
+    assert embedder.fingerprint == load_two_towers(converted, "clip").fingerprint
     with pytest.raises(UserError, match="has no tokenizer"):
         load_clip_tokenizer(tmp_path)
     (tmp_path / "vocab.json").write_text('{"a": 0}')
@@ -343,9 +343,9 @@ def test_fingerprint_and_refusals(published, converted, tmp_path):
         with pytest.raises(
             UserError, match=f"ids do not fit the model's {len(vocabulary)} tokens; "
         ):
-            load_clip_embedder(other)
+            load_two_towers(other, "clip")
     # As transformers publishes it, without a conversion.
-    assert load_clip_embedder(published).fingerprint == embedder.fingerprint
+    assert load_two_towers(published, "clip").fingerprint == embedder.fingerprint
 
 
 # Training that goes on from CLIP (configs/webqa/contrastive.py)
@@ -381,7 +381,7 @@ def flags_corpus():
 def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
     run_training(start_config(converted), tmp_path / "run", flags_corpus)
     metrics = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
-    clip, trained = load_clip_embedder(converted), load_embedder(tmp_path / "run")[0]
+    clip, trained = load_two_towers(converted, "clip"), load_embedder(tmp_path / "run")[0]
     texts = [text for text in TEXTS if text]
     vectors = trained.embed_questions(texts)
     np.testing.assert_allclose(vectors, clip.embed_questions(texts), atol=1e-5)

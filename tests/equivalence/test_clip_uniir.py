@@ -18,7 +18,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
-from mmqa_jax.retrieval.clip import load_clip_embedder
+from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.weights.convert import convert
 
 TOKENS = 512 + len(MERGES) + 2
@@ -68,7 +68,7 @@ def fused(theirs, folder, texts, pictures):
 
 def test_texts_and_pictures_are_added(made, tmp_path):
     theirs, folder = made
-    embedder = load_clip_embedder(folder / "ours", batch_size=4)
+    embedder = load_two_towers(folder / "ours", "clip", batch_size=4)
     assert embedder.resize == "crop_openai"
     texts = [*TEXTS, *TEXTS]
     pictures = [picture(0), picture(1), picture(2), None, None, None]

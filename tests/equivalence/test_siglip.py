@@ -26,7 +26,7 @@ from siglip_pair import TEXT, VISION, published, spiece
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer, open_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
-from mmqa_jax.models.encoders.dual_encoder import siglip_dual_encoder
+from mmqa_jax.models.encoders.dual_encoder import of_towers
 from mmqa_jax.models.two_towers.keys import key_map, publish_siglip, siglip_config
 from mmqa_jax.models.two_towers.network import TwoTowers, resized_positions
 from mmqa_jax.retrieval.two_towers import as_dual_encoder
@@ -185,7 +185,7 @@ def test_three_steps_with_the_sigmoid_loss(pair):
     count = len(ids)
     pixels = rng.integers(0, 256, (count, 27, 27, 3)).astype(np.uint8)
     torch_pixels = torch.from_numpy((pixels / 127.5 - 1).transpose(0, 3, 1, 2).astype("f4"))
-    task = SigmoidObjective(siglip_dual_encoder(ours.config, fusion="image"))
+    task = SigmoidObjective(of_towers(ours.config, fusion="image"))
     graphdef, state = as_dual_encoder(ours, task.config, None)
     batch = {
         "query_ids": ids, "query_mask": np.ones_like(ids, bool),

@@ -20,7 +20,6 @@ from mmqa_jax.models.common.unstacked import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
 from mmqa_jax.models.two_towers.config import VisionConfig
-from mmqa_jax.retrieval.clip import load_clip_embedder
 from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (
     join_embeddings,
@@ -28,7 +27,7 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
     write_embeddings,
 )
-from mmqa_jax.retrieval.siglip import load_siglip_embedder
+from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn
@@ -487,17 +486,15 @@ def test_bad_input(tmp_path):
         one.embed_sources(FakeCorpus(0), FakePictures(), tmp_path / "e")
 
 
-@pytest.mark.parametrize(
-    ("open_it", "wanted"), [(load_clip_embedder, "clip"), (load_siglip_embedder, "siglip")]
-)
-def test_converted_models_of_another_kind_are_refused(tmp_path, open_it, wanted):
+@pytest.mark.parametrize("wanted", ["clip", "siglip"])
+def test_converted_models_of_another_kind_are_refused(tmp_path, wanted):
     """Before a tokenizer is looked for, which they need not have."""
     (tmp_path / "weights").mkdir()
     record = describe_model(architecture("bert"), BertConfig(), "float32")
     write_json(tmp_path / "model.json", record)
     said = f"holds a model of kind 'bert', {wanted} was expected; convert one with `mmqa convert"
     with pytest.raises(UserError, match=said):
-        open_it(tmp_path)
+        load_two_towers(tmp_path, wanted)
 
 
 def test_values_that_are_not_finite_stop_the_job(tmp_path):

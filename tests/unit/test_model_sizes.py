@@ -16,7 +16,7 @@ from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101
-from mmqa_jax.models.encoders.dual_encoder import DualEncoder, siglip_dual_encoder
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, of_towers
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import LlavaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
@@ -116,7 +116,7 @@ def embedded(config, method, *shapes) -> None:
 
 
 def embedded_by_two_towers(length: int) -> None:
-    model = outline(partial(DualEncoder, siglip_dual_encoder(SIGLIP)))
+    model = outline(partial(DualEncoder, of_towers(SIGLIP)))
     model.encode_text(jnp.zeros((1, length), jnp.int32), jnp.ones((1, length), bool))
 
 

@@ -79,17 +79,11 @@ class DualEncoderConfig:
         return self.text.hidden if isinstance(self.text, BertConfig) else self.text.embed_dim
 
 
-def clip_dual_encoder(config: CLIPConfig, **changes) -> DualEncoderConfig:
-    """CLIP itself; `fusion="image"` is WebQA's retriever, `mean` RMR's."""
+def of_towers(config: CLIPConfig | SiglipConfig, **changes) -> DualEncoderConfig:
+    """CLIP or SigLIP itself; the fusion `image` is WebQA's retriever, `mean` RMR's."""
     base = DualEncoderConfig(text=config.text, vision=config.vision)
+    base = base if isinstance(config, CLIPConfig) else with_logit_bias(base)
     return dataclasses.replace(base, **changes)
-
-
-def siglip_dual_encoder(config: SiglipConfig, **changes) -> DualEncoderConfig:
-    """SigLIP itself, as `clip_dual_encoder`."""
-    return dataclasses.replace(
-        with_logit_bias(DualEncoderConfig(text=config.text, vision=config.vision)), **changes
-    )
 
 
 def with_logit_bias(config: DualEncoderConfig) -> DualEncoderConfig:
