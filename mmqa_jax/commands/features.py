@@ -155,7 +155,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the records; see write_regions."""
     shard = flags.start(arguments)
-    from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+    from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
     from mmqa_jax.runs.region_features import RegionOptions, open_pictures, write_regions
 
     choice = DetectorChoice(

@@ -126,7 +126,7 @@ def _folder_options(arguments: argparse.Namespace) -> Any:
     """How documents become sources, if any flag says so."""
     from mmqa_jax.data.documents.chunks import ChunkOptions
     from mmqa_jax.data.folder import FolderOptions
-    from mmqa_jax.retrieval.minilm import minilm_token_limit
+    from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 
     given = {"words": arguments.chunk_words, "overlap": arguments.chunk_overlap}
     given = {name: value for name, value in given.items() if value is not None}

@@ -26,8 +26,10 @@ from mmqa_jax.data.region_records import (
     DetectedRegions,
     RegionFacts,
     RegionRecords,
+    check_words,
+    region_words,
+    tags,
 )
-from mmqa_jax.data.region_words import check_words, region_words, tags
 
 Advance = Callable[[int], None]
 

@@ -20,7 +20,7 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer, cut_longest
-from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
+from mmqa_jax.models.encoders.heads import CrossEncoder
 from mmqa_jax.models.encoders.text_encoders import load_pair_classifier, published_folder
 
 _BUCKETS = (64, 128, 256, 512)  # tokens

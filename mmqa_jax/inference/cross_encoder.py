@@ -31,9 +31,7 @@ from mmqa_jax.data.tokenizer_files import SETTINGS
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
 from mmqa_jax.models.encoders import sentence_pooling, text_encoders
-from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
-from mmqa_jax.models.encoders.text_decoder import YesNoDecoder
-from mmqa_jax.models.encoders.vlm_encoder import QwenVLYesNo
+from mmqa_jax.models.encoders.heads import CrossEncoder, QwenVLYesNo, YesNoDecoder
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS

@@ -16,7 +16,7 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.data.tokenizers import Tokenizer, text_inputs
-from mmqa_jax.models.encoders.text_classifier import TextClassifier
+from mmqa_jax.models.encoders.heads import TextClassifier
 from mmqa_jax.retrieval.modality import MODALITIES, without_quotes
 
 

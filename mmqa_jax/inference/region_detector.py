@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 from PIL import Image
 
-from mmqa_jax.core.mesh import fetch, partition_spec
-from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, serve
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch, init_sharded, partition_spec
+from mmqa_jax.core.paths import as_path
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.core.store import Store
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.detector_pictures import (
     BOTTOM_UP,
     VINVL,
@@ -28,9 +36,16 @@ from mmqa_jax.data.detector_pictures import (
     detector_picture,
     detector_size,
 )
-from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.data.pictures.decode import PictureError, decode_upright, upright_size_of
 from mmqa_jax.data.records.picture_records import processors
-from mmqa_jax.data.region_records import DetectedRegions
+from mmqa_jax.data.region_records import (
+    DetectedRegions,
+    Precision,
+    RegionFacts,
+    pack_regions,
+    unpack_regions,
+)
+from mmqa_jax.data.regions import RegionError
 from mmqa_jax.models.detection.faster_rcnn import (
     DetectorConfig,
     FasterRCNN,
@@ -40,6 +55,10 @@ from mmqa_jax.models.detection.faster_rcnn import (
     vinvl_x152c4,
     vlp_x101,
 )
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.folder import load_converted, read_record
+from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.record import is_weights_folder
 
 
 class DetectorKind(NamedTuple):
@@ -272,3 +291,356 @@ def detector_cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost
     """The cost of a picture: a dozen of the widest maps, half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)
+
+
+# Opens a detector: its published file, a converted folder, or a preset of random weights.
+
+
+_PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
+
+
+@dataclasses.dataclass(frozen=True)
+class DetectorChoice:
+    """Which detector, and with which rules.
+
+    Attributes:
+      model: folder of `mmqa convert`, published file, or a name of _PRESETS for random weights.
+      random: seed of random weights; None: the weights are read.
+      regions: fewest and most of a picture; None: the detector's.
+      sides: of resized pictures, the short one and what the long one has at most; None: its own.
+      unrectified: features in front of fc6's ReLU, as WebQA's VLP reads them.
+      dtype: of the convolutions.
+      key, unrectified_key: the flags or config keys that `model` and `unrectified` come from.
+    """
+
+    model: str
+    random: int | None = None
+    regions: tuple[int, int] | None = None
+    sides: tuple[int, int] | None = None
+    unrectified: bool = False
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    key: str = "--model"
+    unrectified_key: str = "--unrectified"
+
+    def changed(self, config: DetectorConfig) -> DetectorConfig:
+        """The config with these rules; UserError where they do not fit the detector."""
+        if self.unrectified and not config.head:
+            raise UserError(
+                f"{self.unrectified_key}: {kind_of(config).name} has no fc6, its features are "
+                "means of res5; leave it out, or give another detector."
+            )
+        changes: dict[str, Any] = {"dtype": self.dtype}
+        if self.regions is not None:
+            changes["fewest"], changes["most"] = self.regions
+        if self.unrectified:
+            changes["rectified"] = False
+        return replace_fields(config, **changes)
+
+
+def open_detector(
+    choice: DetectorChoice,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+    *,
+    beside_training: bool = False,
+) -> RegionDetector:
+    """The detector of a choice, on the devices.
+
+    Args:
+      batch_size: pictures of a call, over all devices.
+      mesh: see core.serving.serving_mesh.
+      beside_training: on the first device of this process alone. A thread can then call it while
+        the step runs: programs of several devices wait for one another, in an order that must be
+        the same on all, those of one device for nobody.
+    """
+    model = _opened(choice, None if beside_training else loading_mesh(mesh))
+    pictures = kind_of(model.config).pictures
+    if choice.sides is not None:
+        shorter, longer = choice.sides
+        pictures = dataclasses.replace(pictures, shorter=shorter, longer=longer)
+    return RegionDetector(model, pictures, batch_size, beside_training=beside_training)
+
+
+def _opened(choice: DetectorChoice, placed: Mesh | None) -> FasterRCNN:
+    path = Path(choice.model)
+    if choice.model in _PRESETS and not path.exists():
+        if choice.random is None:
+            raise UserError(
+                f"{choice.key}={choice.model}: its weights are needed; give their file or a folder "
+                "of `mmqa convert --model=detector`, or --random=0 for random ones, which prove "
+                "only the plumbing."
+            )
+        config = choice.changed(_PRESETS[choice.model]())
+
+        def build() -> FasterRCNN:
+            return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
+
+        return build() if placed is None else init_sharded(build, placed)
+    if choice.random is not None:
+        raise UserError(
+            f"--random: is for the names {', '.join(_PRESETS)}, and --model={choice.model} is a "
+            "file or folder; leave one of them out."
+        )
+    if not path.exists():
+        raise UserError(
+            f"{choice.key}={choice.model}: no such file or folder; give a detector's weights, "
+            f"or one of {', '.join(_PRESETS)} with --random."
+        )
+    if is_weights_folder(path):
+        record = read_record(path)
+        if record.architecture.name != "detector":
+            raise UserError(
+                f"{choice.key}={path}: holds a model of kind {record.architecture.name!r}, "
+                "detector was expected; convert one with `mmqa convert --model=detector`."
+            )
+        return load_converted(path, mesh=placed, config=choice.changed(record.config))
+    return _read_published(path, choice, placed)
+
+
+def _read_published(path: Path, choice: DetectorChoice, mesh: Mesh | None) -> FasterRCNN:
+    from mmqa_jax.models.detection.keys import open_detector as open_checkpoint
+
+    config = choice.changed(open_checkpoint(path).config)
+    rule = config.rule
+    return load_published(
+        "detector",
+        path,
+        mesh=mesh,
+        dtype=choice.dtype,
+        fewest=rule.fewest,
+        most=rule.most,
+        rectified=config.rectified,
+    )
+
+
+# Pictures to records of their regions, and a cache of such records by the pictures' content.
+#
+# `mmqa features` writes the records of a whole corpus; a training run on raw pictures detects
+# what its batches show, beside the steps, and finds it in the cache from then on.
+
+
+_TOGETHER = 64  # pictures, the most that are in memory at once, and that a kill loses
+
+
+def facts_of(detector: RegionDetector, precision: Precision) -> RegionFacts:
+    """What all records of a detector have in common."""
+    config = detector.config
+    return RegionFacts(
+        detector=detector.kind.name,
+        model=detector.fingerprint,
+        features=config.features,
+        classes=config.classes,
+        attributes=config.attributes,
+        rectified=config.rectified,
+        precision=precision,
+    )
+
+
+class RegionEncoder:
+    """Names of pictures -> their records, in batches of few shapes.
+
+    Args:
+      read: the encoded bytes of a picture; PictureError or UserError where there are none.
+      precision: of the records.
+      advance: called with the number of pictures done.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[str], bytes],
+        detector: RegionDetector,
+        precision: Precision,
+        advance: Callable[[int], None] = lambda count: None,
+    ):
+        self._read, self._detector = read, detector
+        self._precision, self._advance = precision, advance
+
+    def __call__(self, names: Sequence[str]) -> list[bytes | PictureError]:
+        with ThreadPoolExecutor(processors()) as pool:
+            encoded = list(pool.map(self._sized, names))
+        records: list[bytes | PictureError | None] = [
+            one if isinstance(one, PictureError) else None for one in encoded
+        ]
+        readable = [n for n, record in enumerate(records) if record is None]
+        self._advance(len(names) - len(readable))
+
+        def load(number: int) -> DetectorPicture:
+            data, name = encoded[readable[number]][0], names[readable[number]]
+            return detector_picture(decode_upright(data, name), self._detector.pictures, name)
+
+        sizes = [encoded[n][1] for n in readable]
+        found = self._detector.find(sizes, load, self._advance)
+        for n, regions in zip(readable, found, strict=True):
+            if isinstance(regions, PictureError):
+                records[n] = regions
+                continue
+            try:
+                records[n] = pack_regions(regions, self._precision)
+            except UserError as error:
+                raise UserError(f"picture {names[n]}: {error}") from error
+        return records
+
+    def _sized(self, name: str) -> tuple[bytes, tuple[int, int]] | PictureError:
+        """Encoded bytes, and width and height by the header."""
+        try:
+            data = self._read(name)
+            return data, upright_size_of(data, name)
+        except PictureError as error:
+            return error
+        except UserError as error:  # of the file system
+            return PictureError(str(error))
+
+
+class EncodedPicture(NamedTuple):
+    """A picture that is read only where its regions are missing.
+
+    Attributes:
+      name: of the picture, no other one's.
+      read: its encoded bytes; PictureError or UserError where there are none.
+    """
+
+    name: str
+    read: Callable[[], bytes]
+
+
+class RegionCache:
+    """Regions of pictures by the SHA-256 of their encoded bytes, detected once.
+
+    Each detector (its weights, rules and pictures: RegionDetector.fingerprint) and precision has a
+    folder of its own, a core.store.Store: what is damaged in it is detected again, and any number
+    of processes may share it. A record has 0.8 MB for 100 regions of 2,048 values and 1,601
+    classes; none is kept in memory. Safe to share between threads: one of them detects at a time,
+    so that no picture is detected twice in a process.
+
+    Args:
+      detector: finds what is missing.
+      folder: of the caches of all detectors; may be in an object store.
+      precision: of the records.
+      name: of the detector, for messages.
+
+    Attributes:
+      facts: of all records.
+      name: as given.
+      detected: pictures that were detected here.
+    """
+
+    def __init__(
+        self, detector: RegionDetector, folder: str | os.PathLike, precision: Precision, name: str
+    ):
+        self.facts, self.name, self.detected = facts_of(detector, precision), name, 0
+        self._detector = detector
+        what = {"detector": self.facts.model, "precision": precision}
+        self._store = Store(
+            as_path(folder) / f"{self.facts.model}-{precision}", what, damage="drop", sync=False
+        )
+        self._storing, self._detecting = threading.Lock(), threading.Lock()
+        self._broken: dict[str, str] = {}  # digest -> why there are no regions
+
+    def find(self, pictures: Mapping[str, EncodedPicture]) -> None:
+        """Detects those of the pictures (by digest) that are missing, together."""
+        if not self._missing(pictures):
+            return
+        with self._detecting:
+            with self._storing:
+                self._store.refresh()  # what other processes have found meanwhile
+            missing = self._missing(pictures)
+            if not missing:
+                return
+            for start in range(0, len(missing), _TOGETHER):
+                self._detect(missing[start : start + _TOGETHER], pictures)
+
+    def _detect(self, digests: Sequence[str], pictures: Mapping[str, EncodedPicture]) -> None:
+        """Detects pictures and commits what was found, whole or not at all."""
+        read = {pictures[digest].name: pictures[digest].read for digest in digests}
+        encode = RegionEncoder(lambda name: read[name](), self._detector, self.facts.precision)
+        records = {}
+        for digest, record in zip(digests, encode(list(read)), strict=True):
+            if isinstance(record, PictureError):
+                self._broken[digest] = str(record)
+            else:
+                records[digest] = np.frombuffer(record, np.uint8)
+        self.detected += len(digests)
+        with self._storing:
+            self._store.add(records)
+
+    def read(self, digest: str, picture: EncodedPicture) -> DetectedRegions:
+        """The regions of a picture, detected if they are missing or damaged.
+
+        Raises:
+          PictureError: it cannot be decoded.
+        """
+        record = self._kept(digest)
+        if record is None:
+            self.find({digest: picture})
+            if digest in self._broken:
+                raise PictureError(self._broken[digest])
+            record = self._kept(digest)
+        try:
+            if record is None:
+                raise ValueError("what was just written cannot be read")
+            return unpack_regions(record, self.facts)
+        except ValueError as error:
+            raise UserError(
+                f"{self._store.folder}: regions of {picture.name}: {error}; delete the folder, and "
+                "its pictures are detected again."
+            ) from error
+
+    def _kept(self, digest: str) -> bytes | None:
+        with self._storing:
+            record = self._store.get(digest)
+        return None if record is None else np.asarray(record).tobytes()
+
+    def _missing(self, digests: Iterable[str]) -> list[str]:
+        with self._storing:
+            return [d for d in self._store.missing(digests) if d not in self._broken]
+
+
+class CorpusRegions:
+    """The regions of a corpus's sources by id, as RegionRecords has them.
+
+    Attributes:
+      facts: of all regions.
+      folder: the detector, for messages.
+    """
+
+    def __init__(self, corpus: Corpus, cache: RegionCache):
+        self.facts, self.folder = cache.facts, cache.name
+        self._corpus, self._cache = corpus, cache
+        self._digests: dict[str, str] = {}  # of the encoded pictures, by name
+
+    def find(self, ids: Iterable[Any]) -> None:
+        """Detects the regions of these sources' pictures together, where they are missing."""
+        pictures = {}
+        for image_id in ids:
+            try:
+                digest, picture = self._picture(image_id)
+            except UserError:  # is raised again where it is read
+                continue
+            pictures.setdefault(digest, picture)
+        self._cache.find(pictures)
+
+    def read(self, image_id: Any) -> DetectedRegions:
+        """The regions of a source's picture.
+
+        Raises:
+          RegionError: it has no picture, or one that cannot be decoded.
+        """
+        try:
+            return self._cache.read(*self._picture(image_id))
+        except PictureError as error:
+            raise RegionError(str(error)) from error
+
+    def _picture(self, image_id: Any) -> tuple[str, EncodedPicture]:
+        """The digest of a source's picture, and the picture."""
+        name = self._corpus.sources[self._corpus.row[image_id]].image
+
+        def read() -> bytes:
+            data = self._corpus.read_picture(name)
+            if data is None:
+                raise PictureError(f"source {image_id}: its picture is not in the corpus.")
+            return data
+
+        key = str(name)
+        if key not in self._digests:
+            self._digests[key] = hashlib.sha256(read()).hexdigest()
+        return self._digests[key], EncodedPicture(key, read)

@@ -13,7 +13,7 @@ from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, of_towers
-from mmqa_jax.models.encoders.text_classifier import TextClassifierConfig
+from mmqa_jax.models.encoders.heads import TextClassifierConfig
 from mmqa_jax.models.mcan.captions import CaptionMCANConfig
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
 from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig

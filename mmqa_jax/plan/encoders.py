@@ -13,10 +13,8 @@ from flax import nnx
 from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
 from mmqa_jax.models.bert import network as bert
-from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
-from mmqa_jax.models.encoders.text_decoder import TextDecoder
+from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
 from mmqa_jax.models.encoders.text_encoders import for_reading
-from mmqa_jax.models.encoders.vlm_encoder import QwenVLEncoder
 from mmqa_jax.models.encoders.vlm_keys import for_encoding
 from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.modernbert.network import (

@@ -2,7 +2,7 @@
 
 WebQA's questions need either snippets or pictures (section 4); section 6.2 searches with known and
 with unknown modality. The baseline predicts it with a linear layer over BERT, which `mmqa train
---config=configs/webqa/modality.py` trains (encoders.text_classifier); ours is logistic regression
+--config=configs/webqa/modality.py` trains (encoders.heads); ours is logistic regression
 over words and word pairs, which needs no BERT and is fitted when it is used.
 """
 

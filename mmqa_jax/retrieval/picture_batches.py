@@ -41,7 +41,7 @@ class PicturePrompt(NamedTuple):
 
 
 class PromptBatch(NamedTuple):
-    """This process's rows of a padded batch, as `models.encoders.vlm_encoder` takes them."""
+    """This process's rows of a padded batch, as `models.encoders.heads` takes them."""
 
     input_ids: np.ndarray  # int32 [B, L]
     mask: np.ndarray  # bool [B, L]

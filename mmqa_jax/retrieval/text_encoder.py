@@ -7,6 +7,7 @@ questions and sources, the length at which texts are cut, a Matryoshka size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +17,12 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
+from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
-from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
+from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.models.bert.keys import fill_bert
+from mmqa_jax.models.bert.network import Bert, minilm_l6
+from mmqa_jax.models.encoders.heads import SentenceEncoder
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
@@ -26,7 +31,15 @@ from mmqa_jax.models.encoders.text_encoders import (
     model_type_of,
 )
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.retrieval.embedder import FULL_LENGTH, Embedder, TextEncoderConfig, text_cost
+from mmqa_jax.retrieval.embedder import (
+    FULL_LENGTH,
+    Embedder,
+    TextEncoderConfig,
+    text_cost,
+    token_limit,
+)
+from mmqa_jax.weights.bundled import minilm_path
+from mmqa_jax.weights.keymap import abstract_model
 
 _BUCKETS = (*range(16, 128, 16), *range(128, 256, 32), *(2**power for power in range(8, 15)))
 
@@ -105,3 +118,41 @@ def length_buckets(longest: int | None, positions: int) -> tuple[int, ...]:
     """Lengths in tokens to which texts are padded, up to the longest that a model takes."""
     most = min(longest or positions, positions)
     return tuple(sorted({*(size for size in _BUCKETS if size < most), most}))
+
+
+# MiniLM as a text embedder without any training: all-MiniLM-L6-v2 as its authors publish it.
+
+
+_TOKENS = 256  # the authors' max_seq_length
+
+
+@functools.cache
+def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
+    """The embedder of the installed package; it takes texts alone.
+
+    `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
+    """
+    bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs())))
+    fill_bert(bert, minilm_path())
+    graphdef, state = nnx.split(SentenceEncoder(bert))
+    mesh = loading_mesh()
+    if mesh is not None:
+        state = jax.device_put(state, state_shardings(state, mesh))
+    return Embedder(
+        graphdef,
+        state,
+        minilm_tokenizer(),
+        image_size=0,
+        buckets=length_buckets(_TOKENS, bert.config.positions),
+        batch_size=batch_size,
+        cost=text_cost(bert.config, _TOKENS),
+    )
+
+
+@functools.cache
+def minilm_token_limit() -> TokenLimit | None:
+    """`Embedder.token_limit` of MiniLM without its weights; None where it is not installed."""
+    try:
+        return token_limit(minilm_tokenizer(), _TOKENS - 2)  # [CLS] and [SEP]
+    except UserError:
+        return None

@@ -35,8 +35,8 @@ from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.minilm import minilm_token_limit
 from mmqa_jax.retrieval.rankings import Retriever
+from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.library import open_text_embedder

@@ -27,11 +27,9 @@ from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
 from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
 from mmqa_jax.data.records.record_shards import write_records
 from mmqa_jax.data.region_exports import check_exports, check_held, export_folder, export_regions
-from mmqa_jax.data.region_words import check_words, read_names, region_words
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.data.schema import Material
-from mmqa_jax.inference.detected_regions import RegionEncoder, facts_of
-from mmqa_jax.inference.region_detector import RegionDetector
+from mmqa_jax.inference.region_detector import RegionDetector, RegionEncoder, facts_of
 
 CHUNK = 256  # pictures of a file, the most that a kill loses
 Of = Literal["all", "sources", "questions"]
@@ -174,7 +172,7 @@ def write_regions(
     config = detector.config
 
     def names(path: Path | None, kind: Literal["class", "attribute"], count: int) -> tuple:
-        return () if path is None else read_names(path, kind, max(count - 1, 0))
+        return () if path is None else region_records.read_names(path, kind, max(count - 1, 0))
 
     facts = dataclasses.replace(
         facts_of(detector, options.precision),
@@ -184,7 +182,7 @@ def write_regions(
     )
     check_held(options.exports, facts, [*pictures.names], options.least)
     if options.least is not None:
-        check_words(facts, options.least)
+        region_records.check_words(facts, options.least)
     total = len(pictures.names)
     broken = BrokenPictures(total, options.max_broken)
     print(f"features: {detector.serving}", file=sys.stderr)
@@ -266,7 +264,7 @@ def draw_regions(
       The ids of the pictures drawn.
     """
     if least is not None:
-        check_words(records.facts, least)
+        region_records.check_words(records.facts, least)
     folder.mkdir(parents=True, exist_ok=True)
     shown: list[tuple[str, str, list[str]]] = []
     for picture in records.pictures:
@@ -297,7 +295,7 @@ def region_titles(
 ) -> list[str]:
     """`dog 0.93` for each region; without names the class's number."""
     if facts.class_names:
-        words = region_words(found, facts, least)
+        words = region_records.region_words(found, facts, least)
     else:
         words = [f"class {label + 1}" for label in found.named]
     return [f"{word} {score:.2f}" for word, score in zip(words, found.scores, strict=True)]

@@ -22,7 +22,7 @@ from mmqa_jax.prompting.examples.library import (
     ExampleLibrary,
     PublishedVectors,
 )
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
 
 

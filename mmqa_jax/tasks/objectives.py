@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from mmqa_jax.core.mesh import SEQUENCE, batch_axes, batch_sharding, column_shards, split_rows
 from mmqa_jax.models.common.layers import split_key
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.encoders.text_classifier import TextClassifier, TextClassifierConfig
+from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama

@@ -18,7 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.encoders.text_classifier import TextClassifier
+from mmqa_jax.models.encoders.heads import TextClassifier
 from mmqa_jax.models.vlp.keys import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.errors import UserError, decimal_number
+from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
 from mmqa_jax.core.typed import at_least, check_section, mapping, optional, read_typed, spec_of
 from mmqa_jax.core.workdir import read_config
@@ -37,15 +38,19 @@ from mmqa_jax.data.pictures.decode import Alpha
 from mmqa_jax.data.pictures.resize import Resize
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import open_tokenizer
-from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.question_words import QuestionWords, make_words
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
-from mmqa_jax.data.tokenizers import Tokenizer
+from mmqa_jax.data.tokenizers import (
+    Tokenizer,
+    minilm_tokenizer,
+    restrict_vocabulary,
+    train_wordpiece,
+)
 from mmqa_jax.models.presets import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
 from mmqa_jax.tasks.pretrained import Loader
-from mmqa_jax.tasks.run_tokenizer import make_tokenizer
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.training.state import Objective, Validation
 from mmqa_jax.weights.folder import load_weights
@@ -241,7 +246,7 @@ class Task(abc.ABC):
       validate: the section `validate`, of tasks that validate.
       task: its `name`.
       seed: of initialization, sampling and dropout.
-      tokenizer: see tasks.run_tokenizer.
+      tokenizer: see tasks.task.
       init: what the weights start from: `scratch`, `minilm`, or a folder or file of weights.
       mesh: size of each mesh axis, and how it crosses slices (core.mesh.make_mesh).
       train: see training.options.LoopOptions.
@@ -597,3 +602,51 @@ def with_options(task: T, options: Options | None) -> T:
     if not options:
         return task
     return dataclasses.replace(task, inference=dataclasses.replace(task.inference, **options))
+
+
+# The tokenizer of a run: a published one, one that is trained on the corpus, or a file.
+
+
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer | QuestionWords:
+    """The run's tokenizer, saved as tokenizer.json in its folder.
+
+    Args:
+      name: `minilm`; `minilm:corpus`, MiniLM's with only the tokens that the corpus and the
+        training questions need, the answers' first; `corpus:N`, a WordPiece of N tokens trained
+        on them; `words`, the words of all questions (openvqa); the path of a tokenizer.json; or
+        the folder of a converted CLIP or SigLIP.
+      corpus: what it is trained on.
+      folder: of the run; a tokenizer that is already there is used.
+    """
+    kept = folder / "tokenizer.json"
+    if jax.process_index() == 0 and not kept.exists():
+        _new_tokenizer(name, corpus).save(kept)
+    distributed.barrier("tokenizer")
+    return open_tokenizer(kept)
+
+
+def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer | QuestionWords:
+    if name == "minilm":
+        return minilm_tokenizer()
+    if name == "words":
+        return make_words(question.question for question in corpus.questions())
+    if name == "minilm:corpus":
+        texts, answers = _all_texts(corpus), _answers(corpus)
+        return restrict_vocabulary(minilm_tokenizer(), texts, first=answers)
+    if name.startswith("corpus:"):
+        size = name.removeprefix("corpus:")
+        if not size.isdecimal() or len(size) > 9:
+            raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
+        return train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
+    return open_tokenizer(name)
+
+
+def _all_texts(corpus: Corpus) -> list[str]:
+    texts = [f"{source.title} {source.text}" for source in corpus.sources]
+    for question in corpus.questions("train"):
+        texts += [question.question, *question.answers]
+    return texts
+
+
+def _answers(corpus: Corpus) -> list[str]:
+    return [answer for question in corpus.questions("train") for answer in question.answers]

@@ -37,8 +37,12 @@ from mmqa_jax.data.regions import (
     read_id_map,
 )
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
-from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+from mmqa_jax.inference.region_detector import (
+    CorpusRegions,
+    DetectorChoice,
+    RegionCache,
+    open_detector,
+)
 from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.retrieval.embedder import tower_bytes

@@ -41,7 +41,7 @@ from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
+from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows

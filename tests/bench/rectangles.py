@@ -22,7 +22,7 @@ from mmqa_jax.core.host import device_name
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
 from mmqa_jax.data.documents.document import CELL, Box, Paragraph
 from mmqa_jax.data.documents.pdf import read_pdf
-from mmqa_jax.retrieval.minilm import minilm_token_limit
+from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 from tests.bench import Options
 
 _LEAST_PIXELS = 64

@@ -16,14 +16,23 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.detection import region_pooling
-from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, areas, clip, large_enough, overlaps
-from mmqa_jax.models.detection.convolution import Conv, block_diagonal
+from mmqa_jax.models.detection.boxes import (
+    BoxCoder,
+    Overlap,
+    areas,
+    clip,
+    keep_in_class,
+    keep_one_by_one,
+    large_enough,
+    overlaps,
+    suppress,
+)
+from mmqa_jax.models.detection.faster_rcnn import keep_in_classes
 from mmqa_jax.models.detection.region_pooling import pyramid_align
 from mmqa_jax.models.detection.region_pooling import roi_align as our_align
 from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
+from mmqa_jax.models.detection.resnext import Conv, block_diagonal
 from mmqa_jax.models.detection.rpn import cell_anchors, grid_anchors
-from mmqa_jax.models.detection.selection import keep_in_classes
-from mmqa_jax.models.detection.suppression import keep_in_class, keep_one_by_one, suppress
 from tests.drawn_weights import drawn
 
 

@@ -22,10 +22,8 @@ from tiny_detectors import CHANGES, PRESETS, tiny
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.detection import faster_rcnn
-from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
-from mmqa_jax.models.detection.keys import detector_config, publish_detector
-from mmqa_jax.models.detection.selection import class_confidence, select
-from mmqa_jax.weights.formats.detector_pickle import open_detector_source
+from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures, class_confidence, select
+from mmqa_jax.models.detection.keys import detector_config, open_detector_source, publish_detector
 from mmqa_jax.weights.formats.safetensors import ArraySource, write_sharded
 from mmqa_jax.weights.published import load_published
 

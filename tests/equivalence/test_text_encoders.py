@@ -119,7 +119,7 @@ def test_vectors_are_those_of_sentence_transformers(
 
 
 def test_minilm_is_the_one_of_the_package(sentence_transformers):
-    from mmqa_jax.retrieval.minilm import load_minilm_embedder
+    from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 
     given = ["The capital of Kenya is Nairobi. " + "bread " * 400]  # is cut
     ours = load_text_embedder(minilm_path(), batch_size=1)

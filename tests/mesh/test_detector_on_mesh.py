@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_detectors import tiny
 
 from mmqa_jax.core.mesh import MESH_AXES
-from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn

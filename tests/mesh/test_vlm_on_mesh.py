@@ -9,7 +9,7 @@ from random_weights import random_state
 
 from mmqa_jax.core.mesh import fetch, make_mesh, state_shardings
 from mmqa_jax.core.serving import RowCost, serve
-from mmqa_jax.models.encoders.vlm_encoder import QwenVLEncoder
+from mmqa_jax.models.encoders.heads import QwenVLEncoder
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.retrieval.picture_batches import PicturePrompt, prompt_batches

@@ -20,7 +20,7 @@ from mmqa_jax.core.mesh import MESH_AXES, state_shardings
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bart import network as bart
 from mmqa_jax.models.bert import network as bert
-from mmqa_jax.models.encoders import dual_encoder, text_classifier
+from mmqa_jax.models.encoders import dual_encoder, heads
 from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama import lora
 from mmqa_jax.models.llama import network as llama
@@ -72,8 +72,8 @@ MODELS = {
         dual_encoder.DualEncoderConfig(bert.minilm_l6(), clip.VisionConfig(embed_dim=384)),
     ),
     "text_classifier": _of(
-        text_classifier.TextClassifier,
-        text_classifier.TextClassifierConfig(bert.bert_base_cased(), 2, "pooler"),
+        heads.TextClassifier,
+        heads.TextClassifierConfig(bert.bert_base_cased(), 2, "pooler"),
     ),
     "vlp_x101": _of(vlp.VLP, _VLP),
     "vlp_vinvl": _of(vlp.VLP, vlp.vlp_base_vinvl()),

@@ -20,7 +20,7 @@ from mmqa_jax.data.detector_pictures import detector_picture
 from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import RegionRecords
-from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.models.detection.keys import publish_detector
 from mmqa_jax.runs.region_features import (

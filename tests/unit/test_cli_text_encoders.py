@@ -29,8 +29,7 @@ from mmqa_jax.models.encoders.text_encoders import (
     load_text_encoder,
     published_folder,
 )
-from mmqa_jax.retrieval.minilm import load_minilm_embedder
-from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from mmqa_jax.retrieval.text_encoder import load_minilm_embedder, load_text_embedder
 from mmqa_jax.runs import ask_folder, identity
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.hub import find_model, is_cached

@@ -18,7 +18,7 @@ from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_tiny
 from mmqa_jax.models.common.unstacked import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.encoders.sentence_encoder import SentenceEncoder
+from mmqa_jax.models.encoders.heads import SentenceEncoder
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
 from mmqa_jax.retrieval.embeddings import (
@@ -42,7 +42,7 @@ BUCKETS = (4, 8, 12)
 class FakeTokenizer:
     """One token per word: 3 + its length; ids 0, 1, 2 are pad, cls, sep."""
 
-    pad_id, cls_id, sep_id, fingerprint = 0, 1, 2, "fake"
+    pad_id, before, after, fingerprint = 0, [1], [2], "fake"
 
     def encode_batch(self, texts):
         return [[3 + len(word) for word in text.split()] for text in texts]

@@ -14,8 +14,8 @@ from tiny_detectors import tiny
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.data.detector_pictures import VINVL
 from mmqa_jax.inference.region_detector import DetectorKind
-from mmqa_jax.models.detection.convolution import Conv
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
+from mmqa_jax.models.detection.resnext import Conv
 from mmqa_jax.plan import detectors, verdict
 from mmqa_jax.plan.program import trace_program
 

@@ -377,7 +377,7 @@ def test_gguf_metadata(tmp_path):
         ("preprocessor_config.json", {"size": 16, "crop_size": 16, "resample": 3}, None),
         ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, r"image_mean is \[0\.5"),
         ("preprocessor_config.json", {"image_std": 0.5}, r"image_std is 0\.5"),
-        ("preprocessor_config.json", {"resample": 2}, "resample is 2, but pictures are prepared"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2, expected bicubic"),
         ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
         ("preprocessor_config.json", {"crop_size": {"height": 32, "width": 32}}, "crop_size is"),
         ("preprocessor_config.json", {"size": {"shortest_edge": [16]}}, r"size is .*\[16\]"),

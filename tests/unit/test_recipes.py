@@ -30,7 +30,7 @@ from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.tasks import run
 from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
 from mmqa_jax.tasks.registry import read_task
-from mmqa_jax.tasks.run_tokenizer import make_tokenizer
+from mmqa_jax.tasks.task import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
 
 pytestmark = pytest.mark.slow

@@ -31,8 +31,12 @@ from mmqa_jax.data.regions import FeatureRegions, RegionError
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
-from mmqa_jax.inference.detected_regions import CorpusRegions, RegionCache
-from mmqa_jax.inference.opened_detector import DetectorChoice, open_detector
+from mmqa_jax.inference.region_detector import (
+    CorpusRegions,
+    DetectorChoice,
+    RegionCache,
+    open_detector,
+)
 from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.registry import check_config, read_task

@@ -21,8 +21,13 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.coco import read_scored_tsv
 from mmqa_jax.data.records.grid_records import open_features
 from mmqa_jax.data.region_exports import export_regions
-from mmqa_jax.data.region_records import RecordDetections, RegionFacts, RegionRecords
-from mmqa_jax.data.region_words import read_names, region_words
+from mmqa_jax.data.region_records import (
+    RecordDetections,
+    RegionFacts,
+    RegionRecords,
+    read_names,
+    region_words,
+)
 from mmqa_jax.data.regions import (
     FeatureRegions,
     RegionError,

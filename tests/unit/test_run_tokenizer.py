@@ -6,7 +6,7 @@ import pytest
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.tasks.run_tokenizer import make_tokenizer
+from mmqa_jax.tasks.task import make_tokenizer
 
 CORPUS = Corpus(
     [

@@ -16,9 +16,8 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, clip, large_enough
-from mmqa_jax.models.detection.convolution import Conv, cells_within, within
-from mmqa_jax.models.detection.suppression import suppress
+from mmqa_jax.models.detection.boxes import BoxCoder, Overlap, clip, large_enough, suppress
+from mmqa_jax.models.detection.resnext import Conv, cells_within, within
 
 
 @dataclasses.dataclass(frozen=True)

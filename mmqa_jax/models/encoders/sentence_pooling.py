@@ -15,7 +15,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_within, read_json
-from mmqa_jax.models.encoders.sentence_encoder import DENSE_ACTIVATIONS, POOLINGS
+from mmqa_jax.models.encoders.heads import DENSE_ACTIVATIONS, POOLINGS
 from mmqa_jax.weights.config_json import check_keys, kinds
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
@@ -94,7 +94,7 @@ class DenseLayer:
       folder: of its weights.
       inputs, outputs: values of a vector before and after it.
       bias: whether it has one.
-      activation: one of models.encoders.sentence_encoder.DENSE_ACTIVATIONS.
+      activation: one of models.encoders.heads.DENSE_ACTIVATIONS.
     """
 
     folder: Path
@@ -109,7 +109,7 @@ class SentenceRecipe:
     """How one vector, of length 1, is made of a text.
 
     Attributes:
-      pooling: one of models.encoders.sentence_encoder.POOLINGS.
+      pooling: one of models.encoders.heads.POOLINGS.
       prompts: before the texts.
       max_tokens: longer texts are cut, special tokens included; None: as long as the encoder takes.
       lowercase: whether texts are put in lower case before they are split.

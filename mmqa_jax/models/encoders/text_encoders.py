@@ -29,10 +29,8 @@ from mmqa_jax.models.bert.roberta import (
 )
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders.cross_encoder import CrossEncoder
-from mmqa_jax.models.encoders.sentence_encoder import Dense
+from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, YesNoDecoder
 from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
-from mmqa_jax.models.encoders.text_decoder import TextDecoder, YesNoDecoder
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.llama.keys import Fused, apart, llama_key_map, phi3_rows

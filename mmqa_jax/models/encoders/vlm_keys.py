@@ -13,8 +13,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.encoders.heads import QwenVLEncoder, QwenVLYesNo
 from mmqa_jax.models.encoders.text_encoders import for_reading, model_type_of
-from mmqa_jax.models.encoders.vlm_encoder import QwenVLEncoder, QwenVLYesNo
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, qwen_vl_key_map
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.weights.keymap import KeyMap

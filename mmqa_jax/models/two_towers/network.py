@@ -310,7 +310,7 @@ class TextTower(nnx.Module):
 
 
 class TwoTowers(nnx.Module):
-    """CLIP or SigLIP: both towers and the learned temperature, of SigLIP a bias, too."""
+    """Both towers and the learned temperature, of SigLIP a bias, too."""
 
     def __init__(self, config: CLIPConfig | SiglipConfig, *, rngs: nnx.Rngs):
         self.vision = VisionTower(config.vision, rngs=rngs)
@@ -345,6 +345,14 @@ class TwoTowers(nnx.Module):
             return jnp.exp(self.logit_scale[...]) * texts @ self.encode_image(pictures).T
         cosines = texts @ self.encode_image(pictures).T
         return jnp.exp(self.logit_scale[...]) * cosines + self.logit_bias[...]
+
+
+class CLIP(TwoTowers):
+    """CLIP, by which name its weights are kept."""
+
+
+class Siglip(TwoTowers):
+    """SigLIP, by which name its weights are kept."""
 
 
 def unfold_patches(pixels: jax.Array, patch: int) -> jax.Array:

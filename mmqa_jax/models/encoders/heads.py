@@ -1,0 +1,306 @@
+"""What stands on an encoder or decoder that reads texts: a vector, a class, a judgement."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.common.layers import Linear, normal_init
+from mmqa_jax.models.encoders.dual_encoder import mean_pool
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llama.network import last_token as state_at_end
+from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
+from mmqa_jax.models.two_towers.network import l2_normalize
+
+
+def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the first token, [CLS]: [B, L, D], [B, L] -> [B, D] in float32."""
+    return hidden[:, 0].astype(jnp.float32)
+
+
+def last_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the last real token of right-padded texts: [B, L, D], [B, L] -> [B, D]."""
+    last = jnp.maximum(attention_mask.astype(jnp.int32).sum(1) - 1, 0)  # [B]
+    return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0].astype(jnp.float32)
+
+
+# By the names of sentence-transformers.
+POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mean": mean_pool,
+    "cls": first_token,
+    "lasttoken": last_token,
+}
+
+
+# Behind a linear layer over pooled states, by torch's names.
+DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "torch.nn.modules.linear.Identity": lambda x: x,
+    "torch.nn.modules.activation.Tanh": jnp.tanh,
+}
+
+
+class Dense(nnx.Module):
+    """sentence-transformers' layer Dense: [B, in] -> [B, out], with one of DENSE_ACTIVATIONS."""
+
+    def __init__(self, linear: Linear, activation: str):
+        self.linear, self.activation = linear, activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return DENSE_ACTIVATIONS[self.activation](self.linear(x))
+
+
+class SentenceEncoder(nnx.Module):
+    """An encoder of tokens with a pooling over its last layer.
+
+    Args:
+      bert: the encoder: a Bert, MPNet, ModernBert or TextDecoder, (ids, mask) -> states.
+      pooling: one of POOLINGS.
+      truncate_dim: the first so many values are kept (Matryoshka); None: all.
+      dense: layers over what is pooled, in order.
+    """
+
+    def __init__(
+        self,
+        bert: nnx.Module,
+        pooling: str = "mean",
+        truncate_dim: int | None = None,
+        dense: Sequence[Dense] = (),
+    ):
+        self.bert, self.dense = bert, nnx.List(dense)
+        self.pooling, self.truncate_dim = pooling, truncate_dim
+
+    def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Texts, input_ids int[B, L] and attention_mask bool[B, L] -> float32 [B, D], of length 1.
+
+        They are right-padded; a row has at least one token.
+        """
+        hidden = self.bert(input_ids, attention_mask)  # [B, L, H]
+        pooled = POOLINGS[self.pooling](hidden, attention_mask)
+        for layer in self.dense:
+            pooled = layer(pooled)
+        return l2_normalize(pooled[:, : self.truncate_dim])
+
+
+# A cross-encoder: a BERT that reads two texts together, for their relevance or their class.
+
+
+class CrossEncoder(nnx.Module):
+    """transformers' BERT and RoBERTa classifiers of sequences.
+
+    Their heads are alike: a linear layer and tanh of the first token (BERT's pooler), then logits.
+
+    Args:
+      labels: 1: the relevance, as rerankers have it.
+    """
+
+    def __init__(self, config: BertConfig, labels: int = 1, *, rngs: nnx.Rngs):
+        self.bert = Bert(dataclasses.replace(config, pooler=True), rngs=rngs)
+        self.classifier = Linear(
+            config.hidden,
+            labels,
+            ("embed", None),
+            rngs=rngs,
+            kernel_init=normal_init(config.init_stddev),
+        )
+        self.config = config
+
+    def __call__(
+        self, input_ids: jax.Array, attention_mask: jax.Array, token_type_ids: jax.Array
+    ) -> jax.Array:
+        """Pairs of right-padded texts, int or bool [B, L] each -> logits float32 [B].
+
+        With several labels [B, labels].
+        """
+        positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
+        embedded = self.bert.embeddings(input_ids, positions, token_type_ids)
+        mask = attention_mask.astype(bool)[:, None, None, :]
+        first = self.bert.encode_first(embedded, mask)  # [B, H]
+        pooled = self.bert.pool(first[:, None])
+        logits = self.classifier(pooled).astype(jnp.float32)
+        return logits[:, 0] if logits.shape[1] == 1 else logits
+
+
+# A Qwen-VL that writes nothing: one vector of a prompt, or a judgement of yes or no.
+#
+# Texts and pictures stand in one prompt, and the state of its last token is what is kept:
+# Qwen3-VL-Embedding makes a vector of it, Qwen3-VL-Reranker compares two next tokens by it.
+# Originals: QwenLM/Qwen3-VL-Embedding src/models/qwen3_vl_embedding.py and qwen3_vl_reranker.py.
+
+
+class QwenVLPooled(QwenVL):
+    """A Qwen-VL whose last token's state is asked for."""
+
+    def last_states(
+        self,
+        input_ids: jax.Array,
+        mask: jax.Array,
+        pictures: PatchBatch | None = None,
+        rows: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> jax.Array:
+        """Right-padded prompts -> the normed state of each one's last token, float32 [B, H].
+
+        Args:
+          input_ids: int [B, L], one placeholder for each token of a picture.
+          mask: bool [B, L], true at real tokens.
+          pictures: K of each prompt, arrays [B, K, ...] of one bucket of U units; None: none has
+            any, and `rows` and `positions` are not needed.
+          rows: int [B, L], which of its pictures' K * U units a token takes; -1: none.
+          positions: int [B, L, 3].
+        """
+        tokens, deepstack = self.llama.embed(input_ids), None
+        if pictures is not None:
+            assert rows is not None, "pictures have places in the prompt"
+            flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pictures)
+            found = self.encode_images(flat)  # [B * K, U, features]
+            found = found.reshape(len(input_ids), -1, found.shape[-1])
+            own = jnp.take_along_axis(found, jnp.maximum(rows, 0)[..., None], axis=1)
+            tokens, deepstack = spread(tokens, own, rows >= 0)
+        hidden = self.llama.encode(tokens, positions=positions, deepstack=deepstack)
+        return last_token(hidden, mask)
+
+
+class QwenVLEncoder(QwenVLPooled):
+    """One vector of a prompt; without an output head."""
+
+    def __init__(self, config: QwenVLConfig, truncate_dim: int | None = None, *, rngs: nnx.Rngs):
+        """`truncate_dim`: the first so many values are kept (Matryoshka); None: all."""
+        headless = dataclasses.replace(config.llama, tied=True)
+        super().__init__(dataclasses.replace(config, llama=headless), rngs=rngs)
+        self.truncate_dim = truncate_dim
+
+    def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
+        """Prompts without pictures, [B, L] each -> float32 [B, D], of length 1."""
+        return self.encode_prompts(input_ids, attention_mask)
+
+    def encode_prompts(self, *prompts: Any) -> jax.Array:
+        """Prompts as `last_states` takes them -> float32 [B, D], of length 1."""
+        states = self.last_states(*prompts)
+        return l2_normalize(states[:, : self.truncate_dim])
+
+
+class QwenVLYesNo(QwenVLPooled):
+    """How much likelier yes is than no behind a prompt."""
+
+    def __init__(self, config: QwenVLConfig, yes: int, no: int, *, rngs: nnx.Rngs):
+        """`yes` and `no`: the ids of the two tokens."""
+        super().__init__(config, rngs=rngs)
+        self.yes, self.no = yes, no
+
+    def __call__(self, *prompts: Any) -> jax.Array:
+        """Prompts as `last_states` takes them -> log-odds of yes, float32 [B]."""
+        states = self.last_states(*prompts)
+        logits = self.llama.logits(states.astype(self.config.llama.dtype))  # [B, V]
+        return logits[:, self.yes] - logits[:, self.no]
+
+
+# Decoders that read texts and write none: the state of every token, or a judgement of yes or no.
+#
+# Qwen3-Embedding, E5-Mistral and EmbeddingGemma pool the states
+# (`heads.SentenceEncoder`); Qwen3-Reranker is asked whether a text answers a question.
+
+
+class TextDecoder(Llama):
+    """A decoder without its output head."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        super().__init__(dataclasses.replace(config, tied=True), rngs=rngs)
+
+    def __call__(self, input_ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """Right-padded texts, int [B, L] -> normed states of the last layer [B, L, H].
+
+        mask: bool [B, L], not used where no token sees the padding behind it.
+        """
+        return self.encode(self.embed(input_ids), mask if self.config.bidirectional else None)
+
+
+class YesNoDecoder(Llama):
+    """A decoder that says how much likelier yes is than no behind a prompt."""
+
+    def __init__(self, config: LlamaConfig, yes: int, no: int, *, rngs: nnx.Rngs):
+        """`yes` and `no`: the ids of the two tokens."""
+        super().__init__(config, rngs=rngs)
+        self.yes, self.no = yes, no
+
+    def __call__(
+        self, input_ids: jax.Array, attention_mask: jax.Array, token_type_ids: jax.Array
+    ) -> jax.Array:
+        """Right-padded prompts, int or bool [B, L] each -> log-odds of yes, float32 [B].
+
+        `token_type_ids` are not used: there are none.
+        """
+        hidden = self.encode(self.embed(input_ids))  # [B, L, H]
+        lengths = attention_mask.astype(jnp.int32).sum(1)
+        logits = self.logits(state_at_end(hidden, lengths))  # [B, V]
+        return logits[:, self.yes] - logits[:, self.no]
+
+
+# BERT with a linear classifier over its first position: WebQA's modality classifier.
+#
+# WebQA_Baseline vlp/CLIP_retrieval_experiments/bert_classifier.py:26-45: BertModel's pooled
+# output (a tanh layer over [CLS]), then Linear(768, 2), without dropout in between.
+
+
+@dataclasses.dataclass(frozen=True)
+class TextClassifierConfig:
+    """Sizes of the classifier.
+
+    Attributes:
+      bert: the encoder; `with_pooler` says whether it has a pooler.
+      classes: how many.
+      pooling: `pooler` is BERT's pooled output, as in the original; `cls` the last hidden state of
+        [CLS] itself, for encoders whose pooler was never trained (MiniLM).
+    """
+
+    bert: BertConfig
+    classes: int = 2
+    pooling: str = "pooler"
+
+    def __post_init__(self):
+        check_known("model.pooling", self.pooling, ("pooler", "cls"))
+
+    @property
+    def with_pooler(self) -> BertConfig:
+        """The encoder with a pooler, or without one where it is not used."""
+        return dataclasses.replace(self.bert, pooler=self.pooling == "pooler")
+
+
+class TextClassifier(nnx.Module):
+    """Classifies texts."""
+
+    def __init__(self, config: TextClassifierConfig, *, rngs: nnx.Rngs):
+        self.bert = Bert(config.with_pooler, rngs=rngs)
+        init = normal_init(config.bert.init_stddev)
+        size = config.bert.hidden
+        self.head = Linear(size, config.classes, ("embed", None), rngs=rngs, kernel_init=init)
+        self.config = config
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        *,
+        frozen: bool = False,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Texts -> logits [B, classes] in float32.
+
+        Args:
+          input_ids: [B, L] int, `[CLS] text [SEP]`, right-padded.
+          attention_mask: [B, L], true at real tokens.
+          frozen: no gradient reaches BERT.
+          dropout_key: of BERT's dropout; None for none.
+        """
+        hidden = self.bert(input_ids, attention_mask, dropout_key=dropout_key)  # [B, L, H]
+        pooled = self.bert.pool(hidden) if self.config.pooling == "pooler" else hidden[:, 0]
+        if frozen:
+            pooled = jax.lax.stop_gradient(pooled)  # [B, H]
+        return self.head(pooled).astype(jnp.float32)
