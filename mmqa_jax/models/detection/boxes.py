@@ -164,7 +164,7 @@ class BoxCoder:
 # overlaps it. It is found by repetition: starting from all boxes, drop those that a kept one
 # suppresses, look again with what is left, until nothing changes. After n rounds the n best are
 # right, most often all after three or four; each round is one product of a mask and a matrix. In
-# hundreds of classes GPUs have a kernel instead (selection.py).
+# hundreds of classes GPUs have a kernel instead (faster_rcnn.py).
 
 
 _BLOCK = 256  # boxes whose mutual suppression is settled at a time

@@ -552,11 +552,8 @@ def select(
 # A program takes one class of one picture: the best box that is left is kept, and those that
 # overlap it go, until none is left. Boxes and scores stay in registers, so that nothing but them
 # and the result goes through memory, and the work is that of the boxes that are kept. Rounds over
-# matrices of pairs (suppression.py) read a byte a pair in every round instead, 25.6 GB for 16
+# matrices of pairs (boxes.py) read a byte a pair in every round instead, 25.6 GB for 16
 # pictures of 1,000 boxes in 1,600 classes.
-#
-# A file of its own because Pallas takes half a second to import.
-
 
 _BOXES_OF_WARP = 128  # four in each thread, with their corners
 

@@ -5,7 +5,7 @@ its bottleneck (the Caffe models of 2015) or in the 3 x 3 one, Caffe's first poo
 border and rounds sizes up, and whether norms are stored with their statistics or as one scale and
 shift (Detectron's AffineChannel).
 
-Pictures are NHWC, of different sizes in one batch (see convolution).
+Pictures are NHWC, of different sizes in one batch (see `within`).
 """
 
 from __future__ import annotations
