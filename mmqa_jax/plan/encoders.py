@@ -13,6 +13,7 @@ from flax import nnx
 from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
 from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.bert.mpnet import MPNet
 from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
 from mmqa_jax.models.encoders.text_encoders import for_reading
 from mmqa_jax.models.encoders.vlm_keys import for_encoding
@@ -23,7 +24,6 @@ from mmqa_jax.models.modernbert.network import (
     modernbert_base,
     modernbert_large,
 )
-from mmqa_jax.models.mpnet.network import MPNet
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.retrieval.embedder import (

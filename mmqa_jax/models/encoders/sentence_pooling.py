@@ -191,15 +191,10 @@ def read_pair_length(folder: Path) -> int | None:
                 f"{folder / MODULES}: holds the layer {kind!r} in {place!r}, but of a reranker "
                 "only its classifier is read; use a checkpoint without further layers."
             )
-    file = folder / PROMPTS
-    content = _object(file)
-    fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
-    check_keys(content, str(file), read=_PAIR_PROMPTS, fixed=fixed)
-    name = content.get("default_prompt_name")
-    if name and (content.get("prompts") or {}).get(name):
+    if check_logit_prompts(folder / PROMPTS):
         raise UserError(
-            f"{file}: default_prompt_name puts a prompt before every pair, which is not done here; "
-            "use a checkpoint without it."
+            f"{folder / PROMPTS}: default_prompt_name puts a prompt before every pair, which is "
+            "not done here; use a checkpoint without it."
         )
     fixed = {**_TRANSFORMER_FIXED, "transformer_task": ("sequence-classification",)}
     fixed |= {"module_output_name": ("scores",), "do_lower_case": (False,)}

@@ -19,14 +19,17 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.bert.keys import bert_classifier_key_map, bert_config, bert_key_map
-from mmqa_jax.models.bert.network import Bert
-from mmqa_jax.models.bert.roberta import (
+from mmqa_jax.models.bert.keys import (
+    bert_classifier_key_map,
+    bert_config,
+    bert_key_map,
     roberta_classifier_key_map,
     roberta_config,
     roberta_key_map,
     roberta_padding,
 )
+from mmqa_jax.models.bert.mpnet import MPNET_PADDING, MPNet, mpnet_config, mpnet_key_map
+from mmqa_jax.models.bert.network import Bert
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import Linear
 from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, YesNoDecoder
@@ -41,8 +44,6 @@ from mmqa_jax.models.modernbert.keys import (
     modernbert_key_map,
 )
 from mmqa_jax.models.modernbert.network import ModernBert, ModernBertCrossEncoder
-from mmqa_jax.models.mpnet.keys import MPNET_PADDING, mpnet_config, mpnet_key_map
-from mmqa_jax.models.mpnet.network import MPNet
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.keymap import KeyMap

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.attention.masked import MASKED
+from mmqa_jax.models.bert.keys import (
+    BUFFERS,
+    POSITIONS,
+    bert_config,
+    last_rows,
+    without_first_positions,
+)
 from mmqa_jax.models.bert.network import BertConfig, BertLayer
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.encoder_decoder import biased_attention, pair_buckets
@@ -19,6 +29,7 @@ from mmqa_jax.models.common.layers import (
     split_key,
     stack_layers,
 )
+from mmqa_jax.weights.keymap import KeyMap, Rule, norm_rules, transformer_rules
 
 BUCKETS = 32  # of relative positions, half of them for each direction
 _FARTHEST = 128  # positions from which on all share a bucket
@@ -120,3 +131,41 @@ class MPNet(nnx.Module):
             products=False,
             unroll=self.config.unroll,
         )[0]
+
+
+# MPNet encoders in transformers' layout.
+
+
+_LINEARS = {
+    "attention.attn.q": "query",
+    "attention.attn.k": "key",
+    "attention.attn.v": "value",
+    "attention.attn.o": "out",
+    "intermediate.dense": "up",
+    "output.dense": "down",
+}
+_NORMS = {"attention.LayerNorm": "attention_norm", "output.LayerNorm": "mlp_norm"}
+MPNET_PADDING = 1  # transformers' MPNet counts positions from it, whatever its config says
+
+
+def mpnet_config(published: Mapping[str, Any], where: str = "config.json") -> BertConfig:
+    """Our config from transformers' config.json of MPNetModel."""
+    fixed = {"relative_attention_num_buckets": (BUCKETS,)}
+    filled = {"vocab_size": 30527, **published, "type_vocab_size": 1}
+    config = bert_config(filled, where, fixed=fixed)
+    return without_first_positions(config, MPNET_PADDING, where)
+
+
+def mpnet_key_map(config: BertConfig) -> KeyMap:
+    """Key map of the encoder; keys may start with `mpnet.`. Heads and the pooler are ignored."""
+    return KeyMap(
+        rules=[
+            Rule("embeddings.word_embeddings.weight", "embeddings/word/table"),
+            Rule(POSITIONS, "embeddings/position/table", last_rows(config.positions)),
+            *norm_rules("embeddings.LayerNorm", "embeddings/norm"),
+            Rule("encoder.relative_attention_bias.weight", "relative/table"),
+            *transformer_rules("encoder.layer.{layer}.", "layers", _LINEARS, _NORMS),
+        ],
+        rename=[(r"^mpnet\.", "")],
+        ignore=[BUFFERS, r"^(pooler|lm_head|classifier)\."],
+    )
