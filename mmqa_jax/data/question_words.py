@@ -54,10 +54,10 @@ class QuestionWords:
 
 def make_words(questions: Iterable[str]) -> QuestionWords:
     """All words of the questions, in the order of their appearance."""
-    found = dict.fromkeys((PAD, UNKNOWN, CLS))
+    words = dict.fromkeys((PAD, UNKNOWN, CLS))
     for question in questions:
-        found |= dict.fromkeys(words_of(question))
-    return QuestionWords(list(found))
+        words |= dict.fromkeys(words_of(question))
+    return QuestionWords(list(words))
 
 
 def read_words(path: str | os.PathLike) -> QuestionWords:
@@ -84,7 +84,7 @@ def read_words(path: str | os.PathLike) -> QuestionWords:
 def read_glove(path: str | os.PathLike, words: QuestionWords) -> Float32[np.ndarray, "words D"]:
     """The words' vectors in a GloVe text file (`word value value ...` a line); zeros for others."""
     wanted = {word: number for number, word in enumerate(words.words)}
-    found: dict[int, np.ndarray] = {}
+    rows: dict[int, np.ndarray] = {}
     size = None
     try:
         with open(path, encoding="utf-8-sig") as file:
@@ -102,11 +102,11 @@ def read_glove(path: str | os.PathLike, words: QuestionWords) -> Float32[np.ndar
                         f"{path}, line {line_number}: a word and {size} numbers were expected; "
                         "fetch the file again."
                     )
-                found[wanted[word]] = vector
+                rows[wanted[word]] = vector
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read as GloVe vectors ({error}).") from error
     if size is None:
         raise UserError(f"{path}: has a vector of none of the words; give GloVe's text file.")
     vectors = np.zeros((words.vocab_size, size), np.float32)
-    vectors[list(found)] = list(found.values())
+    vectors[list(rows)] = list(rows.values())
     return vectors

@@ -72,10 +72,10 @@ def _vinvl(records: RegionRecords, folder: Path, least: float | None, advance: A
     tables = ["features", "hw", *(["labels"] if named else [])]
     with contextlib.ExitStack() as stack:
         write = {table: stack.enter_context(_indexed(folder / f"{table}.tsv")) for table in tables}
-        for name, found in _read(records, advance):
-            words = region_words(found, facts, least) if named else None
-            objects = list(_objects(found, words, facts.attribute_names))
-            height, width = found.size
+        for name, regions in _read(records, advance):
+            words = region_words(regions, facts, least) if named else None
+            objects = list(_objects(regions, words, facts.attribute_names))
+            height, width = regions.size
             sizes = {"image_h": height, "image_w": width}  # not the original's: mmqa caption's
             write["features"](name, {"objects": objects, "relations": None, **sizes})
             write["hw"](name, [{"height": height, "width": width}])
@@ -86,25 +86,25 @@ def _vinvl(records: RegionRecords, folder: Path, least: float | None, advance: A
 
 
 def _objects(
-    found: DetectedRegions, words: list[str] | None, attribute_names: tuple[str, ...]
+    regions: DetectedRegions, words: list[str] | None, attribute_names: tuple[str, ...]
 ) -> Iterator[dict[str, Any]]:
-    probabilities = found.probabilities
-    for n in range(len(found)):
-        one: dict[str, Any] = {"rect": found.boxes[n].tolist(), "bbox_id": n}
+    probabilities = regions.probabilities
+    for n in range(len(regions)):
+        entry: dict[str, Any] = {"rect": regions.boxes[n].tolist(), "bbox_id": n}
         if words is not None:
-            one["class"] = words[n]
-        one |= {
-            "conf": float(found.scores[n]),
-            "feature": _base64(found.features[n]),
+            entry["class"] = words[n]
+        entry |= {
+            "conf": float(regions.scores[n]),
+            "feature": _base64(regions.features[n]),
             "scores_all": _base64(probabilities[n]),
         }
-        if found.attributes is not None and attribute_names:
-            values = found.attributes[n, 1:]
+        if regions.attributes is not None and attribute_names:
+            values = regions.attributes[n, 1:]
             best = np.argsort(-values, kind="stable")[:_MOST_ATTRIBUTES]
             best = best[values[best] > _LEAST_ATTRIBUTE]
-            one["attributes"] = [attribute_names[attribute] for attribute in best]
-            one["attr_scores"] = values[best].tolist()
-        yield one
+            entry["attributes"] = [attribute_names[attribute] for attribute in best]
+            entry["attr_scores"] = values[best].tolist()
+        yield entry
 
 
 @contextlib.contextmanager
@@ -126,9 +126,9 @@ def _indexed(path: Path) -> Iterator[Callable[[str, Any], None]]:
 
 def _tags(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
     def rows() -> Iterable[tuple[int, list[dict]]]:
-        for name, found in _read(records, advance):
-            words = region_words(found, records.facts, least)
-            yield _number_of(name, "tags"), tags(words, found.scores)
+        for name, regions in _read(records, advance):
+            words = region_words(regions, records.facts, least)
+            yield _number_of(name, "tags"), tags(words, regions.scores)
 
     with atomic_write(folder / "tags.tsv") as file:
         for number, objects in rows():
@@ -170,13 +170,13 @@ def _check_numbers(kind: str, pictures: Iterable[str]) -> None:
 
 def _number_of(name: str, kind: str) -> int:
     """The number that a picture's name ends in: COCO's image id."""
-    found = _NUMBER.search(name)
-    if found is None:
+    number = _NUMBER.search(name)
+    if number is None:
         raise UserError(
             f"--export={kind}: picture {name!r} does not end in a number, by which this format "
             "knows pictures; export another one, or rename the pictures."
         )
-    return int(found[0])
+    return int(number[0])
 
 
 def _base64(array: np.ndarray) -> str:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -117,20 +117,20 @@ class RegionFacts:
     attribute_names: tuple[str, ...] = ()
 
 
-def pack_regions(found: DetectedRegions, precision: Precision) -> bytes:
+def pack_regions(regions: DetectedRegions, precision: Precision) -> bytes:
     """A picture's record; see the module."""
-    peaks = found.logits.max(axis=1, initial=-np.inf).astype("<f4")
+    peaks = regions.logits.max(axis=1, initial=-np.inf).astype("<f4")
     arrays = {
-        "size": np.array(found.size, "<i4"),
-        "boxes": found.boxes.astype("<f4"),
-        "scores": found.scores.astype("<f4"),
-        "labels": found.labels.astype("<i4"),
-        "features": found.features,
+        "size": np.array(regions.size, "<i4"),
+        "boxes": regions.boxes.astype("<f4"),
+        "scores": regions.scores.astype("<f4"),
+        "labels": regions.labels.astype("<i4"),
+        "features": regions.features,
         "peaks": peaks,
-        "logits": found.logits - peaks[:, None],
+        "logits": regions.logits - peaks[:, None],
     }
-    if found.attributes is not None:
-        arrays["attributes"] = found.attributes
+    if regions.attributes is not None:
+        arrays["attributes"] = regions.attributes
     for name, array in arrays.items():
         if name in _LARGE:
             with np.errstate(over="ignore"):
@@ -213,8 +213,8 @@ class RegionRecords:
         self._number = {name: number for number, name in enumerate(self.pictures)}
         self._ending: dict[int, list[int]] = {}
         for number, name in enumerate(self.pictures):
-            if found := _NUMBER.search(name):
-                self._ending.setdefault(int(found[1]), []).append(number)
+            if ending := _NUMBER.search(name):
+                self._ending.setdefault(int(ending[1]), []).append(number)
 
     @property
     def folder(self) -> Path:
@@ -318,49 +318,25 @@ class RecordDetections:
         Raises:
           RegionError: there are none.
         """
-        return detections(
-            self._records.read(image_id),
-            self._layout,
-            self._records.facts.class_names,
-            f"{self._records.folder}, picture {image_id}",
+        regions = self._records.read(image_id)
+        if not len(regions):
+            place = f"{self._records.folder}, picture {image_id}"
+            raise RegionError(f"{place}: the detector found no regions.")
+        class_names, named = self._records.facts.class_names, regions.named.astype(np.int64)
+        if self._layout == "x101":
+            classes, labels = np.roll(regions.logits, -1, axis=1), named
+        else:  # VinVL's files tell classes by their probabilities, and words by the confidence
+            classes = regions.probabilities
+            labels = classes[:, 1:].argmax(axis=1)
+        return Detections(
+            features=regions.features,
+            boxes=regions.boxes,
+            scores=regions.scores,
+            classes=classes,
+            labels=labels,
+            words=tuple(class_names[label] for label in named) if class_names else None,
+            image_size=regions.size,
         )
-
-
-def detections(
-    found: DetectedRegions, layout: Layout, names: Sequence[str], where: str
-) -> Detections:
-    """Regions as the files of a frontend hold them; see RecordDetections.
-
-    Raises:
-      RegionError: there are none.
-    """
-    if not len(found):
-        raise RegionError(f"{where}: the detector found no regions.")
-    return as_detections(found, layout, names)
-
-
-def as_detections(found: DetectedRegions, layout: Layout, names: Sequence[str] = ()) -> Detections:
-    """`detections`, also of a picture without regions."""
-    named = found.named.astype(np.int64)
-    if layout == "x101":
-        classes, labels = np.roll(found.logits, -1, axis=1), named
-    else:  # VinVL's files tell classes by their probabilities, and words by the confidence
-        classes = found.probabilities
-        labels = classes[:, 1:].argmax(axis=1)
-    return Detections(
-        features=found.features,
-        boxes=found.boxes,
-        scores=found.scores,
-        classes=classes,
-        labels=labels,
-        words=tuple(names[label] for label in named) if names else None,
-        image_size=found.size,
-    )
-
-
-def facts_to_json(facts: RegionFacts) -> Mapping[str, Any]:
-    """Converts facts to the manifest's JSON."""
-    return dataclasses.asdict(facts)
 
 
 # What regions show as words: names of their classes, alone or behind an attribute.
@@ -393,20 +369,20 @@ def read_names(
                 "text file of a name a line."
             )
         by_number = {number: str(name) for name, number in table.items()}
-        found = [by_number.get(number, "") for number in range(1, len(by_number) + 1)]
+        names = [by_number.get(number, "") for number in range(1, len(by_number) + 1)]
     else:
         lines = read_text(path).rstrip("\n").split("\n")
-        found = [line.split(",")[0].strip().lower() for line in lines]
-    if len(found) != count or not all(found):
+        names = [line.split(",")[0].strip().lower() for line in lines]
+    if len(names) != count or not all(names):
         raise UserError(
-            f"{path}: {len(found)} names, {sum(map(bool, found))} of them not empty; the detector "
+            f"{path}: {len(names)} names, {sum(map(bool, names))} of them not empty; the detector "
             f"has {count} {kind} names without the first, which stands for none."
         )
-    return tuple(found)
+    return tuple(names)
 
 
 def region_words(
-    found: DetectedRegions, facts: RegionFacts, least: float | None = None
+    regions: DetectedRegions, facts: RegionFacts, least: float | None = None
 ) -> list[str]:
     """A word for every region, in their order.
 
@@ -415,11 +391,11 @@ def region_words(
         never does. bottom-up attention's demo has 0.1.
     """
     check_words(facts, least)
-    words = [facts.class_names[label] for label in found.named]
+    words = [facts.class_names[label] for label in regions.named]
     if least is None:
         return words
-    best = found.attributes[:, 1:].argmax(axis=1)
-    certain = found.attributes[np.arange(len(found)), best + 1] >= least
+    best = regions.attributes[:, 1:].argmax(axis=1)
+    certain = regions.attributes[np.arange(len(regions)), best + 1] >= least
     return [
         f"{facts.attribute_names[attribute]} {word}" if sure else word
         for word, attribute, sure in zip(words, best, certain, strict=True)

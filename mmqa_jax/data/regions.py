@@ -61,38 +61,40 @@ class RegionReader(Protocol):
     def read(self, image_id: Any) -> Detections: ...
 
 
-def vlp_positions(found: Detections) -> Float[np.ndarray, "N P"]:
+def vlp_positions(detections: Detections) -> Float[np.ndarray, "N P"]:
     """VLP's region positions, P = 6 + C (webqa_loader.py l.611-623).
 
     x and y relative to the largest of this picture's boxes, area, score; then the classes; each
     of the two parts layer-normalized without parameters.
     """
-    boxes = found.boxes.astype(np.float32)
+    boxes = detections.boxes.astype(np.float32)
     width, height = (boxes[:, axes].max() + _EPS for axes in ([0, 2], [1, 3]))
     x1, y1, x2, y2 = (boxes / np.array([width, height] * 2, np.float32)).T
     area = np.maximum((y2 - y1) * (x2 - x1), 0)
-    box = np.stack([x1, y1, x2, y2, area, found.scores], axis=1)  # [N, 6]
-    return np.concatenate([_normalized(box), _normalized(found.classes)], axis=1).astype(np.float32)
+    box = np.stack([x1, y1, x2, y2, area, detections.scores], axis=1)  # [N, 6]
+    return np.concatenate([_normalized(box), _normalized(detections.classes)], axis=1).astype(
+        np.float32
+    )
 
 
 def oscar_regions(
-    found: Detections, image_size: tuple[int, int] | None = None
+    detections: Detections, image_size: tuple[int, int] | None = None
 ) -> Float[np.ndarray, "N 2054"]:
     """Oscar's regions: features, then x1, y1, x2, y2, width and height relative to the picture.
 
     Li et al. 2020, section 4 (six values of position); their order as in the released features
     (microsoft/Oscar issue 33). `image_size` (height, width) in pixels; None: the file's.
     """
-    size = image_size or found.image_size
+    size = image_size or detections.image_size
     if size is None:
         raise UserError(
             "regions for Oscar need the picture's height and width, which these features do not "
             "hold; give image_size."
         )
     height, width = size
-    corners = found.boxes / np.array([width, height] * 2, np.float32)
+    corners = detections.boxes / np.array([width, height] * 2, np.float32)
     sides = corners[:, 2:] - corners[:, :2]
-    return np.concatenate([found.features, corners, sides], axis=1).astype(np.float32)
+    return np.concatenate([detections.features, corners, sides], axis=1).astype(np.float32)
 
 
 def _normalized(x: Float[np.ndarray, "N D"]) -> Float[np.ndarray, "N D"]:
@@ -153,7 +155,7 @@ class X101Features:
             isinstance(size, tuple) and len(size) == 2 and all(isinstance(n, int) for n in size)
         ):
             size = None
-        found = Detections(
+        detections = Detections(
             features=_values(content, "fc1_features", path, (count, FEATURES)),
             boxes=boxes,
             scores=_values(content, "scores", path, (count,)),
@@ -161,7 +163,7 @@ class X101Features:
             labels=_values(content, "pred_classes", path, (count,)).astype(np.int64),
             image_size=size,
         )
-        return _checked(found, str(path), self.foreground)
+        return _checked(detections, str(path), self.foreground)
 
 
 def _values(
@@ -259,7 +261,7 @@ class VinVLFeatures:
         )
         words = [o.get("class") for o in objects]
         named = all(isinstance(word, str) for word in words)
-        found = Detections(
+        detections = Detections(
             features=features,
             boxes=boxes,
             scores=np.array([o["conf"] for o in objects], np.float32),
@@ -267,7 +269,7 @@ class VinVLFeatures:
             labels=classes[:, cls.foreground].argmax(axis=1),
             words=tuple(words) if named else None,
         )
-        return _checked(found, where, cls.foreground)
+        return _checked(detections, where, cls.foreground)
 
 
 def _floats(text: Any, size: int, where: str) -> Float[np.ndarray, " size"]:
@@ -284,16 +286,16 @@ def _floats(text: Any, size: int, where: str) -> Float[np.ndarray, " size"]:
     return np.frombuffer(data, "<f4")
 
 
-def _checked(found: Detections, where: str, foreground: slice) -> Detections:
-    if len(found.boxes) == 0:
+def _checked(detections: Detections, where: str, foreground: slice) -> Detections:
+    if len(detections.boxes) == 0:
         raise RegionError(f"{where}: {_NONE}")
     for name in ("features", "boxes", "scores", "classes"):
-        if not np.isfinite(getattr(found, name)).all():
+        if not np.isfinite(getattr(detections, name)).all():
             raise RegionError(f"{where}: {name} hold NaN or infinity; fetch the file again.")
     last = foreground.stop - foreground.start - 1
-    if found.labels.min() < 0 or found.labels.max() > last:
+    if detections.labels.min() < 0 or detections.labels.max() > last:
         raise RegionError(f"{where}: classes beyond 0 to {last}; fetch the file again.")
-    return found
+    return detections
 
 
 def read_id_map(path: str | os.PathLike) -> dict[int, int]:
@@ -321,19 +323,19 @@ def read_class_names(path: str | os.PathLike, reader: RegionReader) -> tuple[str
     return names
 
 
-def tag_words(found: Detections, names: Sequence[str] | None = None) -> tuple[str, ...]:
+def tag_words(detections: Detections, names: Sequence[str] | None = None) -> tuple[str, ...]:
     """A tag for every region: the file's own, or the name of its class in `names`.
 
     Joined by spaces they are the labels that Oscar reads (run_captioning.py, get_od_labels).
     """
-    if found.words is not None:
-        return found.words
+    if detections.words is not None:
+        return detections.words
     if names is None:
         raise UserError(
             "these features do not name their classes; give a file with the detector's class "
             "names, one per line."
         )
-    return tuple(names[label] for label in found.labels)
+    return tuple(names[label] for label in detections.labels)
 
 
 def feature_ids(
@@ -418,13 +420,13 @@ class FeatureRegions:
         if image_id is None:
             return None
         try:
-            found = self._reader.read(image_id)
+            detections = self._reader.read(image_id)
         except RegionError as error:
             if self.missing is None:
                 raise
             self.missing.add(str(image_id), str(error))
             return None
-        return found.features[: self.slots], vlp_positions(found)[: self.slots]
+        return detections.features[: self.slots], vlp_positions(detections)[: self.slots]
 
     def look_ahead(self, rows: Iterable[int]) -> None:
         """Makes the regions of the sources in these rows ready, before they are asked for."""
@@ -536,7 +538,7 @@ class VinVLRows:
 
 def read_sizes(path: Path) -> dict[str, tuple[int, int]]:
     """name -> height and width, of VinVL's hw.tsv."""
-    found = {}
+    sizes = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -549,5 +551,5 @@ def read_sizes(path: Path) -> dict[str, tuple[int, int]]:
                 f'{path}, line {number}: a name, a tab and [{{"height": h, "width": w}}] were '
                 f"expected ({error}); fetch the file again."
             ) from error
-        found[name.strip()] = height, width
-    return found
+        sizes[name.strip()] = height, width
+    return sizes

@@ -166,14 +166,14 @@ class RegionDetector:
         Raises:
           PictureError: a picture would become too large.
         """
-        found: list[DetectedRegions] = []
+        regions_of_all: list[DetectedRegions] = []
         for regions in self.find(
             [image.size for image in images], lambda n: detector_picture(images[n], self.pictures)
         ):
             if isinstance(regions, PictureError):
                 raise regions
-            found.append(regions)
-        return found
+            regions_of_all.append(regions)
+        return regions_of_all
 
     def find(
         self,
@@ -188,7 +188,7 @@ class RegionDetector:
           load: see Load; called in threads, at most for two batches at a time.
           advance: called with the number of pictures done.
         """
-        found: list[DetectedRegions | PictureError | None] = [None] * len(sizes)
+        results: list[DetectedRegions | PictureError | None] = [None] * len(sizes)
         groups = self._groups(sizes)
         with ThreadPoolExecutor(processors()) as pool:
             running: tuple[list[int], Regions, list[tuple[int, int]]] | None = None
@@ -199,7 +199,7 @@ class RegionDetector:
                 for number, future in zip(numbers, loads, strict=True):
                     made = _result(future, shape, number)
                     if isinstance(made, PictureError):
-                        found[number] = made
+                        results[number] = made
                         advance(1)
                     else:
                         prepared.append((number, made))
@@ -207,14 +207,14 @@ class RegionDetector:
                 coming = _submitted(pool, load, more[0][1]) if more else []
                 started = self._started(prepared, shape)
                 if running is not None:
-                    _collect(found, *running)
+                    _collect(results, *running)
                     advance(len(running[0]))
                 running = started
             if running is not None:
-                _collect(found, *running)
+                _collect(results, *running)
                 advance(len(running[0]))
-        assert all(one is not None for one in found)
-        return found
+        assert all(result is not None for result in results)
+        return results
 
     def _groups(self, sizes: Sequence[tuple[int, int]]) -> list[tuple[tuple[int, int], list[int]]]:
         """Pictures of one padded size in batches."""
@@ -240,8 +240,8 @@ class RegionDetector:
         batch = detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
         placement = self.serving.placement
         placed = placement.put(Pictures(*batch))
-        found = placement.call(self._find, self._state, placed)
-        return numbers, found, [picture.original for picture in made]
+        computed = placement.call(self._find, self._state, placed)
+        return numbers, computed, [picture.original for picture in made]
 
 
 def _submitted(pool: ThreadPoolExecutor, load: Load, numbers: Sequence[int]) -> list[Future]:
@@ -261,7 +261,7 @@ def _result(future: Future, shape: tuple[int, int], number: int) -> DetectorPict
 
 
 def _collect(
-    found: list[DetectedRegions | PictureError | None],
+    results: list[DetectedRegions | PictureError | None],
     numbers: Sequence[int],
     regions: Regions,
     sizes: Sequence[tuple[int, int]],
@@ -269,7 +269,7 @@ def _collect(
     """Puts what a batch gave where it belongs."""
     regions = fetch(regions)
     for row, (number, size) in enumerate(zip(numbers, sizes, strict=True)):
-        found[number] = detected(regions, row, size)
+        results[number] = detected(regions, row, size)
 
 
 def detected(regions: Regions, row: int, size: tuple[int, int]) -> DetectedRegions:
@@ -469,8 +469,8 @@ class RegionEncoder:
             return detector_picture(decode_upright(data, name), self._detector.pictures, name)
 
         sizes = [encoded[n][1] for n in readable]
-        found = self._detector.find(sizes, load, self._advance)
-        for n, regions in zip(readable, found, strict=True):
+        results = self._detector.find(sizes, load, self._advance)
+        for n, regions in zip(readable, results, strict=True):
             if isinstance(regions, PictureError):
                 records[n] = regions
                 continue

@@ -107,10 +107,10 @@ def _of_corpus(data: Path, of: Of) -> NamedPictures:
         )
 
     def read(name: str) -> bytes:
-        found = corpus.read_picture(name)
-        if found is None:
+        encoded = corpus.read_picture(name)
+        if encoded is None:
             raise PictureError(f"{name}: is not in the corpus.")
-        return found
+        return encoded
 
     return NamedPictures(names, read, corpus.fingerprint, corpus.materials)
 
@@ -196,9 +196,9 @@ def write_regions(
             region_records.REGIONS,
             pictures.names,
             RegionEncoder(pictures.read, detector, options.precision, progress.advance),
-            about={"facts": region_records.facts_to_json(facts)},
+            about={"facts": dataclasses.asdict(facts)},
             broken=broken,
-            facts=[region_records.facts_to_json(facts), pictures.fingerprint],
+            facts=[dataclasses.asdict(facts), pictures.fingerprint],
             shard=options.chunk,
             part=options.shard,
             advance=progress.advance,
@@ -206,7 +206,7 @@ def write_regions(
         )
     for name, reason in broken.reasons.items():
         print(f"features: broken picture {name}: {reason}", file=sys.stderr)
-    found = {
+    outcome = {
         "pictures": own,
         "broken_pictures": broken.count,
         "detector": facts.detector,
@@ -215,10 +215,10 @@ def write_regions(
     }
     if not complete:
         print(f"This process's part is in {out}; other processes have not finished theirs.")
-        return {**found, "waiting_for_other_shards": True}
+        return {**outcome, "waiting_for_other_shards": True}
     write_notice(out, pictures.materials)
     print(f"Regions of {len(region_records.RegionRecords(out)):,} pictures: {out}")
-    return found
+    return outcome
 
 
 def export_all(out: Path, kinds: Sequence[str], least: float | None = None) -> dict[str, str]:
@@ -275,13 +275,13 @@ def draw_regions(
         name = pictures.names[picture]
         try:
             image = decode_upright(pictures.read(name), name)
-            found = records.read(picture)
+            regions = records.read(picture)
         except (PictureError, RegionError):
             continue
-        titles = region_titles(found, records.facts, least)
+        titles = region_titles(regions, records.facts, least)
         file = f"{len(shown):04d}.png"
         with atomic_write(folder / file, "wb") as out:
-            out.write(_png(drawn(image, found, titles)))
+            out.write(_png(drawn(image, regions, titles)))
         shown.append((picture, file, titles))
     with atomic_write(folder / PAGE) as out:
         out.write(_page(records.facts, shown, pictures.materials))
@@ -289,28 +289,28 @@ def draw_regions(
 
 
 def region_titles(
-    found: region_records.DetectedRegions,
+    regions: region_records.DetectedRegions,
     facts: region_records.RegionFacts,
     least: float | None = None,
 ) -> list[str]:
     """`dog 0.93` for each region; without names the class's number."""
     if facts.class_names:
-        words = region_records.region_words(found, facts, least)
+        words = region_records.region_words(regions, facts, least)
     else:
-        words = [f"class {label + 1}" for label in found.named]
-    return [f"{word} {score:.2f}" for word, score in zip(words, found.scores, strict=True)]
+        words = [f"class {label + 1}" for label in regions.named]
+    return [f"{word} {score:.2f}" for word, score in zip(words, regions.scores, strict=True)]
 
 
 def drawn(
-    image: Image.Image, found: region_records.DetectedRegions, titles: Sequence[str]
+    image: Image.Image, regions: region_records.DetectedRegions, titles: Sequence[str]
 ) -> Image.Image:
     """The RGB picture with the boxes of its most certain regions; small ones are enlarged."""
     scale = min(_LARGEST / max(image.size), 8.0)
     image = image.resize([max(1, round(side * scale)) for side in image.size])
     draw, font = ImageDraw.Draw(image), ImageFont.load_default(size=14)
-    best = np.argsort(-found.scores, kind="stable")[:_BOXES]
+    best = np.argsort(-regions.scores, kind="stable")[:_BOXES]
     for n in reversed(best):  # the most certain on top
-        left, top, right, bottom = (found.boxes[n] * scale).tolist()
+        left, top, right, bottom = (regions.boxes[n] * scale).tolist()
         color = _COLORS[n % len(_COLORS)]
         draw.rectangle((left, top, max(left, right), max(top, bottom)), outline=color, width=2)
         place = left + 2, max(0.0, top - 16)

@@ -22,7 +22,6 @@ from mmqa_jax.data.region_records import (
     DetectedRegions,
     RegionFacts,
     RegionRecords,
-    facts_to_json,
     pack_regions,
     unpack_regions,
 )
@@ -63,7 +62,7 @@ def write(folder, found, facts=FACTS, shard=2, part=Shard(0, 1), encode=None, **
         REGIONS,
         {name: name for name in found},
         encode or packed,
-        about={"facts": facts_to_json(facts)},
+        about={"facts": dataclasses.asdict(facts)},
         broken=more.pop("broken", BrokenPictures(len(found))),
         facts=[facts.model],
         shard=shard,
