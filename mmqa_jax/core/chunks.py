@@ -164,19 +164,7 @@ class Job:
             return self
         with contextlib.ExitStack() as undo:
             undo.enter_context(no_empty_folders(self.folder))
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                lock = undo.enter_context(hold(self.folder / ".lock", shared=self.shared))
-            except Busy as owner:
-                raise UserError(
-                    f"{self.folder}: {owner} is at work there; wait until it ends, or name another "
-                    "place for the results."
-                ) from owner
-            except OSError as error:
-                raise UserError(
-                    f"{self.folder}: cannot be written or locked ({error.strerror}); name another "
-                    "place for the results."
-                ) from error
+            lock = undo.enter_context(locked_folder(self.folder, shared=self.shared))
 
             @undo.push
             def leave_nothing_in_vain(kind: type | None, *_: object) -> None:
@@ -326,6 +314,22 @@ class Job:
         }
         value = {"rows": list(part.rows), "notes": part.notes}
         self._opened().add({_key(number): value}, alone=True, notes=notes)
+
+
+def locked_folder(folder: Path, *, shared: bool = False) -> Any:
+    """Makes a job's folder, and holds its lock until what is returned is closed (locks.hold)."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return hold(folder / ".lock", shared=shared)
+    except Busy as owner:
+        raise UserError(
+            f"{folder}: {owner} is at work there; wait until it ends, or name another place."
+        ) from owner
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written or locked ({error.strerror}); name another place, or "
+            "copy the folder there."
+        ) from error
 
 
 def read_job(folder: Path) -> JobRecord:

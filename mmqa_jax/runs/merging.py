@@ -14,11 +14,11 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import PARTS, JobRecord, read_job, read_parts, write_job
+from mmqa_jax.core.chunks import PARTS, JobRecord, locked_folder, read_job, read_parts, write_job
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, write_jsonl
 from mmqa_jax.core.local_copies import local_copy
-from mmqa_jax.core.locks import Busy, alone, hold
+from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.store import check_file, check_no_link
 from mmqa_jax.core.workdir import read_config
@@ -59,15 +59,7 @@ def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
     out = folder.with_name(folder.name.removesuffix(_SUFFIX))
     if not is_row:
         check_out(out, flag="")
-    try:
-        lock = hold(folder / ".lock", shared=True)
-    except Busy as owner:
-        raise UserError(f"{folder}: {owner} is at work there; wait until it ends.") from owner
-    except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written or locked ({error.strerror}); copy it to another place."
-        ) from error
-    with lock:
+    with locked_folder(folder, shared=True):
         parts = read_parts(folder, record)
         try:
             answered = Answered.of(parts) if is_row else None

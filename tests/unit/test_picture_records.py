@@ -221,7 +221,7 @@ def test_two_processes_do_not_write_into_each_other(run, tmp_path):
         t.write(out, read, workers=1)
     """
     first = run(program, out)
-    refused = pytest.raises(UserError, match=r"out: another process is preparing a corpus there; w")
+    refused = pytest.raises(UserError, match=r"incomplete: process .* is at work there; w")
     with open(held, "w"), refused:  # once the first reads there, until the end of this block
         write(out)
     assert code_of(first) == 0

@@ -114,7 +114,7 @@ def feed_batches(
 def mixed(
     sample: Callable[[int], Table], members: Sequence[int], feed: FeedConfig
 ) -> Callable[[int], Table]:
-    """The examples of an epoch by the weights of their corpora: see sampling.mixture_epoch.
+    """The examples of an epoch by the weights of their corpora: see mixture_epoch.
 
     Args:
       sample: pass -> the examples; the column `question` has their numbers, and an example may have

@@ -121,7 +121,7 @@ def example_batches(
     Args:
       versions: of every example, as many as `probabilities`.
       probabilities: of each version in an epoch; they sum up to 1.
-      shapes: the buckets; rare ones are merged (sampling.merge_rare).
+      shapes: the buckets; rare ones are merged (feed.merge_rare).
       bucket_of: the smallest of `shapes` that holds an example.
       make: a batch's arrays; a pure function.
       more: further ones, of the numbers of its examples.

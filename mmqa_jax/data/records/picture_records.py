@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.checkpoints.checksums import digest
+from mmqa_jax.core.chunks import locked_folder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, settle, write_json
-from mmqa_jax.core.locks import Busy, alone, hold
+from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import modified
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
@@ -54,8 +55,6 @@ def unfinished_folder(
     folder: Path,
     inputs: str | None,
     finished: Callable[[], bool] | None = None,
-    *,
-    busy: str = "",
 ) -> Iterator[bool]:
     """The folder of a resumable write; one process at a time, or several that share it.
 
@@ -67,19 +66,12 @@ def unfinished_folder(
         removed. None: files of any earlier attempt are.
       finished: given where several processes share the write: whether one of them has ended it.
         They remove nothing.
-      busy: where another process is at work on what; "": on a corpus in the folder above.
 
     Yields:
       Whether another process has ended it meanwhile.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shared = finished is not None
-    try:
-        lock = hold(folder / ".lock", shared=shared)
-    except Busy as error:
-        busy = busy or f"{folder.parent}: another process is preparing a corpus there"
-        raise UserError(f"{busy}; wait until it ends, or name another folder.") from error
-    with lock:
+    with locked_folder(folder, shared=shared):
         if shared:
             with alone(folder / ".claim"):
                 complete = finished()

@@ -188,9 +188,7 @@ def write_records(
         return all_kept()
     _check_place(folder, kind, signature, overwrite)
     shared = part.count > 1
-    busy = f"{folder}: another process is writing {kind.title} there"
-    ended = finished if shared else None
-    with unfinished_folder(folder, signature, ended, busy=busy) as complete:
+    with unfinished_folder(folder, signature, finished if shared else None) as complete:
         if complete:
             return all_kept()
         files = DatasetFiles(folder / kind.dataset, kind.column, text=False, module=kind.module)
