@@ -30,7 +30,7 @@ from mmqa_jax.core.files import no_empty_folders
 from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.core.progress import Progress, duration, within
-from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.core.shards import WHOLE, PartState, Shard, Unfinished
 from mmqa_jax.core.store import (
     HEAD,
     Chunk,
@@ -386,6 +386,18 @@ def part_notes(folder: Path, record: JobRecord) -> dict[int, dict[str, Any]]:
     check_version(folder)
     chunks = [one for file in chunk_files(folder) for one in chunks_of(file)]
     return {int(one.keys[0]): one.notes for one in chunks if _is_part(one, record)}
+
+
+def read_unfinished(folder: Path) -> Unfinished:
+    """How far the job of a folder is."""
+    record = read_job(folder)
+    notes, parts = part_notes(folder, record), []
+    for number, start in enumerate(range(0, record.job["items"], record.job["chunk"])):
+        items = min(record.job["chunk"], record.job["items"] - start)
+        about = notes.get(number, {})
+        times = about.get("ended"), about.get("began")
+        parts.append(PartState(items, *times, about.get("host", "")))
+    return Unfinished(record.shards, parts, record.complete)
 
 
 def check_version(folder: Path) -> None:

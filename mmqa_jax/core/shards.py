@@ -27,22 +27,33 @@ class Shard(NamedTuple):
 WHOLE = Shard(0, 1)
 
 
-class Unfinished(NamedTuple):
-    """How far a job is whose parts are files.
+class PartState(NamedTuple):
+    """How far a part of a job is.
 
     Attributes:
-      count: how many processes share it.
-      parts: of each the number of items, and the time when it was written (seconds since the
-        epoch) or None.
+      items: of it.
+      ended, began: when it was written and begun (seconds since the epoch); None: it is not there,
+        or not known.
+      host: that wrote it; "": not known.
     """
 
+    items: int
+    ended: float | None
+    began: float | None = None
+    host: str = ""
+
+
+class Unfinished(NamedTuple):
+    """How far a job is that `count` processes share; `complete`: its results are written."""
+
     count: int
-    parts: list[tuple[int, float | None]]
+    parts: list[PartState]
+    complete: bool = False
 
     @property
     def missing(self) -> list[int]:
         """The parts that are not there."""
-        return [number for number, (_, written) in enumerate(self.parts) if written is None]
+        return [number for number, part in enumerate(self.parts) if part.ended is None]
 
 
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:

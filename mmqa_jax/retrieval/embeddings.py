@@ -30,7 +30,7 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.shards import Unfinished
+from mmqa_jax.core.shards import PartState, Unfinished
 from mmqa_jax.core.store import Store, check_no_link
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
 
@@ -163,7 +163,7 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
         modified(shards.file_of(key)) if (key := _key(number)) in shards else None
         for number in range(len(spans))
     ]
-    return Unfinished(parts, list(zip(map(len, spans), written, strict=True)))
+    return Unfinished(parts, list(map(PartState, map(len, spans), written)))
 
 
 def join_embeddings(folder: str | os.PathLike) -> Embeddings:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.chunks import PARTS, part_notes, read_job
+from mmqa_jax.core import chunks
+from mmqa_jax.core.chunks import PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import check_store
 from mmqa_jax.core.shards import Unfinished
@@ -81,11 +82,13 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
       `complete` (the results are written).
     """
     now = time.time() if now is None else now
-    if place.parts == "rows":
-        shards, missing, complete = _of_chunks(place.folder, now)
-    else:
-        module = embeddings if place.parts == "embeddings" else record_shards
-        shards, missing, complete = _of_files(module.read_unfinished(place.folder), now)
+    readers = {
+        "rows": chunks.read_unfinished,
+        "embeddings": embeddings.read_unfinished,
+        "records": record_shards.read_unfinished,
+    }
+    unfinished = readers[place.parts](place.folder) or Unfinished(0, [], complete=True)
+    shards = [_status(unfinished, index, now) for index in range(unfinished.count)]
     rates = [shard.rate for shard in shards if shard.rate]
     usual = sum(rates) / len(rates) if rates else None
     left = [
@@ -95,51 +98,35 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
     ]
     return {
         "folder": str(place.folder),
-        "complete": complete,
+        "complete": unfinished.complete,
         **{
             name: sum(getattr(shard, name) for shard in shards)
             for name in ("items", "items_done", "parts", "parts_done")
         },
-        "missing": missing,
+        "missing": unfinished.missing,
         "rate": sum(rates) if rates else None,
         "seconds_left": None if None in left else max(left, default=0.0),
         "shards": [dataclasses.asdict(shard) for shard in shards],
     }
 
 
-def _of_chunks(folder: Path, now: float) -> tuple[list[ShardStatus], list[int], bool]:
-    record = read_job(folder)
-    job, count = record.job, record.shards
-    finished = part_notes(folder, record)
-    starts = range(0, job["items"], job["chunk"])
-    sizes = [min(job["chunk"], job["items"] - start) for start in starts]
-    shards = _dealt(sizes, finished, count)
-    for index, shard in enumerate(shards):
-        of_shard = [about for number, about in finished.items() if number % count == index]
-        if of_shard:
-            seconds = _covered([(about["began"], about["ended"]) for about in of_shard])
-            shard.rate = shard.items_done / seconds if seconds > 0 else None
-            newest = max(of_shard, key=lambda about: about["ended"])
-            shard.last, shard.host = max(now - newest["ended"], 0.0), newest["host"]
-    missing = [number for number in range(len(sizes)) if number not in finished]
-    return shards, missing, record.complete
-
-
-def _of_files(
-    unfinished: Unfinished | None, now: float
-) -> tuple[list[ShardStatus], list[int], bool]:
-    if unfinished is None:
-        return [], [], True
-    sizes = [size for size, _ in unfinished.parts]
-    finished = {n: at for n, (_, at) in enumerate(unfinished.parts) if at is not None}
-    shards = _dealt(sizes, finished, unfinished.count)
-    for index, shard in enumerate(shards):
-        own = sorted((at, sizes[n]) for n, at in finished.items() if n % unfinished.count == index)
-        if own:
-            shard.last = max(now - own[-1][0], 0.0)  # clocks of hosts may differ, or be set
-        if len(own) > 1 and own[-1][0] > own[0][0]:  # when the first was begun is not known
-            shard.rate = sum(size for _, size in own[1:]) / (own[-1][0] - own[0][0])
-    return shards, unfinished.missing, False
+def _status(unfinished: Unfinished, index: int, now: float) -> ShardStatus:
+    """What a shard has to do and has done."""
+    parts = unfinished.parts[index :: unfinished.count]
+    done = sorted((part for part in parts if part.ended is not None), key=lambda part: part.ended)
+    items_done = sum(part.items for part in done)
+    shard = ShardStatus(f"{index}/{unfinished.count}", len(parts), len(done))
+    shard.items, shard.items_done = sum(part.items for part in parts), items_done
+    if not done:
+        return shard
+    shard.last = max(now - done[-1].ended, 0.0)  # clocks of hosts may differ, or be set
+    shard.host = done[-1].host
+    if None not in (part.began for part in done):
+        seconds = _covered([(part.began, part.ended) for part in done])
+    else:  # when the first was begun is not known
+        seconds, items_done = done[-1].ended - done[0].ended, items_done - done[0].items
+    shard.rate = items_done / seconds if seconds > 0 else None
+    return shard
 
 
 def _covered(spans: Sequence[tuple[float, float]]) -> float:
@@ -149,14 +136,3 @@ def _covered(spans: Sequence[tuple[float, float]]) -> float:
         covered += max(0.0, ended - max(began, until))
         until = max(until, ended)
     return covered
-
-
-def _dealt(sizes: Sequence[int], finished: Any, count: int) -> list[ShardStatus]:
-    """What every shard has to do and has done; `sizes` are of the parts, `finished` those done."""
-    shards = [ShardStatus(f"{index}/{count}") for index in range(count)]
-    for number, size in enumerate(sizes):
-        shard = shards[number % count]
-        shard.parts, shard.items = shard.parts + 1, shard.items + size
-        if number in finished:
-            shard.parts_done, shard.items_done = shard.parts_done + 1, shard.items_done + size
-    return shards

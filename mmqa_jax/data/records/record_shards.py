@@ -22,7 +22,7 @@ from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone
-from mmqa_jax.core.shards import WHOLE, Shard, Unfinished
+from mmqa_jax.core.shards import WHOLE, PartState, Shard, Unfinished
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.records.corpus_records import column_of, open_records
 from mmqa_jax.data.records.picture_records import (
@@ -238,7 +238,7 @@ def read_unfinished(folder: Path) -> Unfinished | None:
     pictures, shard, processes = given
     notes = ShardNotes(folder)
     parts = [
-        (min(shard, pictures - start), notes.written(number))
+        PartState(min(shard, pictures - start), notes.written(number))
         for number, start in enumerate(range(0, pictures, shard))
     ]
     return Unfinished(processes, parts)
