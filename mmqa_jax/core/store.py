@@ -345,7 +345,9 @@ class Store:
                 is_named = not alone or keys == [file.removesuffix(_SUFFIX)]
                 if head["job"] != self._job or not is_named:
                     if self._others == "refuse":
-                        self._refuse(file, "", problem="is a part of another run, or of another chunk")
+                        self._refuse(
+                            file, "", problem="is a part of another run, or of another chunk"
+                        )
                     self._foreign.add(file)
                     self._index.pop(file.removesuffix(_SUFFIX), None)
                     return

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.attention.ancestry import Ancestry
+from mmqa_jax.models.attention.masked import Ancestry
 
 ENDED = -10000.0
 

@@ -19,7 +19,7 @@ from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.attention.ancestry import Ancestry
+from mmqa_jax.models.attention.masked import Ancestry
 from mmqa_jax.models.common.layers import group_queries, prefix_attention, ungroup_queries
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig

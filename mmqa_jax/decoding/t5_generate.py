@@ -2,7 +2,7 @@
 
 The source is encoded once, and each decoder layer's keys and values of it are computed once for all
 beams of a prompt. The beams' own keys and values are never copied when beams are reordered
-(`models.attention.ancestry`). All beams of a prompt are rows of one product.
+(`models.attention.masked`). All beams of a prompt are rows of one product.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import beam
 from mmqa_jax.decoding.beam import BeamResult, BeamState, WrittenCache
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
-from mmqa_jax.models.attention.ancestry import Ancestry
+from mmqa_jax.models.attention.masked import Ancestry
 from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.network import T5, T5Layer, Texts, bias_of

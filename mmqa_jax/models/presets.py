@@ -14,10 +14,8 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, of_towers
 from mmqa_jax.models.encoders.heads import TextClassifierConfig
-from mmqa_jax.models.mcan.captions import CaptionMCANConfig
-from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
-from mmqa_jax.models.mcan.patches import PatchMCANConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, MCANOpenVQAConfig
+from mmqa_jax.models.mcan.patches import CaptionMCANConfig, PatchMCANConfig
 from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers import config as siglip
 from mmqa_jax.models.two_towers.config import (
@@ -28,8 +26,7 @@ from mmqa_jax.models.two_towers.config import (
     VisionConfig,
 )
 from mmqa_jax.models.vlp import network as vlp
-from mmqa_jax.models.vlp.network import VLPConfig
-from mmqa_jax.models.vlp.pixels import vlp_clip, vlp_patches
+from mmqa_jax.models.vlp.network import VLPConfig, vlp_clip, vlp_patches
 
 TRUNKS: dict[str, Callable[..., bert.BertConfig]] = {
     "bert_base_cased": bert.bert_base_cased,

@@ -15,9 +15,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.models.llama.additions import language_model
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.lora import hold_base
+from mmqa_jax.models.llama.lora import hold_base, language_model
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer

@@ -25,10 +25,8 @@ from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.models.mcan.captions import CaptionMCAN, CaptionMCANConfig
-from mmqa_jax.models.mcan.network import MCAN, MCANConfig
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig
-from mmqa_jax.models.mcan.patches import PatchMCAN, PatchMCANConfig
+from mmqa_jax.models.mcan.network import MCAN, MCANConfig, MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.mcan.patches import CaptionMCAN, CaptionMCANConfig, PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
 from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
 from mmqa_jax.models.t5.network import T5, MultimodalT5, Texts

@@ -34,7 +34,7 @@ from mmqa_jax.models.bert.keys import publish_bert
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_base_uncased
 from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, smollm2_135m
 from mmqa_jax.models.llama.network import Llama, unstack_layers
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
+from mmqa_jax.models.mcan.network import MCANOpenVQA, MCANOpenVQAConfig, mcan_large, mcan_small
 from mmqa_jax.models.two_towers.config import CLIPConfig, vit_b_32, vit_l_14
 from mmqa_jax.models.two_towers.keys import publish_clip
 from mmqa_jax.models.two_towers.network import TwoTowers

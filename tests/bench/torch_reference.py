@@ -27,7 +27,7 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.mcan.keys import publish_mcan_openvqa
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQA
+from mmqa_jax.models.mcan.network import MCANOpenVQA
 from mmqa_jax.models.vlp.keys import publish_vlp
 from mmqa_jax.models.vlp.network import VLP
 from mmqa_jax.weights.formats.safetensors import TensorSource

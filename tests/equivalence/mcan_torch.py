@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from mmqa_jax.models.mcan.network import FusionConfig
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANOpenVQAConfig
 
 
 class FC(nn.Module):

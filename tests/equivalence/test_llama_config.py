@@ -13,7 +13,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama import config as presets
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
-from mmqa_jax.models.llama.meta import meta_config
+from mmqa_jax.models.llama.keys import meta_config
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies
 
 

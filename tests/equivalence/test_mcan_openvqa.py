@@ -27,11 +27,12 @@ from torch import nn
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import torch_linear
 from mmqa_jax.models.mcan.keys import mcan_openvqa_key_map, open_mcan_openvqa
-from mmqa_jax.models.mcan.network import FusionConfig, UnbiasedLayerNorm
-from mmqa_jax.models.mcan.openvqa import (
+from mmqa_jax.models.mcan.network import (
     LSTM,
+    FusionConfig,
     MCANOpenVQA,
     MCANOpenVQAConfig,
+    UnbiasedLayerNorm,
     mcan_large,
     mcan_small,
 )

@@ -34,8 +34,8 @@ from mmqa_jax.models.vlp.network import (
     mixed_mask,
     vlp_base_vinvl,
     vlp_base_x101,
+    vlp_patches,
 )
-from mmqa_jax.models.vlp.pixels import vlp_patches
 from mmqa_jax.weights.published import write_published
 
 

@@ -19,8 +19,7 @@ from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.models.bert.keys import bert_key_map
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map
-from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.keys import modified_resnet_key_map
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
 from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.models.attention.fused import fused_attention
-from mmqa_jax.models.attention.fused_prefix import fused_prefix_attention
+from mmqa_jax.models.attention.fused import fused_attention, fused_prefix_attention
 
 KEY = jax.random.key(0)
 

@@ -25,9 +25,8 @@ from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama import lora
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llava import network as llava
-from mmqa_jax.models.mcan import captions as caption_mcan
 from mmqa_jax.models.mcan import network as mcan
-from mmqa_jax.models.mcan import openvqa as mcan_openvqa
+from mmqa_jax.models.mcan import patches as patch_mcan
 from mmqa_jax.models.mcan.network import FusionConfig
 from mmqa_jax.models.modified_resnet import network as modified_resnet
 from mmqa_jax.models.oscar import network as oscar
@@ -37,7 +36,6 @@ from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers import network as two_towers
 from mmqa_jax.models.vlp import atlas_reader
 from mmqa_jax.models.vlp import network as vlp
-from mmqa_jax.models.vlp import pixels as vlp_pixels
 from mmqa_jax.models.vlp import two_sided as two_sided_vlp
 
 GOLDEN = Path(__file__).with_name("shardings.txt")
@@ -79,18 +77,18 @@ MODELS = {
     "vlp_vinvl": _of(vlp.VLP, vlp.vlp_base_vinvl()),
     "vlp_clip_patches": _of(
         vlp.VLP,
-        vlp_pixels.vlp_clip(clip.vit_b_16().vision, bert=bert.bert_base_cased(types=6)),
+        vlp.vlp_clip(clip.vit_b_16().vision, bert=bert.bert_base_cased(types=6)),
     ),
     "vlp_patches_copy_head": _of(
         atlas_reader.AtlasVLP,
-        atlas_reader.AtlasVLPConfig(**vars(vlp_pixels.vlp_patches(8)), copy_head=True),
+        atlas_reader.AtlasVLPConfig(**vars(vlp.vlp_patches(8)), copy_head=True),
     ),
     "two_sided_vlp": _of(two_sided_vlp.TwoSidedVLP, _VLP, two_sided_vlp.TwoSides(joint_layers=1)),
     "mcan_prophet": _of(mcan.MCAN, mcan.mcan_prophet(new_answers=477)),
-    "mcan_openvqa_small": _of(mcan_openvqa.MCANOpenVQA, mcan_openvqa.mcan_small(18_405)),
+    "mcan_openvqa_small": _of(mcan.MCANOpenVQA, mcan.mcan_small(18_405)),
     "caption_mcan": _of(
-        caption_mcan.CaptionMCAN,
-        caption_mcan.CaptionMCANConfig(bert.minilm_l6(), FusionConfig(), 1_000),
+        patch_mcan.CaptionMCAN,
+        patch_mcan.CaptionMCANConfig(bert.minilm_l6(), FusionConfig(), 1_000),
     ),
     "oscar_plus_base": _of(oscar.Oscar, oscar.oscar_plus_base()),
     "bart_large_cnn": _of(bart.Bart, bart.bart_large_cnn()),

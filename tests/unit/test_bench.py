@@ -168,8 +168,7 @@ def tiny():
     from mmqa_jax.models.bart.network import BartConfig
     from mmqa_jax.models.bert.network import BertConfig
     from mmqa_jax.models.llama.config import LlamaConfig
-    from mmqa_jax.models.mcan.network import FusionConfig
-    from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+    from mmqa_jax.models.mcan.network import FusionConfig, MCANOpenVQAConfig
     from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
     from mmqa_jax.models.vlp.network import VLPConfig
     from tests.bench.models import Suite

@@ -18,18 +18,18 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.decoding.masked_lm import beam_search
-from mmqa_jax.models.attention import drop_bits, fused, fused_prefix
+from mmqa_jax.models.attention import fused
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common import layers, row_layout
 from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import TwoTowers
-from mmqa_jax.models.vlp import mask_appending
+from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from tests.drawn_weights import drawn as of_numpy
 
 pytestmark = pytest.mark.slow
 
-ASKING = (layers, layers.flash, row_layout, mask_appending)  # for the platform
+ASKING = (layers, layers.flash, row_layout, vlp)  # for the platform
 KEY = jax.random.key(0)
 SIXTEEN_BITS = 2**-7  # relative: a rounding of bfloat16, twice
 
@@ -62,7 +62,7 @@ def plain(q, k, v, *, mask, is_causal, rate):
         kept = round((1 - rate) * 65536)
         rows, heads = fused.drop_seeds(KEY, *scores.shape[:2])
         seeds = rows[:, None, None, None], heads[:, None, None]
-        bits = drop_bits.drop_bits(*seeds, *scores.shape[2:])
+        bits = fused.drop_bits(*seeds, *scores.shape[2:])
         weights = jnp.where(bits < kept, weights * (65536 / kept), 0)
     return (weights @ v).swapaxes(1, 2)
 
@@ -125,11 +125,11 @@ def test_a_row_that_sees_nothing_is_the_mean_of_the_values():
 
 def of_heads(key):
     rows, heads = fused.drop_seeds(key, 4, 3)
-    return drop_bits.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
+    return fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
 
 
 def of_arrays(key):
-    return jnp.stack([drop_bits.drop_bits_of(k, (4, 1024)) for k in jax.random.split(key, 3)])
+    return jnp.stack([fused.drop_bits_of(k, (4, 1024)) for k in jax.random.split(key, 3)])
 
 
 @pytest.mark.parametrize("draw", [of_heads, of_arrays])
@@ -178,7 +178,7 @@ def test_beams_over_cached_columns(beams, steps, length, size):
     there = rng.random((batch, length)) < 0.7
     own = np.arange(steps * beams + rows) - steps * beams == np.arange(rows)[:, None]
     seen = (rng.random((batch, rows, steps * beams + rows)) < 0.5) | own
-    kernel = jax.jit(functools.partial(fused_prefix.fused_prefix_attention, interpret=True))
+    kernel = jax.jit(functools.partial(fused.fused_prefix_attention, interpret=True))
     got = kernel(np.int32(1), q, tuple(caches[:2]), there, tuple(caches[2:]), (k, v), seen)
 
     @jax.jit
@@ -205,7 +205,7 @@ def as_on_tpu(monkeypatch):
 
     for module, name in (
         (fused, "fused_attention"),
-        (fused_prefix, "fused_prefix_attention"),
+        (fused, "fused_prefix_attention"),
     ):
         monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     for module in ASKING:

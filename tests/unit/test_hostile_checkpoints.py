@@ -16,7 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizer_files import tokenizer_of
 from mmqa_jax.models.llama.gguf import gguf_config
-from mmqa_jax.models.t5.gguf import t5_gguf_config
+from mmqa_jax.models.t5.keys import t5_gguf_config
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.published import load_published

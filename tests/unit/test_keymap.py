@@ -17,8 +17,7 @@ from safetensors.numpy import load_file, save_file
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import LayerNorm, Linear, stack_layers
 from mmqa_jax.models.vlp.keys import fit_types, init_vlp_from_bert, open_vlp, start_vlp, vlp_key_map
-from mmqa_jax.models.vlp.network import VLP
-from mmqa_jax.models.vlp.pixels import vlp_patches
+from mmqa_jax.models.vlp.network import VLP, vlp_patches
 from mmqa_jax.weights.formats.safetensors import (
     ArraySource,
     SafetensorsSource,

@@ -34,7 +34,7 @@ from mmqa_jax.models.two_towers.config import (
     VisionConfig,
 )
 from mmqa_jax.models.two_towers.network import TwoTowers
-from mmqa_jax.models.vlp.pixels import vlp_clip
+from mmqa_jax.models.vlp.network import vlp_clip
 
 VISION = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20)
 LLAMA = LlamaConfig(hidden=32, heads=2, kv_heads=2, layers=2, mlp=40)  # heads of 16

@@ -21,7 +21,7 @@ from mmqa_jax.models.bert.keys import bert_config, read_bert_config, unknown_hea
 from mmqa_jax.models.bert.network import bert_tiny
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.gguf import gguf_config
-from mmqa_jax.models.llama.meta import meta_config, read_meta, unknown_scaling
+from mmqa_jax.models.llama.keys import meta_config, read_meta, unknown_scaling
 from mmqa_jax.models.llava.keys import llava_config, original_config
 from mmqa_jax.models.oscar.keys import oscar_config
 from mmqa_jax.models.two_towers.keys import clip_config

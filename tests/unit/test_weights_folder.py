@@ -17,8 +17,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.two_towers.config import TextConfig, VisionConfig
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
-from mmqa_jax.models.vlp.network import VLPConfig
-from mmqa_jax.models.vlp.pixels import ClipVLPConfig
+from mmqa_jax.models.vlp.network import ClipVLPConfig, VLPConfig
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import describe_model, load_converted, read_record, save_trained

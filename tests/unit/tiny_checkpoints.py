@@ -19,8 +19,7 @@ from mmqa_jax.models.detection.faster_rcnn import vlp_x101
 from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llava.network import LlavaConfig
-from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.oscar.network import OscarConfig

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import column_shards, gather_features, on_device, platform, split_rows
 from mmqa_jax.models.attention import flash
-from mmqa_jax.models.attention.drop_bits import drop_bits_of
+from mmqa_jax.models.attention.fused import drop_bits_of
 from mmqa_jax.models.attention.masked import MASKED, Window, capped
 from mmqa_jax.models.common.config_checks import check_known
 

@@ -22,7 +22,7 @@ FAMILIES = (
         presets="llama.config.PRESETS",
         base="llama.config.BASE",
         check="llama.keys.CHECK",
-        lora="llama.additions",
+        lora="llama.lora",
         peft=True,
         layers_apart="llama.keys.layers_apart",
     ),

@@ -14,16 +14,16 @@ FAMILIES = (
     Architecture(
         name="mcan_openvqa",
         title="openvqa's MCAN, small and large",
-        model="mcan.openvqa.MCANOpenVQA",
-        config="mcan.openvqa.MCANOpenVQAConfig",
+        model="mcan.network.MCANOpenVQA",
+        config="mcan.network.MCANOpenVQAConfig",
         layouts=(RESEARCH,),
         exports=OWN_KEYS,
     ),
     Architecture(
         name="caption_mcan",
         title="MCAN on captions",
-        model="mcan.captions.CaptionMCAN",
-        config="mcan.captions.CaptionMCANConfig",
+        model="mcan.patches.CaptionMCAN",
+        config="mcan.patches.CaptionMCANConfig",
     ),
     Architecture(
         name="patch_mcan",

@@ -20,8 +20,13 @@ from mmqa_jax.models.bert.keys import (
     bert_sizes,
     unknown_heads,
 )
-from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, grid_rotation, mcan_prophet
-from mmqa_jax.models.mcan.openvqa import MCANOpenVQAConfig
+from mmqa_jax.models.mcan.network import (
+    FusionConfig,
+    MCANConfig,
+    MCANOpenVQAConfig,
+    grid_rotation,
+    mcan_prophet,
+)
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import (
     TRANSPOSE,

@@ -30,14 +30,14 @@ from mmqa_jax.models.bert.network import (
     bert_large_uncased,
 )
 from mmqa_jax.models.common.layers import LayerNorm, Linear, dropout, normal_init, split_key
-from mmqa_jax.models.vlp.mask_appending import (
+from mmqa_jax.models.vlp.network import (
     Prefix,
     WrittenCache,
     append_mask,
     empty_cache,
     encode_prefix,
+    mixed_mask,
 )
-from mmqa_jax.models.vlp.network import mixed_mask
 
 CAPTION_TYPE, LABEL_TYPE = 0, 1
 

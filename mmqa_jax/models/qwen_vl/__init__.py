@@ -17,6 +17,6 @@ FAMILIES = (
         presets="qwen_vl.network.PRESETS",
         base="qwen_vl.network.BASE",
         check="qwen_vl.keys.CHECK",
-        lora="llama.additions",
+        lora="llama.lora",
     ),
 )

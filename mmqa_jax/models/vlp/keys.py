@@ -29,8 +29,7 @@ from mmqa_jax.models.bert.keys import (
     unknown_heads,
 )
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
-from mmqa_jax.models.vlp.network import VLP, VLPConfig
-from mmqa_jax.models.vlp.pixels import ClipVLPConfig
+from mmqa_jax.models.vlp.network import VLP, ClipVLPConfig, VLPConfig
 from mmqa_jax.weights.config_json import config_from_json
 from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_model, untied_source
 from mmqa_jax.weights.layouts import (
