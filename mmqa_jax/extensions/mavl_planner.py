@@ -79,11 +79,8 @@ def plan_prompts(
     *,
     chat: bool,
 ) -> list[PlanPrompt]:
-    """The prompts of all agents' planners, as a row with `task=test_input` asks them.
-
-    Args:
-      chat: as the row's option: a prompt is a user's message to a chat model.
-    """
+    """Writes the prompts of all agents' planners, as a row with `task=test_input` asks them; with
+    `chat` each is a user's message to a chat model."""
     if chat and tokenizer.template is None:
         raise UserError(
             "config key data.chat=True: the model has no chat template; set it, and options.chat "
@@ -472,11 +469,8 @@ class GrpoObjective(LanguageModelObjective):
     def loss(
         self, model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The mean over the rows, one drawn plan each, of the mean over its tokens.
-
-        Args:
-          batch: of `PlanGroups`. Without `old_log_probs` the plans were drawn from this very model.
-        """
+        """Returns the mean over the rows, one drawn plan each, of the mean over its tokens, of a
+        batch of `PlanGroups`. Without `old_log_probs` the plans were drawn from this very model."""
         log_probs = target_log_probs(model, batch, dropout_key, self.temperature)  # [B, T]
         is_token = batch["target_segments"] > 0
         old = batch.get("old_log_probs", jax.lax.stop_gradient(log_probs))
@@ -649,11 +643,8 @@ def _example(prompt: PlanPrompt, drawn: Candidate) -> TokenExample:
 
 
 def make_log_probs(objective: GrpoObjective, mesh: Mesh, *, old: bool) -> LogProbs:
-    """Log-probabilities of drawn tokens as `PlanGroups` takes them.
-
-    Args:
-      old: those of the policy that drew them, too.
-    """
+    """Makes the log-probabilities of drawn tokens that `PlanGroups` takes, with `old` also those of
+    the policy that drew them."""
 
     def both(model: Llama, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         models = {"reference_log_probs": _without_additions(model)}

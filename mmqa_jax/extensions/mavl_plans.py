@@ -77,11 +77,8 @@ def _used(plan: mavl.Actions, given: mavl.Actions) -> mavl.Actions:
 
 
 def read_plan_table(run: str, cost: float) -> PlanTable:
-    """The table of a finished row.
-
-    Args:
-      run: workdir of a row of the setting `mavl` with `plans=oracle`.
-    """
+    """Reads the table of a finished row of the setting `mavl` with `plans=oracle`, from its
+    workdir."""
     path = Path(run) / "trace.jsonl"
     if not run or not path.is_file():
         raise UserError(f"config key data.outcomes={run}: has no trace.jsonl; {_REMEDY}.")

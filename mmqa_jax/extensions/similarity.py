@@ -30,11 +30,8 @@ class Evidence(NamedTuple):
 
 
 def combine(hops: Sequence[Evidence], weight: float) -> list[Ranking]:
-    """Every source with the higher of its probabilities over the hops.
-
-    Args:
-      weight: of the similarity; 0 is VLP's relevance alone.
-    """
+    """Gives every source the higher of its probabilities over the hops; with weight 0 of the
+    similarity VLP's relevance alone counts."""
     if weight == 0:
         return functools.reduce(best_of, (hop.relevance for hop in hops))
     return functools.reduce(best_of, (interpolate(*hop, weight) for hop in hops))
@@ -130,11 +127,7 @@ def interpolate(
 
 
 class Tuned(NamedTuple):
-    """The weight and threshold with the best source F1, and every combination tried.
-
-    Attributes:
-      sweep: (weight, threshold) -> mean source F1.
-    """
+    """The weight and threshold with the best source F1, and the mean source F1 of every pair tried."""
 
     weight: float
     threshold: float

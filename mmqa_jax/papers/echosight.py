@@ -40,11 +40,8 @@ _LEFT_OUT = ("external links", "references")
 def retrieve_entities(
     questions: Sequence[Question], retriever: Retriever, *, pictures: int = 20
 ) -> list[Ranking]:
-    """Section 3.2, visual-only search: the pictures most like the question's, with their articles.
-
-    Args:
-      pictures: of the collection; fewer articles, where several are of one.
-    """
+    """Section 3.2, visual-only search: finds the `pictures` most like the question's, with their
+    articles, of which there are fewer where several are of one."""
     return retriever.search(questions, pictures)
 
 

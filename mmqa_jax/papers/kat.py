@@ -34,11 +34,8 @@ def answer_kat(
     *,
     entities: int = 40,
 ) -> list[Prediction]:
-    """Sections 3.2 to 3.4: the entities of the picture and GPT-3's answers, read at once.
-
-    Args:
-      entities: of a question (n_context of the authors' code).
-    """
+    """Sections 3.2 to 3.4: reads the `entities` of the picture (n_context of the authors' code) and
+    GPT-3's answers at once."""
     passages = [facts.passages(question, entities) for question in questions]
     return fusion_reader.read(questions, passages)
 

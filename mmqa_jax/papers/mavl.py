@@ -277,11 +277,8 @@ def test_input(question: Question) -> str:
 
 
 def planner_prompt(role: Role, task: str) -> str:
-    """The planner's prompt: figure 6b, and the end of its last line, which is ours.
-
-    Args:
-      task: the prompt P_0 with its examples, or its test input alone.
-    """
+    """Writes the planner's prompt: figure 6b, and the end of its last line, which is ours. The task
+    is the prompt P_0 with its examples, or its test input alone."""
     named = ", ".join(f"Action_{action}" for action in ROLES[role])
     meanings = "".join(f"Action_{a} is that {_MEANINGS[a]}.\n" for a in ROLES[role])
     fields = {"role": role, "actions": named, "meanings": meanings, "task": task}

@@ -37,11 +37,7 @@ def answer_alone(
     picture: bool = True,
     max_new_tokens: int = MOST_NEW,
 ) -> list[Prediction]:
-    """No retrieval.
-
-    Args:
-      picture: whether the question's own picture is shown.
-    """
+    """No retrieval; `picture` says whether the question's own picture is shown."""
     rankings = [Ranking(question.id, (), ()) for question in questions]
     return _answer(questions, rankings, corpus, llm, max_new_tokens, picture=picture)
 

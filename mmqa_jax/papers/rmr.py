@@ -255,11 +255,8 @@ class ShotPictures:
         return with_mark
 
     def of_prompt(self, question: Question, text: str) -> list[Picture]:
-        """The pictures of a query's prompt in the order of their marks.
-
-        Args:
-          text: of the prompt, in which the least similar shots may have been dropped.
-        """
+        """Returns the pictures of a query's prompt in the order of their marks; the least similar
+        shots may have been dropped from its text."""
         of_query = list(self._of_queries[question.id])
         of_shots = self._of_shots[question.id][: text.count(few_shot.MARK) - len(of_query)]
         return [*(of_shots if self._order == "most_similar_first" else of_shots[::-1]), *of_query]

@@ -61,22 +61,16 @@ class Setting:
         return {**defaults, **changes}
 
     def check_row(self, changes: _Options, parts: Mapping[str, Any]) -> None:
-        """Raises UserError for a row that contradicts itself, before anything is opened.
-
-        Args:
-          parts: the row's, as they are described, unopened.
-        """
+        """Raises UserError for a row that contradicts itself, from its parts as they are described,
+        before any is opened."""
         if self.captions_of == "questions" and "captions" in parts:
             check_no_tags(parts["captions"].tags)
         if self.rule_of_row is not None:
             self.rule_of_row(self.options(changes), parts)
 
     def check_questions(self, name: str, questions: Sequence[Question]) -> None:
-        """Raises UserError for questions that it cannot answer, before anything is opened.
-
-        Args:
-          name: the setting's, for the sentence.
-        """
+        """Raises UserError for questions that the setting, which is called `name`, cannot answer,
+        before anything is opened."""
         if self.of_choices:
             check_choices(name, questions)
         if self.of_gold:

@@ -144,11 +144,8 @@ def retrieve_restricted(
 def retrieve_full_scale(
     questions: Sequence[Question], retriever: Retriever, *, cited: int = 2, top_k: int = 100
 ) -> list[Ranking]:
-    """Table 7, BM25 and CLIP(2): the best two sources of the whole collection.
-
-    Args:
-      top_k: how many sources are ranked, for recall@k.
-    """
+    """Table 7, BM25 and CLIP(2): the best two sources of the whole collection, of which `top_k` are
+    ranked for recall@k."""
     ranked = find_candidates(questions, retriever, top_k)
     return [top(ranking, cited) for ranking in ranked]
 

@@ -335,11 +335,8 @@ def majority_answer(question: Question, *, last: bool = False) -> str:
 
 
 def prompts_record(prompts: Sequence[FewShot], failed: Iterable[str] = ()) -> Trace:
-    """What trace.jsonl keeps of a question's prompts.
-
-    Args:
-      failed: why requests were not answered; reasons of prompts that were not sent are added.
-    """
+    """Returns what trace.jsonl keeps of a question's prompts: why requests `failed`, and the
+    reasons of prompts that were not sent, too."""
     reasons = [p.reason for p in prompts if p.query is None and not p.too_long]
     reasons += failed
     record: Trace = {
@@ -400,11 +397,7 @@ class PromptTemplate:
         return dataclasses.replace(self, head="")
 
     def render(self, shots: Sequence[Mapping[str, str]], query: Mapping[str, str]) -> str:
-        """Fields of the shots and of the query -> the prompt.
-
-        Raises:
-          KeyError: a field that the template names is missing.
-        """
+        """Fills in the fields of the shots and of the query; KeyError for one that is missing."""
         parts = [self._filled(self.shot, shot) for shot in shots]
         return "".join((self.head, *parts, self._filled(self.query, query)))
 
@@ -490,12 +483,9 @@ def without_places(text: str, pictures: Sequence[Picture]) -> str:
 def as_prompt(
     marked: str, pictures: Sequence[Picture], *, chat: bool
 ) -> tuple[str | tuple[Message, ...], tuple[Picture, ...]]:
-    """A query's prompt of a text with a mark for each picture, and the query's images.
-
-    Returns:
-      A user's message with the pictures in it, or a text with `<image>` in their places, whose
-      images are apart.
-    """
+    """Returns a query's prompt of a text with a mark for each picture, and the query's images: a
+    user's message with the pictures in it, or a text with `<image>` in their places, whose images
+    are apart."""
     if not chat:
         return without_places(marked, pictures).replace(MARK, IMAGE), tuple(pictures)
     first, *rest = marked.split(MARK)

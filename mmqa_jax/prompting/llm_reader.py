@@ -253,12 +253,9 @@ class LLMReader:
 
 
 def shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:
-    """Ever less of the sources, the last ones dropped first, the first one cut at the end.
-
-    Yields:
-      Their texts, and what a trace says of what is left out. Never nothing of some sources: the
-      model would answer by itself.
-    """
+    """Yields ever less of the sources' texts, the last ones dropped first, the first one cut at the
+    end, and what a trace says of what is left out. Never nothing of some sources: the model would
+    answer by itself."""
     yield texts, {}
     dropped = {"dropped_sources": len(texts) - 1} if len(texts) > 1 else {}
     for count in range(len(texts) - 1, 0, -1):

@@ -40,11 +40,7 @@ from mmqa_jax.prompting.text_tokenizer import (
 
 
 class Shown(NamedTuple):
-    """A picture in a prompt.
-
-    Attributes:
-      alone: it is the only one there.
-    """
+    """A picture in a prompt, and whether it is the only one there."""
 
     picture: Picture
     alone: bool

@@ -132,11 +132,8 @@ def run_prompts(
 def _answer(
     job: Job, lines: Sequence[Line], backend: Backend, cache: Path | None, out: Path
 ) -> dict[str, Any]:
-    """Answers this process's share, and writes the file if nothing of the others' is missing.
-
-    Returns:
-      What the verb says of a job that waits for others.
-    """
+    """Answers this process's share, and writes the file if nothing of the others' is missing; else
+    it returns what the verb says of a job that waits for others."""
     with job, contextlib.ExitStack() as opened:
         served: Backend | Cached = backend
         if cache is not None:
@@ -233,11 +230,8 @@ def leads(what: Any) -> bool:
 
 
 class Leading(Around):
-    """The backend of process 0, whose calls the others follow; see backends.Backend.
-
-    Args:
-      queries: all that may be asked for, the same as the others `follow` with.
-    """
+    """The backend of process 0, whose calls the others follow (see backends.Backend); `queries` are
+    all that may be asked for, the same as the others `follow` with."""
 
     def __init__(self, backend: Backend, queries: Sequence[Query]):
         super().__init__(backend)

@@ -130,11 +130,8 @@ class ScoreFusion:
 
 
 class RankFusion:
-    """A Retriever: the reciprocal-rank fusion of several.
-
-    Args:
-      depth: how many sources each of them retrieves, at least.
-    """
+    """A Retriever: the reciprocal-rank fusion of several, each of which retrieves at least `depth`
+    sources."""
 
     def __init__(self, retrievers: Sequence[Retriever], depth: int = DEPTH):
         self.retrievers, self.depth = retrievers, depth

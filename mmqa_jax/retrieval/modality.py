@@ -116,11 +116,8 @@ class Classifier(Protocol):
 def modality_predictor(
     corpus: Corpus, classifier: Classifier | None
 ) -> Callable[[Sequence[Question]], list[Modality | None]]:
-    """A function from questions to their modalities.
-
-    Args:
-      classifier: predicts them; None: they are taken from the gold sources.
-    """
+    """Makes a function from questions to their modalities, which the classifier predicts; None:
+    they are taken from the gold sources."""
     if classifier is None:
         return lambda questions: [gold_modality(question, corpus) for question in questions]
     return lambda questions: list(classifier.predict([q.question for q in questions]))

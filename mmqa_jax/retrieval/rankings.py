@@ -220,11 +220,8 @@ def without_own_source(
 
 
 def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]:
-    """Ranks the same sources by other scores, best first; ties keep their order.
-
-    Args:
-      scores: float [N], of the sources of all candidates, concatenated.
-    """
+    """Ranks the same sources by other scores, best first; ties keep their order. The scores are
+    float [N], of the sources of all candidates, concatenated."""
     rankings, ends = [], np.cumsum([len(ranking.sources) for ranking in candidates])
     for ranking, end in zip(candidates, ends, strict=True):
         values = scores[end - len(ranking.sources) : end]

@@ -154,11 +154,8 @@ def keeping(
     predict: Callable[[Sequence[Question], Mapping[str, Any]], Sequence[Prediction]],
     opened: OpenedParts,
 ) -> Answer:
-    """What answers a chunk of a row, and keeps what `Answered` is made of.
-
-    Args:
-      predict: of the questions of a chunk and the opened parts.
-    """
+    """Makes what answers a chunk of a row by `predict`, of its questions and the opened parts, and
+    keeps what `Answered` is made of."""
 
     def answer(questions: Sequence[Question], parts: Mapping[str, Any]) -> ChunkPart:
         opened.seconds.clear()

@@ -52,11 +52,7 @@ from mmqa_jax.serve.systems import Asking, Parts
 
 
 class OpenAIApi:
-    """What the routes under /v1 answer.
-
-    Args:
-      parts: what there is to answer with.
-    """
+    """Answers the routes under /v1 with the parts."""
 
     def __init__(self, parts: Parts, metrics: Metrics):
         self._parts, self._metrics = parts, metrics
@@ -484,11 +480,8 @@ def tokens_of(candidate: Candidate, *, top: bool) -> list[Token]:
 def completion_logprobs(
     tokens: Sequence[Token], tokenizer: Tokenizer, *, top: bool, start: int = 0
 ) -> dict[str, Any]:
-    """`logprobs` of a completion's choice.
-
-    Args:
-      start: characters in front of the first token.
-    """
+    """Returns the `logprobs` of a completion's choice, with `start` characters in front of the
+    first token."""
     texts = [tokenizer.decode([token.id]) for token in tokens]
     offsets = list(itertools.accumulate(map(len, texts), initial=start))[:-1]
     best: list[dict[str, float] | None] = []
@@ -537,11 +530,8 @@ _THREADS = 64  # that read requests, hand them to the model, and read pictures
 
 
 def make_app(parts: Parts, options: ServeOptions) -> Door:
-    """The ASGI application.
-
-    Args:
-      parts: what it answers with; closed when the server ends, after its last answer.
-    """
+    """Makes the ASGI application. The parts that it answers with are closed when the server ends,
+    after its last answer."""
     metrics = Metrics(lambda: parts.unfinished)
 
     async def health(request: Request) -> Response:
@@ -609,11 +599,7 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 
 
 class PageApi:
-    """What the routes of the page answer.
-
-    Args:
-      parts: what there is to answer with.
-    """
+    """Answers the routes of the page with the parts."""
 
     def __init__(self, parts: Parts):
         self._parts = parts

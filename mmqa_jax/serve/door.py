@@ -436,11 +436,8 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class Metrics:
-    """Counts of one server.
-
-    Args:
-      unfinished: how many requests to the language model wait or are being served.
-    """
+    """Counts for one server; `unfinished` tells how many requests to the language model wait or are
+    being served."""
 
     content_type = CONTENT_TYPE_LATEST
 

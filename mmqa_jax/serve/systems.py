@@ -50,11 +50,7 @@ _TOGETHER = 64  # questions whose passages are found in one call, at most
 
 @dataclasses.dataclass(frozen=True)
 class Asking:
-    """A question that is being answered.
-
-    Attributes:
-      future: the answer: a row, or vectors.
-    """
+    """A question that is being answered; the future is the answer: a row, or vectors."""
 
     future: concurrent.futures.Future[Any]
     _cancel: Callable[[], None]
@@ -99,11 +95,8 @@ class _Wish:
 
 
 class Threads:
-    """Threads in which questions are answered; what is no language model computes one at a time.
-
-    Args:
-      most: questions that are being answered at once; others wait.
-    """
+    """Threads in which at most so many questions are answered at once; what is no language model
+    computes one at a time."""
 
     def __init__(self, most: int):
         self._pool = concurrent.futures.ThreadPoolExecutor(most, "asked")
@@ -114,11 +107,7 @@ class Threads:
     def start(
         self, answer: Callable[[Turn], Any], cancel: Callable[[], None] | None = None
     ) -> Asking:
-        """Answers in a thread.
-
-        Args:
-          cancel: ends what `answer` waits for.
-        """
+        """Answers in a thread; `cancel` ends what `answer` waits for."""
         left = threading.Event()
 
         @contextlib.contextmanager
@@ -189,11 +178,8 @@ def _fulfil(compute: Callable[[list[Any]], Sequence[Any]], wishes: Sequence[_Wis
 
 @dataclasses.dataclass(frozen=True)
 class ReadPassages:
-    """Passages of a corpus, found by encoder and BM25 and read by a language model.
-
-    Attributes:
-      backend_of: the language model for one user, who is told of the pieces of its text.
-    """
+    """Passages of a corpus, found by encoder and BM25 and read by a language model: `backend_of`
+    gives it to one user, who is told of the pieces of its text."""
 
     name, label = "passages", "Answer from the passages"
     about = (

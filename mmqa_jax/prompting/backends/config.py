@@ -20,11 +20,8 @@ def check_prompt_config(config: ConfigDict) -> None:
 
 
 def spans_processes(backend: str, config: ConfigDict) -> bool:
-    """Whether the engine has devices of several processes of the launch, as its mesh says.
-
-    Args:
-      backend, config: as of `open_backend`.
-    """
+    """Whether the engine of `open_backend` has devices of several processes of the launch, as its
+    mesh says."""
     if backend != "engine" or launched_shard().count == 1:
         return False
     from mmqa_jax.prompting.backends import local_model

@@ -224,11 +224,8 @@ class EngineBackend:
         return len(prompt.tokens) + sum(of_pictures)
 
     def engine_request(self, query: Query) -> Request | Scoring:
-        """What the engine is asked for a checked query, with its pictures decoded.
-
-        Raises:
-          Unanswerable: a picture that is broken behind its header.
-        """
+        """Makes the engine's request of a checked query, with its pictures decoded; Unanswerable
+        for one that is broken behind its header."""
         prompt = self._prompt(query)
         try:
             pixels = [self._pictures.read(picture) for picture in shown(prompt.pictures)]

@@ -415,11 +415,8 @@ class ServerConfig:
 
 
 class Failed(Exception):
-    """A request finally failed; the message says why.
-
-    Attributes:
-      remedy: what to do where all requests fail so.
-    """
+    """A request finally failed, as the message says; `remedy` is what to do where all requests fail
+    so."""
 
     remedy = "restart when the server works again"
 
@@ -471,11 +468,8 @@ class Server:
         self._others: set[str] = set()  # names of other models that answered
 
     async def models(self) -> Any:
-        """The server's description of the model, without volatile fields; None if there is none.
-
-        Raises:
-          UserError, RunError: see OpenAIBackend.
-        """
+        """Returns the server's description of the model, without volatile fields; None if there is
+        none. It raises what OpenAIBackend does."""
         retries = min(self._config.retries, _FIRST_RETRIES)  # report a wrong address soon
         try:
             answer = await self._send("/models", None, lambda answer: answer, _LIST_BYTES, retries)

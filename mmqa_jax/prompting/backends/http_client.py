@@ -99,12 +99,8 @@ def _certificates(file: str | None, folder: str | None) -> ssl.SSLContext:
 
 
 class HttpClient:
-    """Asks the server of the environment. Use it in one event loop, and close it there.
-
-    Args:
-      timeout: seconds within which a reply must be there as a whole, from connecting to its last
-        byte.
-    """
+    """Asks the server of the environment. Use it in one event loop, and close it there. A reply
+    must be there as a whole within `timeout` seconds, from connecting to its last byte."""
 
     def __init__(self, timeout: float):
         import httpx2

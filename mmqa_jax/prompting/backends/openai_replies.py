@@ -144,12 +144,8 @@ def read_candidates(
 
 
 def read_echo(answer: Any) -> Echo:
-    """Log-probabilities of a prompt that was echoed.
-
-    Raises:
-      NoEcho: there are none of the prompt.
-      Malformed: no form of the API's.
-    """
+    """Reads the log-probabilities of a prompt that was echoed; NoEcho where there are none of it,
+    Malformed for no form of the API's."""
     reported = _choices(answer)[0].get("logprobs")
     if not isinstance(reported, dict) or not isinstance(reported.get("token_logprobs"), list):
         raise NoEcho("its answer has none")
@@ -163,11 +159,8 @@ def read_echo(answer: Any) -> Echo:
 
 
 def cut_echo(echo: Echo, prompt: int, whole: int) -> Score | None:
-    """The score of a continuation, which is tokens `prompt` to `whole`; None if there are none.
-
-    Raises:
-      NoEcho: the log-probabilities are not those of prompt and continuation.
-    """
+    """Returns the score of a continuation, which is tokens `prompt` to `whole`; None if there are
+    none. It raises NoEcho where the log-probabilities are not those of prompt and continuation."""
     if not prompt or not whole:
         raise NoEcho("its answers do not say how many tokens a prompt has (usage.prompt_tokens)")
     if len(echo.logprobs) < whole:

@@ -112,11 +112,8 @@ def read_completion(fields: Fields) -> CompletionRequest:
 
 
 def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
-    """Reads a chat; WrongField for what is wrong with it.
-
-    Args:
-      default: of temperature, top_p, top_k and seed; None: OpenAI's.
-    """
+    """Reads a chat; WrongField for what is wrong with it. `default` has temperature, top_p, top_k
+    and seed; None: OpenAI's."""
     model = fields.take("model", str)
     messages = _messages(fields.take("messages", list))
     older = fields.whole("max_tokens", None, 1, _MOST_TOKENS)
@@ -264,11 +261,7 @@ _SHOWN = 60  # characters of a wrong value in a message
 
 
 class WrongField(UserError):
-    """A body that cannot be served, and the key of it that is wrong.
-
-    Args:
-      param: the key; None: it is no single one.
-    """
+    """A body that cannot be served, and the key that is wrong in it; None: no single one is."""
 
     def __init__(self, message: str, *, param: str | None = None):
         super().__init__(message)
@@ -356,12 +349,8 @@ def data_url(picture: bytes) -> str | None:
 
 
 def read_picture(url: str, key: str) -> Picture:
-    """The picture of a `data:` URL, checked before it is decoded.
-
-    Raises:
-      WrongField: another URL (nothing is fetched), broken base64, or no picture that may be
-        decoded.
-    """
+    """Reads the picture of a `data:` URL, checked before it is decoded; WrongField for another URL
+    (nothing is fetched), broken base64, or no picture that may be decoded."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:image/") or not head.endswith(";base64") or not comma:
         raise WrongField(

@@ -54,11 +54,8 @@ class ServedModel:
 
 
 class ServedBackend(Around):
-    """Asks one user's queries of a model that others ask as well; see backends.Backend.
-
-    Args:
-      on_text: told of pieces of the answers as they are decoded.
-    """
+    """Asks one user's queries of a model that others ask as well (see backends.Backend), and tells
+    `on_text` of pieces of the answers as they are decoded."""
 
     def __init__(self, model: ServedModel, on_text: OnText | None):
         super().__init__(model.backend)

@@ -148,11 +148,7 @@ class T5Backend:
         return self.tokenizer.shield(text)
 
     def engine_request(self, query: Query) -> Request | Scoring:
-        """What the engine is asked for a query.
-
-        Raises:
-          Unanswerable, UserError: as `check`.
-        """
+        """Makes the engine's request of a query; it raises what `check` does."""
         tokens = self.tokenizer.encode(self._text(query))
         if not isinstance(query, Choices):
             return query.decoding.request(query.id, tokens)

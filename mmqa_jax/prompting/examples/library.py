@@ -392,11 +392,8 @@ def bimodal(
 def _largest(
     scores: Float32[np.ndarray, " N"], count: int, *, last_first: bool = False
 ) -> Int[np.ndarray, " n"]:
-    """Indices of the largest scores, in falling order.
-
-    Args:
-      last_first: of equal scores the higher index first, not the lower one.
-    """
+    """Returns the indices of the largest scores, in falling order; of equal scores the lower index
+    comes first, with `last_first` the higher one."""
     if count < len(scores):
         least = np.partition(scores, len(scores) - count)[len(scores) - count]
         candidates = np.flatnonzero(scores >= least)
@@ -446,11 +443,7 @@ _SPLITS = ("train2014", "val2014")
 
 
 class PublishedVectors:
-    """The vectors of one folder, read when they are first asked for.
-
-    Args:
-      folder: of these files.
-    """
+    """The vectors of a folder of these files, read when they are first asked for."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -469,11 +462,7 @@ class PublishedVectors:
         self._kept: dict[str, np.ndarray] = {}  # both splits' vectors, by kind
 
     def of(self, questions: Sequence[Question], kind: str) -> Float32[np.ndarray, "n D"]:
-        """The vectors of questions or of their pictures.
-
-        Args:
-          kind: `question` or `image`.
-        """
+        """Returns the vectors of questions or of their pictures: `kind` is `question` or `image`."""
         if kind not in _FILES:
             raise UserError(
                 f"similarity of the {kind}: {self.folder} has vectors of questions and pictures "

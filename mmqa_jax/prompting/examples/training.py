@@ -262,11 +262,8 @@ def chat_example(
 def token_example(
     tokenizer: Any, prompt: str, completion: str, *, ended: bool = False
 ) -> TokenExample:
-    """A prompt and its completion as tokens; special tokens are recognized in what is not shielded.
-
-    Args:
-      ended: the model's end token follows and is learned too.
-    """
+    """Makes tokens of a prompt and its completion; special tokens are recognized in what is not
+    shielded. With `ended` the model's end token follows and is learned too."""
     example = _joined(tokenizer.encode, tokenizer.encode_plain, prompt, prompt + completion)
     return _ended(tokenizer, example, ended)
 

@@ -49,11 +49,7 @@ class TextWords(NamedTuple):
 
 
 def words_of(texts: Sequence[str], analyzer: Analyzer = _ANALYZER) -> TextWords:
-    """The words of texts, one text per row.
-
-    Raises:
-      TypeError: one text in place of several.
-    """
+    """Counts the words of texts, one text per row; TypeError for one text in place of several."""
     check_several(texts, "BM25")
     if not len(texts):
         raise UserError("BM25: the corpus is empty, at least one source was expected.")
@@ -169,11 +165,8 @@ class BM25:
 
 @dataclasses.dataclass(frozen=True)
 class Norms:
-    """The part of BM25's denominator that a source's length decides: f / (f + norm).
-
-    Attributes:
-      mean_length: of the sources, in words.
-    """
+    """The part of BM25's denominator that a source's length decides: f / (f + norm). The mean
+    length is in words."""
 
     k1: float
     b: float
@@ -201,11 +194,8 @@ def idf_of(rows: int, holders: int) -> float:
 def word_scores(
     idf: np.ndarray | np.float64, counts: np.ndarray, norms: np.ndarray
 ) -> Float32[np.ndarray, " n"]:
-    """What a word adds to the scores of sources, of their counts of it and their norms.
-
-    Args:
-      idf: rounded to float32, as bm25s keeps it.
-    """
+    """Returns what a word adds to the scores of sources, of their counts of it and their norms; its
+    idf is rounded to float32, as bm25s keeps it."""
     return (idf * (counts / (norms + counts))).astype(np.float32)
 
 
@@ -244,11 +234,8 @@ class _Scored:
 
 
 def kept_words(folder: Path, corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> TextWords:
-    """The words of a corpus's sources, counted unless an earlier run kept them.
-
-    Args:
-      folder: of the words of many corpora, of which those used last are kept.
-    """
+    """Counts the words of a corpus's sources, unless an earlier run kept them in the folder, which
+    holds the words of the corpora that were used last."""
     texts = list(map(source_text, corpus.sources))
     if not corpus.fingerprint:
         return words_of(texts, analyzer)
@@ -274,11 +261,8 @@ def _leave_newest(folder: Path) -> None:
 
 
 class BM25Retriever:
-    """A Retriever: BM25 over titles, snippets and captions.
-
-    Args:
-      index: of the corpus on disk (bm25/on_disk.py), with BM25's methods; None: made in memory.
-    """
+    """A Retriever: BM25 over titles, snippets and captions, in memory, or by the index of the
+    corpus on disk (bm25/on_disk.py), which has BM25's methods."""
 
     def __init__(self, corpus: Corpus, index: Any = None):
         self.corpus = corpus

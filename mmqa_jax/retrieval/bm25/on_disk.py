@@ -351,11 +351,7 @@ class DiskBM25:
 
 @dataclasses.dataclass(frozen=True)
 class _Word:
-    """A word in a group of shards.
-
-    Attributes:
-      numbers: in each shard of the group.
-    """
+    """A word in a group of shards, and its number in each of them."""
 
     numbers: Sequence[int]
     tiers: Tiers

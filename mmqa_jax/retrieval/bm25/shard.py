@@ -58,11 +58,8 @@ class ShardLimits:
 
 
 class ShardBuilder:
-    """The postings of the sources that are added, in memory, until they are written.
-
-    Args:
-      analyzer: makes words of texts.
-    """
+    """Holds the postings of the sources that are added in memory until they are written; the
+    analyzer makes words of texts."""
 
     def __init__(self, analyzer: Analyzer, limits: ShardLimits):
         self.limits = limits

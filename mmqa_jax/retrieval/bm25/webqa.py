@@ -116,12 +116,9 @@ class WebQABM25:
     def search_within(
         self, query: str, rows: Sequence[int], top_k: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Ranks the given rows as a corpus of their own, as in the baseline.
-
-        Returns:
-          (rows int32[m], scores float32[m]) with m = min(top_k, number of rows), best first;
-          equal scores with the one later in `rows` first.
-        """
+        """Ranks the given rows as a corpus of their own, as in the baseline: rows int32[m] and
+        scores float32[m] with m = min(top_k, number of rows), best first; equal scores with the one
+        later in `rows` first."""
         texts = [self._texts[row] for row in rows]
         if not any(text.split() for text in texts):  # all score 0
             order, scores = np.arange(len(texts))[::-1], np.zeros(len(texts), np.float32)

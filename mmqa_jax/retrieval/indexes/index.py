@@ -226,11 +226,8 @@ def is_current(
 def load_index(
     folder: str | os.PathLike, embeddings: Embeddings, model_fingerprint: str | None = None
 ) -> DenseIndex:
-    """Opens a saved index over the embeddings it was built from.
-
-    Args:
-      model_fingerprint: of the encoder that will embed the queries.
-    """
+    """Opens a saved index over the embeddings it was built from; `model_fingerprint` is of the
+    encoder that will embed the queries."""
     folder = Path(folder)
     manifest = read_manifest(folder, INDEX_WHAT, _VERB)
     check_sums(folder, remedy=_REMEDY)

@@ -142,12 +142,9 @@ class MeshIndex(DenseIndex):
 def abstract_search(
     devices: Sequence[jax.Device], rows: int, dim: int, top_k: int, *, approximate: bool
 ) -> tuple[Callable[[], jax.stages.Traced], Mesh, dict[str, jax.ShapeDtypeStruct]]:
-    """The search of so many sources over devices that need not be there, for `mmqa plan`.
-
-    Returns:
-      A function that traces it, the mesh, and its arguments: `queries` (a batch of 256),
-      `vectors` and `mask`.
-    """
+    """Describes the search of so many sources over devices that need not be there, for `mmqa plan`:
+    a function that traces it, the mesh, and its arguments `queries` (a batch of 256), `vectors` and
+    `mask`."""
     mesh = _row_mesh(list(devices))
     block, blocks = _block_counts(rows, len(devices), _BLOCK_ROWS)
     whole, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), (_AXIS,)))
