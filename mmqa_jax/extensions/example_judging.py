@@ -47,12 +47,8 @@ class JudgeOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """What `judge_examples` found.
-
-    Attributes:
-      rows: of every question with a scored candidate.
-      left_out: candidates without a score: their prompt was too long, or the model failed.
-    """
+    """The rows of all questions with a scored candidate, and how many candidates have no score:
+    their prompt was too long, or the model failed."""
 
     rows: Sequence[ExampleScores]
     left_out: int

@@ -55,12 +55,7 @@ _NO_ACTION = "No action"  # how an empty plan is written; it names no action
 
 
 class PlanPrompt(NamedTuple):
-    """What an agent's planner is asked.
-
-    Attributes:
-      question_id, role: whose it is.
-      tokens: with all special ones.
-    """
+    """What an agent's planner is asked about a question, in tokens with all special ones."""
 
     question_id: str
     role: mavl.Role

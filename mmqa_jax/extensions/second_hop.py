@@ -99,13 +99,9 @@ class Hops(NamedTuple):
 
 
 class SecondHopReranker:
-    """A Reranker that scores two-hop questions' candidates again with the first hop's title.
-
-    Args:
-      retriever: decides on the second hop and computes the similarities.
-      weight: of the similarity relative to VLP's relevance, see similarity.combine.
-      second_hop_k: how many candidates, the most similar ones, are scored in the second hop.
-    """
+    """A Reranker that scores two-hop questions' candidates again with the first hop's title. The
+    retriever decides on the second hop, in which the `second_hop_k` most similar candidates are
+    scored; `weight` is that of similarity.combine."""
 
     def __init__(
         self,

@@ -127,7 +127,7 @@ def interpolate(
 
 
 class Tuned(NamedTuple):
-    """The weight and threshold with the best source F1, and the mean source F1 of every pair tried."""
+    """The weight and threshold with the best source F1, and that of every pair tried."""
 
     weight: float
     threshold: float

@@ -82,12 +82,8 @@ def answer_echosight(
     top_p: float = MISTRALS.top_p,
     max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
-    """Section 3.4: the language model reads the best section.
-
-    Args:
-      system: message before the question; "": none.
-      temperature, top_p: of sampling; a temperature of 0 is greedy.
-    """
+    """Section 3.4: the language model reads the best section, by sampling (a temperature of 0 is
+    greedy), behind a system's message if there is one."""
     ranked = rerank_sections(
         questions, corpus, retriever, reranker, pictures=pictures, visual_weight=visual_weight
     )
@@ -146,12 +142,8 @@ def sections_of(corpus: Corpus, articles: Ranking) -> Ranking:
 def combined(
     articles: Articles, visual: Ranking, relevance: Ranking, visual_weight: float
 ) -> Ranking:
-    """Sections by their relevance and their article's similarity; ties keep the first's order.
-
-    Args:
-      visual: articles by the similarity of their nearest picture.
-      relevance: sections.
-    """
+    """Ranks sections by their relevance and by the similarity of their article's nearest picture
+    (`visual` has articles); ties keep the first's order."""
     similarity = dict(zip(visual.sources, visual.scores, strict=True))
     scores = {
         name: visual_weight * similarity[articles.of(name)] + (1 - visual_weight) * relevant

@@ -91,12 +91,9 @@ def extract_finished(
     template: Template = "query",
     extraction_tokens: int = 64,
 ) -> list[Prediction]:
-    """Another model extracts the answers of a finished run of `mathvista`.
-
-    Args:
-      finished: question id -> its line in that run's trace.jsonl.
-      template: of that run; the extraction's prompt holds the question again.
-    """
+    """Another model extracts the answers of a finished run of `mathvista`, of whose trace.jsonl
+    each question has a line; the extraction's prompt holds the question again, by that run's
+    template."""
     responses = [Prediction(q.id, _response(finished, q.id), trace={}) for q in questions]
     return _by_model(questions, responses, llm, template, extraction_tokens)
 

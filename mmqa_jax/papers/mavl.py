@@ -86,13 +86,9 @@ def answer_prompt(
     order: few_shot.Order = "most_similar_first",
     role: Role | None = None,
 ) -> few_shot.FewShot:
-    """The prompt P_f of a question after the used actions; its query's id is (question id, used).
-
-    Shots show what the same tools give for them.
-
-    Args:
-      role: the agent whose answer is drawn: the end of the query's id; None: of all agents.
-    """
+    """Writes the prompt P_f of a question after the used actions, with what the same tools give for
+    its shots. The query's id is (question id, used), and the role behind it where an agent's answer
+    is drawn."""
     asking = (used,) if role is None else (used, role)
     return few_shot.few_shot(
         _answer_template(used),

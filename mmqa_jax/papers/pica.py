@@ -139,12 +139,8 @@ def choose_pica(
     calibrated: bool = False,
     seed: Count = 0,
 ) -> list[Prediction]:
-    """Multiple choice: the option that is the most probable answer to PICa's prompt.
-
-    Args:
-      score: log-probability of an option's text, summed or per token.
-      calibrated: less the option's log-probability after a prompt without question and context.
-    """
+    """Multiple choice: the option that is the most probable answer to PICa's prompt, summed or per
+    token, if calibrated less its log-probability after a prompt without question and context."""
     chosen = library.select(questions, shots, similarity, seed=seed)
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
     blank = dict.fromkeys(("context", "question"), few_shot.NO_CONTEXT) if calibrated else None

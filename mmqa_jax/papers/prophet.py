@@ -80,13 +80,9 @@ def choose_prophet(
     calibrated: bool = False,
     seed: Count = 0,
 ) -> list[Prediction]:
-    """Multiple choice (A-OKVQA): the option that is the most probable answer to one prompt (ours).
-
-    Args:
-      captions: shown in place of the questions' own.
-      score: log-probability of an option's text, summed or per token.
-      calibrated: less the option's log-probability after a prompt without question and context.
-    """
+    """Multiple choice (A-OKVQA): the option that is the most probable answer to one prompt (ours),
+    summed or per token, if calibrated less its log-probability after a prompt without question and
+    context. The captions stand in place of the questions' own."""
     nearest = heuristics.select(questions, library, shots, similarity, seed=seed)
     captioned, nearest = with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]

@@ -124,12 +124,9 @@ def choose_rmr(
     calibrated: bool = False,
     seed: Count = 0,
 ) -> list[Prediction]:
-    """The option with the largest likelihood, its text or its letter (equation 8 over options).
-
-    Args:
-      rationale: of a triplet, where the template shows it, as `answer_rmr`.
-      calibrated: less the likelihood after a prompt whose question and context are `N/A`.
-    """
+    """The option with the largest likelihood, its text or its letter (equation 8 over options); if
+    calibrated less the likelihood after a prompt whose question and context are `N/A`. The
+    rationale is shown where the template has a place for it, as in `answer_rmr`."""
     prompt = few_shot.load_template(template)
     triplets = library.select(questions, shots, similarity, seed=seed)
     spelled = {

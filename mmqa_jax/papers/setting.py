@@ -79,12 +79,8 @@ class Setting:
     def check_inputs(
         self, questions: Sequence[Question], changes: _Options, parts: Mapping[str, Any]
     ) -> None:
-        """Raises UserError for questions or files that it cannot use, before models load.
-
-        Args:
-          questions: of the whole row.
-          parts: the opened parts that are files.
-        """
+        """Raises UserError for questions of the whole row, or opened parts that are files, that it
+        cannot use, before models load."""
         if self.rule_of_inputs is not None:
             self.rule_of_inputs(questions, self.options(changes))
         if self.captions_of == "questions":
@@ -101,15 +97,9 @@ class Setting:
         parts: Mapping[str, Any],
         options: _Options,
     ) -> list[Prediction]:
-        """Answers questions.
-
-        Args:
-          parts: at least those that it needs, opened.
-          options: those that differ from their defaults.
-
-        Returns:
-          One Prediction per question; its answer is "" if the setting only retrieves sources.
-        """
+        """Answers questions by the opened parts that it needs, with the options that differ from
+        their defaults: one Prediction per question, whose answer is "" if the setting only
+        retrieves sources."""
         available = {"questions": questions, "corpus": corpus, **parts}
         parameters = parameters_of(self.answer)
         results = self.answer(**{k: v for k, v in available.items() if k in parameters}, **options)

@@ -147,12 +147,8 @@ def few_shot(
 
 
 class Replies(NamedTuple):
-    """A question's prompts, and the model's replies to them.
-
-    Attributes:
-      results: of the prompts that were answered, in the order of the prompts.
-      failed: why other requests were not answered.
-    """
+    """A question's prompts, the results of those that were answered, in their order, and why the
+    others failed."""
 
     prompts: Sequence[FewShot]
     results: Sequence[Result]

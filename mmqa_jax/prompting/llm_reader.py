@@ -74,13 +74,8 @@ class LLMReaderOptions:
 
 
 class Citations(NamedTuple):
-    """What an answer cites.
-
-    Attributes:
-      text: the answer without its markers.
-      numbers: of the sources that it names, from 1, in the order in which it names them first.
-      wrong: markers that name no source.
-    """
+    """An answer without its markers, the numbers of the sources that it names (from 1, in the order
+    in which it names them first), and how many markers name no source."""
 
     text: str
     numbers: tuple[int, ...]
@@ -115,12 +110,8 @@ class _Prompt(NamedTuple):
 
 
 class LLMReader:
-    """Answers questions from sources by a language model.
-
-    Args:
-      corpus: of the sources and of the questions' pictures.
-      llm: any backend.
-    """
+    """Answers questions by a language model, from the sources of a corpus and its questions'
+    pictures."""
 
     def __init__(self, corpus: Corpus, llm: Backend, options: LLMReaderOptions | None = None):
         self._corpus, self._llm = corpus, llm
@@ -295,15 +286,8 @@ class LLMRerankerOptions:
 
 
 class LLMReranker:
-    """Scores each question's candidates by a language model.
-
-    Args:
-      corpus: of the sources and of the questions' pictures.
-      llm: a backend that scores continuations.
-
-    Attributes:
-      unscored: question id -> its sources, so far, that got no score and count as 0.
-    """
+    """Scores each question's candidates by a language model. `unscored` counts, by question, its
+    sources that got no score and count as 0."""
 
     def __init__(self, corpus: Corpus, llm: Backend, options: LLMRerankerOptions | None = None):
         self._corpus, self._llm = corpus, llm

@@ -123,12 +123,9 @@ def choose_option(
     score: Normalization = "sum",
     trace: Mapping[str, Any] | None = None,
 ) -> Prediction:
-    """The most probable option; of equal ones the first. Without scores nothing is chosen.
-
-    Args:
-      prior: of `option_prior`, subtracted; a question that it leaves out has no scores.
-      trace: what is known of the question's prompt; why there is no choice is added.
-    """
+    """Chooses the most probable option, less its prior; of equal ones the first. Without scores, or
+    where the prior leaves the question out, nothing is chosen, and the trace of its prompt gets the
+    reason."""
     trace = dict(trace or {})
     if question.id not in answers.by_id or (prior is not None and question.id not in prior):
         unscored = "the score of an option without the question is missing"

@@ -54,12 +54,9 @@ _OPTIONS = LETTERS[:5]  # that the authors' code knows
 def source_text(
     question: Question, format: Format, rationale: str | None = None, *, captions: bool = False
 ) -> str:
-    """What is read.
-
-    Args:
-      rationale: that was written for the question, of formats with `G`; None: its own.
-      captions: the picture's caption follows the hint (`--use_caption`).
-    """
+    """Writes what is read: with the rationale that was written for the question, or its own (None),
+    in formats with `G`; the picture's caption follows the hint where `captions` says so
+    (`--use_caption`)."""
     hint = str(question.extra.get("hint", ""))
     caption = str(question.extra.get(CAPTION, "")) if captions else ""
     options = (f"({_letter(n, question)}) {choice}" for n, choice in enumerate(question.choices))

@@ -307,13 +307,8 @@ _KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One prompt of a file.
-
-    Attributes:
-      where: file and line, for messages.
-      request: the query.
-      meta: the line's own notes, copied to the answer; None if there are none.
-    """
+    """One prompt of a file: its place for messages, the query, and the line's own notes, which are
+    copied to the answer."""
 
     where: str
     request: Query
@@ -321,12 +316,8 @@ class Line:
 
 
 def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> list[Line]:
-    """Reads a file of prompts; images are read too, from paths relative to the file.
-
-    Args:
-      path: `.jsonl`, or plain text.
-      decoding: the default for prompts that do not override it.
-    """
+    """Reads a file of prompts, `.jsonl` or plain text, and their images, from paths relative to the
+    file. `decoding` is the default for prompts that do not override it."""
     path, decoding = Path(path), decoding or Decoding()
     with _errors_at("config section decoding"):
         decoding.request("the default")  # rejects values out of range, before a model is loaded

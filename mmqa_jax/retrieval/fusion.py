@@ -39,12 +39,8 @@ class BM25Scores(Retriever, Protocol):
 
 
 class Pool(NamedTuple):
-    """What dense retrieval and BM25 found for one question.
-
-    Attributes:
-      dense, bm25: the sources that each found itself, best first.
-      cosines, bm25_scores: the scores of all these sources, whichever found them.
-    """
+    """What dense retrieval and BM25 each found for one question, best first, and the scores of all
+    these sources by both, whichever found them."""
 
     dense: Ranking
     bm25: Ranking
@@ -104,13 +100,8 @@ class HybridSearch:
 
 
 class ScoreFusion:
-    """A Retriever: the convex combination of cosines and BM25 scores (`convex_combination`).
-
-    Args:
-      hybrid: searches with both.
-      weight: of the cosines, in [0, 1].
-      depth: how many sources each of them retrieves, at least.
-    """
+    """A Retriever: the convex combination of cosines, with a weight in [0, 1], and BM25 scores
+    (`convex_combination`), of at least `depth` sources of each."""
 
     def __init__(self, hybrid: HybridSearch, weight: float, depth: int = DEPTH):
         check_weight(weight, "fusion_weight")

@@ -64,12 +64,8 @@ def _seal(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: str | os.PathLike, what: str, verb: str) -> dict[str, Any]:
-    """The manifest of `folder`; UserError if there is none.
-
-    Args:
-      what: description of what the folder should hold ("a BM25 index").
-      verb: the command that makes it ("mmqa index").
-    """
+    """Reads the manifest of a folder that should hold `what` ("a BM25 index"), as `verb` ("mmqa
+    index") makes it; UserError if there is none."""
     path = as_path(folder) / MANIFEST
     if not path.is_file():
         raise UserError(f"{path}: not found, {what} was expected there; run `{verb}` first.")

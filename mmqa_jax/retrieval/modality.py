@@ -49,12 +49,8 @@ def one_modality(corpus: Corpus, modality: Modality) -> Corpus:
 
 
 class ModalityIndex:
-    """The rows of one modality of an index, numbered from 0 as in `one_modality`'s corpus.
-
-    Args:
-      index: an ExactIndex or ScannIndex over the whole corpus.
-      rows: rows of the modality, ascending.
-    """
+    """The rows of one modality, ascending, of an index over the whole corpus, numbered from 0 as in
+    `one_modality`'s corpus."""
 
     def __init__(self, index: Any, rows: Sequence[int]):
         self._index, self._rows = index, np.asarray(rows, np.int32)
@@ -128,15 +124,9 @@ def modality_report(
     questions: Sequence[Question],
     choose: Callable[[Sequence[Question]], Sequence[Modality | None]] | None,
 ) -> dict[str, Any]:
-    """What to report about the modalities that were searched.
-
-    Args:
-      choose: predicts them; None: they are those of the gold sources.
-
-    Returns:
-      `modality_unknown`, the number of questions of unknown modality; or, if it was predicted,
-      `modality_accuracy` over the questions of known modality (None: there are none).
-    """
+    """Reports the modalities that were searched: `modality_unknown`, the number of questions of
+    unknown modality, or, if `choose` predicted it, `modality_accuracy` over the questions of known
+    modality (None: there are none)."""
     gold = [gold_modality(question, corpus) for question in questions]
     if choose is None:
         return {"modality_unknown": gold.count(None)}

@@ -29,12 +29,8 @@ Asks = Literal["both", "text", "picture"]
 def to_rankings(
     question_ids: Sequence[str], rows: np.ndarray, scores: np.ndarray, source_ids: Sequence[str]
 ) -> list[Ranking]:
-    """Search results as Rankings.
-
-    Args:
-      rows, scores: [n, k] as a search returns them; rows of -1 (padding) are left out.
-      source_ids: id of every row of the corpus.
-    """
+    """Makes Rankings of rows and scores [n, k] as a search returns them, of which rows of -1
+    (padding) are left out; `source_ids` has the id of every row of the corpus."""
     rankings = []
     for question_id, found, values in zip(question_ids, rows, scores, strict=True):
         kept = [
@@ -178,12 +174,8 @@ def _checked(ranking: Ranking) -> Ranking:
 def with_mined_negatives(
     questions: Sequence[Question], files: Sequence[str], source_ids: Container[str]
 ) -> list[Question]:
-    """Questions with more hard negatives: retrieved sources that are not gold.
-
-    Args:
-      files: rankings of all the questions, as `mmqa search` writes them for their split.
-      source_ids: as in `read_rankings`, whose errors this raises.
-    """
+    """Gives questions more hard negatives: retrieved sources that are not gold, from files of `mmqa
+    search` that rank all of them. It raises what `read_rankings` does."""
     for path in files:
         rankings = read_rankings(path, [question.id for question in questions], source_ids)
         questions = [

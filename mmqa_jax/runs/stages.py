@@ -59,13 +59,8 @@ def answering(
     title: str = "",
     unit: str = "",
 ) -> Iterator[Job]:
-    """Answers the questions in chunks; yields the job when this process has done its share.
-
-    Args:
-      folder: of the finished chunks.
-      chunk, shard, engine: see Job.
-      title, unit: of the progress; without them the parts show their own.
-    """
+    """Answers the questions in chunks, in a folder, as Job does; yields the job when this process
+    has done its share. Without title and unit of the progress the parts show their own."""
     with Job(folder, stage.what, len(questions), chunk=chunk, shard=shard, engine=engine) as job:
         try:
             job.run(lambda: _computing(stage, questions, opened), title, unit)

@@ -133,13 +133,9 @@ def _total(traces: Sequence[Mapping[str, Any]], key: str) -> int:
 
 
 def llm_cost(whole: Mapping[str, int], questions: int) -> dict[str, float]:
-    """What a row's answers cost: calls of the language model and tokens, whole and per question.
-
-    Kept answers count as fresh ones do, so that a rerun costs the same.
-
-    Args:
-      whole: the fields of prompting.backends.cache.Work.
-    """
+    """Returns what a row's answers cost: calls of the language model and tokens, whole (the fields
+    of prompting/backends/cache.py:Work) and per question. Kept answers count as fresh ones do, so
+    that a rerun costs the same."""
     return {**whole, **{f"{name}_per_question": n / questions for name, n in whole.items()}}
 
 

@@ -417,12 +417,8 @@ _FINISH = {"end": "stop", "stop": "stop", "length": "length"}
 
 
 class Token(NamedTuple):
-    """A token in an answer's log-probabilities.
-
-    Attributes:
-      logprob: None for the first token of an echoed prompt.
-      likeliest: (id, log-probability) of the likeliest token in its place.
-    """
+    """A token in an answer's log-probabilities, None for the first of an echoed prompt, and the
+    likeliest (id, log-probability) in its place."""
 
     id: int
     logprob: float | None
@@ -430,12 +426,8 @@ class Token(NamedTuple):
 
 
 class Envelope:
-    """What all replies to one request have in common.
-
-    Args:
-      kind: `text_completion` or `chat.completion`.
-      model: as the client named it.
-    """
+    """What all replies to one request have in common: their kind, `text_completion` or
+    `chat.completion`, and the model as the client named it."""
 
     def __init__(self, kind: str, model: str):
         prefix = "cmpl" if kind == "text_completion" else "chatcmpl"

@@ -146,12 +146,8 @@ def visit_of(request: Request) -> Visit:
 
 
 class Door:
-    """An ASGI application in front of another.
-
-    Args:
-      app: what answers; it finds bodies in the `Visit`.
-      entrances: the routes of `app`; other paths are its to refuse.
-    """
+    """An ASGI application in front of another, which finds bodies in the `Visit`. The entrances are
+    its routes; other paths are its to refuse."""
 
     def __init__(
         self, app: Any, entrances: Sequence[Entrance], options: ServeOptions, metrics: Metrics

@@ -135,14 +135,9 @@ class Threads:
         return Asking(self._pool.submit(answer, turn), leave)
 
     def together(self, compute: Callable[[list[Any]], Sequence[Any]], item: Any, turn: Turn) -> Any:
-        """The result of an item: whose turn it is has it computed for all that wait for their turn.
-
-        Args:
-          compute: results of several items, in their order.
-
-        Raises:
-          Exception: that `compute` raises for this item alone.
-        """
+        """Returns the result of an item: whose turn it is has it computed for all that wait for
+        their turn, by results of several items in their order. It raises what `compute` raises for
+        this item alone."""
         wish, wishes = _Wish(item), self._wishes[compute]
         wishes.append(wish)
         try:
@@ -396,15 +391,9 @@ def answer_row(
 
 
 class RowSystem:
-    """Answers with what a row names. Its parts are opened for the first question.
-
-    A row whose parts know its own questions alone (candidates, captions, gold sources) answers
-    those; others answer any.
-
-    Args:
-      corpus: the row's, with its questions.
-      opened: the parts of all rows over this corpus.
-    """
+    """Answers with what a row names; its parts are opened for the first question, among those of
+    all rows over this corpus. A row whose parts know its own questions alone (candidates, captions,
+    gold sources) answers those; others answer any."""
 
     takes_pictures = True
 

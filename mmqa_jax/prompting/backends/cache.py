@@ -257,12 +257,8 @@ class Cached(Around):
 
 
 def request_key(fingerprint: str, request: Query, *, of_text: bool = True) -> str:
-    """SHA-256 of all that an answer depends on.
-
-    Args:
-      of_text: a candidate's total is of its text's tokens. Without it: the key of older caches,
-        whose totals hold an end token's or a stop string's log-probability as well.
-    """
+    """Makes the SHA-256 of all that an answer depends on. Without `of_text` it is the key of older
+    caches, whose totals hold an end token's or a stop string's log-probability as well."""
     parts: dict[str, Any] = {"kind": type(request).__name__}
     if isinstance(request, Chat):
         parts["messages"] = _messages(request.messages)
@@ -327,16 +323,9 @@ def keep(request: Query, answer: Result | Scores) -> dict[str, Any]:
 
 
 def restore(key: str, request: Query, kept: Any) -> Result | Scores:
-    """The answer to a query that a kept value holds.
-
-    Args:
-      key: that it was kept under.
-      kept: a JSON value; an older version kept texts, with a checksum of key and value in them, or
-        without one.
-
-    Raises:
-      Unkeepable: it holds none, or is damaged.
-    """
+    """Reads the answer to a query from the JSON value that a key holds, or from the text of an
+    older version, with a checksum of both in it or without; Unkeepable where it holds none, or is
+    damaged."""
     value = _of_text(key, kept) if isinstance(kept, str | bytes) else kept
     if not isinstance(value, dict):
         raise Unkeepable("it is no object")

@@ -149,12 +149,9 @@ class EngineBackend:
         return {"prefill": measured.prefill_rate, "decode": measured.decode_rate}
 
     def check(self, request: Query) -> None:
-        """Rejects what the engine would reject; loads no weights.
-
-        Raises:
-          TooLong: the prompt with its new tokens exceeds the engine's length.
-          Unanswerable: an empty prompt, a broken picture, a continuation that adds no token.
-        """
+        """Rejects what the engine would reject, and loads no weights: TooLong where the prompt with
+        its new tokens exceeds the engine's length, Unanswerable for an empty prompt, a broken
+        picture, or a continuation that adds no token."""
         prompt = self._prompt(request)
         if not prompt.tokens:
             raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")

@@ -97,12 +97,9 @@ class OpenAIBackend:
         """A server does not say."""
 
     def check(self, request: Query) -> None:
-        """Rejects what the API cannot express, and what a server that counts tokens would refuse.
-
-        Raises:
-          TooLong: see PromptLengths; other servers check lengths when they are asked to answer.
-          Unanswerable: an empty prompt or a broken picture.
-        """
+        """Rejects what the API cannot express, and as TooLong what a server that counts tokens
+        would refuse (other servers check lengths when they are asked to answer); Unanswerable for
+        an empty prompt or a broken picture."""
         self._check_form(request)
         self._lengths.check(request)
 
@@ -487,12 +484,8 @@ class Server:
     async def post(
         self, path: str, body: dict[str, Any], read: Callable[[dict[str, Any]], Any], most: int
     ) -> tuple[Any, openai_replies.Tokens]:
-        """Posts, with retries; returns `read` of the answer, and its token counts.
-
-        Raises:
-          Failed: there is no answer, and why.
-          NoEcho: from `read`, or the server rejects `echo`.
-        """
+        """Posts, with retries; returns `read` of the answer, and its token counts. It raises Failed
+        where there is no answer, and NoEcho as `read`, or where the server rejects `echo`."""
 
         def read_all(answer):
             return read(answer), openai_replies.read_usage(answer)
@@ -604,11 +597,6 @@ class Server:
 
 
 def most_bytes(body: dict[str, Any], tokens: int) -> int:
-    """Bytes that the reply to a request may have.
-
-    Args:
-      body: of the request.
-      tokens: that the reply may be about.
-    """
+    """Returns the bytes that the reply to a request, about so many tokens, may have."""
     each = _LOGPROB_BYTES if body.get("logprobs") else _TOKEN_BYTES
     return _REPLY_BYTES + 2 * len(json.dumps(body)) + tokens * each

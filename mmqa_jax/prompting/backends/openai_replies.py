@@ -60,12 +60,8 @@ class ServerError(NamedTuple):
 
 
 def read_error(answer: Any, text: str = "") -> ServerError | None:
-    """The error that a reply holds, None if it holds none.
-
-    Args:
-      answer: the JSON of a server.
-      text: of the reply, where its JSON has no message.
-    """
+    """Returns the error in a server's JSON, or in the reply's text where that has no message; None
+    if it holds none."""
     error = answer.get("error") if isinstance(answer, dict) else None
     answer = answer if isinstance(answer, dict) else {}
     if not error and isinstance(answer.get("choices", answer.get("data")), list):

@@ -17,12 +17,8 @@ OnText = Callable[[str], None]  # in the engine's thread, with the next piece of
 
 
 class ServedModel:
-    """An engine that answers as requests arrive.
-
-    Args:
-      backend: from now on nobody else asks it.
-      most: requests that may be unfinished at once.
-    """
+    """An engine that answers as requests arrive, of which `most` may be unfinished at once; from
+    now on nobody else asks the backend."""
 
     def __init__(self, backend: EngineBackend | T5Backend, most: int):
         self.backend = backend

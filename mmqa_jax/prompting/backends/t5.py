@@ -85,12 +85,8 @@ class T5Backend:
         return self._engine
 
     def check(self, query: Query) -> None:
-        """Rejects what cannot be served; loads no weights.
-
-        Raises:
-          TooLong: the prompt exceeds `length` tokens.
-          Unanswerable: an empty prompt, a continuation without tokens.
-        """
+        """Rejects what cannot be served, and loads no weights: TooLong where the prompt exceeds
+        `length` tokens, Unanswerable for an empty prompt or a continuation without tokens."""
         text = self._text(query)
         if not self.tokenizer.encode_plain(text):
             raise Unanswerable(f"request {query.id!r}: its prompt is empty; give some text.")

@@ -24,13 +24,8 @@ from mmqa_jax.prompting.few_shot import OWN_CAPTION
 
 
 class Captions:
-    """Captions and tags by name.
-
-    Args:
-      captions: name -> caption.
-      tags: name -> tags.
-      by_picture: whether a question's caption has the name of its picture, not its own.
-    """
+    """Captions and tags by name; with `by_picture` a question's caption has the name of its
+    picture, not its own."""
 
     def __init__(
         self,

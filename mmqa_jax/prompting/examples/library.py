@@ -462,7 +462,7 @@ class PublishedVectors:
         self._kept: dict[str, np.ndarray] = {}  # both splits' vectors, by kind
 
     def of(self, questions: Sequence[Question], kind: str) -> Float32[np.ndarray, "n D"]:
-        """Returns the vectors of questions or of their pictures: `kind` is `question` or `image`."""
+        """Returns the vectors of questions (kind `question`) or of their pictures (`image`)."""
         if kind not in _FILES:
             raise UserError(
                 f"similarity of the {kind}: {self.folder} has vectors of questions and pictures "

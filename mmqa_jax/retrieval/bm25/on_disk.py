@@ -358,12 +358,8 @@ class _Word:
 
 
 class _Room:
-    """Room for two numbers of each row of a group.
-
-    Attributes:
-      sums: 0 before and after a search.
-      places: of rows in a shorter array, anything for other rows.
-    """
+    """Room for two numbers of each row of a group: sums, which are 0 before and after a search, and
+    the places of rows in a shorter array (anything for other rows)."""
 
     def __init__(self, rows: int):
         self.sums = np.zeros(rows, np.float32)
@@ -414,12 +410,9 @@ def _search_group(
     allowed: np.ndarray | None,
     room: _Room,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The rows of a group that may be among the best, ascending, and their scores.
-
-    Args:
-      here: those of the query's words that the group has, by their place in it.
-      best: the best scores so far, 0 where there is none.
-    """
+    """Returns the rows of a group that may be among the best, ascending, and their scores. `here`
+    has those of the query's words that the group has, by their place in it; the best scores so far
+    are 0 where there is none."""
     floor, top_k = best[-1] * _SLACK, len(best)
     nothing = np.zeros(0, np.uint32), np.zeros(0, np.float32)
     if not here:
@@ -602,14 +595,8 @@ class Tiers:
 
 
 class ShardGroup:
-    """Shards one behind another.
-
-    A word is given by its numbers, one a shard, -1 where the shard has none.
-
-    Attributes:
-      rows: how many sources they have.
-      norms: of all sources, float32.
-    """
+    """Shards one behind another, with the norms of all their sources, float32. A word is given by
+    its numbers, one a shard, -1 where the shard has none."""
 
     def __init__(self, shards: Sequence[Shard], norms: Norms):
         self._shards = shards

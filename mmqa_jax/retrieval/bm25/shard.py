@@ -100,12 +100,8 @@ class ShardBuilder:
         return (pairs[first].astype(np.uint64) << np.uint64(_COUNT_BITS)) | counts.astype(np.uint64)
 
     def write(self, folder: Path, manifest: dict[str, Any], norms: tuple[float, float]) -> None:
-        """Writes the shard, whole or not at all; nothing can be added any more.
-
-        Args:
-          manifest: what else it says of itself.
-          norms: k1 and b, by which tiers are made.
-        """
+        """Writes the shard, whole or not at all, with what else its manifest says; nothing can be
+        added any more. Tiers are made by the norms' k1 and b."""
         lengths = np.concatenate(self._lengths)
         postings = np.concatenate(self._blocks)
         self._blocks.clear()

@@ -85,12 +85,8 @@ class DenseIndex:
 
 class ExactIndex(DenseIndex):
     """Dot products with every row, in blocks: the reference, and fast enough for small corpora.
-
-    Args:
-      embeddings: what to search.
-      block_rows: rows scored at once; larger corpora are streamed from disk block by block.
-      query_batch: queries scored at once (one query alone is not padded).
-    """
+    Larger ones are streamed from disk, `block_rows` at a time; `query_batch` queries are scored at
+    once (one query alone is not padded)."""
 
     kind = "exact"
     is_exact = True

@@ -179,16 +179,9 @@ class ScannIndex(DenseIndex):
 def build_index(
     embeddings: Embeddings, kind: Kind = "auto", parameters: ScannParameters | None = None
 ) -> DenseIndex:
-    """Builds an index.
-
-    Args:
-      kind: "scann", "exact", "mesh" or "mesh_approx" (see indexes/mesh.py), or "auto": ScaNN if it
-        can be imported, otherwise exact, with a note on stderr.
-      parameters: ScaNN's, chosen from the number of rows if None.
-
-    Raises:
-      TypeError: an array in place of Embeddings.
-    """
+    """Builds an index of a kind of KINDS: "auto" is ScaNN if it can be imported, otherwise exact,
+    with a note on stderr. ScaNN's parameters are chosen from the number of rows if they are None.
+    TypeError for an array in place of Embeddings."""
     check_wrapped(embeddings)
     if kind not in KINDS:
         raise UserError(f"index: kind {kind!r} is not known; use one of {', '.join(KINDS)}.")
@@ -320,15 +313,8 @@ _SHARD = "a shard of a ScaNN index"
 
 
 class ScannShards(DenseIndex):
-    """ScaNN indexes of consecutive rows.
-
-    Made by `load_index`.
-
-    Args:
-      embeddings: whose vectors are memory-mapped.
-      folder: of the shards.
-      spans: the rows of each.
-    """
+    """ScaNN indexes of consecutive rows, one a span, over memory-mapped vectors. Made by
+    `load_index`."""
 
     kind = IN_SHARDS
     is_exact = False
@@ -400,13 +386,9 @@ def build_shards(
     parameters: ScannParameters | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> bool:
-    """Writes the shards that are missing, and at last the manifest; whether there were any.
-
-    Args:
-      shard_rows: most rows of a shard; all have the same number, but for one row.
-      parameters: of every shard; None: chosen from its rows.
-      on_progress: called with (rows done, rows).
-    """
+    """Writes the shards that are missing, of `shard_rows` rows at most, and at last the manifest;
+    returns whether there were any. The parameters are every shard's; None: chosen from its rows.
+    `on_progress` is called with (rows done, rows)."""
     if not scann_available():
         raise UserError(
             "--shard_rows: ScaNN cannot be imported (it is Linux-only); install `scann`, or give "

@@ -199,12 +199,8 @@ def ingest(
 
 
 def open_milvus(text: str, model_fingerprint: str, corpus_fingerprint: str) -> MilvusIndex:
-    """Opens a finished collection.
-
-    Args:
-      model_fingerprint: of the encoder that will embed the queries.
-      corpus_fingerprint: of the corpus whose rows are searched.
-    """
+    """Opens a finished collection, of the encoder that will embed the queries and the corpus that
+    is searched."""
     place = parse_place(text)
     client = _connect(place)
     with _spoken_to(place):
