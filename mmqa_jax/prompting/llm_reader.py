@@ -20,17 +20,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
 from mmqa_jax.decoding.requests import Scores, TooLong, Unanswerable
 from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
-from mmqa_jax.prompting import few_shot
-from mmqa_jax.prompting.backends import (
-    Backend,
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Picture,
-    Query,
-    answer_of,
-)
+from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 
 _CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
@@ -102,7 +92,7 @@ class _Prompt(NamedTuple):
       is_refused: there are no sources to answer from.
     """
 
-    query: Query | None
+    query: backends.Query | None
     text: str
     sources: int
     trace: dict[str, Any]
@@ -113,7 +103,9 @@ class LLMReader:
     """Answers questions by a language model, from the sources of a corpus and its questions'
     pictures."""
 
-    def __init__(self, corpus: Corpus, llm: Backend, options: LLMReaderOptions | None = None):
+    def __init__(
+        self, corpus: Corpus, llm: backends.Backend, options: LLMReaderOptions | None = None
+    ):
         self._corpus, self._llm = corpus, llm
         self.options = options or LLMReaderOptions()
         self._template = few_shot.load_template(self.options.template)
@@ -158,7 +150,7 @@ class LLMReader:
             return Prediction(name, read=read, trace=trace)
         output = (answers.by_id[name].candidates[0].text or "").strip()
         trace["outputs"] = [{"text": output}]
-        citations = read_citations(answer_of(output), prompt.sources)
+        citations = read_citations(backends.answer_of(output), prompt.sources)
         if prompt.sources and says_not_found(citations.text):
             trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)
@@ -209,9 +201,9 @@ class LLMReader:
         self,
         question: Question,
         texts: Sequence[str],
-        pictures: Sequence[Picture | None],
-        own_pictures: Sequence[Picture],
-    ) -> tuple[str, Query]:
+        pictures: Sequence[backends.Picture | None],
+        own_pictures: Sequence[backends.Picture],
+    ) -> tuple[str, backends.Query]:
         """The prompt's text, `<image>` where pictures are, and the query."""
         quoted = [
             {"number": str(number), "text": text, "picture": few_shot.mark_of(picture)}
@@ -229,10 +221,10 @@ class LLMReader:
         most = self.options.max_new_tokens
         text = marked.replace(few_shot.MARK, few_shot.IMAGE)
         if self._is_chat:
-            return text, Chat(question.id, prompt, Decoding(max_new_tokens=most))
+            return text, backends.Chat(question.id, prompt, backends.Decoding(max_new_tokens=most))
         # A base model goes on with another question; a chat model ends its message itself.
-        decoding = Decoding(max_new_tokens=most, stop=("\n\n", "\nQuestion:"))
-        return text, Completion(question.id, prompt, decoding, images)
+        decoding = backends.Decoding(max_new_tokens=most, stop=("\n\n", "\nQuestion:"))
+        return text, backends.Completion(question.id, prompt, decoding, images)
 
     def _listed(self, question: Question) -> str:
         """The options of a question, each with its letter; "" of one without."""
@@ -289,7 +281,9 @@ class LLMReranker:
     """Scores each question's candidates by a language model. `unscored` counts, by question, its
     sources that got no score and count as 0."""
 
-    def __init__(self, corpus: Corpus, llm: Backend, options: LLMRerankerOptions | None = None):
+    def __init__(
+        self, corpus: Corpus, llm: backends.Backend, options: LLMRerankerOptions | None = None
+    ):
         self._corpus, self._llm = corpus, llm
         self.options = options or LLMRerankerOptions()
         self._template = few_shot.load_template(self.options.template)
@@ -328,7 +322,7 @@ class LLMReranker:
         order = sorted(ranking.sources, key=lambda name: -scores[name])
         return Ranking(question.id, tuple(order), tuple(scores[name] for name in order))
 
-    def _query(self, question: Question, name: str) -> Choices:
+    def _query(self, question: Question, name: str) -> backends.Choices:
         """Makes the query for a source by its id; "" is an empty source."""
         own_pictures = few_shot.pictures_of(self._corpus, question) if self._shows_pictures else ()
         text, picture = "(empty)", None
@@ -346,7 +340,7 @@ class LLMReranker:
         attached = [*own_pictures, *([] if picture is None else [picture])]
         prompt, images = few_shot.as_prompt(marked, attached, chat=self._is_chat)
         words = ("Yes", "No") if self._is_chat else (" yes", " no")
-        return Choices((question.id, name), prompt, words, images)
+        return backends.Choices((question.id, name), prompt, words, images)
 
 
 def _log_odds(scores: Scores) -> float:

@@ -13,16 +13,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.pictures import decode
-from mmqa_jax.data.pictures.resize import (
-    PictureSizes,
-    llava_pixels,
-    pad_color,
-    qwen_pixels,
-    qwen_size,
-    tiled_pixels,
-    to_pixels,
-)
+from mmqa_jax.data.pictures import decode, resize
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.pictures import PictureConfig
@@ -122,9 +113,9 @@ class LlavaFormat:
         image = decode.decode(picture.data, picture.name)
         vision = self._config.vision
         if self._config.resize == "pad":
-            color = pad_color(vision.pixel_mean)
-            return llava_pixels(image, vision.image_size, picture.name, color)
-        return to_pixels(image, vision.image_size, self._config.resize, picture.name)
+            color = resize.pad_color(vision.pixel_mean)
+            return resize.llava_pixels(image, vision.image_size, picture.name, color)
+        return resize.to_pixels(image, vision.image_size, self._config.resize, picture.name)
 
 
 class OnevisionFormat(LlavaFormat):
@@ -150,8 +141,10 @@ class OnevisionFormat(LlavaFormat):
         size = image.height, image.width
         if one.alone:
             canvas = best_resolution(size, self._config.resolutions)
-            return TiledPicture(tiled_pixels(image, canvas, side, name), size)
-        whole = llava_pixels(image, side, name, pad_color(self._config.vision.pixel_mean))
+            return TiledPicture(resize.tiled_pixels(image, canvas, side, name), size)
+        whole = resize.llava_pixels(
+            image, side, name, resize.pad_color(self._config.vision.pixel_mean)
+        )
         return TiledPicture(whole[None], size)
 
     def _tiles(self, size: tuple[int, int], one: Shown) -> int:
@@ -188,7 +181,7 @@ class QwenFormat:
         vision = config.vision
         self.chat_format: ChatFormat | None = tokenizer.template
         self._tokenizer = tokenizer
-        self._sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
+        self._sizes = resize.PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
         self.placeholder, self.video, before, after = (
             tokenizer.decode([token])
             for token in (
@@ -219,14 +212,14 @@ class QwenFormat:
     def shape(self, picture: Picture) -> tuple[int, int, int]:
         """[H, W, 3] of what `read` gives, by the picture's header; raises PictureError."""
         size = decode.upright_size_of(picture.data, picture.name)
-        width, height = qwen_size(*size, self._sizes, picture.name)
+        width, height = resize.qwen_size(*size, self._sizes, picture.name)
         return height, width, 3
 
     def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
         picture = one.picture
         image = decode.decode_upright(picture.data, picture.name)
-        return qwen_pixels(image, self._sizes, picture.name)
+        return resize.qwen_pixels(image, self._sizes, picture.name)
 
 
 def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:

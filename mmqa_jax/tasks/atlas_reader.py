@@ -1,8 +1,9 @@
 """What the tasks on VLP add for the small reader of Atlas (ours; configs/atlas).
 
 Its inputs are made by data/atlas/reader.py; its model is models/vlp/atlas_reader.py. All of it is
-keys of the sections `model`, `packing`, `masking` and of `new_types`, off unless a config names them, so
-that source selection and answers are one task each, and runs of both kinds are opened alike.
+keys of the sections `model`, `packing`, `masking` and of `new_types`, off unless a config names
+them, so that source selection and answers are one task each, and runs of both kinds are opened
+alike.
 """
 
 from __future__ import annotations

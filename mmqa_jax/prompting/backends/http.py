@@ -31,18 +31,8 @@ from mmqa_jax.prompting.backends import (
     Picture,
     Query,
     Usage,
+    http_client,
     openai_replies,
-)
-from mmqa_jax.prompting.backends.http_client import (
-    KEY,
-    URL,
-    EventLoop,
-    HttpClient,
-    NoReply,
-    Reply,
-    address,
-    check_environment,
-    clean,
 )
 from mmqa_jax.prompting.backends.openai_replies import is_count
 
@@ -68,18 +58,18 @@ class OpenAIBackend:
 
     def __init__(self, model: str, config: ServerConfig | None = None, flag: str = "--model"):
         self.model, self.config = model, config or ServerConfig()
-        check_environment()
+        http_client.check_environment()
         self.usage = Usage()
         self.failures: list[Failure] = []
         self.system_fingerprints: set[str] = set()  # reported with the answers
         self._seconds = 0.0
         self._in_a_row = 0  # failures since the last answer
         named = f"{flag}={model}"
-        self._loop = EventLoop()
+        self._loop = http_client.EventLoop()
         self._server = Server(model, named, self.config, self.usage, self.system_fingerprints)
         weakref.finalize(self, _close, self._loop, self._server)
         known = self._loop.run(self._server.models())
-        parts = [address(), model, known]
+        parts = [http_client.address(), model, known]
         # Of the address, the model and the server's description of it.
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         length = (known or {}).get("max_model_len")
@@ -253,7 +243,7 @@ class OpenAIBackend:
             )
 
 
-def _close(loop: EventLoop, server: Server) -> None:
+def _close(loop: http_client.EventLoop, server: Server) -> None:
     loop.run(server.client.close())
     loop.close()
 
@@ -294,7 +284,9 @@ class PromptLengths:
       loop, client: by which it is asked.
     """
 
-    def __init__(self, model: str, length: Any, loop: EventLoop, client: HttpClient):
+    def __init__(
+        self, model: str, length: Any, loop: http_client.EventLoop, client: http_client.HttpClient
+    ):
         self._model, self._loop, self._client = model, loop, client
         self._length = length if is_count(length) and 0 < length < _LONGEST_CONTEXT else None
 
@@ -323,7 +315,7 @@ class PromptLengths:
         most = _COUNT_BYTES + _COUNT_BYTES_PER_BYTE * len(json.dumps(asked))
         try:
             reply = self._loop.run(self._client.send("/tokenize", asked, most, beside=True))
-        except NoReply:
+        except http_client.NoReply:
             reply = None
         count = reply.value.get("count") if reply and isinstance(reply.value, dict) else None
         if reply is None or reply.status != 200 or not is_count(count):
@@ -436,7 +428,7 @@ class WithoutChoices(Failed):
 class Redirected(Failed):
     """The server names another address."""
 
-    remedy = f"set {URL} to the address of the server that answers"
+    remedy = f"set {http_client.URL} to the address of the server that answers"
 
 
 class Refused(Failed):
@@ -461,7 +453,7 @@ class Server:
         self._model, self._named, self._config = model, named, config
         self._usage, self._fingerprints = usage, fingerprints
         self._slots = asyncio.Semaphore(config.concurrency)
-        self.client = HttpClient(config.timeout)
+        self.client = http_client.HttpClient(config.timeout)
         self._others: set[str] = set()  # names of other models that answered
 
     async def models(self) -> Any:
@@ -471,9 +463,13 @@ class Server:
         try:
             answer = await self._send("/models", None, lambda answer: answer, _LIST_BYTES, retries)
         except Redirected as error:
-            raise UserError(f"environment: the server of {URL}: {error}; {error.remedy}.") from None
+            raise UserError(
+                f"environment: the server of {http_client.URL}: {error}; {error.remedy}."
+            ) from None
         except Failed as error:
-            raise RunError(f"the server of {URL}: {error}; start it, or correct {URL}.") from None
+            raise RunError(
+                f"the server of {http_client.URL}: {error}; start it, or correct {http_client.URL}."
+            ) from None
         known = answer.get("data") if isinstance(answer, dict) else None
         for entry in known if isinstance(known, list) else ():
             if isinstance(entry, dict) and entry.get("id") == self._model:
@@ -519,7 +515,7 @@ class Server:
                 if reason is None:
                     return read(reply.value)
                 retry_after = openai_replies.retry_after(reply.headers)
-            except NoReply as error:
+            except http_client.NoReply as error:
                 reason = str(error)
             except openai_replies.Malformed as error:
                 reason = f"its answer is malformed ({error})"
@@ -539,7 +535,7 @@ class Server:
         longest = min(self._config.first_wait * 2**attempt, self._config.longest_wait)
         return longest * random.uniform(0.5, 1.0)
 
-    def _refusal(self, reply: Reply, echo: bool) -> str | None:
+    def _refusal(self, reply: http_client.Reply, echo: bool) -> str | None:
         """Why a reply is no answer, None if it is one; raises if a retry cannot help.
 
         Proxies in front of several models answer 200 with an error, whose code is the status.
@@ -553,7 +549,7 @@ class Server:
                 return None
             if isinstance(error.code, int) and 400 <= error.code < 600:
                 status = error.code
-        words = "no reason given" if error is None else clean(error.message)
+        words = "no reason given" if error is None else http_client.clean(error.message)
         self._give_up(status, error.code if error else None, error.message if error else "", echo)
         return (
             f"it says {status} ({words})"
@@ -563,12 +559,14 @@ class Server:
 
     def _give_up(self, status: int, code: str | int | None, message: str, echo: bool) -> None:
         """Raises if a retry cannot help."""
-        said = clean(message)
+        said = http_client.clean(message)
         if status == 401 or (status == 403 and not self._usage.requests):
-            raise UserError(f"environment: the server refuses {KEY} ({status}); correct it.")
+            raise UserError(
+                f"environment: the server refuses {http_client.KEY} ({status}); correct it."
+            )
         if status == 404:
             raise UserError(
-                f"{self._named}: the server of {URL} does not know it, or has no such "
+                f"{self._named}: the server of {http_client.URL} does not know it, or has no such "
                 f"service (404: {said}); correct the name or the address (usually ending in /v1)."
             )
         if code == "insufficient_quota":
@@ -590,8 +588,8 @@ class Server:
             return
         self._others.add(name)
         print(
-            f"mmqa: {self._named}: the server answers as model {clean(name)}; check that it serves "
-            "the one that you mean.",
+            f"mmqa: {self._named}: the server answers as model {http_client.clean(name)}; check "
+            "that it serves the one that you mean.",
             file=sys.stderr,
         )
 
