@@ -39,7 +39,12 @@ from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, Pictur
 from mmqa_jax.data.formats.tables import read_table, whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scores import (
+    group_of,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
@@ -323,13 +328,10 @@ def _items(texts: Sequence[str]) -> set[str]:
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
     return {
-        **{kind: among(lambda q, kind=kind: q.category == kind) for kind in TYPES},
-        "single hop": among(lambda q: q.category != "2_hop"),
-        "unseen entity": among(lambda q: bool(q.extra.get(UNSEEN))),
+        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in TYPES},
+        "single hop": group_of(questions, lambda q: q.category != "2_hop"),
+        "unseen entity": group_of(questions, lambda q: bool(q.extra.get(UNSEEN))),
     }
 
 

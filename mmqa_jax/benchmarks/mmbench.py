@@ -93,8 +93,8 @@ class TablePictures:
         except (binascii.Error, ValueError) as error:
             raise PictureError(f"index {name}: its image is no base64 ({error}).") from error
 
-    def signature(self) -> str:
-        """Identifies the pictures."""
+    def signature(self, names: Iterable[str] = ()) -> str:
+        """Identifies the pictures, whatever their names."""
         digest = hashlib.sha256()
         for name, text in self._texts.items():
             digest.update(f"{name} {len(text)} ".encode() + text[:1024].encode())
@@ -122,15 +122,8 @@ def read_mmbench(path: Path) -> BenchmarkFiles:
     questions = with_captions(files, questions, _caption_names, "indices of the table")
     if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
-    return BenchmarkFiles(
-        questions=questions,
-        counts=_counts(questions, len(questions) - len(rows)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=pictures if texts else None,
-        inputs=pictures.signature() if texts else None,
-    )
+    counts = _counts(questions, len(questions) - len(rows))
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, [*texts])
 
 
 def circular_passes(question: Question) -> list[Question]:

@@ -39,10 +39,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scores import (
+    group_of,
+    predictions_by_question,
+    questions_that_count,
+    scores_of,
+)
 from mmqa_jax.evaluation.scoring import Evaluation
 
 # Between the items of an answer that is a list; no answer of dev holds it.
@@ -110,16 +114,9 @@ def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
         raise UserError(
             f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
         )
-    return official.BenchmarkFiles(
-        questions=list(questions.values()),
-        sources=sorted(sources.values(), key=lambda source: source.id),
-        counts=_counts(list(questions.values()), list(sources.values()), len(found)),
-        published=PUBLISHED_COUNTS,
-        files=files.found,
-        missing=files.missing,
-        read_picture=_reading(pictures) if found else None,
-        inputs=pictures.signature(found) if found else None,
-    )
+    listed = sorted(sources.values(), key=lambda source: source.id)
+    counts = _counts(list(questions.values()), listed, len(found))
+    return files.content(questions.values(), counts, PUBLISHED_COUNTS, pictures, found, listed)
 
 
 def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path | None:
@@ -127,15 +124,6 @@ def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path |
     if required:
         return files.required(*names, remedy="fetch the folder `dataset` of allenai/multimodalqa")
     return files.optional(*names, without=f"there are no {_SPLITS[part]} questions")
-
-
-def _reading(pictures: official.PictureFolders) -> Callable[[str], bytes]:
-    def read(name: str) -> bytes:
-        if name not in pictures:
-            raise PictureError(f"{name}: no such file in {PICTURES}; fetch it again.")
-        return pictures(name)
-
-    return read
 
 
 def _text(row: official.Entry) -> Source:
@@ -329,17 +317,16 @@ def write_multimodalqa_submission(
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     """The groups that the official script prints: modalities, types, places of the answer."""
 
-    def among(accepts: Callable[[Question], bool]) -> np.ndarray:
-        return np.array([accepts(question) for question in questions], bool)
-
     kinds = sorted({question.category for question in questions})
     places = sorted({question.extra[ANSWER_MODALITY] for question in questions})
     return {
-        "single-modal": among(lambda q: q.category in SINGLE_MODAL),
-        "multi-modal": among(lambda q: q.category not in SINGLE_MODAL),
-        **{kind: among(lambda q, kind=kind: q.category == kind) for kind in kinds},
+        "single-modal": group_of(questions, lambda q: q.category in SINGLE_MODAL),
+        "multi-modal": group_of(questions, lambda q: q.category not in SINGLE_MODAL),
+        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in kinds},
         **{
-            f"answer in {place}": among(lambda q, place=place: q.extra[ANSWER_MODALITY] == place)
+            f"answer in {place}": group_of(
+                questions, lambda q, place=place: q.extra[ANSWER_MODALITY] == place
+            )
             for place in places
         },
     }

@@ -255,7 +255,7 @@ def test_a_folder_without_questions(raw):
 
 def test_pictures_that_are_not_there_or_no_longer(raw):
     read_picture = read_multimodalqa(raw).read_picture
-    with pytest.raises(PictureError, match=r"i2\.png: no such file in final_dataset_images; fetch"):
+    with pytest.raises(PictureError, match=r"i2\.png: no such file; fetch"):
         read_picture("i2.png")
     (raw / "final_dataset_images" / "i1.png").unlink()
     with pytest.raises(PictureError, match=r"images/i1\.png: No such file or directory; fetch it"):

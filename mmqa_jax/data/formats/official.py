@@ -171,12 +171,14 @@ class PictureFolders:
         return name in self._paths
 
     def __call__(self, name: str) -> bytes:
-        """Encoded bytes of a picture; PictureError where its file is too large or unreadable."""
+        """Encoded bytes; PictureError where the file is not there, too large or unreadable."""
+        if (path := self._paths.get(name)) is None:
+            raise PictureError(f"{name}: no such file; fetch it again.")
         try:
-            check_bytes(self._paths[name].stat().st_size, str(self._paths[name]))
-            return self._paths[name].read_bytes()
+            check_bytes(path.stat().st_size, str(path))
+            return path.read_bytes()
         except OSError as error:
-            raise PictureError(f"{self._paths[name]}: {error.strerror}; fetch it again.") from error
+            raise PictureError(f"{path}: {error.strerror}; fetch it again.") from error
 
     def signature(self, names: Iterable[str]) -> str:
         """Identifies the files of these names in their present state."""
