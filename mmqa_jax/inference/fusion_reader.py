@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import check_questions
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import ServedModel
-from mmqa_jax.data.batches.passages import passage_arrays
+from mmqa_jax.data.batches.seq2seq import passage_arrays
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.decoding.t5_generate import beam_search

@@ -21,7 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.passages import PassagesSize, passage_batches
+from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
 from mmqa_jax.data.passage_texts import question_texts, source_passage

@@ -16,10 +16,9 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.wikipedia import dump, files
+from mmqa_jax.data.wikipedia import dump, streams
 from mmqa_jax.data.wikipedia.dump import PageReader
-from mmqa_jax.data.wikipedia.files import InputFile
-from mmqa_jax.data.wikipedia.streams import json_entries
+from mmqa_jax.data.wikipedia.streams import InputFile, json_entries
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.region_features import open_pictures
@@ -266,7 +265,7 @@ def test_a_picture_is_looked_for_in_its_folder_alone(raw, name):
 def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     path.write_text(json.dumps(EVQA, ensure_ascii=False))
-    monkeypatch.setattr(files.InputFile.blocks, "__defaults__", (7,))
+    monkeypatch.setattr(streams.InputFile.blocks, "__defaults__", (7,))
     assert dict(json_entries(InputFile(path))) == EVQA
     path.write_text(json.dumps(EVQA)[:-30])
     with pytest.raises(UserError, match=r"x\.json: ends within"):
@@ -338,7 +337,7 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
     path.write_bytes(whole[:-20])
     with pytest.raises(UserError, match=r"json\.gz: cannot be read .*fetch the file again"):
         prepare("kilt", raw, raw.parent / "out")
-    monkeypatch.setattr(files, "_ALLOWED", 1 << 20)
+    monkeypatch.setattr(streams, "_ALLOWED", 1 << 20)
     path.write_bytes(gzip.compress(b"0" * (4 << 20)))
     with pytest.raises(UserError, match="unpacks to more than 250 times its size"):
         prepare("kilt", raw, raw.parent / "out")

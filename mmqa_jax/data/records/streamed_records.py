@@ -36,8 +36,7 @@ from mmqa_jax.data.records.picture_records import (
     unfinished_folder,
 )
 from mmqa_jax.data.schema import Material
-from mmqa_jax.data.wikipedia.files import InputFile
-from mmqa_jax.data.wikipedia.streams import Item, Stream
+from mmqa_jax.data.wikipedia.streams import InputFile, Item, Stream
 
 _LAYOUT = 1  # of the files; raised when they change
 _NAMED = 20  # broken items that the manifest names

@@ -15,8 +15,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.articles import ENGLISH, Article, PassageOptions, Section, page_url
 from mmqa_jax.data.records.picture_records import processors
-from mmqa_jax.data.wikipedia.files import LONGEST_LINE, InputFile
-from mmqa_jax.data.wikipedia.streams import Item, Stream, article_item
+from mmqa_jax.data.wikipedia.streams import LONGEST_LINE, InputFile, Item, Stream, article_item
 
 _FILE, _CATEGORY = "6", "14"  # keys of namespaces, whose names differ by language
 _FIELDS = ("title", "ns", "id", "model", "text")
