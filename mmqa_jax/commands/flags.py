@@ -328,18 +328,17 @@ def add_words(parser: argparse.ArgumentParser, condition: str = "") -> None:
     )
     parser.add_argument(
         "--stemming",
-        action="store_true",
-        default=None,
+        action=argparse.BooleanOptionalAction,
         help=f"{condition}BM25 compares the stems of words, by the rules of --language "
-        "(package PyStemmer)",
+        "(where the package PyStemmer is installed)",
     )
 
 
 def analyzer(arguments: argparse.Namespace) -> Analyzer:
     """How BM25 makes words, as the flags of `add_words` say."""
-    from mmqa_jax.data.text_analysis import Analyzer
+    from mmqa_jax.data.text_analysis import folder_analyzer
 
-    return Analyzer(arguments.language or "english", stemming=bool(arguments.stemming))
+    return folder_analyzer(arguments.language, arguments.stemming)
 
 
 def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:

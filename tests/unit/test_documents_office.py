@@ -36,10 +36,10 @@ from office_files import (
     zipped,
 )
 
-from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import DocumentError
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.odf import read_odf
+from mmqa_jax.data.documents.plain import read_delimited
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx, shown_by
 
@@ -379,7 +379,7 @@ def test_cells_far_apart_cost_nothing():
 
 
 def test_a_workbook_of_too_many_cells(monkeypatch):
-    for module in ("xlsx", "delimited"):
+    for module in ("xlsx", "plain"):
         monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_CELLS", 3)
     with pytest.raises(DocumentError, match="more than 3 cells; split it"):
         read_xlsx(book(line(1, "a", "b") + line(2, "c", "d")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mmqa_jax.data.documents import office
@@ -246,46 +246,39 @@ class _OpenDocument(office.Reading):
         beside: office.Beside = {}
         above: dict[int, tuple[str, int]] = {}  # column -> merged text, and its last row
         hidden = _hidden_columns(table)
-        row, headers = 1, 0
-        for element in _rows(table):
-            if attribute(element, "visibility") in ("collapse", "filter"):
-                self._leave_out("hidden rows", element)
-            else:
-                cells = dict(self._cells(element, row, above, hidden, beside))
-                if cells:
-                    rows[row] = cells
-                if headers == len(rows) - 1 and element.getparent().tag == "table-header-rows":
-                    headers += 1
-            row += max(1, number(attribute(element, "number-rows-repeated"), 1))
-        return rows, beside, headers
+        place, headers = 1, 0
 
-    def _cells(
-        self,
-        row: Any,
-        place: int,
-        above: dict[int, tuple[str, int]],
-        hidden: Sequence[int],
-        beside: office.Beside,
-    ) -> Iterator[tuple[int, str]]:
-        column = 0
-        for cell in row.iterchildren("table-cell", "covered-table-cell"):
-            count = max(1, number(attribute(cell, "number-columns-repeated"), 1))
-            if bisect.bisect(hidden, column) % 2:
-                self._leave_out("hidden columns", cell)
-            elif len(cell) or column in above:
-                after: list[Callable[[], None]] = []
-                text = one_line(" ".join(self._cell_texts(cell, after)))
-                for add in after:
-                    beside.setdefault(place, []).append((column, add))
-                merged, last = above.get(column, ("", 0))
-                if cell.tag == "covered-table-cell" and last >= place:
-                    text = self.merged(merged, text)
-                elif (span := number(attribute(cell, "number-rows-spanned"), 1)) > 1:
-                    above[column] = text, place + span - 1
-                if text:
-                    for repeated in range(min(count, 1 + _REPEATED // len(text))):
-                        yield column + repeated, text
-            column += count
+        def cells_of(row: Any) -> Iterator[tuple[int, str]]:
+            column = 0
+            for cell in row.iterchildren("table-cell", "covered-table-cell"):
+                count = max(1, number(attribute(cell, "number-columns-repeated"), 1))
+                if bisect.bisect(hidden, column) % 2:
+                    self._leave_out("hidden columns", cell)
+                elif len(cell) or column in above:
+                    after: list[Callable[[], None]] = []
+                    text = one_line(" ".join(self._cell_texts(cell, after)))
+                    if after:
+                        beside.setdefault(place, []).extend((column, add) for add in after)
+                    merged, last = above.get(column, ("", 0))
+                    if cell.tag == "covered-table-cell" and last >= place:
+                        text = self.merged(merged, text)
+                    elif (span := number(attribute(cell, "number-rows-spanned"), 1)) > 1:
+                        above[column] = text, place + span - 1
+                    if text:
+                        for repeated in range(min(count, 1 + _REPEATED // len(text))):
+                            yield column + repeated, text
+                column += count
+
+        for row in _rows(table):
+            if attribute(row, "visibility") in ("collapse", "filter"):
+                self._leave_out("hidden rows", row)
+            else:
+                if cells := dict(cells_of(row)):
+                    rows[place] = cells
+                if headers == len(rows) - 1 and row.getparent().tag == "table-header-rows":
+                    headers += 1
+            place += max(1, number(attribute(row, "number-rows-repeated"), 1))
+        return rows, beside, headers
 
     def _cell_texts(self, cell: Any, after: list[Callable[[], None]]) -> Iterator[str]:
         for element in cell:

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.documents.delimited import read_delimited
 from mmqa_jax.data.documents.document import Document
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.epub import read_epub
@@ -19,6 +18,7 @@ from mmqa_jax.data.documents.html import read_html
 from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.plain import (
+    read_delimited,
     read_json,
     read_json_lines,
     read_markdown,
