@@ -22,8 +22,12 @@ from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, with_logit_bias
-from mmqa_jax.models.presets import DualEncoderModel
+from mmqa_jax.models.encoders.dual_encoder import (
+    DualEncoder,
+    DualEncoderConfig,
+    DualEncoderModel,
+    with_logit_bias,
+)
 from mmqa_jax.models.two_towers.config import SiglipTextConfig, TextConfig
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source

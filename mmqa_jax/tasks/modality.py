@@ -16,8 +16,7 @@ from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.question_classifier import QuestionClassifier, make_probabilities
-from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig
-from mmqa_jax.models.presets import TextClassifierModel
+from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig, TextClassifierModel
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
 from mmqa_jax.tasks import task as tasks

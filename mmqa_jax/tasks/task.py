@@ -46,7 +46,7 @@ from mmqa_jax.data.tokenizers import (
     restrict_vocabulary,
     train_wordpiece,
 )
-from mmqa_jax.models.presets import TRUNKS
+from mmqa_jax.models.bert.network import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives

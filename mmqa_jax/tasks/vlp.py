@@ -43,8 +43,7 @@ from mmqa_jax.inference.region_detector import (
     RegionCache,
     open_detector,
 )
-from mmqa_jax.models.presets import VLPModel
-from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
+from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs, VLPModel
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader

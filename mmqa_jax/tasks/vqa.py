@@ -39,7 +39,7 @@ from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import minilm_l6
-from mmqa_jax.models.presets import GridModel, VQAModelSection, vqa_model
+from mmqa_jax.models.mcan.sections import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks import task as tasks

@@ -26,10 +26,9 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import LlavaConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
-from mmqa_jax.models.presets import SIGLIPS
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.t5.config import PRESETS as T5S
-from mmqa_jax.models.two_towers.config import SiglipConfig
+from mmqa_jax.models.two_towers.config import SIGLIPS, SiglipConfig
 from mmqa_jax.plan.program import Planned, trace_program
 from mmqa_jax.plan.programs import ENGINE, PRESETS, WITH_PICTURES, make_program
 from mmqa_jax.plan.topology import Topology, open_topology

@@ -16,12 +16,11 @@ from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101
-from mmqa_jax.models.encoders.dual_encoder import DualEncoder, of_towers
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderModel, of_towers
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.network import LlavaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
-from mmqa_jax.models.presets import DualEncoderModel
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig, expand_pictures
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.network import T5, Texts

@@ -21,12 +21,11 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.models import presets
 from mmqa_jax.models.bert import network as bert
-from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
+from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig, DualEncoderModel
 from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.vlp import network as vlp
-from mmqa_jax.models.vlp.network import VLPInputs
+from mmqa_jax.models.vlp.network import VLPInputs, VLPModel
 from mmqa_jax.tasks import run
 from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, RerankObjective
 from mmqa_jax.tasks.registry import read_task
@@ -252,19 +251,17 @@ def test_the_answer_loss_has_the_configs_micro_batches(restricted):
 
 def test_published_sizes_by_name():
     section = {"trunk": "bert_base_cased", "frontend": "x101"}
-    config = read_typed(presets.VLPModel, section, "model").config(28_996)
+    config = read_typed(VLPModel, section, "model").config(28_996)
     published = vlp.vlp_base_x101()
     assert config == dataclasses.replace(
         published, bert=dataclasses.replace(published.bert, eps=config.bert.eps)
     )
     assert (
-        read_typed(presets.VLPModel, {**section, "frontend": "vinvl"})
-        .config(28_996)
-        .region_positions
+        read_typed(VLPModel, {**section, "frontend": "vinvl"}).config(28_996).region_positions
         == 1601
     )
     section = {"clip": "vit_b_16", "fusion": "image", "picture_gate": 1.0}
-    both = read_typed(presets.DualEncoderModel, section).config(7)
+    both = read_typed(DualEncoderModel, section).config(7)
     assert both == DualEncoderConfig(
         clip.vit_b_16().text, clip.vit_b_16().vision, fusion="image", picture_gate=1.0
     )
@@ -273,14 +270,14 @@ def test_published_sizes_by_name():
 def test_changes_and_vocabulary_reach_the_model():
     section = {"trunk": "minilm_l6", "changes": {"layers": 2, "dropout": 0.5}, "frontend": "patches",
                "patch": 8, "visual_hidden": (16, 32)}  # fmt: skip
-    config = read_typed(presets.VLPModel, section, "model").config(77)
+    config = read_typed(VLPModel, section, "model").config(77)
     assert config.bert == dataclasses.replace(
         bert.minilm_l6(), layers=2, dropout=0.5, vocab_size=77, types=6
     )
     assert (config.region_features, config.visual_hidden) == (8 * 8 * 3, (16, 32))
     section = {"clip": "", "trunk": "minilm_l6", "vision": {"layers": 3}, "fusion": "mean",
                "picture_gate": 0.1}  # fmt: skip
-    dual = read_typed(presets.DualEncoderModel, section, "model").config(77)
+    dual = read_typed(DualEncoderModel, section, "model").config(77)
     assert (dual.text.vocab_size, dual.text.types, dual.vision.layers) == (77, 2, 3)
 
 
@@ -303,7 +300,7 @@ def test_changes_and_vocabulary_reach_the_model():
 def test_wrong_presets_are_named(change, message):
     section = {"clip": "", "trunk": "minilm_l6", "fusion": "mean", "picture_gate": 0.1}
     with pytest.raises(UserError, match=message):
-        read_typed(presets.DualEncoderModel, {**section, **change}, "model").config(77)
+        read_typed(DualEncoderModel, {**section, **change}, "model").config(77)
 
 
 # A training run

@@ -31,9 +31,9 @@ from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.evaluation.source_selection import THRESHOLDS
 from mmqa_jax.inference.reader import Reader
-from mmqa_jax.models.presets import VLPModel
 from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.models.vlp.keys import publish_vlp
+from mmqa_jax.models.vlp.network import VLPModel
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks.answer import load_reader

@@ -11,6 +11,7 @@ FAMILIES = (
         config="bert.network.BertConfig",
         layouts=(HF_FOLDER,),
         exports="BertModel",
+        presets="bert.network.TRUNKS",
         check="encoders.text_encoders.CHECK",
     ),
 )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +23,8 @@ from mmqa_jax.models.common.config_checks import (
     check_layers,
     check_length,
     check_rate,
+    published_sizes,
+    with_fields,
 )
 from mmqa_jax.models.common.layers import (
     Embedding,
@@ -342,3 +346,17 @@ class MlmHead(nnx.Module):
         """
         x = self.norm(ACTIVATIONS[self.config.activation](self.dense(hidden)))
         return tokens.attend(x, first).astype(jnp.float32) + self.bias[:first]
+
+
+TRUNKS: dict[str, Callable[..., BertConfig]] = {
+    "bert_base_cased": bert_base_cased,
+    "bert_base_uncased": bert_base_uncased,
+    "bert_large_uncased": bert_large_uncased,
+    "minilm_l6": minilm_l6,
+}
+
+
+def trunk_config(name: str, changes: Mapping[str, Any], vocab_size: int, types: int) -> BertConfig:
+    """The config of the section `model`, whose `trunk` is a name of TRUNKS."""
+    sizes = {"vocab_size": vocab_size, "types": types, **changes}
+    return with_fields(published_sizes("model.trunk", name, TRUNKS), sizes)

@@ -6,7 +6,8 @@ two.`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
@@ -69,3 +70,17 @@ def check_length(length: int, positions: int) -> None:
             f"a batch is {length} tokens long: expected at most model.positions = {positions}; use "
             "shorter buckets."
         )
+
+
+def with_fields(config: Any, changes: Mapping[str, Any]) -> Any:
+    """The config with other values of some fields, as a config file has them."""
+    # Read from a config file a tuple is a list, which is no part of a hash.
+    given = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
+    return dataclasses.replace(config, **given)
+
+
+def published_sizes(key: str, name: str, presets: Mapping[str, Callable[..., Any]]) -> Any:
+    """The published sizes that the config key `key` names."""
+    if name not in presets:
+        raise UserError(f"config key {key}={name}: unknown; use one of {', '.join(presets)}.")
+    return presets[name]()

@@ -8,19 +8,25 @@ and parameters have the same paths, so CLIP's key map fills it. Or both towers a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.core.typed import mapping, spec_of
+from mmqa_jax.models.bert.network import Bert, BertConfig, trunk_config
 from mmqa_jax.models.common import layers
+from mmqa_jax.models.common.config_checks import published_sizes, with_fields
 from mmqa_jax.models.two_towers.config import (
+    CLIPS,
     INITIAL_LOGIT_SCALE,
     MAX_LOGIT_SCALE,
     SIGLIP_LOGIT_BIAS,
     SIGLIP_LOGIT_SCALE,
+    SIGLIPS,
     CLIPConfig,
     SiglipConfig,
     SiglipTextConfig,
@@ -199,3 +205,71 @@ def mean_pool(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
     weights = attention_mask.astype(jnp.float32)[..., None]  # [B, L, 1]
     total = (hidden.astype(jnp.float32) * weights).sum(1)
     return total / jnp.maximum(weights.sum(1), 1e-9)
+
+
+def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = TextConfig if section.get("clip") else BertConfig
+    kind = SiglipTextConfig if section.get("siglip") else kind
+    return spec_of(kind, minimum=1, partial=True)
+
+
+def _vision_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
+    if section.get("siglip"):  # pictures of training have one size
+        return spec_of(SiglipVisionConfig, "flexible", minimum=1, partial=True)
+    return spec_of(VisionConfig, minimum=1, partial=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class DualEncoderModel:
+    """A text tower and a vision tower with one space of embeddings.
+
+    Attributes:
+      fusion, picture_gate: how a source's caption and picture become one vector (DualEncoder).
+      clip, siglip: a name of CLIPS or SIGLIPS, then that model itself; or both "":
+      trunk: of a BERT text tower, a name of TRUNKS.
+      changes: fields of the text tower's config that differ.
+      vision: fields of VisionConfig (of SigLIP its own) that differ; unless given its dtype is the
+        text tower's, and its embed_dim a BERT tower's hidden size.
+    """
+
+    fusion: str
+    picture_gate: float
+    clip: str = ""
+    siglip: str = ""
+    trunk: str = ""
+    changes: Mapping[str, Any] = mapping(_text_changes)
+    vision: Mapping[str, Any] = mapping(_vision_changes)
+
+    def __post_init__(self):
+        if self.clip and self.siglip:
+            raise UserError(
+                f"config keys model.clip={self.clip} and model.siglip={self.siglip}: name one of "
+                "the two."
+            )
+        if not self.published and not self.trunk:
+            raise UserError("config key model.trunk is missing; add it.")
+
+    @property
+    def published(self) -> str:
+        """`clip` or `siglip`, of which both towers are; "": the text tower is a BERT."""
+        return "clip" if self.clip else "siglip" if self.siglip else ""
+
+    def config(self, vocab_size: int) -> DualEncoderConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer; CLIP and SigLIP have their own.
+        """
+        fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
+        if self.published:
+            presets = CLIPS if self.clip else SIGLIPS
+            towers = published_sizes(f"model.{self.published}", self.clip or self.siglip, presets)
+            text: Any = with_fields(towers.text, self.changes)
+        else:
+            text = trunk_config(self.trunk, self.changes, vocab_size, types=2)
+        changes = {"dtype": text.dtype, **self.vision}
+        vision = towers.vision if self.published else VisionConfig(embed_dim=text.hidden)
+        vision = with_fields(vision, changes)
+        if self.siglip:
+            return of_towers(SiglipConfig(vision, text), **fusion)
+        return DualEncoderConfig(text, vision, **fusion)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.bert.network import Bert, BertConfig
+from mmqa_jax.core.typed import changes_of
+from mmqa_jax.models.bert.network import Bert, BertConfig, trunk_config
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.layers import Linear, normal_init
 from mmqa_jax.models.encoders.dual_encoder import mean_pool
@@ -304,3 +305,25 @@ class TextClassifier(nnx.Module):
         if frozen:
             pooled = jax.lax.stop_gradient(pooled)  # [B, H]
         return self.head(pooled).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextClassifierModel:
+    """A BERT with a linear layer.
+
+    Attributes:
+      trunk: a name of TRUNKS.
+      pooling: see TextClassifierConfig.
+      frozen: only the linear layer is trained.
+      changes: fields of BertConfig that differ.
+    """
+
+    trunk: str
+    pooling: str
+    frozen: bool
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+
+    def config(self, vocab_size: int, classes: int) -> TextClassifierConfig:
+        """The model's sizes; `vocab_size`: of the tokenizer."""
+        trunk = trunk_config(self.trunk, self.changes, vocab_size, types=2)
+        return TextClassifierConfig(trunk, classes, self.pooling)

@@ -15,6 +15,7 @@ FAMILIES = (
             "open_clip's folder, or its file beside open_clip_config.json",
         ),
         exports="CLIPModel",
+        presets="two_towers.config.CLIPS",
         check="two_towers.keys.CLIP_CHECK",
     ),
     Architecture(
@@ -25,6 +26,7 @@ FAMILIES = (
         config="two_towers.config.SiglipConfig",
         layouts=(HF_FOLDER,),
         exports="SiglipModel, Siglip2Model (NaFlex)",
+        presets="two_towers.config.SIGLIPS",
         check="two_towers.keys.SIGLIP_CHECK",
     ),
 )

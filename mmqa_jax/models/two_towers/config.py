@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import jax
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS, by_platform
-from mmqa_jax.models.common.config_checks import check_divides, check_known, check_layers
+from mmqa_jax.models.common.config_checks import (
+    check_divides,
+    check_known,
+    check_layers,
+    published_sizes,
+    with_fields,
+)
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -305,3 +313,35 @@ def siglip_so400m(
         SiglipVisionConfig(image_size=image_size, patch_size=patch_size, **sizes),
         SiglipTextConfig(vocab_size=vocab_size, embed_dim=1152, **sizes),
     )
+
+
+CLIPS: dict[str, Callable[..., CLIPConfig]] = {
+    "vit_b_32": vit_b_32,
+    "vit_b_16": vit_b_16,
+    "vit_l_14": vit_l_14,
+    "vit_l_14_336": vit_l_14_336,
+}
+
+
+_GEMMA = 256_000  # tokens of SigLIP 2
+
+
+SIGLIPS: dict[str, Callable[..., SiglipConfig]] = {
+    "base_16_224": siglip_base,
+    "large_16_256": siglip_large,
+    "so400m_14_384": siglip_so400m,
+    "siglip2_base_16_224": functools.partial(siglip_base, vocab_size=_GEMMA),
+    "siglip2_large_16_256": functools.partial(siglip_large, vocab_size=_GEMMA),
+    "siglip2_so400m_14_384": functools.partial(siglip_so400m, vocab_size=_GEMMA),
+    "siglip2_so400m_16_384": functools.partial(siglip_so400m, patch_size=16, vocab_size=_GEMMA),
+}
+
+
+def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
+    """The vision tower of a CLIP.
+
+    Args:
+      name: of CLIPS.
+      changes: fields of VisionConfig that differ.
+    """
+    return with_fields(published_sizes("model.clip", name, CLIPS).vision, changes)

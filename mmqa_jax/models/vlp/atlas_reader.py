@@ -15,8 +15,15 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.presets import VLPModel
-from mmqa_jax.models.vlp.network import VLP, Prefix, VLPConfig, VLPInputs, WrittenCache, append_mask
+from mmqa_jax.models.vlp.network import (
+    VLP,
+    Prefix,
+    VLPConfig,
+    VLPInputs,
+    VLPModel,
+    WrittenCache,
+    append_mask,
+)
 
 # Log-probability of a token that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9

@@ -12,15 +12,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.typed import changes_of
 from mmqa_jax.models.attention.masked import Ancestry
-from mmqa_jax.models.bert.network import Bert, BertConfig, BertLayer, MlmHead, minilm_l6
+from mmqa_jax.models.bert.network import (
+    Bert,
+    BertConfig,
+    BertLayer,
+    MlmHead,
+    minilm_l6,
+    trunk_config,
+)
 from mmqa_jax.models.common.layers import (
     Linear,
     dropout,
@@ -32,7 +43,7 @@ from mmqa_jax.models.common.layers import (
     split_key,
     torch_linear,
 )
-from mmqa_jax.models.two_towers.config import VisionConfig
+from mmqa_jax.models.two_towers.config import VisionConfig, clip_vision
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before, normalize_pixels
 
 # Generation with a masked language model, shared by VLP and Oscar.
@@ -510,3 +521,68 @@ class ClipRegionEncoder(RegionEncoder):
         pixels = pixels.reshape(-1, vision.image_size, vision.image_size, 3)
         features = self.tower.patch_features(normalize_pixels(pixels), self.layer)
         return jax.lax.stop_gradient(features).reshape(*x.shape[:2], vision.width)
+
+
+Frontend = Literal["patches", "x101", "vinvl", "clip"]
+
+
+@dataclasses.dataclass(frozen=True)
+class VLPModel:
+    """VLP.
+
+    Attributes:
+      trunk: a name of TRUNKS.
+      frontend: what a picture's regions are: `patches` of pixels (ours), a detector's (`x101`,
+        `vinvl`), or the patch features of a CLIP.
+      changes: fields of BertConfig that differ.
+      clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
+        differ (unless given its dtype is the trunk's), and the layer whose features are taken (the
+        last but one).
+      patch: of the frontend patches: their side in pixels.
+      visual_hidden: sizes of further linears between regions and trunk.
+    """
+
+    trunk: str
+    frontend: Frontend
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+    clip: str = ""
+    vision: Mapping[str, Any] = changes_of(VisionConfig)
+    vision_layer: int = -2
+    patch: int | None = None
+    visual_hidden: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        for frontend, key in (("patches", "patch"), ("clip", "clip")):
+            if self.frontend == frontend and not getattr(self, key):
+                raise UserError(f"config key model.{key} is missing; add it.")
+
+    def config(self, vocab_size: int, region_positions: int = 6) -> VLPConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer.
+          region_positions: values of a patch's position.
+        """
+        trunk = trunk_config(self.trunk, self.changes, vocab_size, types=6)
+        if self.frontend == "patches":
+            assert self.patch is not None
+            return vlp_patches(
+                self.patch,
+                bert=trunk,
+                visual_hidden=self.visual_hidden,
+                region_positions=region_positions,
+            )
+        if self.frontend == "clip":
+            return vlp_clip(
+                self.clip_vision(),
+                bert=trunk,
+                layer=self.vision_layer,
+                visual_hidden=self.visual_hidden,
+            )
+        published = {"x101": vlp_base_x101, "vinvl": vlp_base_vinvl}[self.frontend]()
+        return dataclasses.replace(published, bert=trunk)
+
+    def clip_vision(self) -> VisionConfig:
+        """The vision tower of the frontend clip."""
+        dtype = self.changes.get("dtype", BertConfig.dtype)
+        return clip_vision(self.clip, {"dtype": dtype, **self.vision})
