@@ -179,13 +179,10 @@ def stage_files(arguments: argparse.Namespace, shard: Shard) -> StageFiles:
 
 
 def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
-    """Prepares JAX; returns this process's share of the job.
+    """Prepares JAX, if the verb computes with it; returns this process's share of the job.
 
     A shard is a program of its own: only without `--shard` the processes of a launch are joined,
     and then share the job.
-
-    Args:
-      jax: whether the verb computes with it.
     """
     given = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
     if jax:
@@ -196,12 +193,8 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
 
 
 def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Namespace:
-    """The arguments, with a copy on this host in place of each input that is in an object store.
-
-    `engine` still gives its workers what they were.
-
-    Args:
-      inputs: names of flags, the verb's STORE_INPUTS.
+    """The arguments, with a copy on this host in place of each of the verb's STORE_INPUTS that is
+    in an object store; `engine` still gives its workers what they were.
     """
     from mmqa_jax.core.paths import in_store
 
@@ -239,10 +232,8 @@ def job_folder(out: Path) -> Path:
 
 
 def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
-    """What is asked, and who finds and reads the passages of a folder: `mmqa ask`, `mmqa serve`.
-
-    Args:
-      workdir: the help of `--workdir`.
+    """What is asked, and who finds and reads the passages of a folder: `mmqa ask`, `mmqa serve`,
+    which give the help of `--workdir`.
     """
     parser.add_argument("--data", metavar="FOLDER", help="the documents")
     parser.add_argument("--workdir", help=workdir)
@@ -382,8 +373,7 @@ def check_top_k(top_k: int) -> None:
 def download(arguments: argparse.Namespace, *names: str) -> None:
     """Fetches what flags name on the Hugging Face hub, if `--download` is given.
 
-    Args:
-      names: of the flags that may name a model, without dashes, the chief one first.
+    `names` are those of the flags that may name a model, the chief one first.
     """
     if not arguments.download:
         return

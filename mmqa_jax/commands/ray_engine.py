@@ -26,11 +26,8 @@ _REFUSED = f"{UserError.__name__}: "
 
 
 class RayEngine:
-    """Computes chunks on a Ray cluster: that of RAY_ADDRESS, or one started on this machine.
-
-    Args:
-      command: the arguments of the verb.
-      workers: at most; None: as many as the cluster has GPUs, or 1.
+    """Computes the chunks of a verb on a Ray cluster: that of RAY_ADDRESS, or one started on this
+    machine, with at most `workers` (None: as many as the cluster has GPUs, or 1).
     """
 
     is_worker = False
@@ -109,12 +106,7 @@ class Tries:
 
 
 class Worker:
-    """A Ray actor that computes chunks of a command's job.
-
-    Args:
-      command: the arguments of the verb.
-      tries: a Tries actor.
-    """
+    """A Ray actor that computes chunks of a command's job; a Tries actor counts how often."""
 
     def __init__(self, command: Mapping[str, Any], tries: Any):
         self._tries = tries

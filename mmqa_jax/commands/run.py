@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
-    from mmqa_jax.runs.run import RowRun
+    from mmqa_jax.runs.reports.row import RowRun
 
 SUMMARY = "run one row of a paper's table end to end; continues where it was interrupted."
 EXAMPLE = "mmqa run --config=configs/webqa/tables.py:clip20_vlp --workdir=runs/tables/clip20_vlp"

@@ -29,11 +29,8 @@ _THRESHOLD = 0.5
 
 
 class BEM:
-    """Judges answers; calling it gives whether each is equivalent to its reference.
-
-    Args:
-      model: with two labels, different and equivalent.
-      tokenizer: of the model.
+    """Judges answers: calling it tells whether each is equivalent to its reference, by a model with
+    the labels different and equivalent.
     """
 
     def __init__(self, model: CrossEncoder, tokenizer: Tokenizer):
@@ -94,11 +91,7 @@ class BEM:
 
 
 def open_bem(model: str, flag: str = "--bem") -> BEM:
-    """BEM by its folder, or by ORG/NAME in the Hugging Face cache.
-
-    Args:
-      flag: that named it, for messages.
-    """
+    """Opens BEM by its folder, or by ORG/NAME in the Hugging Face cache; messages name `flag`."""
     folder = published_folder(model, flag)
     if folder is None:
         raise UserError(

@@ -59,10 +59,8 @@ SAME = ("dataset", "split", "limit")
 
 @dataclasses.dataclass(frozen=True)
 class ScoredRun:
-    """A finished `mmqa run`, as read from its workdir.
-
-    Attributes:
-      per_question: question id -> scorer -> score.
+    """A finished `mmqa run`, as read from its workdir; `per_question` is question id -> scorer ->
+    score.
     """
 
     name: str

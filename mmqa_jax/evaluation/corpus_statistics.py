@@ -196,11 +196,7 @@ def _most_frequent(texts: Iterable[str]) -> list[tuple[str, int]]:
 
 
 def statistics_tables(statistics: CorpusStatistics, *, published: bool = False) -> list[Table]:
-    """The statistics as tables.
-
-    Args:
-      published: with WebQA's figures in a line below each.
-    """
+    """The statistics as tables; WebQA's `published` figures stand in a line below each."""
     tables = [_questions_table(statistics, published), _lengths_table(statistics, published)]
     if statistics.sources:
         tables.append(_sources_table(statistics, published))

@@ -172,12 +172,10 @@ class LoadedBart(NamedTuple):
 
 
 def load_bart_scorer(folder: Path, **options) -> LoadedBart:
-    """BARTScore from a folder.
+    """Opens BARTScore with the options of BartScorer.
 
-    Args:
-      folder: bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
-        merges.txt), and BARTScore's bart.pth; without that file, the folder's own weights are used.
-      options: of BartScorer.
+    The folder has bart-large-cnn's config.json and tokenizer (tokenizer.json, or vocab.json and
+    merges.txt), and BARTScore's bart.pth; without that file its own weights are used.
     """
     if not folder.is_dir():
         raise UserError(
@@ -260,19 +258,15 @@ def score_fluency(
 ) -> Scores:
     """Fluency of the answers: `webqa_fl/official` and `webqa_fl/paper_eq1`.
 
-    `official`: min(1, max over references r of exp(s(r -> c)) / exp(s(r -> r))), as in the
-    official script. `paper_eq1`: the paper's equation 1 taken literally, max over r of min(1,
-    s(r -> c) / s(r -> r)) with the log-probabilities themselves. Both are negative, so an answer
-    less likely than its reference scores 1; it is uninformative and given only for comparison.
-    With other weights than the official script's, the names say so: `webqa_fl/bart-large-cnn` and
-    `webqa_fl/paper_eq1_bart-large-cnn`.
+    `official`: min(1, max over references r of exp(s(r -> c)) / exp(s(r -> r))), as in the official
+    script. `paper_eq1`: the paper's equation 1 taken literally, max over r of min(1, s(r -> c) /
+    s(r -> r)) with the log-probabilities themselves. Both are negative, so an answer less likely
+    than its reference scores 1; it is uninformative and given only for comparison. With other
+    weights than the official script's (`load_bart_scorer` tells which), the names say so:
+    `webqa_fl/bart-large-cnn` and `webqa_fl/paper_eq1_bart-large-cnn`.
 
-    Questions without a reference answer are left out and counted; missing predictions score 0
-    and are counted.
-
-    Args:
-      scorer: usually a BartScorer.
-      weights: its weights, as `load_bart_scorer` tells.
+    Questions without a reference answer are left out and counted; missing predictions score 0 and
+    are counted.
     """
     given = predictions_by_question(questions, predictions)
     what = "a reference answer to measure fluency against"
@@ -309,12 +303,10 @@ def fluency_times_accuracy(
 ) -> Scores | None:
     """FL * Acc of every question that has both, per variant of the accuracy.
 
-    `webqa_fl_acc/official` is the leaderboard's QA score: the mean of products, not the product
-    of means. With other weights the official accuracy gives `webqa_fl_acc/bart-large-cnn`, another
-    one such as no_lemma `webqa_fl_acc/bart-large-cnn_no_lemma`. None if no question has both.
-
-    Args:
-      weights: those that `fluency` was scored with.
+    `webqa_fl_acc/official` is the leaderboard's QA score: the mean of products, not the product of
+    means. With other `weights` of the fluency the official accuracy gives
+    `webqa_fl_acc/bart-large-cnn`, another one such as no_lemma
+    `webqa_fl_acc/bart-large-cnn_no_lemma`. None if no question has both.
     """
     values_of = fluency.per_question[f"webqa_fl/{weights}"]
     fluent = dict(zip(fluency.question_ids, values_of, strict=True))

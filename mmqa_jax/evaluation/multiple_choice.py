@@ -114,14 +114,11 @@ def vlmeval_choice(text: str, choices: Sequence[str], *, answer_is: bool = False
 
 
 def mmmu_choice(text: str, choices: int, contents: Sequence[str] = ()) -> int | None:
-    """MMMU's rule, without its random choice (mmmu/utils/eval_utils.py).
+    """MMMU's rule for so many choices, without its random choice (mmmu/utils/eval_utils.py).
 
-    The option whose letter stands in brackets, else between spaces; else, in an answer of more
-    than five words, whose content it holds. Of several the one that is named last.
-
-    Args:
-      choices: their number.
-      contents: the choices' texts; () where they are not looked for, as by MRAG-Bench.
+    The option whose letter stands in brackets, else between spaces; else, in an answer of more than
+    five words, whose content it holds. Of several the one that is named last. `contents` are the
+    choices' texts; () where they are not looked for, as by MRAG-Bench.
     """
     for mark in _STRIPPED_BY_MMMU:
         text = text.strip(mark)

@@ -74,12 +74,10 @@ def answers_of(
     source_ids: Container[str] | None = None,
     question_ids: Container[str] = (),
 ) -> list[Prediction]:
-    """The predictions of predictions.jsonl's rows.
+    """The predictions of predictions.jsonl's rows, as `json_rows` gives them.
 
-    Args:
-      rows: of `json_rows`.
-      source_ids: the corpus's source ids; None: cited sources are not checked.
-      question_ids: the ids of the questions, where known; see `id_of`.
+    Cited sources are checked where the corpus's `source_ids` are given; for `question_ids` see
+    `id_of`.
     """
     rows = list(rows)
     if rows and not any(key in row for _, row in rows for key in OURS):
@@ -135,16 +133,11 @@ _WHOLE = re.compile(r"\d+\.0+")
 
 
 def id_of(value: Any, where: str, known: Container[str] = (), key: str = "question_id") -> str:
-    """The question's id as text.
+    """The question's id as text; errors begin with `where` and name the value `key`.
 
-    The official vqa.py compares sets of numbers, in which 11.0 is 11, and VLMEvalKit calls int.
-
-    Args:
-      value: as the file has it.
-      where: begins an error's sentence.
-      known: the questions' ids: the text `11.0` is `11` only where that is one of them and `11.0`
-        is not, since a corpus of one's own may have any ids.
-      key: names the value in an error.
+    The official vqa.py compares sets of numbers, in which 11.0 is 11, and VLMEvalKit calls int. Of
+    the `known` ids of questions the text `11.0` is `11` only where that is one of them and `11.0`
+    is not, since a corpus of one's own may have any ids.
     """
     if isinstance(value, str) and value:
         if value not in known and _WHOLE.fullmatch(value):

@@ -87,12 +87,9 @@ class CardSource:
 
 @dataclasses.dataclass(frozen=True)
 class CardAnswer:
-    """A system's answer.
+    """A system's answer, with all its scores by identifier.
 
-    Attributes:
-      system: a row's setting, or a run's short name.
-      score: by the scorer that tells right from wrong; None: the question is not scored.
-      scores: all scores, identifier -> value.
+    `score` is that which tells right from wrong; None: the question is not scored.
     """
 
     system: str
@@ -103,12 +100,9 @@ class CardAnswer:
 
 @dataclasses.dataclass(frozen=True)
 class TraceNode:
-    """One step of how an answer came about.
+    """One step of how an answer came about: a line, and a long text that is shown on request.
 
-    Attributes:
-      text: one line.
-      score: of an answer, which colors it; None: the step has none.
-      long: text shown on request.
+    The score of an answer colors it; None: the step has none.
     """
 
     text: str

@@ -304,10 +304,9 @@ def know_articles(questions: Sequence[Question]) -> bool:
 def score_articles(
     articles: Articles, questions: Sequence[Question], rankings: Sequence[Ranking]
 ) -> Scores:
-    """article_recall@k and article_mrr; of a question with two articles recall is the part found.
+    """article_recall@k and article_mrr of rankings of sources; k goes up to the longest ranking.
 
-    Args:
-      rankings: of sources, one for each question; k goes up to the longest.
+    Of a question with two articles recall is the part found.
     """
     deepest = max([1, *(len(ranking.sources) for ranking in rankings)])
     gold = [set(answering_articles(question)) for question in questions]

@@ -97,8 +97,7 @@ def predictions_by_question(
 ) -> dict[str, Prediction]:
     """Question id -> prediction; a choice that is none of the question's options becomes None.
 
-    Args:
-      path: the predictions' file, for messages.
+    Messages name the `path` of the predictions.
     """
     known = {question.id: question for question in questions}
     found: dict[str, Prediction] = {}

@@ -300,14 +300,11 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
 def score_refusals(
     questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Scores]:
-    """Whether questions are refused, of those that a source answers and of those that none does.
+    """Whether questions are refused: one Scores of those that a source answers, one of the others.
 
     `refused/unanswerable` is 1 where no answer was given rightly, and 0 where one was made up;
     `refused/answerable` is 1 where an answer was withheld that the sources have. A missing
     prediction counts as no answer.
-
-    Returns:
-      One Scores for each kind of question that there is.
     """
     by_question = predictions_by_question(questions, predictions)
     scored = []
@@ -384,11 +381,8 @@ def losses_by_stage(
 ) -> dict[str, dict[str, float]]:
     """Stage -> its `questions`, their mean `score` (0 without one), and what of 1 is `lost` there.
 
-    Questions without gold sources, and those that were not scored, are left out.
-
-    Args:
-      questions, candidates, predictions: aligned.
-      right: question id -> score of the answer, 0..1.
+    Questions without gold sources, and those that were not scored, are left out. `right` is
+    question id -> score of the answer, 0..1.
     """
     found: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for question, ranking, prediction in zip(questions, candidates, predictions, strict=True):

@@ -117,12 +117,9 @@ def source_f1s(questions: Sequence[Question], cited: Sequence[Ranking]) -> np.nd
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """A threshold and what it does to the questions that it was chosen on.
-
-    Attributes:
-      threshold: questions whose nearest source is less similar are refused.
-      answerable: the share of questions with an answer that are refused, wrongly.
-      foreign: the share of questions without one that are refused, rightly.
+    """A threshold of the nearest source's similarity, below which questions are refused, and the
+    shares of the questions that it refuses: of those with an answer wrongly, of foreign ones
+    rightly.
     """
 
     threshold: float
@@ -138,12 +135,9 @@ def refused_share(similarities: Sequence[float], threshold: float) -> float:
 def tune_refusal(answerable: Sequence[float], foreign: Sequence[float]) -> Refusal:
     """The threshold with the best balanced accuracy: the mean of both shares that are right.
 
-    Halfway between two similarities that occur; of thresholds that are equally good the lowest,
-    which refuses the fewest.
-
-    Args:
-      answerable, foreign: the similarity of each question's nearest source, of questions that the
-        corpus answers and of others.
+    It lies halfway between two similarities that occur, each of a question's nearest source; of
+    thresholds that are equally good the lowest is taken, which refuses the fewest. The corpus
+    answers the `answerable` questions, and not the `foreign` ones.
     """
     if not len(answerable) or not len(foreign):
         raise UserError(

@@ -34,8 +34,7 @@ LLM_USE = {
 class Table:
     """A titled table; floats are shown with three decimals, None as a dash.
 
-    Attributes:
-      links: of a report, row -> the page that its first cell leads to.
+    In a report `links` give the page that the first cell of a row leads to.
     """
 
     title: str
@@ -81,10 +80,8 @@ def llm_use(scores: Mapping[str, Any]) -> dict[str, float]:
 
 
 def llm_columns(used: Sequence[Mapping[str, float]]) -> tuple[list[str], list[list[Cell]]]:
-    """Columns of what language models were asked, and the cells of every row.
-
-    Args:
-      used: of every row, the result of `llm_use`.
+    """Columns of what language models were asked, and the cells of every row, from each row's
+    `llm_use`.
     """
     names = [name for name in LLM_USE if any(name in row for row in used)]
     # Thousandths of a token say nothing.

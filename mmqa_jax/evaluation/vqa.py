@@ -38,13 +38,11 @@ def has_answers(question: Question) -> bool:
 
 
 def official_accuracy(answer: str, references: Sequence[str]) -> float:
-    """VQA's official accuracy of one answer.
+    """VQA's official accuracy of one answer, by one reference per annotator (ten in VQA and
+    OK-VQA).
 
     Every annotator is left out once; min(1, n / 3) for n of the others with the same answer; the
     mean of that. Both sides are normalized, unless all annotators gave the same answer.
-
-    Args:
-      references: one answer per annotator, ten in VQA and OK-VQA.
     """
     return _leaving_one_out(*_matches(answer, references))
 
@@ -187,17 +185,12 @@ RECALL_AT = (1, 3, 5, 10)
 def score_candidates(
     questions: Sequence[Question], candidates: Mapping[str, Sequence[tuple[str, float]]]
 ) -> dict[str, float]:
-    """Scores over the questions; one without candidates counts 0.
+    """Scores of candidates, question_id -> (answer, confidence), best first; none counts 0.
 
-        accuracy     VQA accuracy of the first candidate: official, from annotators' answers, or
-                     from soft labels where those stand for them; WebQA's without lemmas, from
-                     keywords
-        recall@k     share of questions with an answer of any annotator among the first k
-        oracle@k     accuracy of the best of the first k
-
-    Args:
-      questions: with answers.
-      candidates: question_id -> (answer, confidence), best first.
+    - accuracy: VQA accuracy of the first candidate: official, from annotators' answers, or from
+      soft labels where those stand for them; WebQA's without lemmas, from keywords
+    - recall@k: share of questions with an answer of any annotator among the first k
+    - oracle@k: accuracy of the best of the first k
     """
     worth = np.zeros((len(questions), max(RECALL_AT)))
     for row, question in enumerate(questions):

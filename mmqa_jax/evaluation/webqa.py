@@ -16,7 +16,7 @@ import os
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -165,37 +165,21 @@ def score_answers(
 ) -> Scores:
     """Scores answers in words against the questions' keywords.
 
-    The scorers are `webqa_acc/official` and `exact_match/official` with the spaCy
-    lemmatizer, `webqa_acc/no_lemma` and `exact_match/no_lemma` without. Questions without
-    keywords are left out and counted; missing predictions score 0 and are counted.
-    Pass a Normalizer to reuse its cache. Raises UserError for unknown or repeated
-    question ids, and if no question has keywords.
+    The scorers are `webqa_acc/official` and `exact_match/official` with the spaCy lemmatizer,
+    `webqa_acc/no_lemma` and `exact_match/no_lemma` without. Questions without keywords are left out
+    and counted; missing predictions score 0 and are counted. Pass a Normalizer to reuse its cache.
+    Raises UserError for unknown or repeated question ids, and if no question has keywords.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_keywords, f"keyword answers {_HIDES}")
-    normalizer.remember(text for q in scored for text in (q.keywords, *_answer(given, q)))
+    wanted = [question.keywords for question in scored]
     values = np.zeros((2, len(scored)))
-    for row, question in enumerate(scored):
-        if question.id not in given:
-            continue
-        pair = (
-            normalizer.tokens(given[question.id].answer, question.category),
-            normalizer.tokens(question.keywords, question.category),
-        )
-        values[0, row] = accuracy(*pair, question.category)
-        values[1, row] = exact_match(
-            *pair, question.category, _wrong_choice_tokens(question, normalizer)
-        )
-    return scores_of(
-        questions,
-        scored,
-        given,
-        {
-            f"webqa_acc/{normalizer.variant}": values[0],
-            f"exact_match/{normalizer.variant}": values[1],
-        },
-    )
+    for row, pair in _tokens(scored, given, wanted, normalizer):
+        category, wrong = scored[row].category, _wrong_choice_tokens(scored[row], normalizer)
+        values[:, row] = accuracy(*pair, category), exact_match(*pair, category, wrong)
+    names = (f"webqa_acc/{normalizer.variant}", f"exact_match/{normalizer.variant}")
+    return scores_of(questions, scored, given, dict(zip(names, values, strict=True)))
 
 
 def score_answers_without_keywords(
@@ -215,22 +199,27 @@ def score_answers_without_keywords(
     scored = questions_that_count(
         questions, lambda q: bool(q.answers), f"a reference answer {_HIDES}"
     )
-    normalizer.remember(text for q in scored for text in (q.answers[0], *_answer(given, q)))
-    values = np.array(
-        [
-            accuracy(
-                normalizer.tokens(given[q.id].answer, q.category),
-                normalizer.tokens(q.answers[0], q.category),
-                q.category,
-                epsilon=0.0,
-            )
-            if q.id in given
-            else 0.0
-            for q in scored
-        ]
-    )
+    wanted = [question.answers[0] for question in scored]
+    values = np.zeros(len(scored))
+    for row, pair in _tokens(scored, given, wanted, normalizer):
+        values[row] = accuracy(*pair, scored[row].category, epsilon=0.0)
     variant = "approx" if normalizer.variant == "official" else f"approx_{normalizer.variant}"
     return scores_of(questions, scored, given, {f"webqa_acc/{variant}": values})
+
+
+def _tokens(
+    scored: Sequence[Question],
+    given: Mapping[str, Prediction],
+    wanted: Sequence[str],
+    normalizer: Normalizer,
+) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+    """The rows of the questions that have an answer; its tokens and those of the wanted one."""
+    answers = [given[question.id].answer for question in scored if question.id in given]
+    normalizer.remember([*wanted, *answers])
+    for row, (question, text) in enumerate(zip(scored, wanted, strict=True)):
+        if question.id in given:
+            answer = normalizer.tokens(given[question.id].answer, question.category)
+            yield row, (answer, normalizer.tokens(text, question.category))
 
 
 def by_modality(scores: Scores) -> Scores:
@@ -380,10 +369,6 @@ def _wrong_choice_tokens(question: Question, normalizer: Normalizer) -> set[str]
     return set(choices.split()) - set(right.split())
 
 
-def _answer(given: dict[str, Prediction], question: Question) -> list[str]:
-    return [given[question.id].answer] if question.id in given else []
-
-
 def _plain(text: str) -> str:
     """Normalization before the lemmatizer, for texts of more than one character."""
     plain = _LONE_PERIOD.sub("", text.lower().translate(_PUNCTUATION))
@@ -518,8 +503,7 @@ def is_output_tsv(path: str | os.PathLike) -> bool:
 def read_prediction_json(path: str | os.PathLike, corpus: Corpus | None = None) -> list[Prediction]:
     """Reads the leaderboard's JSON or the baseline's end-to-end JSON, recognized by their keys.
 
-    Args:
-      corpus: its source ids replace the snippet ids of the questions' own lists.
+    The ids of a corpus's sources replace the snippet ids of the questions' own lists.
     """
     data = read_json(path, unique_keys=True)
     if isinstance(data, dict) and any(

@@ -52,11 +52,8 @@ class Answer:
 
 
 class _Heard:
-    """The retriever and the reranker of one question, who keep what they were asked and said.
-
-    Attributes:
-      queries: of the searches.
-      candidates: as the reranker scored them.
+    """The retriever and the reranker of one question, which keep the queries and the scored
+    candidates.
     """
 
     def __init__(self, retriever: Retriever, reranker: Reranker):
@@ -83,11 +80,8 @@ class _Heard:
 
 
 class Answerer:
-    """Retriever, selector and reader of a demo.
-
-    Args:
-      folder: of the demo.
-      corpus: its data, where they are open already.
+    """Retriever, selector and reader of the demo in a folder, over its corpus, which may be open
+    already.
     """
 
     def __init__(self, folder: Path, corpus: AskedCorpus | None = None):
@@ -118,9 +112,8 @@ class Answerer:
     def answer(self, text: str, picture: bytes | None = None) -> Answer:
         """Answers a question, citing sources of the demo's corpus.
 
-        Args:
-          picture: encoded picture that belongs to the question; the answer is then read from it
-            too, and may cite no source.
+        With an encoded picture of its own the question is answered from that, too, and the answer
+        may cite no source.
         """
         self._reader.check_length(text)
         with self.corpus.asked(text, picture) as question:

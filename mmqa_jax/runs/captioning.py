@@ -60,19 +60,15 @@ def caption_pictures(
     mesh: Mapping[str, int] | None = None,
     num_beams: int = 5,
 ) -> dict[str, Any]:
-    """Captions every picture of a TSV of regions; continues an interrupted job.
+    """Captions every picture of a TSV of VinVL's regions; continues an interrupted job.
 
     A picture without readable regions gets an empty list, and is counted.
 
     Args:
-      features: TSV of VinVL's detections with its lineidx.
-      model: converted Oscar.
-      tokenizer: its tokenizer.json.
+      tokenizer: Oscar's tokenizer.json.
       out, tags: TSVs of captions and of object labels to write.
-      sizes: hw.tsv, where the rows of `features` do not hold image_h and image_w.
-      names: the detector's class names, where the rows do not hold them.
-      batch_size: pictures of a call, over all devices.
-      mesh: see core.serving.serving_mesh.
+      sizes, names: hw.tsv and the detector's class names, where the rows do not hold them.
+      batch_size, mesh: pictures of a call, over all devices; see core.serving.serving_mesh.
     """
     check_out(out)
     if tags is not None:
@@ -113,17 +109,10 @@ def caption_pictures(
 
 
 class OscarCaptioner:
-    """Regions and their labels to captions.
+    """Regions and their labels to captions, by a converted Oscar and its tokenizer.
 
-    Args:
-      folder: converted Oscar.
-      tokenizer: its.
-      num_beams: see decoding.masked_lm.
-      batch_size: pictures of a call, over all devices.
-      mesh: see core.serving.serving_mesh.
-
-    Attributes:
-      serving: its devices and batches.
+    `num_beams`: see decoding.masked_lm; `mesh`: see core.serving.serving_mesh. Its `serving` tells
+    devices and batches, of `batch_size` pictures over all devices.
     """
 
     def __init__(
@@ -261,21 +250,11 @@ def caption_questions(
     prompt: str = PROMPT,
     max_new_tokens: int = 64,
 ) -> dict[str, Any]:
-    """Captions the pictures of questions; what was answered before is in the model's cache.
+    """Captions the pictures of a prepared corpus's questions, by a model that takes pictures.
 
-    Args:
-      data: a prepared corpus.
-      out: JSON to write, all or nothing.
-      model: a language model that takes pictures.
-      split: of the questions; None: all.
-      prompt: to the model; in it QUESTION is replaced by a question's text.
-      max_new_tokens: of a caption.
-
-    Returns:
-      Counts: `captions`, and `without_picture`, `failed`, of which there is none.
-
-    Raises:
-      RunError: no caption came of any question.
+    What was answered before is in the model's cache. The JSON file is written whole or not at all;
+    in the prompt QUESTION is replaced by a question's text. Returns counts: `captions`,
+    `without_picture` and `failed`; RunError where no caption came of any question.
     """
     check_out(out)
     corpus = open_corpus(data)

@@ -313,7 +313,6 @@ class Results:
 
     Attributes:
       scores: row -> scorer -> float64[questions].
-      predictions: row -> predictions, one per question.
       relevance: scored candidates of the row `full`, one Ranking per question.
       selection: `weight` of the similarity, `threshold`, and `vlp_threshold` (VLP alone).
       examples: approximate number of questions that the report shows.

@@ -272,9 +272,8 @@ def read_references(
 ) -> tuple[list[Question], Corpus | None]:
     """The questions to score, in whatever format they come, and their corpus if it is known.
 
-    Args:
-      references: a folder of `mmqa prepare`, one of WebQA's own JSON files, or an output TSV, all
-        lines of which are used. None: `predictions`, which must be an output TSV.
+    The references are a folder of `mmqa prepare`, one of WebQA's own JSON files, or an output TSV,
+    all lines of which are used. None: `predictions`, which must be an output TSV.
     """
     if references is None:
         if not webqa.is_output_tsv(predictions):

@@ -73,15 +73,11 @@ def embed(
     engine: Engine | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Embeds every source of a corpus; continues an interrupted job.
+    """Embeds every source of a corpus; continues an interrupted job, or computes a shard of it.
 
-    Args:
-      data, model, out: may be in an object store.
-      shard: this process's share of the job.
-      chunk: sources that are written together.
-      overwrite: replace embeddings of another model or corpus in `out`.
-      engine: computes the chunks instead of this process.
-      options: see tasks.embedder.open_embedder.
+    `data`, `model` and `out` may be in an object store; `overwrite` replaces embeddings of another
+    model or corpus; an engine computes the chunks instead of this process; `options`: see
+    tasks.embedder.open_embedder.
     """
     check_chunk(chunk)
     check_out(out / EMBEDDINGS, folder=True)
@@ -210,8 +206,7 @@ def _texts_from(corpus: Corpus, start: int) -> Iterator[str]:
 def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
     """Writes the embeddings in `folder` as an index of FAISS, with the ids of its rows.
 
-    Args:
-      data: the corpus that was embedded; None: the one that `embed` was given.
+    `data` is the corpus that was embedded; None: the one that `embed` was given.
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
@@ -285,10 +280,8 @@ def embed_grids(
 ) -> dict[str, Any]:
     """Writes the grid of every picture of a benchmark's questions; continues an interrupted job.
 
-    Args:
-      side: of the pictures; the grid has side / 32 cells a side.
-      batch_size: pictures of a call, over all devices.
-      mesh: see core.serving.serving_mesh.
+    The pictures have `side` pixels a side, their grids side / 32 cells; a call takes `batch_size`
+    pictures over all devices; `mesh`: see core.serving.serving_mesh.
     """
     check_out(out, folder=True)
     corpus = open_corpus(data)

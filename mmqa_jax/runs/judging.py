@@ -29,11 +29,8 @@ _SPEC: dict[str, Any] = {
 def run_judging(config: ConfigDict, folder: Path) -> dict[str, Any]:
     """Judges the questions of a config's splits, or continues: answers are kept as they come.
 
-    Args:
-      folder: gets example_scores.jsonl; config.json and responses/ are for continuing.
-
-    Returns:
-      What `--json` prints: questions, candidates, and the mean scores by which example is shown.
+    The folder gets example_scores.jsonl; config.json and responses/ are for continuing. Returns
+    what `--json` prints: questions, candidates, and the mean scores by which example is shown.
     """
     check_section(config, "", _SPEC)
     options = JudgeOptions(**config.judge.to_dict())

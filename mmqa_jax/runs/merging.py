@@ -26,8 +26,9 @@ from mmqa_jax.data.schema import Prediction, prediction_of, prediction_row
 from mmqa_jax.extensions import similarity
 from mmqa_jax.retrieval.rankings import check_scores, ranking_of, ranking_row
 from mmqa_jax.runs import identity
+from mmqa_jax.runs.reports.row import RowRun
 from mmqa_jax.runs.row import read_row
-from mmqa_jax.runs.run import RowRun, write_results
+from mmqa_jax.runs.run import write_results
 from mmqa_jax.runs.stages import Answered
 
 _SUFFIX = f".{PARTS}"

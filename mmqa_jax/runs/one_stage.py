@@ -61,11 +61,7 @@ class StageFiles:
 
 
 class _Opened(OpenedParts):
-    """The parts of one stage.
-
-    Attributes:
-      placed: devices, mesh and batch size of its model, for --json.
-    """
+    """The parts of one stage; `placed` has devices, mesh and batch size of its model for --json."""
 
     def __init__(self, corpus: Corpus, files: StageFiles, verb: str, part: str):
         self.placed: dict[str, Any] = {}

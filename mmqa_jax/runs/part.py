@@ -118,9 +118,8 @@ class OpenedParts:
     def language_model(self, made_of: str, load: Callable[[], Any], name: str = "llm") -> Any:
         """A language model of the row, which is closed with the parts.
 
-        Args:
-          made_of: what tells it from others; the one that is open is used again for the same.
-          name: of the part; `llm` is the row's own.
+        Where `made_of` is the same, the open one is used again. `name` is the part's; `llm` is the
+        row's own.
         """
         before, llm = self._llms.get(name, ("", None))
         if before != made_of:
@@ -158,11 +157,10 @@ class OpenedParts:
         return self.once(name, made_of, load_told, name)
 
     def once(self, kind: str, made_of: str, load: Callable[[OnModel], Any], name: str) -> Any:
-        """A retriever, reranker or reader, opened once.
+        """A retriever, reranker or reader, opened once for a fingerprint of what its answers depend
+        on.
 
-        Args:
-          made_of: fingerprint of what its answers depend on.
-          name: where the row's config has it.
+        `name` is where the row's config has it.
         """
         fingerprint = identity.of_folders(text=f"{kind} {made_of} {self.corpus.fingerprint}")
         if fingerprint not in self._open:
@@ -211,15 +209,11 @@ Seconds = defaultdict[str, float]
 
 
 class Resumable:
-    """A retriever, reranker or reader whose results are kept in a store.
+    """A retriever, reranker or reader whose results are kept in a store by question and what was
+    asked.
 
-    It has the interface of the part that it wraps, so that papers run with either.
-
-    Args:
-      part: computes what the store does not have.
-      store: of results by question and what was asked of it.
-      seconds: question id -> seconds, to which the time spent on each question is added, over all
-        attempts.
+    It has the interface of the part that it wraps, so that papers run with either; `seconds` (by
+    question id) gets the time spent on each question, over all attempts.
     """
 
     def __init__(self, part: Any, store: Store, seconds: Seconds):
@@ -349,9 +343,7 @@ class Resumable:
     ) -> list[Any]:
         """The results by key, in order; those that are missing are computed and kept.
 
-        Args:
-          question_ids: of each key's question.
-          compute: places of missing keys -> batches of results by their place in that list.
+        `compute` turns places of missing keys into batches of results by their place in that list.
         """
         missing = [place for place, key in enumerate(keys) if key not in self.store]
         if missing:

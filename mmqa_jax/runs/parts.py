@@ -184,10 +184,8 @@ class RerankerSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class LLMRerankerSpec(LLMRerankerOptions, Part):
-    """How the row's language model selects sources: LLMRerankerOptions, and:
-
-    Attributes:
-      similarity, similarity_weight: as RerankerSpec.
+    """How the row's language model selects sources: LLMRerankerOptions, and as in RerankerSpec
+    `similarity` and `similarity_weight`.
     """
 
     turn: ClassVar = "last"
@@ -257,10 +255,8 @@ def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = igno
 def open_fusions(
     corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored, *, remember: bool = True
 ) -> Callable[[float], Retriever]:
-    """`fused` at any weight.
-
-    Args:
-      remember: whether the retrievers of all weights search the same questions once.
+    """`fused` at any weight; with `remember` all weights' retrievers search the same questions
+    once.
     """
     spec.check()
     dense = None
@@ -311,9 +307,8 @@ def open_dense(
 ) -> Any:
     """The dense retriever over the whole corpus; UserError as `open_retriever`.
 
-    Args:
-      exact: refuse an index that searches approximately.
-      one_shape: here and below, for a few questions: see tasks/vlp.py, in_one_shape.
+    `exact` refuses an index that searches approximately; `one_shape` is for a few questions, see
+    in_one_shape of tasks/vlp.py.
     """
     from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.tasks.embedder import open_embedder
@@ -341,13 +336,9 @@ def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> 
 
 
 def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any:
-    """The index of `mmqa index --kind=bm25` in the spec's folder.
+    """The index of `mmqa index --kind=bm25` in the spec's folder, which `asks` as BM25 does.
 
-    Args:
-      asks: as of BM25.
-
-    Returns:
-      None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
+    None if the spec names no folder, or one of a dense retriever alone: BM25 is made in memory.
     """
     from mmqa_jax.retrieval.bm25.on_disk import DiskBM25
 
@@ -379,9 +370,8 @@ def retrievers_over(
 ) -> Callable[[float], Retriever]:
     """Retrievers over the sources of one modality (None: over all), by their fusion weight.
 
-    Args:
-      dense: the dense retriever over the whole corpus; None where the method needs none.
-      remember: see HybridSearch.
+    `dense` is the retriever over the whole corpus, None where the method needs none; `remember`:
+    see HybridSearch.
     """
     from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
     from mmqa_jax.retrieval.bm25.webqa import WebQABM25Retriever
@@ -513,11 +503,8 @@ class KnowledgeSpec(Part):
 
 
 def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
-    """Refuses, before anything is opened, what could only fail later.
-
-    Args:
-      options: of the setting, its defaults included.
-      library: of the row.
+    """Refuses, before anything is opened, what could only fail later: a setting's options, its
+    defaults included, that the row's library does not fit.
     """
     if "template" in options:
         load_template(options["template"])
@@ -530,8 +517,7 @@ def check_prompted(options: Mapping[str, Any], library: LibrarySpec) -> None:
 def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model") -> Any:
     """The language model with its response cache in the folder `cache`, or in the spec's own.
 
-    Args:
-      flag: that named the model, or the config key, for messages.
+    Messages name the `flag`, or the config key, that named the model.
     """
     from mmqa_jax.core.config import find_config, load_config
     from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
@@ -555,11 +541,7 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
 def open_knowledge(
     corpus: Corpus, spec: KnowledgeSpec, on_model: OnModel = ignored
 ) -> KnowledgeBase:
-    """The knowledge base.
-
-    Args:
-      corpus: the row's own, whose sources are searched if the spec names no data.
-    """
+    """The knowledge base; a spec that names no data searches the sources of the row's corpus."""
     from mmqa_jax.data.corpus import open_sources
     from mmqa_jax.retrieval.knowledge import RandomRetriever
     from mmqa_jax.retrieval.modality import one_modality
@@ -805,16 +787,10 @@ _BY_LLM: Mapping[str, type[Part]] = {"reader": LLMReaderSpec, "reranker": LLMRer
 def kinds_of_parts(
     taken: Mapping[str, bool], parts: Mapping[str, Any]
 ) -> dict[str, tuple[type[Part], bool]]:
-    """The dataclasses of a row's parts.
+    """The dataclass of each of a row's parts, and whether the part is needed.
 
-    Of a row with `parts.llm`, a reader or reranker without a trained `model` is its language model.
-
-    Args:
-      taken: the parts that the row's setting takes -> whether it needs them.
-      parts: the row's section.
-
-    Returns:
-      Name -> its dataclass, and whether it is needed.
+    `taken` are the parts that the row's setting takes, `parts` is the row's section. Of a row with
+    `parts.llm`, a reader or reranker without a trained `model` is its language model.
     """
     kinds = {name: (PARTS[name], needed) for name, needed in taken.items()}
     if "llm" in parts and "llm" not in taken:

@@ -32,10 +32,8 @@ def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[s
 
 
 def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
-    """Prints the statistics of the corpus in `out`, writes statistics.json and report.html there.
-
-    Returns:
-      What `--json` prints of them.
+    """Prints the statistics of the corpus in `out`, and writes statistics.json and report.html
+    there.
     """
     corpus = open_corpus(out)
     name = corpus.manifest.get("name")

@@ -54,13 +54,10 @@ class NamedPictures(NamedTuple):
 
 
 def open_pictures(data: Path, of: Of = "all") -> NamedPictures:
-    """The pictures of a corpus of `mmqa prepare`, or of a folder.
+    """The pictures of a corpus of `mmqa prepare`, of its sources or questions, or of a folder.
 
     A source's picture has the source's id, a question's its number in COCO or its name, a file's
     its path below the folder without the ending.
-
-    Args:
-      of: whose pictures of a corpus.
     """
     if (data / CORPUS).is_file():
         return _of_corpus(data, of)
@@ -253,15 +250,9 @@ def draw_regions(
     count: int,
     least: float | None = None,
 ) -> list[str]:
-    """Draws the first pictures that records and pictures both have.
+    """Draws the first `count` pictures that records and pictures both have; returns their ids.
 
-    Args:
-      folder: for a PNG each and PAGE; made if missing.
-      count: of pictures.
-      least: see `region_words`.
-
-    Returns:
-      The ids of the pictures drawn.
+    The folder gets a PNG each and PAGE; `least`: see `region_words`.
     """
     if least is not None:
         region_records.check_words(records.facts, least)

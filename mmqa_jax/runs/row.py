@@ -348,11 +348,7 @@ def recorded_row(folder: Path) -> Row:
 
 
 def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
-    """The row of a config.
-
-    Args:
-      split: in place of the config's own.
-    """
+    """The row of a config; a `split` takes the place of the config's own."""
     if not isinstance(config.get("row"), str) or not config.get("system"):
         raise UserError(
             "--config: the file does not define a row of a table (no key `row`); name one such as "
@@ -379,9 +375,7 @@ class System(Protocol):
 class OwnSystem:
     """A system that is no module of this package: a subclass, in the config file of its rows.
 
-    Attributes:
-      name: as in the key `system` of a row.
-      SETTINGS: as those of a paper.
+    Its `name` is the key `system` of a row; its SETTINGS are as those of a paper.
     """
 
     name: ClassVar[str]

@@ -42,7 +42,7 @@ from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.reports.agents import agent_summary
-from mmqa_jax.runs.reports.row import verdict_scorer, write_row_report
+from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_report
 from mmqa_jax.runs.row import FREE, Row, read_row
 from mmqa_jax.runs.stages import Answered, answering
 from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
@@ -60,15 +60,13 @@ def run_row(
     chunk: int = CHUNK,
     engine: Engine | None = None,
 ) -> RowRun | None:
-    """Runs a row in `folder`, or continues it there.
+    """Runs a row in `folder`, or continues it there; None while other shards have not finished
+    theirs.
 
     Args:
       limit: only the first `limit` questions of the split; recorded in every output.
       opened: parts that several rows share; their journals are used instead of the folder's own.
       shard, chunk, engine: see core.chunks.Job.
-
-    Returns:
-      The results; None while other shards have not finished theirs.
     """
     if limit is not None and limit < 1:
         raise UserError(
@@ -147,23 +145,6 @@ def _journals(folder: Path, shard: Shard, *, worker: bool) -> Path:
 # The results of a row: scores and the files of its workdir, report.html among them.
 
 
-@dataclasses.dataclass(frozen=True)
-class RowRun:
-    """The results of one row.
-
-    Attributes:
-      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
-      scores: the content of scores.json.
-    """
-
-    questions: Sequence[Question]
-    corpus: Corpus
-    rankings: Mapping[str, Sequence[Ranking]]
-    predictions: Sequence[Prediction]
-    evaluation: scoring.Evaluation
-    scores: Mapping[str, Any]
-
-
 def write_results(
     folder: Path,
     row: Row,
@@ -185,18 +166,10 @@ def write_results(
         evaluation.notes.append(
             f"pairs of question and source without a score, which count as 0: {answered.unscored:,}"
         )
-    scores = _scores(row, questions, predictions, evaluation, limit, answered.llm)
-    scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
-    ranked = rankings.get("candidates") or rankings.get("relevance")
-    if row.answers and ranked:
-        scores |= _lost(row, questions, predictions, evaluation, ranked)
-    if answered.engine is not None:
-        scores["engine"] = answered.engine
-    if answered.serving:
-        scores["serving"] = answered.serving
-    row_run = RowRun(questions, corpus, rankings, predictions, evaluation, scores)
-    _write(folder, row_run, answered.seconds, limit)
-    return row_run
+    run = RowRun(corpus, questions, predictions, rankings, evaluation)
+    run.scores = _scores(row, run, limit, answered)
+    _write(folder, run, answered.seconds, limit)
+    return run
 
 
 def _is_hidden(row: Row, questions: Sequence[Question]) -> bool:
@@ -283,60 +256,45 @@ def _rankings_of_articles(
     ]
 
 
-def _scores(
-    row: Row,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    evaluation: scoring.Evaluation,
-    limit: int | None,
-    llm: Mapping[str, int],
-) -> dict[str, Any]:
-    prompted = any(prediction.trace for prediction in predictions)
-    shots = row.options.get("shots", 0)
+def _scores(row: Row, run: RowRun, limit: int | None, answered: Answered) -> dict[str, Any]:
+    """The content of scores.json."""
+    prompted = any(prediction.trace for prediction in run.predictions)
+    shots, count = row.options.get("shots", 0), len(run.questions)
     # A corpus of one's own need not have pictures or captions.
-    with_pictures = questions if row.dataset in NAMES else ()
-    return {
+    with_pictures = run.questions if row.dataset in NAMES else ()
+    scores = {
         "dataset": row.dataset,
         "row": row.row,
         "setting": row.setting,
         "split": row.data.split,
         "limit": limit,
         "sample": row.data.questions,
-        "questions": len(questions),
-        **evaluation.summary(),
-        "intervals": evaluation.intervals(),
-        "notes": evaluation.notes,
-        "empty": count_empty(predictions),
-        **({"prompts": trace_counts(with_pictures, predictions, shots)} if prompted else {}),
-        **({"llm": llm_cost(llm, len(questions))} if llm else {}),
-        **agent_summary(predictions),
+        "questions": count,
+        **run.evaluation.summary(),
+        "intervals": run.evaluation.intervals(),
+        "notes": run.evaluation.notes,
+        "empty": count_empty(run.predictions),
+        **({"prompts": trace_counts(with_pictures, run.predictions, shots)} if prompted else {}),
+        **({"llm": llm_cost(answered.llm, count)} if answered.llm else {}),
+        **agent_summary(run.predictions),
+        "materials": list(map(dataclasses.asdict, row.materials(run.corpus))),
+        **_lost(row, run),
     }
+    if answered.engine is not None:
+        scores["engine"] = answered.engine
+    return scores | ({"serving": answered.serving} if answered.serving else {})
 
 
-def _lost(
-    row: Row,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    evaluation: scoring.Evaluation,
-    candidates: Sequence[Ranking],
-) -> dict[str, Any]:
+def _lost(row: Row, run: RowRun) -> dict[str, Any]:
     """The key `lost`, what each stage of a chain loses; {} without gold sources or scores."""
-    scorer = verdict_scorer(row.dataset, evaluation, predictions)
-    right = {
-        question_id: scores[scorer]
-        for question_id, scores in evaluation.per_question().items()
-        if scorer in scores
-    }
-    losses = scoring.losses_by_stage(questions, candidates, predictions, right)
+    candidates = run.rankings.get("candidates") or run.rankings.get("relevance")
+    if not row.answers or not candidates:
+        return {}
+    scorer = verdict_scorer(row.dataset, run.evaluation, run.predictions)
+    scored = run.evaluation.per_question().items()
+    right = {name: scores[scorer] for name, scores in scored if scorer in scores}
+    losses = scoring.losses_by_stage(run.questions, candidates, run.predictions, right)
     return {"lost": {"scorer": scorer, "stages": losses}} if losses else {}
-
-
-def _seconds(spent: float) -> dict[str, float]:
-    """The key of per_question.jsonl; left out where no part tells its questions' time.
-
-    A language model answers many questions at once, or finds their answers in its cache.
-    """
-    return {"seconds": round(spent, 6)} if spent else {}
 
 
 def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int | None) -> None:
@@ -348,6 +306,9 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         ({**prediction_row(prediction), **limited} for prediction in run.predictions),
     )
     scores = run.evaluation.per_question()
+    # A language model answers many questions at once, or finds their answers in its cache: no part
+    # tells its questions' time.
+    spent = {name: {"seconds": round(time, 6)} for name, time in seconds.items() if time}
     if any(prediction.trace for prediction in run.predictions):
         write_jsonl(folder / "trace.jsonl", trace_rows(run.questions, run.predictions, scores))
     write_jsonl(
@@ -358,19 +319,11 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
                 "scores": scores.get(prediction.question_id, {}),
                 "answer": prediction.answer,
                 "sources": prediction.sources,
-                **_seconds(seconds.get(prediction.question_id, 0.0)),
+                **spent.get(prediction.question_id, {}),
                 **limited,
             }
             for prediction in run.predictions
         ),
     )
     write_json(folder / "scores.json", run.scores)
-    write_row_report(
-        folder,
-        run.scores,
-        run.evaluation,
-        run.corpus,
-        run.questions,
-        run.predictions,
-        run.rankings,
-    )
+    write_row_report(folder, run)

@@ -59,26 +59,18 @@ STAGES = {
 
 
 def seconds_left(records: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """Seconds until a demo is complete, by what its stages so far took; None before the first.
-
-    Args:
-      records: of its complete stages (Workdir.stages).
-    """
+    """Seconds until a demo is complete, by what its complete stages took; None before the first."""
     done = sum(share for name, share in STAGES.items() if name in records)
     taken = sum(record["seconds"] for record in records.values())
     return taken * (sum(STAGES.values()) - done) / done if done else None
 
 
 def demo_status(folder: Path, now: float | None = None) -> dict[str, Any]:
-    """How far the demo in `folder` is.
+    """How far the demo in `folder` is, `now` (seconds since the epoch).
 
-    Args:
-      now: seconds since the epoch.
-
-    Returns:
-      `stages` and `stages_done` (numbers), `stage` (that runs or is next; None: all are done),
-      `seconds` (of those that are done), `seconds_left` (None: not known), `complete`, `last`
-      (seconds since it was last heard of; None: never).
+    `stages` and `stages_done` are numbers, `stage` runs or is next (None: all are done), `seconds`
+    are those of the finished ones, `seconds_left` may be None (not known), `last` is how many
+    seconds ago the demo was last heard of (None: never).
     """
     now = time.time() if now is None else now
     records = Workdir(folder).stages()
@@ -189,16 +181,12 @@ def is_training(folder: Path) -> bool:
 
 
 def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
-    """How far the training run in `folder` is.
+    """How far the training run in `folder` is, `now` (seconds since the epoch).
 
-    Args:
-      now: seconds since the epoch.
-
-    Returns:
-      `step` (the last that is known of), `steps`, `complete`, `saved` (steps of the checkpoints),
-      `rate` (steps per second) and `seconds_left` (None: not known), `last` (seconds since the run
-      was last heard of), `loss` (of the last log row), `goodput` (training.attempts.Goodput; None:
-      no time has passed).
+    `step` is the last that is known of, `saved` are the steps of the checkpoints, `rate` (steps per
+    second) and `seconds_left` may be None (not known), `last` is how many seconds ago the run was
+    last heard of, `loss` stands in the last log row, and `goodput` is None where no time has
+    passed.
     """
     now = time.time() if now is None else now
     config = read_config(folder)

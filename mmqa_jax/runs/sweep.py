@@ -53,12 +53,8 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class SweepCell:
-    """One combination of the grid's values, which is run in a folder of its own.
-
-    Attributes:
-      values: by axis, in their order, as the config has them.
-      folder: its name below the workdir.
-      run: the row, or the config of the training.
+    """One combination of the grid's values (by axis, in their order), run in a folder of its own
+    below the workdir; `run` is the row, or the config of the training.
     """
 
     values: Mapping[str, Value]
@@ -87,11 +83,8 @@ def read_cells(
 ) -> list[SweepCell]:
     """The rows, or the trainings, of all combinations, the first axis slowest.
 
-    All are checked before any runs.
-
-    Args:
-      config: as of `load_config`; with a key `task` it describes a training.
-      split: of rows, in place of their own.
+    All are checked before any runs. A config with a key `task` describes a training; `split` takes
+    the place of the rows' own.
     """
     known = flatten(load_config(config, overrides, adds=True).to_dict())
     for axis in axes:
@@ -144,8 +137,7 @@ def run_sweep(
 ) -> list[dict[str, Any]]:
     """Runs all cells below `folder`, or continues them there; returns what sweep.json holds.
 
-    Args:
-      limit, chunk: see `run_row`.
+    `limit` and `chunk`: see `run_row`.
     """
     for cell in cells:  # before hours go by
         cell.run.check_inputs()
@@ -278,10 +270,8 @@ def sweep_plots(cells: Sequence[Mapping[str, Any]]) -> list[LinePlot]:
 def run_trainings(runs: Sequence[SweepCell], folder: Path) -> list[dict[str, Any]]:
     """Trains all runs below `folder`, or resumes them; returns the records of `read_records`.
 
-    A run whose loss is not finite ends, and the next one begins; its record says so.
-
-    Raises:
-      SystemExit: as of `training.loop.train`.
+    A run whose loss is not finite ends, and the next one begins; its record says so. SystemExit as
+    of `training.loop.train`.
     """
     if folder.exists() and (kind := kind_of(folder)) not in ("", "trainings"):
         raise UserError(
@@ -338,11 +328,9 @@ def _write_trainings(
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Reads each run of the sweep in `folder`, the best by its validation metric first.
-
-    Returns:
-      `values`, `workdir`, `failed` as of `read_swept`; `step` (0: not begun), `complete`, `loss`
-      and `goodput` as of `training_status`, `best` as of `read_best`.
+    """Reads each run of the sweep in `folder`, the best by its validation metric first: what
+    `read_swept` has of it; `step` (0: not begun), `complete`, `loss` and `goodput` as of
+    `training_status`, `best` as of `read_best`.
     """
     records = []
     for run in read_swept(folder)[1]:

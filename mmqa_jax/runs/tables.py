@@ -318,11 +318,7 @@ def _certainty(scores: Mapping[str, Any], scorer: str, group: str) -> dict[str, 
 
 
 class _Measured(NamedTuple):
-    """A finished run of a row.
-
-    Attributes:
-      whole: whether it took all questions that the row's published figures are of.
-    """
+    """A finished run of a row; `whole` if it took all questions that published figures are of."""
 
     folder: Path
     scores: Mapping[str, Any]

@@ -9,9 +9,10 @@ from test_mavl import by_tools
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, TraceNode, render_report
+from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables, agent_tree
-from mmqa_jax.runs.reports.row import row_cards
+from mmqa_jax.runs.reports.row import RowRun, row_cards
 from mmqa_jax.runs.traces import trace_counts
 
 
@@ -115,7 +116,7 @@ def test_nothing_found_and_nobody_answers():
 
 
 def test_the_report_holds_the_tree_and_each_line_once(predictions):
-    cards = row_cards(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, {}, "s")
+    cards = row_cards(RowRun(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, Evaluation()), "s")
     data = card_data(render_report(ReportData("run", cards=cards)))
     lines = data["lines"]
     assert len(lines) == len(set(lines))

@@ -11,10 +11,11 @@ from mavl_team import EXAMPLES, FULL, QUESTIONS, FakeKnowledge, heuristics, libr
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.papers import mavl, pica, prophet
 from mmqa_jax.prompting.examples.captions import Captions
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.runs.reports.row import row_cards
+from mmqa_jax.runs.reports.row import RowRun, row_cards
 from mmqa_jax.runs.traces import counts_table, trace_counts
 
 CAPTIONS = Captions({"q0": "a file's scene", "q1": "another", "e0": "a file's view"})
@@ -72,7 +73,7 @@ def test_prophet_with_promptcaps_captions():
     assert "Context: a file's view.\n===\nQuestion: ask 0 ?" in prompts["q0"]
     assert "Context: view 1.\n===\nQuestion: ask 1 ?" in prompts["q0"]
     assert "Context: scene 2.\n===\nQuestion: query 2 ?" in prompts["q2"]
-    cards = row_cards(Corpus([], QUESTIONS), QUESTIONS, found, {}, {}, "s")
+    cards = row_cards(RowRun(Corpus([], QUESTIONS), QUESTIONS, found, {}, Evaluation()), "s")
     captions = [dict(card.rows)["caption"] for card in cards]
     assert captions == ["a file's scene", "another", "scene 2."]
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 from report_pages import card_data, cards_of
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, render_report
-from mmqa_jax.runs.reports.row import row_cards
+from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.runs.reports.row import RowRun, row_cards
 from mmqa_jax.runs.traces import trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
@@ -32,12 +35,12 @@ PREDICTIONS = [
     Prediction("q2", "", choice=None, trace={"prompts": [], "shots": [], "failed": ["timed out"]}),
 ]
 SCORES = {"q1": {"vqa_accuracy/paper": 2 / 3}}
+SCORED = Scores(("q1",), ("",), {"vqa_accuracy/paper": np.array([2 / 3])})
 
 
 def page_of(predictions):
-    cards = row_cards(
-        Corpus([], QUESTIONS), QUESTIONS, predictions, {}, SCORES, "vqa_accuracy/paper"
-    )
+    run = RowRun(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, Evaluation([SCORED]))
+    cards = row_cards(run, "vqa_accuracy/paper")
     return render_report(ReportData("run", cards=cards))
 
 

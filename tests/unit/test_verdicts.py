@@ -14,7 +14,7 @@ from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import random_choice
-from mmqa_jax.runs.reports.row import verdict_scorer, write_row_report
+from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_report
 
 TRACE = {"prompts": ["Q"], "shots": [[]], "outputs": [{"text": "said"}]}
 RANKED = {"prompts": ["Q"], "shots": [[]], "option_scores": [-1.0, -2.0]}
@@ -88,7 +88,7 @@ def page(tmp_path):
         "dataset": "scienceqa", "split": "test", "row": "smollm2_k0", "setting": "rmr",
         "limit": None, "notes": [], **evaluation.summary(),
     }  # fmt: skip
-    write_row_report(tmp_path, scores, evaluation, Corpus([], asked), asked, given, {})
+    write_row_report(tmp_path, RowRun(Corpus([], asked), asked, given, {}, evaluation, scores))
     return (tmp_path / "report.html").read_text()
 
 

@@ -29,13 +29,11 @@ def check_number(runs: int) -> None:
 
 
 def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[str, Any]) -> None:
-    """Writes a page of runs side by side: their answers, sources and verdicts, and the tests.
+    """Writes a page of runs side by side: their answers, sources and verdicts, and the tests of
+    `compare_runs`.
 
     Questions, references and pictures come from the corpus that the first run names; where it is
     not there, the page has ids in their place and says so.
-
-    Args:
-      compared: the result of evaluation.compare.compare_runs.
     """
     check_number(len(runs))
     metric = compared["metric"]

@@ -77,33 +77,42 @@ def row_title(scores: Mapping[str, Any]) -> str:
     return title
 
 
-def write_row_report(
-    folder: Path,
-    scores: Mapping[str, Any],
-    evaluation: Evaluation,
-    corpus: Corpus,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    rankings: Mapping[str, Sequence[Ranking]],
-) -> list[Table]:
+@dataclasses.dataclass
+class RowRun:
+    """A row's answers to its questions, and their scores.
+
+    Attributes:
+      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
+      scores: the content of scores.json.
+    """
+
+    corpus: Corpus
+    questions: Sequence[Question]
+    predictions: Sequence[Prediction]
+    rankings: Mapping[str, Sequence[Ranking]]
+    evaluation: Evaluation
+    scores: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def write_row_report(folder: Path, run: RowRun) -> list[Table]:
     """Writes a row's report.html; returns the tables in it."""
-    tables = [*evaluation.tables(row_title(scores)), *agent_tables(agent_summary(predictions))]
+    scores, count = run.scores, len(run.questions)
+    tables = run.evaluation.tables(row_title(scores)) + agent_tables(agent_summary(run.predictions))
     tables += counts_table(scores.get("prompts", {}))
     if "llm" in scores:
         tables.append(_cost_table(scores["llm"]))
-    per_question = evaluation.per_question()
-    scorer = verdict_scorer(scores["dataset"], evaluation, predictions)
     tables += losses_tables(scores)
+    scorer = verdict_scorer(scores["dataset"], run.evaluation, run.predictions)
     recall = {
         int(name.partition("@")[2]): value
         for name, value in scores["scores"].items()
         if name.startswith("recall@")
     }
-    cards = row_cards(corpus, questions, predictions, rankings, per_question, scorer)
-    how_many = "" if len(cards) == len(questions) else f"{len(cards):,} of them are shown."
+    cards = row_cards(run, scorer)
+    how_many = "" if len(cards) == count else f"{len(cards):,} of them are shown."
     data = report.ReportData(
         title=row_title(scores),
-        description=f"{len(questions):,} questions. {how_many}",
+        description=f"{count:,} questions. {how_many}",
         notice="; ".join(scores["notes"]),
         headline={
             name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
@@ -112,32 +121,26 @@ def write_row_report(
         card_note=verdict_note(scorer),
         tables=tables,
         recall={scores["row"]: recall} if recall else {},
-        facts=row_facts(folder) | run_facts(folder, corpus),
+        facts=row_facts(folder) | run_facts(folder, run.corpus),
         materials=materials_of(scores),
     )
     report.write_report(folder / "report.html", data)
     return tables
 
 
-def row_cards(
-    corpus: Corpus,
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    rankings: Mapping[str, Sequence[Ranking]],
-    per_question: Mapping[str, Mapping[str, float]],
-    scorer: str,
-) -> list[report.Card]:
+def row_cards(run: RowRun, scorer: str) -> list[report.Card]:
     """The questions of a row, the best first; of more than MOST_CARDS some of every category.
 
-    Args:
-      scorer: tells right from wrong.
+    The `scorer` tells right from wrong.
     """
-    ranked = next((rankings[name] for name in _RANKINGS if rankings.get(name)), None)
+    questions, predictions = run.questions, run.predictions
+    ranked = next((run.rankings[name] for name in _RANKINGS if run.rankings.get(name)), None)
+    per_question = run.evaluation.per_question()
     scored = [per_question.get(question.id, {}) for question in questions]
     picked: Sequence[int] = range(len(questions))
     if len(questions) > report.MOST_CARDS:
         picked = report.evenly_by_category(questions, report.MOST_CARDS)
-    maker = report.CardMaker(corpus)
+    maker = report.CardMaker(run.corpus)
     cards = []
     for i in maker.best_first(questions, predictions, [x.get(scorer) for x in scored], picked):
         question, prediction = questions[i], predictions[i]
@@ -150,7 +153,7 @@ def row_cards(
                 [prediction.sources],
                 prediction.read,
                 rows=[*reference_rows(question), *answer_rows(question, prediction)],
-                picture=corpus.question_picture(question),
+                picture=run.corpus.question_picture(question),
                 details=trace_details(prediction.trace),
                 tree=trace_tree(prediction),
             )
@@ -252,8 +255,8 @@ def report_row(folder: Path) -> tuple[Path, list[Table]]:
     if "materials" not in scores:  # of an older run
         scores["materials"] = list(map(dataclasses.asdict, row.materials(corpus)))
     evaluation = _evaluation(row, questions, predictions, run.per_question)
-    tables = write_row_report(folder, scores, evaluation, corpus, questions, predictions, rankings)
-    return folder / "report.html", tables
+    made_anew = RowRun(corpus, questions, predictions, rankings, evaluation, scores)
+    return folder / "report.html", write_row_report(folder, made_anew)
 
 
 def _predictions(folder: Path) -> list[Prediction]:

@@ -30,10 +30,8 @@ def run_curves(folder: Path) -> dict[str, report.Points]:
 
 
 def overlaid_curves(folders: Mapping[str, Path]) -> list[report.LinePlot]:
-    """A plot for each metric of `run_curves`, with a line for each run.
-
-    Args:
-      folders: name of a run -> its workdir, which need not be there yet.
+    """A plot for each metric of `run_curves`, with a line for each run: name -> workdir, which need
+    not be there yet.
     """
     curves = {run: run_curves(folder) for run, folder in folders.items()}
     names = dict.fromkeys(name for of_run in curves.values() for name in of_run)
