@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the questions of a split."""
     shard = flags.start(arguments)
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    from mmqa_jax.runs import one_stage
+    from mmqa_jax.runs.verbs import one_stage
 
     files = dataclasses.replace(flags.stage_files(arguments, shard), sources="")
     chosen = arguments.sources, arguments.threshold, arguments.select

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes both files, and prints how good the candidates are."""
     from mmqa_jax.core.config import load_config
     from mmqa_jax.core.errors import UserError
-    from mmqa_jax.runs.candidates import write_stage
+    from mmqa_jax.runs.verbs.candidates import write_stage
 
     if arguments.overrides and not arguments.config:
         raise UserError(

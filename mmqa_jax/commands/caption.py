@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     flags.download(arguments, "model")
     if arguments.data:
         return _of_questions(arguments)
-    from mmqa_jax.runs.captioning import caption_pictures
+    from mmqa_jax.runs.verbs.captioning import caption_pictures
 
     return caption_pictures(
         Path(arguments.features),
@@ -84,8 +84,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _of_questions(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.host import cache_dir
-    from mmqa_jax.runs.captioning import PROMPT, caption_questions
     from mmqa_jax.runs.parts import LLMSpec, open_llm
+    from mmqa_jax.runs.verbs.captioning import PROMPT, caption_questions
 
     spec = LLMSpec(arguments.model, arguments.backend or "engine")
     model = open_llm(spec, cache_dir() / "responses", "--model")

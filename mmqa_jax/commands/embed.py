@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shard = flags.start(arguments)
     flags.download(arguments, "model")
     from mmqa_jax.core.local_copies import local_copy
-    from mmqa_jax.runs.indexing import embed, embed_grids, is_image_tower
+    from mmqa_jax.runs.verbs.indexing import embed, embed_grids, is_image_tower
 
     options = flags.serving_options(arguments)
     data, model, out = map(as_path, (arguments.data, arguments.model, arguments.out))

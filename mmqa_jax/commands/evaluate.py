@@ -77,7 +77,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores predictions (answers and cited sources) or rankings; prints the tables."""
-    from mmqa_jax.runs.evaluate import EvaluateOptions, evaluate
+    from mmqa_jax.runs.verbs.evaluate import EvaluateOptions, evaluate
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
     names = [field.name for field in dataclasses.fields(EvaluateOptions)]

@@ -142,7 +142,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         found = _detected(arguments)
         if "waiting_for_other_shards" in found:
             return found
-    from mmqa_jax.runs.region_features import export_all
+    from mmqa_jax.runs.verbs.region_features import export_all
 
     out = Path(arguments.out)
     if arguments.export:
@@ -156,7 +156,7 @@ def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
     """Writes the records; see write_regions."""
     shard = flags.start(arguments)
     from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
-    from mmqa_jax.runs.region_features import RegionOptions, open_pictures, write_regions
+    from mmqa_jax.runs.verbs.region_features import RegionOptions, open_pictures, write_regions
 
     choice = DetectorChoice(
         arguments.model,
@@ -186,7 +186,7 @@ def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
 def _drawn(arguments: argparse.Namespace, out: Path) -> str:
     """Draws; returns the page."""
     from mmqa_jax.data.region_records import RegionRecords
-    from mmqa_jax.runs.region_features import PAGE, draw_regions, open_pictures
+    from mmqa_jax.runs.verbs.region_features import PAGE, draw_regions, open_pictures
 
     pictures = open_pictures(Path(arguments.data), arguments.of)
     folder, records = out / "drawn", RegionRecords(out)

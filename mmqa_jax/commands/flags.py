@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from mmqa_jax.data.text_analysis import Analyzer
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
-    from mmqa_jax.runs.one_stage import StageFiles
+    from mmqa_jax.runs.verbs.one_stage import StageFiles
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
@@ -164,7 +164,7 @@ def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def stage_files(arguments: argparse.Namespace, shard: Shard) -> StageFiles:
     """Where the questions of `search`, `rerank` or `answer` come from, and where its rows go."""
     from mmqa_jax.core.paths import as_path
-    from mmqa_jax.runs.one_stage import StageFiles
+    from mmqa_jax.runs.verbs.one_stage import StageFiles
 
     return StageFiles(
         Path(arguments.data),

@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.core.hosts import distributed
 
     distributed.start()
-    from mmqa_jax.runs.indexing import index
+    from mmqa_jax.runs.verbs.indexing import index
 
     return index(
         as_path(arguments.embeddings), arguments.kind, arguments.index, arguments.shard_rows
@@ -99,7 +99,7 @@ def _bm25(arguments: argparse.Namespace) -> dict[str, Any]:
     for flag, what in (("data", "the corpus"), ("out", "the folder to write, such as runs/index")):
         if not getattr(arguments, flag):
             raise UserError(f"--kind=bm25: needs --{flag}; give {what}.")
-    from mmqa_jax.runs.indexing import index_bm25
+    from mmqa_jax.runs.verbs.indexing import index_bm25
 
     return index_bm25(as_path(arguments.data), Path(arguments.out))
 
@@ -113,7 +113,7 @@ def _export(arguments: argparse.Namespace) -> dict[str, Any]:
         raise UserError(
             "--export=faiss: needs --out; give the folder to write, such as runs/faiss."
         )
-    from mmqa_jax.runs.indexing import export
+    from mmqa_jax.runs.verbs.indexing import export
 
     data = as_path(arguments.data) if arguments.data else None
     return export(as_path(arguments.embeddings), Path(arguments.out), data)

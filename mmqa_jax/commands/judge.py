@@ -31,7 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Judges the candidates of all questions."""
     from mmqa_jax.core.config import load_config
-    from mmqa_jax.runs.judging import run_judging
+    from mmqa_jax.runs.verbs.judging import run_judging
 
     config = load_config(arguments.config, arguments.overrides)
     return run_judging(config, Path(arguments.workdir))

@@ -29,9 +29,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.commands.run import show_results
     from mmqa_jax.core.errors import UserError
     from mmqa_jax.core.store import check_no_link
-    from mmqa_jax.runs.indexing import merge_embeddings
     from mmqa_jax.runs.jobs import find_job
     from mmqa_jax.runs.merging import merge_parts
+    from mmqa_jax.runs.verbs.indexing import merge_embeddings
 
     place = find_job(as_path(arguments.path))
     if place.parts == "records":

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles, and prints the table and the verdict."""
     # Without distributed.start: one process plans alone, and what is compiled for devices that are
     # not there cannot be read back from the compilation cache.
-    from mmqa_jax.runs.plan import run_plan
+    from mmqa_jax.runs.verbs.plan import run_plan
 
     names = ("model", "only", "sources", "pictures", "search", "measured")
     options = {name: getattr(arguments, name) for name in names}

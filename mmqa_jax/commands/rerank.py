@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Scores candidate sources; sweeps the threshold and the weight of the similarity."""
     flags.check_top_k(arguments.top_k)
     shard = flags.start(arguments)
-    from mmqa_jax.runs import one_stage
+    from mmqa_jax.runs.verbs import one_stage
 
     names = [field.name for field in dataclasses.fields(one_stage.RerankOptions)]
 

@@ -108,8 +108,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     flags.download(arguments, "model")
     arguments = flags.fetched(arguments, STORE_INPUTS)
     _check_tune(arguments, alone=flags.is_alone(arguments, shard))
-    from mmqa_jax.runs import one_stage
     from mmqa_jax.runs.parts import RetrieverSpec
+    from mmqa_jax.runs.verbs import one_stage
 
     names = [field.name for field in dataclasses.fields(RetrieverSpec)]
     spec = RetrieverSpec(**{k: v for k, v in vars(arguments).items() if k in names})

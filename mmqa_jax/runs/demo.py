@@ -46,7 +46,6 @@ from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities, read_rankings
-from mmqa_jax.runs.indexing import embed, index
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
 from mmqa_jax.runs.prepare import prepare_atlas
@@ -56,6 +55,7 @@ from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import run_row
 from mmqa_jax.runs.status import seconds_left
 from mmqa_jax.runs.traces import reference_rows
+from mmqa_jax.runs.verbs.indexing import embed, index
 from mmqa_jax.tasks.registry import check_config, known_tasks
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training

@@ -22,7 +22,7 @@ from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.program import Bound, Compiled, Planned, Program, build, least_bytes, run_cost
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology
-from mmqa_jax.runs.plan import bytes_text, memory_cells, milliseconds
+from mmqa_jax.runs.verbs.plan import bytes_text, memory_cells, milliseconds
 from tests.hlo.collectives import Collective
 from tests.hlo.counts import KERNEL, Counts, count
 

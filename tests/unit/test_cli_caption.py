@@ -17,7 +17,7 @@ from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.oscar.network import Oscar, OscarConfig, OscarLayout
-from mmqa_jax.runs import captioning
+from mmqa_jax.runs.verbs import captioning
 from mmqa_jax.weights.folder import describe_model, save_trained
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn

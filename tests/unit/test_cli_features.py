@@ -23,7 +23,7 @@ from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.models.detection.keys import publish_detector
-from mmqa_jax.runs.region_features import (
+from mmqa_jax.runs.verbs.region_features import (
     NamedPictures,
     RegionOptions,
     open_pictures,

@@ -132,7 +132,7 @@ def test_the_imports_are_found():
     assert len(modules()) > 150
     assert Import("mmqa_jax.papers.webqa", True) in imports()["mmqa_jax.runs.row"]
     # Inside a function, relative to nothing, a module by `from package import module`.
-    assert Import("mmqa_jax.runs.one_stage", False) in imports()["mmqa_jax.commands.search"]
+    assert Import("mmqa_jax.runs.verbs.one_stage", False) in imports()["mmqa_jax.commands.search"]
     assert "mmqa_jax.papers.webqa" in reachable("mmqa_jax.commands.search", at_load=False)
     assert "mmqa_jax.papers.webqa" not in reachable("mmqa_jax.commands.search", at_load=True)
     assert "jax" in reachable("mmqa_jax.models.vlp.network", at_load=True)

@@ -17,9 +17,9 @@ from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.runs.judging import run_judging
 from mmqa_jax.runs.parts import KnowledgeSpec, check_prompted, open_knowledge
 from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.verbs.judging import run_judging
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.registry import check_config

@@ -19,7 +19,7 @@ from mmqa_jax.cli import make_parser
 from mmqa_jax.commands.ray_engine import RayEngine, Tries, Worker
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.store import chunk_files, chunks_of
-from mmqa_jax.runs.indexing import embed
+from mmqa_jax.runs.verbs.indexing import embed
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

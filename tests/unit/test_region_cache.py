@@ -37,7 +37,7 @@ from mmqa_jax.inference.region_detector import (
     RegionCache,
     open_detector,
 )
-from mmqa_jax.runs.region_features import NamedPictures, RegionOptions, write_regions
+from mmqa_jax.runs.verbs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.weights.folder import describe_model

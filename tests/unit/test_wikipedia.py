@@ -21,7 +21,7 @@ from mmqa_jax.data.wikipedia.dump import PageReader
 from mmqa_jax.data.wikipedia.streams import InputFile, json_entries
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
-from mmqa_jax.runs.region_features import open_pictures
+from mmqa_jax.runs.verbs.region_features import open_pictures
 
 # Two pages in the format of KILT's README, with headings and items of lists as its files have them.
 KILT = [
