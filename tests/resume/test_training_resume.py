@@ -248,6 +248,34 @@ def test_accumulation_takes_the_same_step_as_the_whole_batch(tmp_path):
             np.testing.assert_allclose(other[name], one[name], rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_step_and_part_has_a_dropout_key_of_its_own(tmp_path, parts):
+    """A run that resumes has the same ones."""
+
+    class Drawn(tiny_run.Regression):
+        def loss(self, model, batch, dropout_key):
+            loss, _ = super().loss(model, batch, dropout_key)
+            drawn = jax.random.uniform(dropout_key)
+            return loss, {"drawn": drawn, "square": drawn**2}
+
+    def drawn(name, stop=None):
+        batches = tiny_run.pipeline(1, tiny_run.BATCH // parts)
+        batches = batches if stop is None else tiny_run.Watched(batches, *stop)
+        run(
+            tmp_path / name, batches, task=Drawn(), steps=6, accumulate=parts,
+            log_every=1, evaluate_every=0, checkpoint_every=3,
+        )  # fmt: skip
+        return [(row["drawn"], row["square"]) for row in read_metrics(tmp_path / name)]
+
+    whole = drawn("whole")
+    assert len(set(whole)) == 6
+    between_parts = sum(square - mean**2 for mean, square in whole)
+    assert (between_parts > 0.01) == (parts > 1)
+    with pytest.raises(SystemExit):
+        drawn("resumed", (3 * parts, tiny_run.raise_signal(15)))
+    assert drawn("resumed") == whole
+
+
 def test_a_run_of_updates_in_parts_resumes_where_it_stopped(tmp_path):
     """The signal comes while the first part of the fourth update is read; that update is ended."""
     options = {"steps": 6, "accumulate": 2, "checkpoint_every": 5, "evaluate_every": 0}
