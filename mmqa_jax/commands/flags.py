@@ -319,17 +319,18 @@ def add_words(parser: argparse.ArgumentParser, condition: str = "") -> None:
     )
     parser.add_argument(
         "--stemming",
-        action=argparse.BooleanOptionalAction,
+        action="store_true",
+        default=None,
         help=f"{condition}BM25 compares the stems of words, by the rules of --language "
-        "(where the package PyStemmer is installed)",
+        "(package PyStemmer)",
     )
 
 
 def analyzer(arguments: argparse.Namespace) -> Analyzer:
     """How BM25 makes words, as the flags of `add_words` say."""
-    from mmqa_jax.data.text_analysis import folder_analyzer
+    from mmqa_jax.data.text_analysis import Analyzer
 
-    return folder_analyzer(arguments.language, arguments.stemming)
+    return Analyzer(arguments.language or "english", stemming=bool(arguments.stemming))
 
 
 def folder_options(arguments: argparse.Namespace) -> FolderOptions | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-import importlib.util
 import itertools
 import re
 import unicodedata
@@ -94,19 +93,6 @@ class Analyzer:
 
     def _stems(self, words: list[str]) -> list[str]:
         return _stemmer(self.language)(words) if self.stemming else words
-
-
-def folder_analyzer(language: str | None = None, stemming: bool | None = None) -> Analyzer:
-    """How words of a folder are compared: by their stems, where PyStemmer knows the language.
-
-    Args:
-      language: None: English, whose stems leave other languages' words nearly as they are.
-      stemming: whether stems are compared; None: where they can be.
-    """
-    language = language or "english"
-    if stemming is None and (stemming := importlib.util.find_spec("Stemmer") is not None):
-        stemming = language in importlib.import_module("Stemmer").algorithms()
-    return Analyzer(language, stemming=stemming)
 
 
 class Vocabulary(dict[str, int]):

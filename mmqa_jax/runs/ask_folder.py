@@ -28,7 +28,7 @@ from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
-from mmqa_jax.data.text_analysis import Analyzer, folder_analyzer
+from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
 from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, kept_words
 from mmqa_jax.retrieval.dense import DenseRetriever
@@ -43,7 +43,7 @@ from mmqa_jax.tasks.library import open_text_embedder
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
-_ANALYZER = folder_analyzer()
+_ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
 # passages: the more there are, the nearer is one by chance. Chosen on OpenStax's val questions by
 # `python -m tests.bench refusals` (tests/bench/RESULTS.md).
