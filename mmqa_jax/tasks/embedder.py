@@ -8,7 +8,6 @@ from typing import Any
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
-from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
@@ -20,9 +19,7 @@ from mmqa_jax.tasks.task import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
-
-# What embeds pictures: names of converted models and transformers' model types.
-_WITH_PICTURES = ("clip", "siglip", "siglip2", VLM)
+from mmqa_jax.weights.registry import architectures
 
 
 def load_embedder(
@@ -54,17 +51,18 @@ def open_embedder(
         model = minilm_path()
     converted = is_converted(model)
     folder = model if converted else published_folder(model)
-    if folder and (converted or published_kind(folder) in _WITH_PICTURES):
+    if folder:
         kind = read_record(folder).architecture.name if converted else published_kind(folder)
-        if kind == VLM:
+        entries = (entry for entry in architectures().values() if entry.embeds)
+        family = next((e.name for e in entries if kind in (e.name, *e.embeds)), "")
+        if family == "qwen_vl":
             embedder: Embedder = load_vlm_embedder(folder, **(options or {}))
+        elif family or converted:  # another converted one is refused there
+            embedder = load_two_towers(folder, family or "clip", **(options or {}))
         else:
-            kind = "siglip" if kind in ("siglip", "siglip2") else "clip"
-            embedder = load_two_towers(folder, kind, **(options or {}))
+            check_family(folder)
+            return load_text_embedder(folder, **(options or {})), PictureStore(corpus, size=1)
         pictures = PictureStore(corpus, embedder.image_size, embedder.resize, alpha=embedder.alpha)
         return embedder, pictures
-    if folder:
-        check_family(folder)
-        return load_text_embedder(folder, **(options or {})), PictureStore(corpus, size=1)
     embedder, task = load_embedder(model, options, one_shape=one_shape)
     return embedder, task.pictures.open(corpus)

@@ -58,6 +58,7 @@ class Architecture:
         `vision`.
       presets: mapping of published sizes, name -> config, which `mmqa plan` knows.
       base: `Base`, if a run may fine-tune it.
+      embeds: of `model_types`, those that make one vector of a picture as well as of a text.
       check: `common.comparison.Check`, if transformers has it.
       lora: module that adds LoRA's additions to it; "": it takes none.
       peft: PEFT's folders of additions are read and written.
@@ -80,6 +81,7 @@ class Architecture:
     sees: bool = False
     presets: str = ""
     base: str = ""
+    embeds: tuple[str, ...] = ()
     check: str = ""
     lora: str = ""
     peft: bool = False

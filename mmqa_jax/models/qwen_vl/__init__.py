@@ -16,6 +16,7 @@ FAMILIES = (
         sees=True,
         presets="qwen_vl.network.PRESETS",
         base="qwen_vl.network.BASE",
+        embeds=("qwen3_vl",),
         check="qwen_vl.keys.CHECK",
         lora="llama.lora",
     ),

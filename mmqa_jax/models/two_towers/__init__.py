@@ -16,6 +16,7 @@ FAMILIES = (
         ),
         exports="CLIPModel",
         presets="two_towers.config.CLIPS",
+        embeds=("clip",),
         check="two_towers.keys.CLIP_CHECK",
     ),
     Architecture(
@@ -27,6 +28,7 @@ FAMILIES = (
         layouts=(HF_FOLDER,),
         exports="SiglipModel, Siglip2Model (NaFlex)",
         presets="two_towers.config.SIGLIPS",
+        embeds=("siglip", "siglip2"),
         check="two_towers.keys.SIGLIP_CHECK",
     ),
 )
