@@ -16,6 +16,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,13 +78,12 @@ class _Plan:
     """What is static in a kernel.
 
     Attributes:
-      heads, size: number of heads and columns of each.
+      size: columns of a head.
       is_causal: a query sees no later key.
       kept: of 65,536, how many attention weights dropout leaves; 65,536 is no dropout.
       interpret: run without a TPU.
     """
 
-    heads: int
     size: int
     is_causal: bool
     kept: int
@@ -126,6 +127,7 @@ def fused_attention(
     dropout_rate: float = 0.0,
     dropout_key: jax.Array | None = None,
     mesh: Mesh | None = None,
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """softmax(q k / sqrt(D)) v of every head, with its gradient.
@@ -133,7 +135,9 @@ def fused_attention(
     q [B, Lq, heads, D]; k, v [B, Lk, heads, D]; mask bool [B or 1, 1, Lq or 1, Lk]. A row without a
     visible column gives the mean of the values. Dropout acts on the weights (`drop_bits`), as
     `layers.dropout` does. On a mesh (None: that of `jax.set_mesh`) rows
-    are split as a batch is, and heads as the model's, where these divide. `interpret` runs the
+    are split as a batch is, and heads as the model's, where these divide. `biases` [heads * D] each
+    were added to q, k and v as constants: they get their gradients here, of which the kernel sums
+    each row while it is on the chip (XLA reads them once more for that). `interpret` runs the
     kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
     """
     rows, _, heads, size = q.shape
@@ -143,27 +147,35 @@ def fused_attention(
     if mask is not None:
         mask = mask[:, 0].astype(jnp.int8)
 
-    def attend(q, k, v, mask, seeds):
-        plan = _Plan(q.shape[2] // size, size, is_causal, kept, interpret)
-        return _attend(plan, q, k, v, mask, seeds)
-
+    plan, place = _Plan(size, is_causal, kept, interpret), None
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
         registers = heads * size // max(size, LANES)
-        of_rows, of_heads = (*partition_spec(("batch", "heads"), (rows, registers), mesh), None)[:2]
-        whole = PartitionSpec(of_rows, None, of_heads)
-        attend = jax.shard_map(
-            attend,
-            mesh=mesh,
-            in_specs=(
-                *(whole,) * 3,
-                None if mask is None else PartitionSpec(of_rows if len(mask) > 1 else None),
-                None if seeds is None else (PartitionSpec(of_rows), PartitionSpec(of_heads)),
-            ),
+        axes = (*partition_spec(("batch", "heads"), (rows, registers), mesh), None)[:2]
+        place = _Place(mesh, *axes)
+    return _attend(plan, place, *flat, biases, mask, seeds).reshape(q.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A mesh, and the axes that split rows and heads."""
+
+    mesh: Mesh | jax.sharding.AbstractMesh
+    rows: str | tuple[str, ...] | None
+    heads: str | tuple[str, ...] | None
+
+    def split(self, function: Callable[..., Any], masked: bool, one_mask: bool, drops: bool) -> Any:
+        """`function(arrays, mask, seeds)` for the rows and heads of each device."""
+        whole = PartitionSpec(self.rows, None, self.heads)
+        mask = PartitionSpec(None if one_mask else self.rows) if masked else None
+        seeds = (PartitionSpec(self.rows), PartitionSpec(self.heads)) if drops else None
+        return jax.shard_map(
+            function,
+            mesh=self.mesh,
+            in_specs=(whole, mask, seeds),
             out_specs=whole,
             check_vma=False,
         )
-    return attend(*flat, mask, seeds).reshape(q.shape)
 
 
 def drop_seeds(key: jax.Array, rows: int, heads: int) -> tuple[jax.Array, jax.Array]:
@@ -173,22 +185,44 @@ def drop_seeds(key: jax.Array, rows: int, heads: int) -> tuple[jax.Array, jax.Ar
     return tuple(bits.astype(jnp.int32) for bits in drawn)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan, q, k, v, mask, seeds):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attend(plan, place, q, k, v, biases, mask, seeds):
     """q [B, Lq, H], k and v [B, Lk, H], mask int8 [B, Lq or 1, Lk] -> [B, Lq, H]."""
-    return _call(plan, _forward, (q, k, v), (q,), mask, seeds)[0]
+    del biases
+    return _run(plan, place, _forward, (q, k, v), (q,), mask, seeds)[0]
 
 
-def _attend_forward(plan, q, k, v, mask, seeds):
-    return _attend(plan, q, k, v, mask, seeds), (q, k, v, mask, seeds)
+def _attend_forward(plan, place, q, k, v, biases, mask, seeds):
+    saved = q, k, v, None if biases is None else (), mask, seeds
+    return _attend(plan, place, q, k, v, biases, mask, seeds), saved
 
 
-def _attend_backward(plan, saved, gradient):
-    q, k, v, mask, seeds = saved
-    return *_call(plan, _backward, (q, k, v, gradient), (q, k, v), mask, seeds), None, None
+def _attend_backward(plan, place, saved, gradient):
+    q, k, v, biased, mask, seeds = saved
+    like = (q, k, v)
+    if biased is not None:
+        like += tuple(jax.ShapeDtypeStruct((len(x), 1, x.shape[2]), jnp.float32) for x in like)
+    dq, dk, dv, *sums = _run(plan, place, _backward, (q, k, v, gradient), like, mask, seeds)
+    of_biases = tuple(x.sum((0, 1)) for x in sums) or None
+    return dq, dk, dv, of_biases, None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
+
+
+def _run(plan, place, kernel, arrays, like, mask, seeds):
+    """`_call` where the arrays lie."""
+
+    def call(arrays, mask, seeds):
+        rows, _, width = arrays[0].shape
+        own = [jax.ShapeDtypeStruct((rows, x.shape[1], width), x.dtype) for x in like]
+        return _call(plan, kernel, arrays, own, mask, seeds)
+
+    if place is not None:
+        one_mask = mask is not None and len(mask) == 1
+        call = place.split(call, mask is not None, one_mask, seeds is not None)
+    return call(arrays, mask, seeds)
+
 
 _FORWARD_ARRAYS, _BACKWARD_ARRAYS = 4, 7  # read and written, [B, L, H] each
 _SCORES = 6  # arrays [Lq, Lk] of float32 that are alive at once, at most
@@ -206,7 +240,7 @@ def _call(plan, kernel, arrays, like, mask, seeds):
     """Runs a kernel over rows and registers of [B, L, H]; returns arrays shaped as `like`."""
     rows, length, width = arrays[0].shape
     columns = arrays[1].shape[1]
-    count = len(arrays) + len(like)
+    count = len(arrays) + min(len(like), 3)  # sums of rows are small
     fitting = [
         lanes
         for lanes in range(plan.group, width + 1, plan.group)
@@ -226,19 +260,19 @@ def _call(plan, kernel, arrays, like, mask, seeds):
     if seeds is not None:
         specs += [pl.BlockSpec(memory_space=pltpu.SMEM)] * 2
         inputs += seeds
-    size = 2 if jnp.dtype(arrays[0].dtype).itemsize == 2 else 4
     products = 2 if kernel is _forward else 5
+    moved = (math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in (*arrays, *like))
     cost = pl.CostEstimate(
-        flops=2 * products * rows * plan.heads * length * columns * plan.size,
-        transcendentals=rows * plan.heads * length * columns,
-        bytes_accessed=size * sum(math.prod(x.shape) for x in (*arrays, *like)),
+        flops=2 * products * rows * width * length * columns,
+        transcendentals=rows * (width // plan.size) * length * columns,
+        bytes_accessed=sum(moved),
     )
     return pl.pallas_call(
         functools.partial(kernel, plan, mask is not None, lanes // plan.group),
         grid=(rows, width // lanes),
         in_specs=specs,
         out_specs=[block(x) for x in like],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like],
+        out_shape=like,
         cost_estimate=cost,
         interpret=plan.interpret,
         name="fused_attention" if kernel is _forward else "fused_attention_gradient",
@@ -269,7 +303,7 @@ def _forward(plan, masked, groups, *refs):
 
 def _backward(plan, masked, groups, *refs):
     """Body of the gradient's kernel; the scores are computed again."""
-    seeds, (q, k, v, dout), mask, (dq, dk, dv) = _split(plan, masked, groups, 4, refs)
+    seeds, (q, k, v, dout), mask, (dq, dk, dv, *sums) = _split(plan, masked, groups, 4, refs)
     seen = _visible(plan, mask, q.shape[1], k.shape[1])
 
     def one(group, _):
@@ -292,8 +326,11 @@ def _backward(plan, masked, groups, *refs):
             of_value = jnp.where(own, _product(used.astype(given.dtype).T, given), of_value)
             of_query = jnp.where(own, _product(of_scores, key), of_query)
             of_key = jnp.where(own, _product(of_scores.T, query), of_key)
-        for ref, x in ((dq, of_query), (dk, of_key), (dv, of_value)):
-            ref[0, :, lanes] = x.astype(ref.dtype)
+        rounded = [x.astype(dq.dtype) for x in (of_query, of_key, of_value)]
+        for ref, x in zip((dq, dk, dv), rounded, strict=True):
+            ref[0, :, lanes] = x
+        for ref, x in zip(sums, rounded, strict=False):  # all or none
+            ref[0, :, lanes] = jnp.sum(x.astype(jnp.float32), axis=0, keepdims=True)
         return _
 
     jax.lax.fori_loop(0, groups, one, 0)

@@ -31,6 +31,7 @@ from mmqa_jax.models.common.layers import (
     LayerNorm,
     Linear,
     attention,
+    biases_apart,
     dropout,
     keep,
     keep_kernel,
@@ -166,11 +167,15 @@ class BertLayer(nnx.Module):
         self.config = config
 
     def project(
-        self, x: jax.Array, shape: tuple[int, ...] | None = None
+        self, x: jax.Array, shape: tuple[int, ...] | None = None, **bias: bool
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, L, H], or rows of such a `shape` -> query, key, value [B, L, heads, head_dim]."""
+        """x [B, L, H], or rows of such a `shape` -> query, key, value [B, L, heads, head_dim].
+
+        `bias`: of `Linear.__call__`.
+        """
         shape, rows = shape or x.shape, as_rows(x)
-        projected = (keep(p(rows)).reshape(shape) for p in (self.query, self.key, self.value))
+        linears = self.query, self.key, self.value
+        projected = (keep(linear(rows, **bias)).reshape(shape) for linear in linears)
         return tuple(split_heads(p, self.config.heads) for p in projected)
 
     def finish(
@@ -198,8 +203,12 @@ class BertLayer(nnx.Module):
         value: jax.Array,
         mask: jax.Array,
         dropout_key: jax.Array | None = None,
+        biases: tuple[jax.Array, ...] | None = None,
     ) -> jax.Array:
-        """[B, L, heads, head_dim] each, mask as in `__call__` -> [B, L, heads, head_dim]."""
+        """[B, L, heads, head_dim] each, mask as in `__call__` -> [B, L, heads, head_dim].
+
+        `biases`: as `layers.attention` has them.
+        """
         return attention(
             query,
             key,
@@ -208,6 +217,7 @@ class BertLayer(nnx.Module):
             dropout_rate=self.config.attention_dropout,
             dropout_key=dropout_key,
             implementation=self.config.attention,
+            biases=biases,
         )
 
     def __call__(
@@ -215,8 +225,9 @@ class BertLayer(nnx.Module):
     ) -> jax.Array:
         """x [B, L, H], mask bool broadcastable to [B, heads, L, L] -> [B, L, H]."""
         first, second = split_key(dropout_key, 2)
-        rows = as_rows(x)
-        attended = self.attend(*self.project(rows, x.shape), mask, first)
+        rows, biases = as_rows(x), biases_apart(self.query, self.key, self.value)
+        apart = {} if biases is None else {"constant_bias": True}
+        attended = self.attend(*self.project(rows, x.shape, **apart), mask, first, biases)
         return self.finish(rows, attended, second)
 
 

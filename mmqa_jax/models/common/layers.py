@@ -89,9 +89,15 @@ class Linear(nnx.Module):
         self.kernel = param(rngs, kernel_init, (in_features, out_features), names)
         self.bias = param(rngs, bias_init, (out_features,), names[1:]) if use_bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
+    def __call__(self, x: jax.Array, *, constant_bias: bool = False) -> jax.Array:
+        """[..., in] -> [..., out]; a constant bias gets no gradient here (`attention` has it)."""
         y = product(x, self.kernel[...].astype(x.dtype), 0)
-        return y if self.bias is None else _biased(y, self.bias[...])
+        if self.bias is None:
+            return y
+        bias = self.bias[...]
+        return (
+            _plainly_biased(y, jax.lax.stop_gradient(bias)) if constant_bias else _biased(y, bias)
+        )
 
 
 def torch_linear(
@@ -133,6 +139,18 @@ _biased_on_tpu.defvjp(
     lambda y, bias: (_plainly_biased(y, bias), bias[:0]),
     lambda none, dy: (dy, dy.sum(range(dy.ndim - 1), dtype=jnp.float32).astype(none.dtype)),
 )
+_with_constant_bias = jax.custom_vjp(lambda y, bias: y)  # to which the bias was added
+_with_constant_bias.defvjp(
+    lambda y, bias: (y, bias[:0]),
+    lambda none, dy: (dy, dy.sum(range(dy.ndim - 1), dtype=jnp.float32).astype(none.dtype)),
+)
+
+
+def biases_apart(*linears: nnx.Module) -> tuple[jax.Array, ...] | None:
+    """The biases of the linears for queries, keys and values, if they are to be added as constants
+    (`Linear.__call__`) and given to `attention` for their gradients: on a TPU."""
+    plain = all(type(linear) is Linear and linear.bias is not None for linear in linears)
+    return tuple(f.bias[...] for f in linears) if plain and platform() == "tpu" else None
 
 
 def product(
@@ -337,6 +355,7 @@ def attention(
     implementation: str = "xla",
     mesh: Mesh | None = None,
     cap: float | None = None,
+    biases: tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """Multi-head scaled dot-product attention, the one of the project.
 
@@ -359,6 +378,7 @@ def attention(
     `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, columns that `sequence` splits, and
     segments or a mask beside a window) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
+    `biases`: those of `biases_apart`, [heads * head_dim] each, whose gradients are made here.
     Returns [B, Lq, heads, head_dim] in q's dtype, which is kept for the backward pass
     (`scan_layers`); "splash" keeps it in the kernel's own layout, with the sums of its softmax.
     """
@@ -382,8 +402,12 @@ def attention(
             if window is not None:
                 mask = window.mask(mask, q.shape[1], k.shape[1], is_causal=is_causal)
             drop = {"dropout_rate": dropout_rate, "dropout_key": dropout_key} if drops else {}
-            out = fused_attention(q, k, v, mask=mask, is_causal=is_causal, mesh=mesh, **drop)
+            same = {"mask": mask, "is_causal": is_causal, "mesh": mesh, "biases": biases}
+            out = fused_attention(q, k, v, **same, **drop)
             return keep(out)
+    if biases is not None:
+        flat = zip(map(merge_heads, (q, k, v)), biases, strict=True)
+        q, k, v = (split_heads(_with_constant_bias(x, b), q.shape[2]) for x, b in flat)
     if implementation != "xla":
         if drops:
             raise UserError(

@@ -73,10 +73,12 @@ class Block(nnx.Module):
         shape, heads = x.shape, self.config.heads
         x = as_rows(x)  # [B, N, width] or [B * N, width]
         y = self.ln_1(x)
-        q, k, v = (layers.split_heads(f(y).reshape(shape), heads) for f in (self.q, self.k, self.v))
-        y = layers.attention(
-            q, k, v, mask=mask, is_causal=is_causal, implementation=self.config.attention
-        )
+        linears = self.q, self.k, self.v
+        biases = layers.biases_apart(*linears)
+        apart = {} if biases is None else {"constant_bias": True}
+        q, k, v = (layers.split_heads(f(y, **apart).reshape(shape), heads) for f in linears)
+        same = {"mask": mask, "is_causal": is_causal, "biases": biases}
+        y = layers.attention(q, k, v, implementation=self.config.attention, **same)
         x = x + self.out(layers.keep_kernel(layers.merge_heads(y)).reshape(x.shape))
         activation = BLOCK_ACTIVATIONS[self.config.activation]
         return (x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))).reshape(shape)
