@@ -267,7 +267,7 @@ class Bert(nnx.Module):
 
         The last layer then computes one row instead of L: a quarter less work with three layers.
         """
-        before, last = split_last(self.layers)
+        before, last = split_last(self.layers, self.config.dtype)
         of_before, of_weights, of_last = split_key(dropout_key, 3)
 
         def body(layer: BertLayer, x, _, key):
