@@ -202,21 +202,14 @@ class ReadPassages:
                 tell("sources", rows)
                 reader = LLMReader(corpus, backend, self.options)
                 answered = self.answerer.read(to_read, reader)
-            outputs = answered.prediction.trace.get("outputs")
-            cited = set(answered.prediction.sources)
-            return {
-                "question": question,
-                "answer": answered.text,
-                "marked": answer_of(outputs[0]["text"])
-                if outputs and answered.found
-                else answered.text,
-                "found": answered.found,
-                "sources": [
-                    {**row, "cited": row["number"] if row["id"] in cited else None} for row in rows
-                ],
-                "notes": answer_notes(answered.prediction),
-                "seconds": round(time.perf_counter() - began, 2),
-            }
+            prediction, outputs = answered.prediction, answered.prediction.trace.get("outputs")
+            cited = set(prediction.sources)
+            rows = [{**row, "cited": row["number"] if row["id"] in cited else None} for row in rows]
+            seconds = time.perf_counter() - began
+            whole = answer_row(question, answered.text, answered.found, rows, seconds)
+            if outputs and answered.found:
+                whole["marked"] = answer_of(outputs[0]["text"])
+            return {**whole, "notes": answer_notes(prediction)}
 
         return self.threads.start(answer, cancel_of(backend))
 
