@@ -55,10 +55,7 @@ class Judged:
 
 
 def judge_examples(
-    questions: Sequence[Question],
-    llm: Backend,
-    library: ExampleLibrary,
-    options: JudgeOptions,
+    questions: Sequence[Question], llm: Backend, library: ExampleLibrary, options: JudgeOptions
 ) -> Judged:
     """Scores the candidates of all questions, as one stream to the model."""
     template = load_template(options.template)

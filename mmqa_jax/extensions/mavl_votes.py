@@ -178,9 +178,7 @@ def _whole(row: Mapping[str, Any]) -> bool:
 
 
 def fit_weights(
-    answers: Sequence[Sequence[str]],
-    scores: Sequence[Sequence[float]],
-    start: Sequence[float],
+    answers: Sequence[Sequence[str]], scores: Sequence[Sequence[float]], start: Sequence[float]
 ) -> tuple[float, ...]:
     """Weights of voters that maximize the mean score of the answers that they elect.
 
@@ -223,10 +221,7 @@ def fit_weights(
 
 
 def _fitted(
-    teams: Mapping[str, Sequence[Mapping[str, Any]]],
-    start: Sequence[float],
-    fold: int,
-    folds: int,
+    teams: Mapping[str, Sequence[Mapping[str, Any]]], start: Sequence[float], fold: int, folds: int
 ) -> tuple[float, ...]:
     """The weights that do best on the questions outside a part, as far as their answers count."""
     others = [

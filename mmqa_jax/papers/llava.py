@@ -17,12 +17,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, llava_choice
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
-from mmqa_jax.prompting.few_shot import (
-    ask,
-    load_template,
-    pictures_of,
-    read_one,
-)
+from mmqa_jax.prompting.few_shot import ask, load_template, pictures_of, read_one
 
 
 def answer_llava(

@@ -21,12 +21,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
-from mmqa_jax.prompting.few_shot import (
-    ask,
-    load_template,
-    pictures_of,
-    read_one,
-)
+from mmqa_jax.prompting.few_shot import ask, load_template, pictures_of, read_one
 
 Template = Literal["query", "built"]
 Extract = Literal["rules", "quick", "llm"]
@@ -34,18 +29,12 @@ Extract = Literal["rules", "quick", "llm"]
 # Type of an answer, and its decimals -> what is asked for, and the final thing to be given.
 _FORMS = {
     ("integer", None): ("an integer answer", "value, e.g., 1, 2, 3"),
-    ("float", 1): (
-        "a floating-point number with one decimal place",
-        "value, e.g., 1.2, 1.3, 1.4",
-    ),
+    ("float", 1): ("a floating-point number with one decimal place", "value, e.g., 1.2, 1.3, 1.4"),
     ("float", 2): (
         "a floating-point number with two decimal places",
         "value, e.g., 1.23, 1.34, 1.45",
     ),
-    ("list", None): (
-        "a Python list as an answer",
-        "list, e.g., [1, 2, 3], [1.2, 1.3, 1.4]",
-    ),
+    ("list", None): ("a Python list as an answer", "list, e.g., [1, 2, 3], [1.2, 1.3, 1.4]"),
 }
 
 

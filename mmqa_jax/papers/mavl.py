@@ -781,7 +781,7 @@ SETTINGS = {
         rule_of_row=_check_row,
         rule_of_inputs=lambda questions, options: check_oracle(questions, options["plans"]),
         write_notes=_notes,
-    ),
+    )
 }
 
 

@@ -17,12 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import letter_index
 from mmqa_jax.papers.setting import Setting
-from mmqa_jax.prompting.rationales import (
-    Format,
-    is_rationale,
-    source_text,
-    target_text,
-)
+from mmqa_jax.prompting.rationales import Format, is_rationale, source_text, target_text
 
 Decoding = Literal["written", "forced"]
 _ANSWER = re.compile(r"The answer is \(([A-Z])\)")

@@ -43,11 +43,7 @@ def answer_alone(
 
 
 def answer_given(
-    questions: Sequence[Question],
-    corpus: Corpus,
-    llm: Backend,
-    *,
-    max_new_tokens: int = MOST_NEW,
+    questions: Sequence[Question], corpus: Corpus, llm: Backend, *, max_new_tokens: int = MOST_NEW
 ) -> list[Prediction]:
     """The pictures that the authors retrieved by CLIP."""
     rankings = [_given(question) for question in questions]
@@ -55,11 +51,7 @@ def answer_given(
 
 
 def answer_gold(
-    questions: Sequence[Question],
-    corpus: Corpus,
-    llm: Backend,
-    *,
-    max_new_tokens: int = MOST_NEW,
+    questions: Sequence[Question], corpus: Corpus, llm: Backend, *, max_new_tokens: int = MOST_NEW
 ) -> list[Prediction]:
     """The gold pictures."""
     rankings = [gold_ranking(question) for question in questions]

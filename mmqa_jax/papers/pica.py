@@ -221,11 +221,7 @@ def _fields_of(tags: bool, shot_answer: ShotAnswer) -> few_shot.Fields:
     def fields(question: Question) -> Mapping[str, str]:
         first = question.answers[0] if question.answers else ""
         answer = first if shot_answer == "first" and first else few_shot.majority_answer(question)
-        return {
-            "context": context(question, tags),
-            "question": question.question,
-            "answer": answer,
-        }
+        return {"context": context(question, tags), "question": question.question, "answer": answer}
 
     return fields
 

@@ -47,11 +47,7 @@ def conversation(turns: Sequence[tuple[str, str | None]]) -> str:
 
 
 def prompt_ids(
-    prompt: str,
-    encode: Callable[[str], Sequence[int]],
-    *,
-    image_token: int,
-    bos: int | None = 1,
+    prompt: str, encode: Callable[[str], Sequence[int]], *, image_token: int, bos: int | None = 1
 ) -> list[int]:
     """Token ids of a prompt, one `image_token` per placeholder (see `models.llava`).
 

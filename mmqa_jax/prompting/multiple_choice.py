@@ -77,10 +77,7 @@ def choose_options(
 
 
 def option_prior(
-    llm: Backend,
-    options: Mapping[str, Sequence[str]],
-    prompt: str,
-    score: Normalization = "sum",
+    llm: Backend, options: Mapping[str, Sequence[str]], prompt: str, score: Normalization = "sum"
 ) -> Prior:
     """Question id -> log-probability of each of its options after a prompt without the question.
 

@@ -97,10 +97,7 @@ class LlavaFormat:
             tokens = self._tokenizer.encode_plain(text)
             return tokens if bos is None else [bos, *tokens]
         return llava_prompt.prompt_ids(
-            text,
-            self._tokenizer.encode_plain,
-            image_token=self._config.image_token,
-            bos=bos,
+            text, self._tokenizer.encode_plain, image_token=self._config.image_token, bos=bos
         )
 
     def tokens(self, one: Shown) -> int:

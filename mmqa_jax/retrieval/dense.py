@@ -58,10 +58,7 @@ class DenseRetriever:
     ) -> tuple[list[Ranking], list[Ranking]]:
         """`search`, and `search_within` of each question's `others`, embedding it once."""
         vectors = self._embed(questions)
-        return (
-            self._nearest(questions, vectors, top_k),
-            self._within(questions, vectors, others),
-        )
+        return self._nearest(questions, vectors, top_k), self._within(questions, vectors, others)
 
     def _nearest(
         self, questions: Sequence[Question], vectors: np.ndarray, top_k: int

@@ -579,11 +579,7 @@ async def _http_error(request: Request, error: Exception) -> Response:
 # What the page asks for: the systems, an answer as it comes, a source with its surroundings.
 
 
-_FILES = {
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-}
+_FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _AROUND = 3  # passages of the same document that are shown before and after one
 # The page's own files alone: no script of a document or an answer is ever run.
 _POLICY = "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"

@@ -247,11 +247,7 @@ class BoundedProtocol(H11Protocol):
     """
 
     def __init__(
-        self,
-        waiting: dict[BoundedProtocol, None],
-        most: int,
-        options: ServeOptions,
-        **given: Any,
+        self, waiting: dict[BoundedProtocol, None], most: int, options: ServeOptions, **given: Any
     ):
         super().__init__(**given)
         self._waiting, self._most, self._options = waiting, most, options

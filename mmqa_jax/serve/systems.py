@@ -390,13 +390,7 @@ class RowSystem:
 
     takes_pictures = True
 
-    def __init__(
-        self,
-        row: Row,
-        corpus: AskedCorpus,
-        opened: OpenedParts,
-        threads: Threads,
-    ):
+    def __init__(self, row: Row, corpus: AskedCorpus, opened: OpenedParts, threads: Threads):
         self.name, self.label = row.row, f"{row.row} ({row.system})"
         self._row, self._corpus, self._opened = row, corpus, opened
         self._threads = threads

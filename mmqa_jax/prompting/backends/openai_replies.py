@@ -69,8 +69,7 @@ def read_error(answer: Any, text: str = "") -> ServerError | None:
     inner = error if isinstance(error, dict) else answer
     words = (error, inner.get("message"), inner.get("detail"))
     message = next(
-        (text_given for text_given in words if isinstance(text_given, str) and text_given),
-        text,
+        (text_given for text_given in words if isinstance(text_given, str) and text_given), text
     )
     code = inner.get("code")
     if not message and not error:

@@ -351,12 +351,7 @@ class ScannShards(DenseIndex):
         return rows, scores
 
     def _candidates(
-        self,
-        number: int,
-        span: range,
-        queries: np.ndarray,
-        top_k: int,
-        allowed: np.ndarray | None,
+        self, number: int, span: range, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
     ) -> list[np.ndarray]:
         """Returns each query's rows of one shard to score, ascending; loads the shard for it."""
         place = self.folder / _name(number)

@@ -20,10 +20,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.indexes.exact import (
-    DenseIndex,
-    check_embeddings,
-)
+from mmqa_jax.retrieval.indexes.exact import DenseIndex, check_embeddings
 
 _AXIS = "rows"
 _BLOCK_ROWS = 65_536  # rows of a device that are scored at once

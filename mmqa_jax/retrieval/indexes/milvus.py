@@ -139,10 +139,7 @@ class MilvusIndex(DenseIndex):
 
 
 def ingest(
-    text: str,
-    embeddings: Embeddings,
-    *,
-    on_progress: Callable[[int], None] | None = None,
+    text: str, embeddings: Embeddings, *, on_progress: Callable[[int], None] | None = None
 ) -> bool:
     """Puts embeddings into a collection, or what a killed job has left; makes it searchable.
 
