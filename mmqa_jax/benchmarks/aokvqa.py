@@ -121,14 +121,14 @@ def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], l
     """The questions of a folder, and its Parquet files."""
     rows, tables = [], []
     for split, prefix in _HUB_PREFIX.items():
-        found = hub_tables(files.folder, prefix.removesuffix("-"))
+        hub_files = hub_tables(files.folder, prefix.removesuffix("-"))
         path = files.optional(f"aokvqa_v1p0_{split}.json", without=f"no {split} questions")
         if path is not None:
             rows += _json_rows(path)
-        elif found:
+        elif hub_files:
             files.missing.pop(f"aokvqa_v1p0_{split}.json")
-            rows += [row for table in found for row in _parquet_rows(table)]
-        tables += found
+            rows += [row for table in hub_files for row in _parquet_rows(table)]
+        tables += hub_files
     files.found += tables
     return rows, tables
 
@@ -180,16 +180,18 @@ def _question(row: official.Entry, described: coco.Descriptions, pictures: _Pict
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for question in questions:
         split = question.split
-        found[f"{split} questions"] += 1
-        found[f"{split} questions with direct answers"] += bool(question.answers)
-        found[f"{split} questions marked difficult"] += bool(question.extra.get(official.DIFFICULT))
+        counts[f"{split} questions"] += 1
+        counts[f"{split} questions with direct answers"] += bool(question.answers)
+        counts[f"{split} questions marked difficult"] += bool(
+            question.extra.get(official.DIFFICULT)
+        )
         for key in coco.DESCRIPTIONS:
-            found[f"{split} questions with {key}"] += key in question.extra
-        found[f"{split} questions with a picture file"] += question.image is not None
-    return found
+            counts[f"{split} questions with {key}"] += key in question.extra
+        counts[f"{split} questions with a picture file"] += question.image is not None
+    return counts
 
 
 def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
@@ -207,9 +209,9 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
             "A-OKVQA's format or predictions.jsonl."
         )
     choices = {question.id: question.choices for question in questions}
-    found = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
-    said = {p.question_id: rows[p.question_id].get(CHOICE) for p in found}
-    chosen = [p for p in found if said[p.question_id] is not None]
+    predictions = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
+    said = {p.question_id: rows[p.question_id].get(CHOICE) for p in predictions}
+    chosen = [p for p in predictions if said[p.question_id] is not None]
     if chosen and all(
         p.choice == scores.NO_OPTION
         and p.question_id in choices
@@ -220,7 +222,7 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
             f"{path}: every {CHOICE} is a letter or a number, and none is the text of one of its "
             "question's options, as the official format has it; write the options' texts."
         )
-    return found
+    return predictions
 
 
 def write_aokvqa_submission(

@@ -166,8 +166,8 @@ def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
     places: dict[str, list[str]] = {}
     for kind, of_kind in _PLACES.items():
         if ids[kind]:
-            found = of_kind(files, set(ids[kind]))
-            places |= {f"{kind}/{name}": paths for name, paths in found.items()}
+            paths_of = of_kind(files, set(ids[kind]))
+            places |= {f"{kind}/{name}": paths for name, paths in paths_of.items()}
     return PictureFiles(files.folder, places)
 
 
@@ -218,10 +218,10 @@ _PLACES = {"inaturalist": _inaturalist, "landmarks": _landmarks}
 def _counts(
     questions: Sequence[Question], rows: Mapping[str, int], picture_files: int
 ) -> dict[str, int]:
-    found = {f"{split} rows": rows[split] for split in _SPLITS if split in rows}
+    counts = {f"{split} rows": rows[split] for split in _SPLITS if split in rows}
     asked = Counter(f"{question.split} questions" for question in questions)
     kinds = Counter(f"{question.split} {question.category}" for question in questions)
-    return {**found, **asked, **dict(sorted(kinds.items())), "picture files": picture_files}
+    return {**counts, **asked, **dict(sorted(kinds.items())), "picture files": picture_files}
 
 
 EXACT, BEM = "evqa/exact_match", "evqa/bem"

@@ -175,17 +175,17 @@ def _pictures(folder: Path, questions: Mapping[str, Question]) -> official.Pictu
     for path in (folder / _PICTURES).rglob("*"):
         if path.suffix in _SUFFIXES and path.stem in wanted:
             places.setdefault(path.stem, []).append(str(path.relative_to(folder)))
-    return official.PictureFiles(folder, {name: sorted(found) for name, found in places.items()})
+    return official.PictureFiles(folder, {name: sorted(paths) for name, paths in places.items()})
 
 
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
-    found: Counter[str] = Counter(f"{question.split} questions" for question in questions)
+    counts: Counter[str] = Counter(f"{question.split} questions" for question in questions)
     for question in questions:
         if question.category:
-            found[f"{question.split} {question.category} questions"] += 1
+            counts[f"{question.split} {question.category} questions"] += 1
         if UNSEEN in question.extra:
-            found[f"{question.split} {question.extra[UNSEEN]}"] += 1
-    return {**dict(sorted(found.items())), "picture files": picture_files}
+            counts[f"{question.split} {question.extra[UNSEEN]}"] += 1
+    return {**dict(sorted(counts.items())), "picture files": picture_files}
 
 
 SCORER = "infoseek/official"
@@ -215,8 +215,8 @@ def numbers_of(text: str) -> list[float]:
         " - " if sign == "-" and before.isdigit() else sign
         for before, sign in zip(f" {text}", text, strict=False)
     )
-    found = [one.replace(",", "").strip(".") for one in _NUMBER.findall(apart)]
-    numbers = [float(one) for one in found if one.count(".") < 2][:2]  # at -.2.3 the script stops
+    texts = [one.replace(",", "").strip(".") for one in _NUMBER.findall(apart)]
+    numbers = [float(one) for one in texts if one.count(".") < 2][:2]  # at -.2.3 the script stops
     if not numbers:
         return [0.0, 0.0]
     return numbers if len(numbers) == 2 and numbers[0] <= numbers[1] else numbers[:1]

@@ -299,7 +299,7 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
             "result file."
         )
     known = {question.id: question for question in questions}
-    found = []
+    predictions = []
     for pid, problem in data.items():
         values = problem if isinstance(problem, dict) else {}
         said = values.get("extraction", values.get("response"))
@@ -312,8 +312,8 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
         if "extraction" not in values and pid in known:
             by_rule = extracted_by_rule(said, known[pid])
             said = said if by_rule is None else by_rule
-        found.append(Prediction(pid, said))
-    return found
+        predictions.append(Prediction(pid, said))
+    return predictions
 
 
 def write_mathvista_submission(

@@ -128,16 +128,16 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
         )
     every = [*sources.values(), *questions.values()]
     pictures = official.PictureFiles(folder, {one.image: [one.image] for one in every if one.image})
-    found = {one.image for one in every if one.image is not None and one.image in pictures}
-    if not found:
+    present = {one.image for one in every if one.image is not None and one.image in pictures}
+    if not present:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
     return files.content(
-        [_with_picture(one, found) for one in questions.values()],
-        _counts(questions, sources, len(found)),
+        [_with_picture(one, present) for one in questions.values()],
+        _counts(questions, sources, len(present)),
         {},
         pictures,
-        sorted(found),
-        [_with_picture(one, found) for one in sources.values()],
+        sorted(present),
+        [_with_picture(one, present) for one in sources.values()],
     )
 
 
@@ -364,10 +364,10 @@ def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]
     values = {name: hits.astype(float) for name, hits in per_question.items()}
     scores = scores_of(questions, scored, given, values, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)
-    found = [name for name in sets_of(scored) if scores.counts[name]]
-    average = float(np.mean([scores.of_category(OFFICIAL, name).mean() for name in found]))
+    names = [name for name in sets_of(scored) if scores.counts[name]]
+    average = float(np.mean([scores.of_category(OFFICIAL, name).mean() for name in names]))
     evaluation.notes.append(
-        f"average of {len(found)} of {len(SETS)} sets, recall@{_USUAL_K} (Fashion200K, FashionIQ: "
+        f"average of {len(names)} of {len(SETS)} sets, recall@{_USUAL_K} (Fashion200K, FashionIQ: "
         f"@{_FASHION_K}): {100 * average:.2f} %"
     )
     if depth < _FASHION_K:
@@ -388,10 +388,10 @@ def first_errors(
     given = predictions_by_question(questions, predictions)
     wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
     for question in questions:
-        found = given[question.id].sources[:1] if question.id in given else ()
-        if not found or found[0] in question.positives or not question.positives:
+        first = given[question.id].sources[:1] if question.id in given else ()
+        if not first or first[0] in question.positives or not question.positives:
             continue
-        name = found[0]
+        name = first[0]
         if name not in corpus.row:
             raise UserError(
                 f"--references: candidate {name!r}, the first of query {question.id!r}, is not in "

@@ -208,14 +208,14 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
     """
     given = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "a published answer")
-    found = _choices(scored, given, _by_script)
+    parsed = _choices(scored, given, _by_script)
     letters = _choices(scored, given, _by_letter)
-    drawn = found | _drawn(questions, given)
-    unparsed = sum(q.id in given and q.id not in found for q in scored if q.choices)
+    drawn = parsed | _drawn(questions, given)
+    unparsed = sum(q.id in given and q.id not in parsed for q in scored if q.choices)
     without = sum(q.id in given and q.id not in letters for q in scored if q.choices)
     per_question = {
         OFFICIAL: _right(scored, given, drawn),
-        STRICT: _right(scored, given, found),
+        STRICT: _right(scored, given, parsed),
         LETTER: _right(scored, given, letters),
     }
     scores = scores_of(questions, scored, given, per_question, _groups(scored))
@@ -239,21 +239,21 @@ def _choices(
 ) -> dict[str, int]:
     """Question id -> the choice that its prediction names, where it names one."""
     asked = [question for question in questions if question.choices]
-    found = zip(asked, multiple_choice.chosen_by(asked, given, rule), strict=True)
-    return {question.id: choice for question, choice in found if choice is not None}
+    choices = zip(asked, multiple_choice.chosen_by(asked, given, rule), strict=True)
+    return {question.id: choice for question, choice in choices if choice is not None}
 
 
 def _drawn(questions: Sequence[Question], given: multiple_choice.Given) -> dict[str, int]:
     """The choices that the script draws where it finds none, subject by subject."""
     draw = random.Random(SEED)
     failed = [q for q in questions if q.choices and q.id in given]
-    found = _choices(failed, given, _by_script)
+    parsed = _choices(failed, given, _by_script)
     return {
         question.id: multiple_choice.LETTERS.index(
             draw.choice(multiple_choice.LETTERS[: len(question.choices)])
         )
         for question in sorted(failed, key=place_of)
-        if question.id not in found
+        if question.id not in parsed
     }
 
 

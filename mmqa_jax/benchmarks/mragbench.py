@@ -182,8 +182,8 @@ def score_mragbench(questions: Sequence[Question], predictions: Sequence[Predict
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     scenarios = np.array([question.category for question in questions])
     aspects = np.array([str(question.extra.get(ASPECT, "")) for question in questions])
-    found = dict.fromkeys(scenarios.tolist())
-    ordered = [name for name in dict.fromkeys((*SCENARIOS, *found)) if name in found]
+    known = dict.fromkeys(scenarios.tolist())
+    ordered = [name for name in dict.fromkeys((*SCENARIOS, *known)) if name in known]
     return {
         **{name: scenarios == name for name in ordered},
         **{f"aspect: {name}": aspects == name for name in sorted({*aspects.tolist()} - {""})},

@@ -99,8 +99,8 @@ def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
         rows = official.line_entries(_file(files, f"{part}s", required=True))
         sources |= official.read_entries(rows, read, "id")
     names = [source.image for source in sources.values() if source.image is not None]
-    found = [name for name in names if name in pictures]
-    if not found:
+    present = [name for name in names if name in pictures]
+    if not present:
         files.missing[f"{PICTURES}/"] = "no pictures; their titles stand for them"
         sources = {k: dataclasses.replace(source, image=None) for k, source in sources.items()}
     questions: dict[str, Question] = {}
@@ -115,8 +115,8 @@ def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
             f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
         )
     listed = sorted(sources.values(), key=lambda source: source.id)
-    counts = _counts(list(questions.values()), listed, len(found))
-    return files.content(questions.values(), counts, PUBLISHED_COUNTS, pictures, found, listed)
+    counts = _counts(list(questions.values()), listed, len(present))
+    return files.content(questions.values(), counts, PUBLISHED_COUNTS, pictures, present, listed)
 
 
 def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path | None:
@@ -289,7 +289,7 @@ def read_multimodalqa_predictions(
             f"{path}: one object of qid -> answer was expected; give MultimodalQA's format or "
             "predictions.jsonl."
         )
-    found = []
+    predictions = []
     for name, answer in rows.items():
         items = answer if isinstance(answer, list) else ["" if answer is None else answer]
         if not all(isinstance(item, str | int | float) for item in items):
@@ -297,8 +297,8 @@ def read_multimodalqa_predictions(
                 f"{path}, {name}: the answer must be a text or a list of texts; correct it."
             )
         texts = list(map(str, items))
-        found.append(Prediction(name, SEPARATOR.join(texts), trace={ANSWER_LIST: texts}))
-    return found
+        predictions.append(Prediction(name, SEPARATOR.join(texts), trace={ANSWER_LIST: texts}))
+    return predictions
 
 
 def write_multimodalqa_submission(

@@ -145,7 +145,7 @@ def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, R
 def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
     """question_id -> (image_id, question, soft labels and the category)."""
     names = list(CATEGORIES.values())
-    found: dict[int, tuple[int, str, Reference]] = {}
+    labelled: dict[int, tuple[int, str, Reference]] = {}
     for question_id, row in coco.by_question(path, None).items():
         labels = row.get("label")
         if not isinstance(labels, dict) or not all(
@@ -161,21 +161,21 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
         reference = Reference(
             image_id, tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
         )
-        found[question_id] = (image_id, row.text("sent", empty=True), reference)
-    return found
+        labelled[question_id] = (image_id, row.text("sent", empty=True), reference)
+    return labelled
 
 
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for question in questions:
-        found[f"{question.split} questions"] += 1
+        counts[f"{question.split} questions"] += 1
         for key in (*coco.DESCRIPTIONS, SOFT_LABELS):
-            found[f"{question.split} questions with {key}"] += key in question.extra
+            counts[f"{question.split} questions with {key}"] += key in question.extra
         ten = bool(question.answers) and SOFT_LABELS not in question.extra
-        found[f"{question.split} questions with annotators' answers"] += ten
-    found["pictures"] = len({question.extra["image_id"] for question in questions})
-    found["picture files"] = picture_files
-    return found
+        counts[f"{question.split} questions with annotators' answers"] += ten
+    counts["pictures"] = len({question.extra["image_id"] for question in questions})
+    counts["picture files"] = picture_files
+    return counts
 
 
 def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
@@ -188,7 +188,7 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
             f"{path}: a list of {{question_id, answer}} was expected; give OK-VQA's results format "
             "or predictions.jsonl."
         )
-    found: dict[str, Prediction] = {}
+    predictions: dict[str, Prediction] = {}
     for number, row in enumerate(rows, start=1):
         where = f"{path}, entry {number}"
         name = _question_id(row)
@@ -198,12 +198,12 @@ def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> li
                 "entry."
             )
         answer = row["answer"] or ""
-        if name in found:
+        if name in predictions:
             raise UserError(
                 f"{where}: question {name} is answered twice; keep one prediction per question."
             )
-        found[name] = Prediction(name, answer)
-    return list(found.values())
+        predictions[name] = Prediction(name, answer)
+    return list(predictions.values())
 
 
 def write_okvqa_submission(

@@ -319,7 +319,7 @@ def _splits(path: Path) -> dict[str, str]:
     data = read_json(path, unique_keys=True)
     if not isinstance(data, dict) or not all(isinstance(data.get(s, []), list) for s in SPLITS):
         raise UserError(f"{path}: {{split: [pid]}} was expected; fetch pid_splits.json again.")
-    found: dict[str, str] = {}
+    split_of: dict[str, str] = {}
     for split in SPLITS:
         for pid in data.get(split, []):
             if not isinstance(pid, str):
@@ -327,11 +327,11 @@ def _splits(path: Path) -> dict[str, str]:
                     f"{path}, {split}: {pid!r:.40} was found and a pid expected, which is text; "
                     "fetch pid_splits.json again."
                 )
-            if found.setdefault(pid, split) != split:
+            if split_of.setdefault(pid, split) != split:
                 raise UserError(
-                    f"{path}: problem {pid} is in {found[pid]} and in {split}; fetch it again."
+                    f"{path}: problem {pid} is in {split_of[pid]} and in {split}; fetch it again."
                 )
-    return found
+    return split_of
 
 
 def _captions(files: official.OfficialFiles) -> dict[str, str]:
@@ -415,13 +415,13 @@ def _by_pid(where: str, part: Any, known: Container[str]) -> dict[str, Any]:
     """pid -> value; UserError where `11` and `11.0` name one problem twice."""
     if not isinstance(part, dict):
         raise UserError(f"{where}: an object {{pid: ...}} was expected; correct it.")
-    found: dict[str, Any] = {}
+    by_pid: dict[str, Any] = {}
     for written, value in part.items():
         pid = id_of(written, where, known, "pid")
-        if pid in found:
+        if pid in by_pid:
             raise UserError(f"{where}: problem {pid} is there twice; keep one.")
-        found[pid] = value
-    return found
+        by_pid[pid] = value
+    return by_pid
 
 
 def _index(where: str, value: Any) -> int | None:

@@ -184,13 +184,13 @@ def _judgments(
     query = _key(paths[0], "query-id", "query_id")
     page = _key(paths[0], "corpus-id", "corpus_id")
     for row in parquet_entries(paths, (query, page, "score")):
-        found, grade = f"{name}/{_id(row, page)}", row["score"]
-        if found not in sources:
-            raise row.error(f"judges page {found}, which corpus/ has not")
+        judged_page, grade = f"{name}/{_id(row, page)}", row["score"]
+        if judged_page not in sources:
+            raise row.error(f"judges page {judged_page}, which corpus/ has not")
         if not isinstance(grade, int | float) or not float(grade).is_integer():
             raise row.wrong("score", "a whole number")
         if grade > 0:
-            judged.setdefault(f"{name}/{_id(row, query)}", {})[found] = int(grade)
+            judged.setdefault(f"{name}/{_id(row, query)}", {})[judged_page] = int(grade)
     return judged
 
 
@@ -249,10 +249,10 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
     scored = questions_that_count(questions, has_positives, "relevant pages")
     gold = [dict(zip(one.positives, one.extra[GRADES], strict=True)) for one in scored]
     ranked = [as_trec_orders(given[one.id]) if one.id in given else () for one in scored]
-    found = score_rankings(gold, ranked, KS).per_question
-    per_question = {f"vidore/ndcg@{k}": found[f"ndcg@{k}"] for k in KS}
+    measures = score_rankings(gold, ranked, KS).per_question
+    per_question = {f"vidore/ndcg@{k}": measures[f"ndcg@{k}"] for k in KS}
     main = [_MAIN_K[version_of(one.category)] for one in scored]
-    by_k = [found[f"ndcg@{k}"][n] for n, k in enumerate(main)]
+    by_k = [measures[f"ndcg@{k}"][n] for n, k in enumerate(main)]
     per_question = {OFFICIAL: np.array(by_k), **per_question}
     scores = scores_of(questions, scored, given, per_question, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)

@@ -133,14 +133,14 @@ def _split(
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     """All of val's questions are counted as val's, as vg's; those on OK-VQA's pictures again."""
     whole = {ON_OKVQA_TEST: "val", GENOME_ON_OKVQA_TEST: GENOME}
-    found = Counter(f"{whole.get(q.split, q.split)} questions" for q in questions)
+    counts = Counter(f"{whole.get(q.split, q.split)} questions" for q in questions)
     for split, name in whole.items():
-        if f"{name} questions" in found:
+        if f"{name} questions" in counts:
             what = f"{name} questions on OK-VQA's test pictures"
-            found[what] = sum(q.split == split for q in questions)
-    found["questions with answers"] = sum(bool(q.answers) for q in questions)
-    found["picture files"] = picture_files
-    return found
+            counts[what] = sum(q.split == split for q in questions)
+    counts["questions with answers"] = sum(bool(q.answers) for q in questions)
+    counts["picture files"] = picture_files
+    return counts
 
 
 # Visual Genome's questions on COCO's pictures, which Prophet and openvqa add to VQAv2's.
@@ -197,7 +197,7 @@ def read_visual_genome(files: OfficialFiles) -> dict[int, GenomeQuestion]:
 
 
 def _official(path: Path, coco: Mapping[int, int]) -> dict[int, GenomeQuestion]:
-    found: dict[int, GenomeQuestion] = {}
+    asked: dict[int, GenomeQuestion] = {}
     for row in json_entries(path):
         image_id = coco.get(row.number("id"))
         if not isinstance(row.get("qas"), list):
@@ -205,12 +205,12 @@ def _official(path: Path, coco: Mapping[int, int]) -> dict[int, GenomeQuestion]:
         for pair in row["qas"] if image_id is not None else ():
             pair = Entry(f"{row.where}, qas", pair)
             key = pair.number("qa_id")
-            if key in found:
+            if key in asked:
                 raise row.error(f"qa_id {key} is there twice")
             # Answers are sentences: `Outside.`
             answers = (pair.text("answer", empty=True).strip().rstrip("."),) * _ANNOTATORS
-            found[key] = GenomeQuestion(image_id, pair.text("question", empty=True), answers)
-    return found
+            asked[key] = GenomeQuestion(image_id, pair.text("question", empty=True), answers)
+    return asked
 
 
 def _coco_ids(path: Path) -> dict[int, int]:

@@ -54,14 +54,14 @@ def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
     if not in_store(path):
         return path
     name = os.fspath(path)
-    found = listing(name)
-    if not found:
+    objects = listing(name)
+    if not objects:
         check_store(name)
         raise UserError(f"{name}: no such object, and none below it; check the name.")
     wanted = {
         key: about
-        for key, about in found.items()
-        if not _NOT_COPIED.match(key) and not ("model.json" in found and key.startswith("best/"))
+        for key, about in objects.items()
+        if not _NOT_COPIED.match(key) and not ("model.json" in objects and key.startswith("best/"))
     }
     # Each place has a folder of its own: places may lie within each other.
     folder = cache_dir() / "store" / hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -87,8 +87,8 @@ def with_local_copies(config: Any, *, stream: bool = False) -> Any:
         return value
 
     given = config.to_dict()
-    found = local(given)
-    return config if found == given else ConfigDict(found)
+    local_config = local(given)
+    return config if local_config == given else ConfigDict(local_config)
 
 
 def _update(

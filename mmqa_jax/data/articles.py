@@ -221,9 +221,9 @@ class Articles:
 
 
 def _texts(extra: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    found: list[str] = []
+    texts: list[str] = []
     for key in keys:
         value = extra.get(key)
         several = value if isinstance(value, list) else [value]
-        found += [text for text in several if isinstance(text, str) and text]
-    return list(dict.fromkeys(found))
+        texts += [text for text in several if isinstance(text, str) and text]
+    return list(dict.fromkeys(texts))

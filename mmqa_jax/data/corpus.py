@@ -424,13 +424,13 @@ def _list(values: Iterable[Any], name: str, length: int | None = None) -> list[A
             f"open_corpus: {name} are a {type(values).__name__}, a list was expected; list them, "
             "and give the ids as `ids`."
         )
-    found = list(values)
-    if length is not None and len(found) != length:
+    listed = list(values)
+    if length is not None and len(listed) != length:
         raise UserError(
-            f"open_corpus: {length:,} texts but {len(found):,} {name}; give one for each text, "
+            f"open_corpus: {length:,} texts but {len(listed):,} {name}; give one for each text, "
             "None where there is none."
         )
-    return found
+    return listed
 
 
 def _text(value: Any, place: str) -> str:

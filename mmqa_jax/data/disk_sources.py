@@ -398,12 +398,12 @@ def _write_index(sources: DiskSources, progress: Callable[[int, int], None]) -> 
 
 def _between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
     """Places of the hashes in [low, high)."""
-    found = []
+    ranges = []
     for start in range(0, len(hashes), _SORTED_AT_ONCE):
         block = hashes[start : start + _SORTED_AT_ONCE]
         own = (block >= np.uint64(low)) & (block <= np.uint64(high - 1))
-        found.append((np.flatnonzero(own) + start).astype(np.uint32))
-    return np.concatenate(found)
+        ranges.append((np.flatnonzero(own) + start).astype(np.uint32))
+    return np.concatenate(ranges)
 
 
 def _check_unique(sources: DiskSources, hashes: np.ndarray, rows: np.ndarray) -> None:

@@ -123,9 +123,9 @@ def write_embeddings(
         "corpus_fingerprint": corpus_fingerprint,
     }
     with _locked(folder):
-        found = _readable_manifest(folder)
-        if found is not None and not overwrite:
-            _refuse_other_job(folder, found, job, parts)
+        earlier = _readable_manifest(folder)
+        if earlier is not None and not overwrite:
+            _refuse_other_job(folder, earlier, job, parts)
         if _is_complete(folder, job):
             return _finish(folder)
         write_json(folder / MANIFEST, {**job, "complete": False, "parts": parts})
@@ -248,8 +248,8 @@ def _finish(folder: Path) -> Embeddings:
 
 
 def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
-    found = _readable_manifest(folder)
-    if found != {**job, "complete": True}:
+    manifest = _readable_manifest(folder)
+    if manifest != {**job, "complete": True}:
         return False
     shape = (job["rows"], job["dim"])
     file = folder / _ARRAY
@@ -302,12 +302,12 @@ def _has_size(path: Path, shape: tuple[int, int]) -> bool:
     try:
         with path.open("rb") as file:
             np.lib.format.read_magic(file)
-            found, _, dtype = np.lib.format.read_array_header_1_0(file)
+            stored_shape, _, dtype = np.lib.format.read_array_header_1_0(file)
             start = file.tell()
     except (OSError, ValueError, EOFError):
         return False
     is_long = path.stat().length == start + 4 * shape[0] * shape[1]
-    return found == shape and dtype == np.float32 and is_long
+    return stored_shape == shape and dtype == np.float32 and is_long
 
 
 def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:

@@ -236,17 +236,17 @@ def prepare_benchmark(
       options: of records.write_records.
     """
     benchmark = open_benchmark(name)
-    found = benchmark.read(raw) if pages is None else read_vidore(raw, pages)
+    official = benchmark.read(raw) if pages is None else read_vidore(raw, pages)
     return corpus_records.write_records(
         out,
-        found.sources,
-        found.questions,
-        found.read_picture,
+        official.sources,
+        official.questions,
+        official.read_picture,
         name=name,
         materials=benchmark.materials,
-        origin=found.origin(),
-        inputs=found.inputs,
-        sourceless=not found.sources,
+        origin=official.origin(),
+        inputs=official.inputs,
+        sourceless=not official.sources,
         **options,
     )
 
@@ -265,14 +265,14 @@ def prepare_stream(
 
 def prepare_interchange(folder: Path, out: Path, **options: Any) -> dict[str, Any]:
     """A corpus interchange folder (interchange.py) to ArrayRecord in `out`."""
-    found = read_interchange(folder)
+    folder_content = read_interchange(folder)
     return corpus_records.write_records(
         out,
-        found.sources,
-        found.questions,
-        found.read_picture,
+        folder_content.sources,
+        folder_content.questions,
+        folder_content.read_picture,
         name=folder.resolve().name,
-        materials=found.materials,
+        materials=folder_content.materials,
         origin={"folder": str(folder)},
         **options,
     )
@@ -282,14 +282,14 @@ def prepare_chats(raw: Path, out: Path, **options: Any) -> dict[str, Any]:
     """Chat files (chats.py) to ArrayRecord in `out`; the manifest's `origin` counts ignored
     keys.
     """
-    found = ChatFiles(raw)
+    chats = ChatFiles(raw)
     return corpus_records.write_records(
         out,
         (),
-        found.questions,
-        found.read_picture,
+        chats.questions,
+        chats.read_picture,
         name=raw.resolve().stem,
-        origin={"files": list(map(str, found.files)), "ignored_keys": dict(found.ignored)},
+        origin={"files": list(map(str, chats.files)), "ignored_keys": dict(chats.ignored)},
         sourceless=True,
         **options,
     )
@@ -301,18 +301,18 @@ def prepare_rows(
     """Rows of others' data sets (row_files.py) to ArrayRecord in `out`; the manifest's `origin`
     counts the rows that were left out.
     """
-    found = read_rows(kind, raw, columns)
+    rows = read_rows(kind, raw, columns)
     return corpus_records.write_records(
         out,
-        found.sources,
-        found.questions,
-        found.read_picture,
+        rows.sources,
+        rows.questions,
+        rows.read_picture,
         name=raw.resolve().name,
         origin={
             "folder": str(raw),
             "columns": dict(columns),
-            "left_out_rows": found.left_out,
-            "reasons": found.reasons,
+            "left_out_rows": rows.left_out,
+            "reasons": rows.reasons,
         },
         sourceless=True,
         **options,

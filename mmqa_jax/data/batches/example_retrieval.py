@@ -42,7 +42,7 @@ def example_retrieval_batches(
       length: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
       candidates: m.
     """
-    kept = [row for row, found in enumerate(rows) if len(found.scores) >= candidates]
+    kept = [row for row, judged in enumerate(rows) if len(judged.scores) >= candidates]
     if not kept:
         raise UserError(
             f"config key batches.candidates={candidates}: no judged question has so many; lower "
@@ -67,16 +67,16 @@ def example_retrieval_batches(
         return text_inputs([tokens[place[name]] for name in names], length, tokenizer)
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
-        found = [rows[row] for row in table["row"]]
-        drawn = [(row, i) for row, own in zip(found, table["drawn"], strict=True) for i in own]
+        judged = [rows[row] for row in table["row"]]
+        drawn = [(row, i) for row, own in zip(judged, table["drawn"], strict=True) for i in own]
         scores = np.array([row.scores[i] for row, i in drawn], np.float32)
-        query_ids, query_mask, query_lost = inputs([row.question_id for row in found])
+        query_ids, query_mask, query_lost = inputs([row.question_id for row in judged])
         candidate_ids, candidate_mask, lost = inputs([row.candidates[i] for row, i in drawn])
         return {
             "query_ids": query_ids,
             "query_mask": query_mask,
-            "candidate_ids": candidate_ids.reshape(len(found), candidates, length),
-            "candidate_mask": candidate_mask.reshape(len(found), candidates, length),
+            "candidate_ids": candidate_ids.reshape(len(judged), candidates, length),
+            "candidate_mask": candidate_mask.reshape(len(judged), candidates, length),
             "scores": scores.reshape(-1, candidates),
             "index": table["row"].astype(np.int32),
             "truncated": query_lost + lost.reshape(-1, candidates).sum(axis=1, dtype=np.int32),
@@ -141,15 +141,15 @@ def read_example_scores(path: str | os.PathLike) -> list[ExampleScores]:
 def judged_questions(path: str | os.PathLike, corpus: Corpus, split: str) -> list[ExampleScores]:
     """The rows of a split's questions."""
     split_of = {question.id: question.split for question in corpus.questions()}
-    found = read_example_scores(path)
-    for row in found:
+    judged = read_example_scores(path)
+    for row in judged:
         for name in (row.question_id, *row.candidates):
             if name not in split_of:
                 raise UserError(
                     f"{path}: names the question {name}, which data.dir does not hold; judge the "
                     "examples of this data."
                 )
-    rows = [row for row in found if split_of[row.question_id] == split]
+    rows = [row for row in judged if split_of[row.question_id] == split]
     if not rows:
         raise UserError(
             f"{path}: holds no question of split {split}; name it in data.splits of `mmqa judge`."
@@ -159,14 +159,14 @@ def judged_questions(path: str | os.PathLike, corpus: Corpus, split: str) -> lis
 
 def _row(value: Any, place: str) -> ExampleScores:
     try:
-        found = value["candidates"]
+        candidates = value["candidates"]
         alone = value["alone"]
         row = ExampleScores(
             str(value["question_id"]),
             None if alone is None else float(alone),
-            tuple(str(one["id"]) for one in found),
-            tuple(float(one["similarity"]) for one in found),
-            tuple(float(one["score"]) for one in found),
+            tuple(str(one["id"]) for one in candidates),
+            tuple(float(one["similarity"]) for one in candidates),
+            tuple(float(one["score"]) for one in candidates),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(

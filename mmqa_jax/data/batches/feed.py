@@ -255,7 +255,7 @@ class _WorkerBatches:
         if self._running is None:
             self._running = self._start()
         try:
-            batch, found = next(self._running)
+            batch, reasons_of = next(self._running)
         except RuntimeError as error:
             if not str(error).startswith(_DIED):
                 raise
@@ -265,7 +265,7 @@ class _WorkerBatches:
                 "command again, with fewer batches.workers if memory is short."
             ) from error
         self._position += 1
-        for count, reasons in zip(self._broken, found, strict=True):
+        for count, reasons in zip(self._broken, reasons_of, strict=True):
             for name, reason in reasons:
                 count.add(name, reason)
         return batch
@@ -311,13 +311,13 @@ class _Counted:
 
     def __call__(self, position: int) -> tuple[Any, list[list[tuple[str, str]]]]:
         batch = self._make_batch(self.plan[position])
-        found = []
+        new_reasons = []
         for number, count in enumerate(self._broken):
             # Of two threads both may tell the same: counting again changes nothing.
             reasons = list(count.reasons.items())
-            found.append(reasons[self._told[number] :])
+            new_reasons.append(reasons[self._told[number] :])
             self._told[number] = len(reasons)
-        return batch, found
+        return batch, new_reasons
 
 
 def _start_worker(number: int, count: int) -> None:

@@ -79,20 +79,20 @@ class SourceReader:
     @property
     def broken(self) -> tuple[BrokenPictures, ...]:
         """What counts the pictures that could not be read."""
-        found = (getattr(self.regions, "missing", None), getattr(self.pictures, "broken", None))
-        return tuple(count for count in found if count is not None)
+        counters = (getattr(self.regions, "missing", None), getattr(self.pictures, "broken", None))
+        return tuple(count for count in counters if count is not None)
 
     def warn_missing(self) -> None:
         """Warns on stderr of pictures that could not be read; their captions alone were used."""
-        for kind, found in (
+        for kind, counter in (
             ("without region features", getattr(self.regions, "missing", None)),
             ("that cannot be decoded", getattr(self.pictures, "broken", None)),
         ):
-            if found is None or not found.count:
+            if counter is None or not counter.count:
                 continue
             print(
-                f"pictures {kind}, read as their captions alone: {found.count} "
-                f"({first_names(found.names)}).",
+                f"pictures {kind}, read as their captions alone: {counter.count} "
+                f"({first_names(counter.names)}).",
                 file=sys.stderr,
             )
 

@@ -192,10 +192,10 @@ class RegionInputs:
         ids = np.zeros((len(questions), self._length), np.int32)
         lost = np.zeros(len(questions), np.int32)
         for row, question in enumerate(questions):
-            found = self._words.encode(question.question)
-            kept = found[: self._length]
+            numbers = self._words.encode(question.question)
+            kept = numbers[: self._length]
             ids[row, : len(kept)] = kept
-            lost[row] = len(found) - len(kept)
+            lost[row] = len(numbers) - len(kept)
         return ids, lost
 
 
@@ -282,10 +282,10 @@ class QuestionPictures:
     def of(self, question: Question) -> list[UInt8[np.ndarray, "S S 3"]]:
         """The question's own picture, or else its gold pictures; a broken one is left out."""
         if question.image is not None:
-            found = [self.store.question_pixels(question)]
+            pixels_of = [self.store.question_pixels(question)]
         else:
-            found = [self.store.pixels(row) for row in self.rows(question)]
-        return [pixels for pixels in found if pixels is not None]
+            pixels_of = [self.store.pixels(row) for row in self.rows(question)]
+        return [pixels for pixels in pixels_of if pixels is not None]
 
     def warn_missing(self) -> None:
         """Says on stderr how many pictures could not be decoded."""

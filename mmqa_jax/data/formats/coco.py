@@ -128,11 +128,11 @@ def with_captions(
     if path is None:
         return list(questions)
     captions = read_named_captions(path)
-    found = [
+    caption_of = [
         next((captions[name] for name in names_of(question) if name in captions), None)
         for question in questions
     ]
-    if questions and not any(found):
+    if questions and not any(caption_of):
         raise UserError(
             f"{path}: none of its {len(captions):,} names belongs to a question; expected "
             f"{expected}; rename them or take the file away."
@@ -141,7 +141,7 @@ def with_captions(
         dataclasses.replace(question, extra={**question.extra, CAPTION: caption})
         if caption
         else question
-        for question, caption in zip(questions, found, strict=True)
+        for question, caption in zip(questions, caption_of, strict=True)
     ]
 
 
@@ -165,7 +165,7 @@ def _first(value: Any, where: str) -> str:
 
 def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
     """image_id -> caption; UserError for a name that is no picture's number."""
-    found = {}
+    by_number = {}
     for name, caption in captions.items():
         image_id = whole_number(name)
         if image_id is None:
@@ -173,8 +173,8 @@ def _by_number(captions: Mapping[str, str], path: Path) -> dict[int, str]:
                 f"{path}, {name:.60}: expected the number of a picture (image_id) as the name of a "
                 "caption; fetch the file again."
             )
-        found[image_id] = caption
-    return found
+        by_number[image_id] = caption
+    return by_number
 
 
 def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
@@ -182,7 +182,7 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
 
     Each has a text under `key`, `caption` or `class`, and perhaps a number `conf`.
     """
-    found: dict[int, list[dict[str, Any]]] = {}
+    objects: dict[int, list[dict[str, Any]]] = {}
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if not line.strip():
             continue
@@ -201,8 +201,8 @@ def read_scored_tsv(path: Path, key: str) -> dict[int, list[dict[str, Any]]]:
                 f"{where}: expected a picture's number, a tab and a JSON list of objects with a "
                 f'text "{key}" and a number "conf"; repair that line or fetch the file again.'
             )
-        found.setdefault(image_id, []).extend(rows)
-    return found
+        objects.setdefault(image_id, []).extend(rows)
+    return objects
 
 
 def read_captions(path: Path) -> dict[int, str]:
@@ -216,10 +216,10 @@ def read_captions(path: Path) -> dict[int, str]:
 
 def read_caption_annotations(path: Path) -> dict[int, list[str]]:
     """image_id -> its captions by people, of COCO's captions JSON."""
-    found: dict[int, list[str]] = {}
+    captions: dict[int, list[str]] = {}
     for row in json_entries(path, "annotations"):
-        found.setdefault(row.number("image_id"), []).append(row.text("caption", empty=True))
-    return found
+        captions.setdefault(row.number("image_id"), []).append(row.text("caption", empty=True))
+    return captions
 
 
 # Questions and annotations in the JSON of VQA, which VQAv2 and OK-VQA share.
@@ -249,7 +249,7 @@ def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int
     """question_id -> the annotators' answers, and the category under `key`, by its name in
     `names`.
     """
-    found: dict[int, Reference] = {}
+    references: dict[int, Reference] = {}
     for question_id, row in by_question(path, "annotations").items():
         if not isinstance(row.get("answers"), list) or not row["answers"]:
             raise row.error("holds no list of answers")
@@ -260,19 +260,19 @@ def read_annotations(path: Path, key: str, names: Mapping[str, str]) -> dict[int
             extra["raw_answers"] = [answer["raw_answer"] for answer in answers]
         texts = tuple(answer.text("answer", empty=True) for answer in answers)
         category = names.get(kind, kind)
-        found[question_id] = Reference(row.number("image_id"), texts, category, extra)
-    return found
+        references[question_id] = Reference(row.number("image_id"), texts, category, extra)
+    return references
 
 
 def by_question(path: Path, key: str | None) -> dict[int, Entry]:
     """question_id -> entry of a JSON list, or of the list under `key`."""
-    found: dict[int, Entry] = {}
+    entries: dict[int, Entry] = {}
     for row in json_entries(path, key):
         question_id = row.number("question_id")
-        if question_id in found:
+        if question_id in entries:
             raise row.error(f"question_id {question_id} is there twice")
-        found[question_id] = row
-    return found
+        entries[question_id] = row
+    return entries
 
 
 def check_same(

@@ -84,8 +84,8 @@ class _Row:
         if value is None and not required:
             return ""
         if not isinstance(value, str) or (required and not value.strip()):
-            found = "missing" if value is None else repr(value)[:60]
-            raise self.fail(f"`{key}` is {found}; expected a string{' with text' * required}.")
+            quoted = "missing" if value is None else repr(value)[:60]
+            raise self.fail(f"`{key}` is {quoted}; expected a string{' with text' * required}.")
         return value
 
     def strings(self, key: str) -> tuple[str, ...]:
@@ -189,10 +189,10 @@ def _unique(path: Path, parse: Callable[[_Row], Any]) -> dict[str, Any]:
 def _link_problem(folder: Path, name: str) -> str | None:
     """The error in a symbolic link of the folder, or None."""
     try:
-        found = (folder / name).resolve()
+        target = (folder / name).resolve()
     except RuntimeError:  # of pathlib, where links lead to one another
         return "is a symbolic link that leads to itself; put the file itself in its place"
-    if not found.is_relative_to(folder.resolve()):
+    if not target.is_relative_to(folder.resolve()):
         return "is a symbolic link that leads out of the folder; copy into it what the link names"
     return None
 
@@ -233,8 +233,8 @@ class InterchangePictures:
         wanted = unicodedata.normalize("NFC", plain_path(name))
         in_folder = self.folder.rglob("*") if not wanted.isascii() else ()
         there = (str(path.relative_to(self.folder)) for path in in_folder if path.is_file())
-        found = (path for path in (*(self._tar or ()), *there) if path != name)
-        return next((path for path in found if unicodedata.normalize("NFC", path) == wanted), None)
+        others = (path for path in (*(self._tar or ()), *there) if path != name)
+        return next((path for path in others if unicodedata.normalize("NFC", path) == wanted), None)
 
     def __call__(self, name: str) -> bytes:
         """Encoded bytes of a picture whose path has no problem; PictureError for too many."""

@@ -45,16 +45,16 @@ class KATKnowledge:
         Fewer entities than `entities` are repeated from the first, as KAT does, so that all
         questions have as many.
         """
-        found: list[str] = []
+        passages: list[str] = []
         if self._entities is not None:
             picture = str(question.extra.get("image_id", ""))
             known = self._of(self._entities, picture, question, self._entities_file)
             repeated = itertools.islice(itertools.cycle(known), entities)
-            found += [entity_passage(*pair) for pair in repeated]
+            passages += [entity_passage(*pair) for pair in repeated]
         if self._answers is not None:
             known = self._of(self._answers, question.id, question, self._answers_file)
-            found += [answer_passage(*pair) for pair in known]
-        return found
+            passages += [answer_passage(*pair) for pair in known]
+        return passages
 
     def _of(self, known: Mapping[str, Pairs], key: str, question: Question, file: str) -> Pairs:
         if key not in known:

@@ -67,8 +67,8 @@ class BenchmarkFiles:
             "files": [str(path) for path in self.files],
             "missing_files": dict(self.missing),
             "published_counts": {
-                what: {"published": self.published[what], "found": found}
-                for what, found in self.counts.items()
+                what: {"published": self.published[what], "found": count}
+                for what, count in self.counts.items()
                 if what in self.published
             },
             "other_counts": {k: n for k, n in self.counts.items() if k not in self.published},
@@ -227,23 +227,23 @@ class Entry(dict[str, Any]):
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts, which the hub's files may write as Python's literal; () if absent."""
         value = self.get(key)
-        found = [] if value is None or value == "" else value
-        if isinstance(found, str):
+        texts = [] if value is None or value == "" else value
+        if isinstance(texts, str):
             try:
-                found = ast.literal_eval(found) if len(found) <= _LONGEST_LITERAL else None
+                texts = ast.literal_eval(texts) if len(texts) <= _LONGEST_LITERAL else None
             except (ValueError, SyntaxError, MemoryError, RecursionError):
-                found = None
-            check_text(found, self.where)  # a literal may hold half of a character
-        if not isinstance(found, list) or not all(isinstance(one, str) for one in found):
+                texts = None
+            check_text(texts, self.where)  # a literal may hold half of a character
+        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
             raise self.wrong(key, "a list of texts")
-        return tuple(found)
+        return tuple(texts)
 
     def number(self, key: str) -> int:
         """A whole number, in any of the forms that files have."""
-        found = whole_number(self.get(key))
-        if found is None:
+        number = whole_number(self.get(key))
+        if number is None:
             raise self.wrong(key, "a whole number")
-        return found
+        return number
 
     def entry(self, key: str) -> Entry:
         """An object within the object."""
@@ -272,12 +272,12 @@ def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str)
     """What `read` makes of entries by its id, which the file calls `key`; UserError for one that is
     there twice.
     """
-    found: dict[str, T] = {}
+    by_id: dict[str, T] = {}
     for entry in entries:
         one = read(entry)
-        if found.setdefault(one.id, one) is not one:
+        if by_id.setdefault(one.id, one) is not one:
             raise UserError(f"{entry.where}: {key} {one.id!r} is there twice; keep one of them.")
-    return found
+    return by_id
 
 
 def json_entries(path: Path, key: str | None = None) -> Iterator[Entry]:

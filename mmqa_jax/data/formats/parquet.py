@@ -87,13 +87,13 @@ class ParquetPictures:
 
     def counts(self) -> dict[str, int]:
         """Id -> how many pictures its row has; reads none."""
-        found = {
+        counts = {
             (place, group): _count_pictures(path, _open(path), group, self._column)
             for place, path in enumerate(self._paths)
             for group in range(_open(path).num_row_groups)
         }
         rows = self._rows.items()
-        return {name: found[place, group][row] for name, (place, group, row) in rows}
+        return {name: counts[place, group][row] for name, (place, group, row) in rows}
 
     def __call__(self, name: str, number: int | None = None) -> bytes:
         """Encoded bytes, of a list those of its `number`-th picture; PictureError where there are

@@ -220,10 +220,10 @@ class IndexedTsv:
         text = line[before:].rstrip(b"\r\n")
         ends = len(text) < len(line) - before
         if line[:before].strip() or b"\n" in text or not (ends or end >= size):
-            found = text[:20].decode("ascii", "replace")
+            beginning = text[:20].decode("ascii", "replace")
             raise UserError(
-                f"{where}: bytes {start} to {end}, where {self.lineidx} points, hold {found!r} and "
-                "not that row's line; the two files do not belong together, fetch them again."
+                f"{where}: bytes {start} to {end}, where {self.lineidx} points, hold {beginning!r} "
+                "and not that row's line; the two files do not belong together, fetch them again."
             )
         if end > size:
             raise CutLine(f"{where}: the file ends within it; fetch it again.")

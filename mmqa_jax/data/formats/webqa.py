@@ -182,16 +182,17 @@ def compared_counts(release: Release) -> dict[str, dict[str, int]]:
 
     They differ for a subset, which is fine, and for a truncated download, which is not.
     """
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for question in release.questions:
         kind = "text" if question.category == "text" else "image"
-        found[f"{question.split} questions"] += 1
-        found[f"{question.split} {kind} questions"] += 1
-        found[f"{question.category} questions"] += 1
+        counts[f"{question.split} questions"] += 1
+        counts[f"{question.split} {kind} questions"] += 1
+        counts[f"{question.category} questions"] += 1
     for source in release.sources:
-        found["pictures" if source.modality == "image" else "snippets"] += 1
+        counts["pictures" if source.modality == "image" else "snippets"] += 1
     return {
-        name: {"published": count, "found": found[name]} for name, count in PUBLISHED_COUNTS.items()
+        name: {"published": count, "found": counts[name]}
+        for name, count in PUBLISHED_COUNTS.items()
     }
 
 

@@ -66,10 +66,10 @@ class PictureVectors:
                 f"{rows_file}: question ids with rows were expected; fetch name_map.json again."
             )
         self._rows = {key: whole_number(row) for key, row in rows.items()}
-        found = max(self._rows.values(), default=0)
-        if found >= len(self._vectors):
+        last = max(self._rows.values(), default=0)
+        if last >= len(self._vectors):
             raise UserError(
-                f"{rows_file}: names row {found}, but {path} has {len(self._vectors)}; the two "
+                f"{rows_file}: names row {last}, but {path} has {len(self._vectors)}; the two "
                 "files are not of one set."
             )
 

@@ -135,8 +135,8 @@ class NpzFiles:
     def __init__(self, root: str | os.PathLike):
         self._paths: dict[int, Path] = {}
         for path in sorted(Path(root).rglob("*.npz")):
-            if found := _ID.search(path.name):
-                self._paths[int(found[1])] = path
+            if match := _ID.search(path.name):
+                self._paths[int(match[1])] = path
         if not self._paths:
             raise UserError(
                 f"config key features.root={root}: no npz files that end in an image id were found "

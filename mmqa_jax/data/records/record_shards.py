@@ -75,8 +75,8 @@ class RecordKind:
         file = Path(folder) / MANIFEST
         if not file.is_file():
             return False
-        found = read_json(file)
-        return isinstance(found, dict) and found.get("what") == self.what
+        manifest = read_json(file)
+        return isinstance(manifest, dict) and manifest.get("what") == self.what
 
     def manifest(self, folder: str | os.PathLike) -> dict[str, Any]:
         """The manifest of finished records; UserError where it is missing or damaged."""
@@ -110,18 +110,18 @@ class RecordFiles:
             if self._source is None:
                 self._source = open_records(self.folder / self.kind.dataset, _SPLIT)
             record = self._source[number]
-            found, content = column_of(record, "id").decode(), column_of(record, self.kind.column)
+            picture, content = column_of(record, "id").decode(), column_of(record, self.kind.column)
         except (UserError, RunError):
             raise
         except Exception as error:  # TFDS and ArrayRecord have no common error
             raise self.unreadable(error) from error
         expected = str(self.manifest["pictures"][number])
-        if found != expected:
+        if picture != expected:
             raise UserError(
-                f"{self.folder}: holds picture {found} in place of {expected}: its files "
+                f"{self.folder}: holds picture {picture} in place of {expected}: its files "
                 f"are damaged; {self.kind.again}."
             )
-        return found, content
+        return picture, content
 
     def unreadable(self, error: Exception) -> UserError:
         """What to raise for a record that does not hold what it should."""

@@ -58,8 +58,8 @@ class DumpStream(Stream):
         # Not forked: threads of Arrow and of the progress may be running.
         spawned = multiprocessing.get_context("spawn")
         with ProcessPoolExecutor(workers, spawned) as pool:
-            for found in _in_order(pool, work, 2 * workers):
-                yield from found
+            for items in _in_order(pool, work, 2 * workers):
+                yield from items
 
 
 class PageReader:

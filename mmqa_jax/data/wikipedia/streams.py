@@ -474,9 +474,9 @@ def find_file(raw: Path, names: Sequence[str], what: str) -> Path:
     if raw.is_file():
         return raw
     patterns = [f"{name}{packed}" for name in names for packed in PACKED]
-    found = sorted({path for pattern in patterns for path in raw.glob(pattern) if path.is_file()})
-    if len(found) != 1:
-        there = f"has {len(found)} files of" if found else "has no file of"
-        listed = ", ".join(path.name for path in found) or " or ".join(names)
+    files = sorted({path for pattern in patterns for path in raw.glob(pattern) if path.is_file()})
+    if len(files) != 1:
+        there = f"has {len(files)} files of" if files else "has no file of"
+        listed = ", ".join(path.name for path in files) or " or ".join(names)
         raise UserError(f"--raw={raw}: {there} {what} ({listed}); name the file itself.")
-    return found[0]
+    return files[0]
