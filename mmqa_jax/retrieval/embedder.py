@@ -367,8 +367,8 @@ class Embedder:
         for indices in self._batches(np.arange(len(pictures)), self.serving.batch_size):
             size = self._padded_size(len(indices))
             own = self.serving.placement.rows(size)
-            shown = [pictures[indices[n]] for n in own if n < len(indices)]
-            pixels, _ = self._stack(shown, len(own))
+            chosen = [pictures[indices[n]] for n in own if n < len(indices)]
+            pixels, _ = self._stack(chosen, len(own))
             yield indices, self._call(self._encode_image, self.serving.placement.put(pixels))
 
     def _batches(self, members: np.ndarray, size: int) -> list[np.ndarray]:
@@ -422,10 +422,10 @@ class Embedder:
         unit: what is encoded; the progress of many is shown.
         """
         waiting: collections.deque[tuple[np.ndarray, jax.Array]] = collections.deque()
-        shown = unit is not None and len(vectors) >= _MANY
+        is_long = unit is not None and len(vectors) >= _MANY
 
         with Progress(
-            f"Embedding {unit}", len(vectors), unit or "", quiet=None if shown else True
+            f"Embedding {unit}", len(vectors), unit or "", quiet=None if is_long else True
         ) as progress:
 
             def write() -> None:

@@ -109,7 +109,7 @@ def _batch(
     )
     if not count:
         return PromptBatch(made.input_ids, made.mask)
-    shown = [one for prompt in prompts for one in prompt.pictures]
-    laid = lay_out(shown, config.vision, bucket)
+    pictures = [one for prompt in prompts for one in prompt.pictures]
+    laid = lay_out(pictures, config.vision, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
     return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)

@@ -131,20 +131,22 @@ class VLMEmbedder(Embedder):
     ) -> list[PicturePrompt]:
         made: list[PicturePrompt] = [PicturePrompt(())] * len(texts)
         # Of one frame each: what has a picture, and what has a text. A text may be empty alone.
-        kinds = [(shown is not None, bool(text) or shown is None)
-                 for text, shown in zip(texts, pictures, strict=True)]  # fmt: skip
+        kinds = [
+            (picture is not None, bool(text) or picture is None)
+            for text, picture in zip(texts, pictures, strict=True)
+        ]
         for kind in set(kinds):
-            members = [number for number, one in enumerate(kinds) if one == kind]
-            parts = [None] * kind[0] + [MARKS[0]] * kind[1]
-            shown = [[] if pictures[n] is None else [pictures[n]] for n in members]
+            has_picture, has_text = kind
+            members = [number for number, other in enumerate(kinds) if other == kind]
+            of_prompts = [[pictures[n]] if has_picture else [] for n in members]
             tokens = self._chat.encode(
                 instruction,
-                parts,
+                [None] * has_picture + [MARKS[0]] * has_text,
                 [[texts[n]] for n in members],
-                [self.buckets[-1] - beyond_placeholders(own, self._config) for own in shown],
+                [self.buckets[-1] - beyond_placeholders(p, self._config) for p in of_prompts],
             )
-            for number, ids, own in zip(members, tokens, shown, strict=True):
-                made[number] = PicturePrompt(ids, tuple(own))
+            for number, ids, in_prompt in zip(members, tokens, of_prompts, strict=True):
+                made[number] = PicturePrompt(ids, tuple(in_prompt))
         return made
 
 

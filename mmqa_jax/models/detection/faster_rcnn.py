@@ -295,8 +295,8 @@ class FasterRCNN(nnx.Module):
                 f"{self.config.divisor}; pad them with data.detector_pictures."
             )
         maps, extents = self.levels(pictures.pixels, pictures.sizes)
-        found = [self.rpn(*level) for level in zip(maps, extents, strict=True)]
-        return jax.vmap(self._of_picture)(maps, extents, found, pictures)
+        scored = [self.rpn(*level) for level in zip(maps, extents, strict=True)]
+        return jax.vmap(self._of_picture)(maps, extents, scored, pictures)
 
     def _padded(self, sizes: jax.Array) -> jax.Array:
         return -(-sizes // self.config.divisor) * self.config.divisor
@@ -305,29 +305,29 @@ class FasterRCNN(nnx.Module):
         self,
         maps: list[jax.Array],
         extents: list[jax.Array],
-        found: list[tuple[jax.Array, jax.Array]],
+        scored: list[tuple[jax.Array, jax.Array]],
         picture: Pictures,
     ) -> Regions:
         """Selects the regions of one picture; arguments as those of `regions`, without a batch."""
-        boxes, valid = self.proposals(extents, found, picture)
+        boxes, valid = self.proposals(extents, scored, picture)
         features, trunk = self.region_features(maps, extents, boxes)
         return self.kept(boxes, valid, features, trunk, picture)
 
     def proposals(
         self,
         extents: list[jax.Array],
-        found: list[tuple[jax.Array, jax.Array]],
+        scored: list[tuple[jax.Array, jax.Array]],
         picture: Pictures,
     ) -> tuple[jax.Array, jax.Array]:
         """Boxes [R, 4] of one picture, in pixels of the resized one, and which there are [R] bool.
 
         Args:
           extents: [2] of each level.
-          found: what the RPN says of each level.
+          scored: what the RPN says of each level.
           picture: one of a batch.
         """
         clipped_to = self._padded(picture.sizes) if self.config.padded_size else picture.sizes
-        levels = [(*scored, extent) for scored, extent in zip(found, extents, strict=True)]
+        levels = [(*level, extent) for level, extent in zip(scored, extents, strict=True)]
         return self.rpn.proposals(levels, clipped_to, picture.scales)
 
     def kept(
@@ -403,9 +403,9 @@ class FasterRCNN(nnx.Module):
         size = min(_REGIONS, boxes.shape[0])
         missing = -boxes.shape[0] % size
         parts = jnp.pad(boxes, ((0, missing), (0, 0))).reshape(-1, size, 4)
-        found = jax.lax.map(of_boxes, parts)
+        batches = jax.lax.map(of_boxes, parts)
         features, trunk = (
-            x.reshape(-1, x.shape[-1])[: boxes.shape[0]].astype(jnp.float32) for x in found
+            x.reshape(-1, x.shape[-1])[: boxes.shape[0]].astype(jnp.float32) for x in batches
         )
         return features, trunk
 

@@ -285,8 +285,8 @@ def _block(layout: _Layout, pyramid: int, stage: int) -> str:
 def _count(shapes: Shapes, layout: _Layout, stage: int, preset: DetectorConfig) -> int:
     """How many bottlenecks of a stage a file has."""
     prefix = re.escape(_block(layout, preset.pyramid, stage)).replace(r"\{block\}", r"(\d{1,4})")
-    found = [re.match(prefix, key) for key in shapes]
-    return max((int(match[1]) + 1 for match in found if match), default=0)
+    matches = [re.match(prefix, key) for key in shapes]
+    return max((int(match[1]) + 1 for match in matches if match), default=0)
 
 
 def _prefixes(config: DetectorConfig) -> dict[str, str]:
@@ -393,17 +393,17 @@ def open_detector_source(path: Path) -> TensorSource:
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     arrays = content.items() if isinstance(content, dict) else ()
-    found = {
+    tensors = {
         key: value
         for key, value in arrays
         if isinstance(key, str) and isinstance(value, np.ndarray) and value.dtype.kind == "f"
     }
-    if not found:
+    if not tensors:
         raise UserError(
             f"{path}: holds no arrays by name, neither as `blobs` nor as `model`; give Detectron's "
             "or detectron2's file of weights."
         )
-    return ArraySource(found, str(path))
+    return ArraySource(tensors, str(path))
 
 
 def _by_torch(path: Path) -> bool:

@@ -115,8 +115,8 @@ class RPN(nnx.Module):
           Boxes [after, 4], best first, and [after] bool, which of them there are.
         """
         config = self.config
-        found = [self._of_level(index, *level, size, scale) for index, level in enumerate(levels)]
-        boxes, scores, there = (jnp.concatenate(part) for part in zip(*found, strict=True))
+        best = [self._of_level(index, *level, size, scale) for index, level in enumerate(levels)]
+        boxes, scores, there = (jnp.concatenate(part) for part in zip(*best, strict=True))
         if len(levels) > 1:
             scores, order = jax.lax.top_k(jnp.where(there, scores, -1.0), config.after)
             boxes, there = boxes[order], scores >= 0

@@ -161,9 +161,9 @@ class QwenVLPooled(QwenVL):
         if pictures is not None:
             assert rows is not None, "pictures have places in the prompt"
             flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pictures)
-            found = self.encode_images(flat)  # [B * K, U, features]
-            found = found.reshape(len(input_ids), -1, found.shape[-1])
-            own = jnp.take_along_axis(found, jnp.maximum(rows, 0)[..., None], axis=1)
+            features = self.encode_images(flat)  # [B * K, U, features]
+            features = features.reshape(len(input_ids), -1, features.shape[-1])
+            own = jnp.take_along_axis(features, jnp.maximum(rows, 0)[..., None], axis=1)
             tokens, deepstack = spread(tokens, own, rows >= 0)
         hidden = self.llama.encode(tokens, positions=positions, deepstack=deepstack)
         return last_token(hidden, mask)

@@ -164,9 +164,9 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
             pooling = _pooling(folder / place / "config.json")
     named = (folder / name for name in _TRANSFORMERS)
     file = next((file for file in named if file.is_file()), folder / TRANSFORMER)
-    said = _object(file)
+    content = _object(file)
     check_keys(
-        said,
+        content,
         str(file),
         read=_TRANSFORMER_KEYS,
         harmless=_TRANSFORMER_HARMLESS,
@@ -176,8 +176,8 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
     return SentenceRecipe(
         pooling,
         prompts,
-        said.get("max_seq_length"),
-        bool(said.get("do_lower_case")),
+        content.get("max_seq_length"),
+        bool(content.get("do_lower_case")),
         truncate_dim,
         tuple(dense),
     )
@@ -198,10 +198,10 @@ def read_pair_length(folder: Path) -> int | None:
         )
     fixed = {**_TRANSFORMER_FIXED, "transformer_task": ("sequence-classification",)}
     fixed |= {"module_output_name": ("scores",), "do_lower_case": (False,)}
-    said, file = _object(folder / TRANSFORMER), str(folder / TRANSFORMER)
+    content, file = _object(folder / TRANSFORMER), str(folder / TRANSFORMER)
     read = {"max_seq_length": "size?"}
-    check_keys(said, file, read=read, harmless=_TRANSFORMER_HARMLESS, fixed=fixed)
-    return said.get("max_seq_length")
+    check_keys(content, file, read=read, harmless=_TRANSFORMER_HARMLESS, fixed=fixed)
+    return content.get("max_seq_length")
 
 
 def check_logit_prompts(file: Path) -> str:
@@ -278,13 +278,13 @@ def _pooling(file: Path) -> str:
     """The pooling in a config of the layer Pooling; UserError for one that is not known here."""
     content = _needed_object(file)
     check_keys(content, str(file), read=_POOLING_KEYS, fixed={"include_prompt": (True,)})
-    given = content.get("pooling_mode")
-    if given is None:
-        given = [name for switch, name in _SWITCHES.items() if content.get(switch)] or ["mean"]
-    modes = [given] if isinstance(given, str) else given
+    modes = content.get("pooling_mode")
+    if modes is None:
+        modes = [name for switch, name in _SWITCHES.items() if content.get(switch)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in POOLINGS:
         raise UserError(
-            f"{file}: its pooling is {given!r}, which is not known here (only one of "
+            f"{file}: its pooling is {modes!r}, which is not known here (only one of "
             f"{', '.join(POOLINGS)}); use a checkpoint with one of them."
         )
     return modes[0]

@@ -221,10 +221,10 @@ def load_dense(layer: DenseLayer) -> Dense:
     source = open_source(layer.folder)
     shapes = {"linear.weight": (layer.outputs, layer.inputs)}
     shapes |= {"linear.bias": (layer.outputs,)} if layer.bias else {}
-    found = {key: tuple(spec.shape) for key, spec in source.specs().items()}
-    if found != shapes:
+    tensors = {key: tuple(spec.shape) for key, spec in source.specs().items()}
+    if tensors != shapes:
         raise UserError(
-            f"{layer.folder}: its tensors are {found}, {shapes} were expected by config.json; "
+            f"{layer.folder}: its tensors are {tensors}, {shapes} were expected by config.json; "
             "fetch the folder again."
         )
     sizes = layer.inputs, layer.outputs
@@ -321,8 +321,8 @@ def _family(folder: Path) -> tuple[Family, Mapping[str, Any], str]:
 
 def _check_activation(published: Mapping[str, Any], where: str) -> None:
     """UserError if the logit is not what is taken: then a sigmoid of it would rank otherwise."""
-    said = published.get(_SCORED[0]) or {}
-    named = said.get("activation_fn") if isinstance(said, dict) else said
+    settings = published.get(_SCORED[0]) or {}
+    named = settings.get("activation_fn") if isinstance(settings, dict) else settings
     for name in (named, published.get(_SCORED[1])):
         if name not in (None, *ACTIVATIONS):
             raise UserError(
