@@ -292,7 +292,7 @@ def speak_before_abort(report: Callable[[], None]) -> tuple[Callable[..., None] 
     """What `missed_heartbeat_callback` of JAX's client is to be, for `report` to be called.
 
     jaxlib 0.10 cannot pass the callback its argument, which ends in C++'s std::terminate: that is
-    taken over here, with `report` in front of it.
+    taken over here, for this one cause, with `report` in front of it.
 
     Returns:
       The callback, and what has to be kept as long as the process lives; None in its place where
@@ -301,15 +301,26 @@ def speak_before_abort(report: Callable[[], None]) -> tuple[Callable[..., None] 
     try:
         library = ctypes.CDLL("libstdc++.so.6", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
         set_terminate = library["_ZSt13set_terminatePFvvE"]  # std::set_terminate(void (*)())
+        current = library["__cxa_current_exception_type"]
     except (OSError, AttributeError):
         return None, None
     handler_type = ctypes.CFUNCTYPE(None)
     set_terminate.argtypes, set_terminate.restype = [handler_type], ctypes.c_void_p
+    current.argtypes, current.restype = [], ctypes.c_void_p
 
     def handle() -> None:
-        report()
+        if _type_name(current()) == b"St8bad_cast":
+            report()
         before()
 
     handler = handler_type(handle)
     before = handler_type(set_terminate(handler))
     return lambda *_: None, handler
+
+
+def _type_name(type_info: int | None) -> bytes | None:
+    """The mangled name in a std::type_info: the pointer behind that of its virtual table."""
+    if not type_info:
+        return None
+    place = type_info + ctypes.sizeof(ctypes.c_void_p)
+    return ctypes.cast(ctypes.c_void_p.from_address(place).value, ctypes.c_char_p).value
