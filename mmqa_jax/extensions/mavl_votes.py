@@ -23,8 +23,8 @@ from mmqa_jax.papers import mavl
 from mmqa_jax.papers.prophet import vote
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Decoding
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.few_shot import Order, outputs_record, prompts_record, replies_to
 
 _OF_AN_AGENT = ("agent", "answer", "probability")  # what another vote needs of it

@@ -35,9 +35,15 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
-from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
+from mmqa_jax.prompting.examples.side_files import (
+    AnswerHeuristics,
+    Captions,
+    ShotSelection,
+    caption_sentence,
+    traced,
+    with_captions,
+)
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Role = Literal["junior", "senior", "manager"]

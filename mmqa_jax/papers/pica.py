@@ -27,8 +27,8 @@ from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Decoding
-from mmqa_jax.prompting.examples.captions import Captions, traced, with_captions
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity, seeded
+from mmqa_jax.prompting.examples.side_files import Captions, traced, with_captions
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 

@@ -18,9 +18,15 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Decoding
-from mmqa_jax.prompting.examples.captions import Captions, caption_sentence, traced, with_captions
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics, ShotSelection
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
+from mmqa_jax.prompting.examples.side_files import (
+    AnswerHeuristics,
+    Captions,
+    ShotSelection,
+    caption_sentence,
+    traced,
+    with_captions,
+)
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 
 _TEMPLATE = "prophet.okvqa"

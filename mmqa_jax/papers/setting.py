@@ -9,7 +9,7 @@ from typing import Any, Literal
 from mmqa_jax.core.typed import parameters_of
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.prompting.examples.captions import check_captions, check_no_tags
+from mmqa_jax.prompting.examples.side_files import check_captions, check_no_tags
 from mmqa_jax.prompting.multiple_choice import check_choices
 from mmqa_jax.retrieval.rankings import check_gold
 

@@ -22,13 +22,14 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
-from mmqa_jax.prompting.examples.captions import Captions, open_captions
-from mmqa_jax.prompting.examples.heuristics import (
+from mmqa_jax.prompting.examples.library import TEXTS
+from mmqa_jax.prompting.examples.side_files import (
     AnswerHeuristics,
+    Captions,
     load_answer_aware,
     load_candidates,
+    open_captions,
 )
-from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.prompting.llm_reader import (
     LLMReader,
@@ -657,7 +658,7 @@ class FinishedSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class CaptionsSpec(Part):
-    """Side files that describe pictures, see prompting/examples/captions.py.
+    """Side files that describe pictures, see prompting/examples/side_files.py.
 
     Attributes:
       captions: file of captions, by the id of a question, a picture (image_id) or a source.

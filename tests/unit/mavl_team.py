@@ -8,8 +8,8 @@ from typing import NamedTuple
 from fake_llm import FakeLLM
 
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import AnswerHeuristics
 
 EXAMPLES = [
     Question(f"e{n}", "train", f"ask {n} ?", answers=("red",), extra={"caption": f"view {n}"})

@@ -12,8 +12,8 @@ from fake_llm import FakeLLM
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import AnswerHeuristics
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReranker
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.knowledge import KnowledgeBase

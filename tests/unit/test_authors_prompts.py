@@ -22,8 +22,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.papers import rmr
 from mmqa_jax.papers.pica import answer_pica, answer_promptcap
 from mmqa_jax.papers.prophet import answer_prophet
-from mmqa_jax.prompting.examples.heuristics import AnswerHeuristics
 from mmqa_jax.prompting.examples.library import Shot
+from mmqa_jax.prompting.examples.side_files import AnswerHeuristics
 from mmqa_jax.prompting.few_shot import load_template, majority_answer
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import RECALL_AT, score_candidates
-from mmqa_jax.prompting.examples.heuristics import (
+from mmqa_jax.prompting.examples.side_files import (
     load_answer_aware,
     load_candidates,
     write_answer_aware,

@@ -13,8 +13,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.papers import mavl, pica, prophet
-from mmqa_jax.prompting.examples.captions import Captions
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import Captions
 from mmqa_jax.runs.reports.row import RowRun, row_cards
 from mmqa_jax.runs.traces import counts_table, trace_counts
 

@@ -9,7 +9,7 @@ from vqa_files import prepare_team, write_aokvqa
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.prompting.examples.heuristics import write_candidates
+from mmqa_jax.prompting.examples.side_files import write_candidates
 from mmqa_jax.runs.parts import FinishedSpec
 from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.run import open_parts

@@ -11,8 +11,8 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus, with_gold_sources
 from mmqa_jax.data.pictures.store import PictureStore
-from mmqa_jax.prompting.examples.heuristics import load_candidates
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import load_candidates
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.row import find_setting

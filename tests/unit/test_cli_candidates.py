@@ -13,7 +13,7 @@ from vqa_files import write_okvqa
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import fold_of, open_corpus
-from mmqa_jax.prompting.examples.heuristics import load_answer_aware, load_candidates
+from mmqa_jax.prompting.examples.side_files import load_answer_aware, load_candidates
 from mmqa_jax.runs.verbs.candidates import nearest
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.tasks.vqa import load_vqa_model

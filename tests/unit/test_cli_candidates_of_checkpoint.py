@@ -13,7 +13,7 @@ from tiny_checkpoints import make_source
 from vqa_files import write_okvqa
 
 from mmqa_jax.data.tokenizers import train_wordpiece
-from mmqa_jax.prompting.examples.heuristics import load_answer_aware, load_candidates
+from mmqa_jax.prompting.examples.side_files import load_answer_aware, load_candidates
 from mmqa_jax.weights.folder import load_converted
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -19,8 +19,8 @@ from mmqa_jax.papers.pica import (
     answer_with_sources,
     answer_without_sources,
 )
-from mmqa_jax.prompting.examples.captions import Captions, open_captions
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
+from mmqa_jax.prompting.examples.side_files import Captions, open_captions
 
 SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),

@@ -12,7 +12,7 @@ from tiny_llm import flag
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.schema import Question
-from mmqa_jax.prompting.examples.captions import open_captions
+from mmqa_jax.prompting.examples.side_files import open_captions
 from mmqa_jax.runs.verbs import captioning
 from mmqa_jax.runs.verbs.captioning import caption_questions
 

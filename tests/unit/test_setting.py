@@ -10,7 +10,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.setting import Setting
-from mmqa_jax.prompting.examples.captions import Captions
+from mmqa_jax.prompting.examples.side_files import Captions
 
 QUESTIONS = [Question("q", "val", "?", choices=("a", "b"))]
 

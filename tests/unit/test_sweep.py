@@ -16,7 +16,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.report import LinePlot
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
-from mmqa_jax.prompting.examples.heuristics import write_candidates
+from mmqa_jax.prompting.examples.side_files import write_candidates
 from mmqa_jax.runs import parts
 from mmqa_jax.runs.sweep import parse_axes, sweep_plots
 from tests.forks import server

@@ -8,7 +8,7 @@ from typing import Any
 
 from cli_runs import done, png, write_documents
 
-from mmqa_jax.prompting.examples.heuristics import write_answer_aware
+from mmqa_jax.prompting.examples.side_files import write_answer_aware
 
 # question_id -> (image_id, question, the ten answers, question_type)
 OKVQA: dict[str, dict[int, tuple[int, str, list[str], str]]] = {

@@ -16,7 +16,7 @@ from mmqa_jax.core.files import check_out
 from mmqa_jax.data.corpus import open_corpus, split_questions, trains_on
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
-from mmqa_jax.prompting.examples import heuristics
+from mmqa_jax.prompting.examples import side_files as heuristics
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.task import read_run
 from mmqa_jax.tasks.vqa import VQA, FoldedData, load_prophets_mcan, load_vqa_model
