@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.llava.network import Llava, LlavaConfig, picture_features
+from mmqa_jax.models.llava.network import Llava, LlavaConfig, PictureConfig, picture_features
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import (
     Onevision,
@@ -30,7 +30,6 @@ from mmqa_jax.models.onevision.network import (
     TiledPicture,
     tile_features,
 )
-from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl.network import (
     Grid,
     PatchBatch,

@@ -2,7 +2,7 @@
 and Qwen-VL.
 
 The engine's backend asks for nothing else. A model is added with a class here, its config
-(`models.pictures.PictureConfig`) and its tower (`decoding.image_tower`).
+(`models.llava.network.PictureConfig`) and its tower (`decoding.image_tower`).
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures import decode, resize
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig, PictureConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
-from mmqa_jax.models.pictures import PictureConfig
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture

@@ -30,7 +30,7 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import Tokenizer, special_tokens
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.common.unstacked import restacked, unstacked
+from mmqa_jax.models.common.array_layout import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.models.llama.config import LlamaConfig

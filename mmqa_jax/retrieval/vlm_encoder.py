@@ -25,7 +25,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.pictures.resize import PictureSizes
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
-from mmqa_jax.models.common.unstacked import restacked
+from mmqa_jax.models.common.array_layout import restacked
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig

@@ -62,14 +62,6 @@ class TorchOscar(nn.Module):
         return self.layers(self.embed(ids, types, positions, features), mask)[-1]
 
 
-def captioning_loss(logits, target, smoothing):
-    """BertCaptioningLoss; logits (masked words, V)."""
-    classes = logits.shape[1]
-    goal = torch.zeros_like(logits).scatter(1, target.view(-1, 1), 1)
-    goal = goal * (1 - smoothing) + (1 - goal) * smoothing / (classes - 1)
-    return nn.KLDivLoss(reduction="none")(logits.log_softmax(1), goal).sum(1)
-
-
 class Tensorizer:
     """CaptionTensorizer: input ids, segments and mask of one picture's caption and labels."""
 

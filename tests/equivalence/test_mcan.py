@@ -32,7 +32,6 @@ from mmqa_jax.models.mcan.keys import (
     check_rotation,
     mcan_key_map,
     publish_mcan,
-    with_new_answers,
 )
 from mmqa_jax.models.mcan.network import (
     MCAN,
@@ -219,11 +218,9 @@ def pair(tmp_path_factory):
     return theirs, loaded(path), path
 
 
-def loaded(path, config=CONFIG, *, pretrained=False) -> MCAN:
+def loaded(path, config=CONFIG) -> MCAN:
     """A model that was never initialized, filled from a file."""
     source = open_source(path)
-    if pretrained:
-        source = with_new_answers(source, config)
     checkpoint = Checkpoint(config, mcan_key_map, source, "prophet", check_rotation)
     return load_checkpoint(MCAN, checkpoint, config)
 
@@ -379,21 +376,6 @@ def test_dropout_follows_its_key(pair):
     first, again, other = map(run, keys)
     np.testing.assert_array_equal(first, again)
     assert np.abs(first - other).max() > 1e-3
-
-
-def test_pretrained_checkpoint_starts_new_answers_as_prophet_does(pair, tmp_path):
-    theirs, ours, path = pair
-    tensors = {k: v for k, v in theirs.state_dict().items() if not k.startswith("proj1.")}
-    torch.save({"state_dict": tensors}, tmp_path / "epoch13.pkl")
-    with pytest.raises(UserError, match="parameters without a tensor: new_head/bias, new_head"):
-        loaded(tmp_path / "epoch13.pkl")
-    model = loaded(tmp_path / "epoch13.pkl", pretrained=True)
-    assert not model.new_head.kernel[...].any()
-    mean = theirs.proj.bias.mean().item()
-    np.testing.assert_allclose(model.new_head.bias[...], np.full(4, mean), rtol=1e-6)
-    np.testing.assert_array_equal(model.head.bias[...], ours.head.bias[...])
-    with pytest.raises(UserError, match=r"epoch6\.pkl: has new answers already"):
-        loaded(path, pretrained=True)
 
 
 def test_export_reloads_in_torch(pair, tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +17,22 @@ from compare import (
     compiled,
     deviation,
     names_its_axes,
-    same_gradients,
     same_parameters,
 )
 from flax import nnx
-from oscar_pair import DROPOUT, LAYOUT, VOCAB, make_pair, pictures, real, torch_inputs
-from oscar_torch import MASK, Tensorizer, captioning_loss
+from oscar_pair import DROPOUT, LAYOUT, make_pair, pictures, real, torch_inputs
+from oscar_torch import MASK, Tensorizer
 from safetensors.torch import load_file
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.oscar.keys import oscar_config, oscar_key_map, publish_oscar
+from mmqa_jax.models.oscar.keys import oscar_config, publish_oscar
 from mmqa_jax.models.oscar.network import (
     Oscar,
     OscarConfig,
     attention_mask,
-    caption_loss,
     oscar_plus_base,
     oscar_plus_large,
 )
-from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published
 
 
@@ -171,69 +167,6 @@ def test_who_sees_whom(encode, changed, feel_it):
     for name in groups.keys() - {"padding"}:
         felt = difference[groups[name]]
         assert np.all(felt > 1e-3 if name in feel_it else felt == 0.0), (name, felt)
-
-
-def masked_batch():
-    """Captions with two words masked, as CaptionTensorizer asks for them."""
-    captions, labels, regions = pictures()
-    columns, targets = np.zeros((4, 3), int), np.zeros((4, 3), int)
-    weights = np.zeros((4, 3), int)
-    for row, caption in enumerate(captions):
-        for n, at in enumerate(range(0, min(len(caption), 6), 3)):
-            columns[row, n], targets[row, n], weights[row, n] = at + 1, caption[at], 1
-            caption[at] = MASK
-    return LAYOUT.captioning(captions, labels, regions), columns, targets, weights
-
-
-@pytest.mark.parametrize(("smoothing", "remat"), [(0.0, "none"), (0.1, "full")])
-def test_captioning_loss_and_every_gradient(other, smoothing, remat):
-    _, theirs, folder = other
-    ours = load_published("oscar", folder, unroll=1, remat=remat, pooler=True)
-    inputs, columns, targets, weights = masked_batch()
-    theirs.zero_grad()
-    hidden = theirs(*torch_inputs(inputs), torch.tensor(tensorized()[3]))
-    rows, places = np.nonzero(weights)
-    logits = theirs.words(hidden[rows, columns[rows, places]])
-    loss = captioning_loss(logits, torch.tensor(targets[rows, places]), smoothing).mean()
-    loss.backward()
-    graphdef, params = nnx.split(ours)
-
-    @jax.jit
-    @jax.value_and_grad
-    def our_loss(params):
-        model = nnx.merge(graphdef, params)
-        hidden = model.encode(inputs)[np.arange(4)[:, None], columns]
-        return caption_loss(
-            model.token_logits(hidden), targets, jnp.asarray(weights), label_smoothing=smoothing
-        )
-
-    value, grads = our_loss(params)
-    assert abs(float(value) - loss.item()) < 1e-5
-    once = dataclasses.replace(oscar_key_map(ours.config), tied=())
-    same_gradients(dict(export(grads, once)), theirs, zero=r"attention\.self\.key\.bias")
-
-
-loss_of_words = jax.jit(caption_loss, static_argnames=("label_smoothing", "drop_worst"))
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.parametrize("masked", [1, 5, 14])
-def test_the_worst_words_are_dropped(masked, smoothing):
-    rng = np.random.default_rng(masked)
-    logits = rng.normal(size=(2, 7, VOCAB)).astype("f4") * 3
-    targets = rng.integers(0, VOCAB, (2, 7))
-    weights = np.arange(14).reshape(2, 7) < masked
-    losses = captioning_loss(
-        torch.tensor(logits[weights]), torch.tensor(targets[weights]), smoothing
-    )
-    for share in (0.0, 0.2, 0.5):
-        kept = int(masked * (1 - share))
-        got = loss_of_words(logits, targets, weights, label_smoothing=smoothing, drop_worst=share)
-        if kept == 0:
-            assert np.isnan(got)  # as the original's mean of nothing
-        else:
-            expected = torch.topk(losses, kept, largest=False)[0].mean()
-            np.testing.assert_allclose(got, expected, rtol=1e-5)
 
 
 def test_bfloat16_strays_no_further_than_torchs(other):

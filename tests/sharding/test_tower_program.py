@@ -28,7 +28,7 @@ def test_every_device_encodes_pictures_of_its_own(programs):
     found = programs["tower"]
     assert found["collectives"] == {"all-to-all": 1}
     assert found["loops"] == [3]
-    rows = -(-(PATCHES + 1) // 8) * 8  # as they lie in tiles (models/common/row_layout.py)
+    rows = -(-(PATCHES + 1) // 8) * 8  # as they lie in tiles (models/common/array_layout.py)
     layer = rows * (4 * WIDTH**2 + 2 * WIDTH * MLP) + 2 * rows**2 * WIDTH
     projector = PATCHES * (WIDTH * HIDDEN + HIDDEN**2)
     products = 3 * layer + PATCHES * 16 * 16 * 3 * WIDTH + projector

@@ -16,7 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_tiny
-from mmqa_jax.models.common.unstacked import restacked, unstacked
+from mmqa_jax.models.common.array_layout import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.heads import SentenceEncoder
 from mmqa_jax.models.two_towers.config import VisionConfig

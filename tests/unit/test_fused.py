@@ -20,7 +20,7 @@ from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.models.attention import fused
 from mmqa_jax.models.bert.network import Bert, BertConfig
-from mmqa_jax.models.common import layers, row_layout
+from mmqa_jax.models.common import array_layout, layers
 from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.vlp import network as vlp
@@ -29,7 +29,7 @@ from tests.drawn_weights import drawn as of_numpy
 
 pytestmark = pytest.mark.slow
 
-ASKING = (layers, layers.flash, row_layout, vlp)  # for the platform
+ASKING = (layers, layers.flash, array_layout, vlp)  # for the platform
 KEY = jax.random.key(0)
 SIXTEEN_BITS = 2**-7  # relative: a rounding of bfloat16, twice
 

@@ -17,6 +17,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.array_layout import as_rows, in_rows
 from mmqa_jax.models.common.config_checks import (
     check_divides,
     check_known,
@@ -46,7 +47,6 @@ from mmqa_jax.models.common.layers import (
     stack_layers,
     zeros_init,
 )
-from mmqa_jax.models.common.row_layout import as_rows, in_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,22 +218,6 @@ def publish_mcan_openvqa(config: MCANOpenVQAConfig, state: nnx.State) -> Publish
     return Published(source, own_config("mcan_openvqa", config))
 
 
-def with_new_answers(source: TensorSource, config: MCANConfig) -> TensorSource:
-    """A checkpoint of pretraining with the new answers of MCANForFinetune added.
-
-    They start as Prophet's do (mcan_for_finetune.py parameter_init): weights 0, bias the mean of
-    the known answers'.
-    """
-    if "proj1.bias" in source.specs():
-        raise UserError(
-            f"{source.name}: has new answers already (proj1), so it is not a pretrained "
-            "checkpoint; load it as it is."
-        )
-    weight = np.zeros((config.new_answers, config.fusion.flat_out), np.float32)
-    bias = np.full(config.new_answers, source.read("proj.bias").mean(), np.float32)
-    return with_arrays(source, {"proj1.weight": weight, "proj1.bias": bias})
-
-
 def _prefixes(config: MCANConfig) -> dict[str, str]:
     """Prophet counts every attention and every MLP as a layer."""
     table = {}

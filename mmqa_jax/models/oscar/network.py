@@ -175,42 +175,6 @@ class Oscar(nnx.Module):
         return log_probs.reshape(len(generated), -1), cache
 
 
-def caption_loss(
-    logits: jax.Array,
-    targets: jax.Array,
-    weights: jax.Array,
-    *,
-    label_smoothing: float = 0.0,
-    drop_worst: float = 0.0,
-) -> jax.Array:
-    """Loss of masked caption tokens (BertCaptioningLoss), a scalar.
-
-    logits [B, P, V] at the masked columns, targets [B, P] int, weights [B, P]: 0 where nothing
-    was masked. Divergence from the target's one-hot distribution, of which `label_smoothing` is
-    spread over the other tokens, averaged over the batch's masked tokens; of these the share
-    `drop_worst` with the highest loss is left out (the original rounds the kept number down).
-    """
-    vocabulary = logits.shape[-1]
-    log_probs = jax.nn.log_softmax(logits)
-    of_target = jnp.take_along_axis(log_probs, targets[..., None], axis=-1)[..., 0]  # [B, P]
-    losses = -of_target
-    if label_smoothing:
-        spread = label_smoothing / (vocabulary - 1)
-        others = log_probs.sum(axis=-1) - of_target
-        entropy = (1 - label_smoothing) * np.log(1 - label_smoothing)
-        entropy += label_smoothing * np.log(spread)
-        losses = entropy - (1 - label_smoothing) * of_target - spread * others
-    chosen = (weights > 0).reshape(-1)
-    losses = losses.reshape(-1)
-    # The kept number for every possible number of masked tokens, rounded as Python does it.
-    kept = np.array([int(count * (1 - drop_worst)) for count in range(chosen.size + 1)])
-    kept = jnp.asarray(kept)[chosen.sum()]
-    if drop_worst:
-        order = jnp.argsort(jnp.where(chosen, jax.lax.stop_gradient(losses), jnp.inf))
-        chosen = jnp.zeros_like(chosen).at[order].set(jnp.arange(chosen.size) < kept)
-    return jnp.sum(jnp.where(chosen, losses, 0.0)) / kept
-
-
 # Captions, labels and regions in columns, as Oscar was trained on them.
 #
 # Original: microsoft/Oscar oscar/run_captioning.py (CaptionTensorizer) for captioning and

@@ -22,7 +22,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import layers
-from mmqa_jax.models.common.row_layout import as_rows, pad_length
+from mmqa_jax.models.common.array_layout import as_rows, pad_length
 from mmqa_jax.models.two_towers.config import (
     BLOCK_ACTIVATIONS,
     INITIAL_LOGIT_SCALE,

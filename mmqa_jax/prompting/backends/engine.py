@@ -29,7 +29,7 @@ from mmqa_jax.decoding.requests import (
     check_one_end,
 )
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
-from mmqa_jax.models.pictures import PictureConfig
+from mmqa_jax.models.llava.network import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown
