@@ -252,21 +252,21 @@ class Reader:
         Without sources and without a picture there is nothing to answer from: not found.
         """
         check_several(sources, "Reader.answer", "sources of Retriever.search")
-        names = tuple(found.source.id for found in sources)
+        names = tuple(source.source.id for source in sources)
         unknown = [name for name in names if name not in self.corpus.row]
         if unknown:
             raise UserError(
                 f"Reader.answer: source {unknown[0]!r} is not in the reader's corpus; open "
                 "retriever and reader over the same one."
             )
-        scores = tuple(float(found.score) for found in sources)
+        scores = tuple(float(source.score) for source in sources)
         with _asked(self.corpus, question, picture, "Reader.answer") as asked:
             if not names and picture is None:
                 return Answer(NOT_FOUND, False)
-            given = Ranking(asked.id, names, scores)
-            (prediction,) = self.reader.answer([asked], [given])
-        said = prediction.answer.strip()
-        answer = FolderAnswer(said, said not in ("", NOT_FOUND), prediction, given)
+            ranking = Ranking(asked.id, names, scores)
+            (prediction,) = self.reader.answer([asked], [ranking])
+        text = prediction.answer.strip()
+        answer = FolderAnswer(text, text not in ("", NOT_FOUND), prediction, ranking)
         return _answer(self.corpus, answer)
 
     def close(self) -> None:
@@ -369,9 +369,9 @@ def ask(
         unread. BM25 alone refuses questions that share no word with any source.
     """
     if not isinstance(retriever, Retriever) or not isinstance(reader, Reader):
-        given = f"{type(retriever).__name__} and {type(reader).__name__}"
+        types = f"{type(retriever).__name__} and {type(reader).__name__}"
         raise TypeError(
-            f"ask: {given} were given; give the question, what open_retriever returned, then what "
+            f"ask: {types} were given; give the question, what open_retriever returned, then what "
             "open_reader returned."
         )
     if retriever.corpus is not reader.corpus:

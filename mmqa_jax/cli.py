@@ -279,15 +279,15 @@ class _Parser(argparse.ArgumentParser):
 
 def split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Separates `--config.a.b=value` arguments from the verb's own."""
-    kept, overrides = [], []
+    arguments, overrides = [], []
     for argument in argv:
         if argument.startswith("--config."):
             if "=" not in argument:
                 raise UserError(f"{argument}: write it as --config.KEY=VALUE, without spaces.")
             overrides.append(argument.removeprefix("--config."))
         else:
-            kept.append(argument)
-    return kept, overrides
+            arguments.append(argument)
+    return arguments, overrides
 
 
 if __name__ == "__main__":

@@ -152,8 +152,8 @@ def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) ->
 
     console = Screen()
     console.print(Text(f"\n{escaped(question)}", "bold"))
-    said = escaped(answer.text or "(no answer)")
-    console.print(Text.assemble(said, (f"  ({seconds:.1f} s)", "dim")))
+    text = escaped(answer.text or "(no answer)")
+    console.print(Text.assemble(text, (f"  ({seconds:.1f} s)", "dim")))
     if not answer.found and sources:
         console.print("The nearest source:" if len(sources) == 1 else "What was read:")
     elif sources and sources[0].cited is None:

@@ -137,19 +137,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.data.region_exports import check_exports
 
     check_exports(arguments.export)
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if arguments.model is not None:
-        found = _detected(arguments)
-        if "waiting_for_other_shards" in found:
-            return found
+        result = _detected(arguments)
+        if "waiting_for_other_shards" in result:
+            return result
     from mmqa_jax.runs.verbs.region_features import export_all
 
     out = Path(arguments.out)
     if arguments.export:
-        found["exports"] = export_all(out, arguments.export, arguments.attributes)
+        result["exports"] = export_all(out, arguments.export, arguments.attributes)
     if arguments.draw:
-        found["drawn"] = _drawn(arguments, out)
-    return found
+        result["drawn"] = _drawn(arguments, out)
+    return result
 
 
 def _detected(arguments: argparse.Namespace) -> dict[str, Any]:

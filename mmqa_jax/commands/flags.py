@@ -44,7 +44,7 @@ def add_only(parser: argparse.ArgumentParser, what: str, help: str) -> None:
     parser.add_argument(
         "--only",
         action="extend",
-        type=lambda given: given.split(","),
+        type=lambda text: text.split(","),
         default=[],
         metavar=f"{what},...",
         help=help,
@@ -184,12 +184,12 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
     A shard is a program of its own: only without `--shard` the processes of a launch are joined,
     and then share the job.
     """
-    given = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
+    share = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
     if jax:
         from mmqa_jax.core.hosts import distributed
 
         distributed.start(join=arguments.shard is None)
-    return given or launched_shard()
+    return share or launched_shard()
 
 
 def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Namespace:
@@ -198,14 +198,14 @@ def fetched(arguments: argparse.Namespace, inputs: Sequence[str]) -> argparse.Na
     """
     from mmqa_jax.core.paths import in_store
 
-    given = vars(arguments)
-    remote = [name for name in inputs if isinstance(given[name], str) and in_store(given[name])]
+    values = vars(arguments)
+    remote = [name for name in inputs if isinstance(values[name], str) and in_store(values[name])]
     if not remote:
         return arguments
     from mmqa_jax.core.local_copies import local_copy
 
-    copies = {name: str(local_copy(given[name])) for name in remote}
-    return argparse.Namespace(**{**given, **copies, _GIVEN: given})
+    copies = {name: str(local_copy(values[name])) for name in remote}
+    return argparse.Namespace(**{**values, **copies, _GIVEN: values})
 
 
 def is_alone(arguments: argparse.Namespace, shard: Shard) -> bool:
@@ -380,10 +380,10 @@ def download(arguments: argparse.Namespace, *names: str) -> None:
         return
     from mmqa_jax.weights.hub import download_model, is_hub_name
 
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
-    for name in [name for name in given if is_hub_name(given[name])] or list(given)[:1]:
-        download_model(given[name], f"--{name}")
-    if not given:
+    named = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
+    for name in [name for name in named if is_hub_name(named[name])] or list(named)[:1]:
+        download_model(named[name], f"--{name}")
+    if not named:
         raise UserError(
             f"--download: fetches what {' or '.join(f'--{name}' for name in names)} names; give "
             "ORG/NAME there, or leave --download out."

@@ -153,9 +153,9 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, str]:
 def _check_flags(arguments: argparse.Namespace) -> None:
     flags.check_reading(arguments)
     for flag in ("data", "workdir"):
-        given = getattr(arguments, flag)
-        if given is not None and not Path(given).is_dir():
-            raise UserError(f"--{flag}={given}: no such folder; check the path.")
+        value = getattr(arguments, flag)
+        if value is not None and not Path(value).is_dir():
+            raise UserError(f"--{flag}={value}: no such folder; check the path.")
     if arguments.backend == "openai" and arguments.data is None:
         raise UserError(
             "--backend=openai: reads the passages of --data=FOLDER; a server's own API is served "
@@ -164,5 +164,5 @@ def _check_flags(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.port <= 65535:
         raise UserError(f"--port={arguments.port}: 0 to 65535 was expected; give such a port.")
     for flag in ("queue", "timeout", "body"):
-        if not (given := getattr(arguments, flag)) > 0:
-            raise UserError(f"--{flag}={given}: more than 0 was expected; give a larger number.")
+        if not (value := getattr(arguments, flag)) > 0:
+            raise UserError(f"--{flag}={value}: more than 0 was expected; give a larger number.")

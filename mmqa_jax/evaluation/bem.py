@@ -51,9 +51,9 @@ class BEM:
 
         Beyond the model's positions the longer of the answer and what follows it is cut.
         """
-        texts = list(dict.fromkeys(text for one in asked for text in one))
+        texts = list(dict.fromkeys(text for pair in asked for text in pair))
         ids = dict(zip(texts, self._tokenizer.encode_batch(texts), strict=True)) if texts else {}
-        pairs = [self._pair(*(ids[text] for text in one)) for one in asked]
+        pairs = [self._pair(*(ids[text] for text in pair)) for pair in asked]
         lengths = [len(first) + len(second) for first, second in pairs]
         buckets = np.searchsorted(self._buckets, lengths)
         found = np.zeros(len(asked), np.float32)

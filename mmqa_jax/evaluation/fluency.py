@@ -184,15 +184,15 @@ def load_bart_scorer(folder: Path, **options) -> LoadedBart:
         )
     tokenizer = load_bart_tokenizer(folder)
     finetuned = folder / PARABANK
-    own = not finetuned.exists()
-    model = load_published("bart", folder) if own else _load_parabank(finetuned)
+    is_original = not finetuned.exists()
+    model = load_published("bart", folder) if is_original else _load_parabank(finetuned)
     if tokenizer.get_vocab_size() > model.config.vocab_size:
         raise UserError(
             f"{folder}: its tokenizer has {tokenizer.get_vocab_size()} tokens, its model "
             f"{model.config.vocab_size}; give the tokenizer and the model of the same checkpoint."
         )
     scorer = BartScorer(model, tokenizer, **options)
-    if own:
+    if is_original:
         return LoadedBart(scorer, folder, "bart-large-cnn")
     return LoadedBart(scorer, finetuned, "official")
 
@@ -268,20 +268,20 @@ def score_fluency(
     Questions without a reference answer are left out and counted; missing predictions score 0 and
     are counted.
     """
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     what = "a reference answer to measure fluency against"
     scored = questions_that_count(questions, lambda question: bool(question.answers), what)
-    answered = [question for question in scored if question.id in given]
+    answered = [question for question in scored if question.id in by_question]
     pairs: dict[tuple[str, str], int] = {}  # (source, target) -> row, each once
     for question in answered:
-        answer = plain(given[question.id].answer)
+        answer = plain(by_question[question.id].answer)
         for reference in map(plain, question.answers):
             pairs.setdefault((reference, reference), len(pairs))
             pairs.setdefault((reference, answer), len(pairs))
     likelihood = scorer.score([s for s, _ in pairs], [t for _, t in pairs], progress)  # [pairs]
     ratios, literals = {}, {}  # question id -> score
     for question in answered:
-        answer = plain(given[question.id].answer)
+        answer = plain(by_question[question.id].answer)
         references = [plain(reference) for reference in question.answers]
         of_answer = np.array([likelihood[pairs[r, answer]] for r in references])  # [references]
         of_reference = np.array([likelihood[pairs[r, r]] for r in references])
@@ -295,7 +295,7 @@ def score_fluency(
     per_question = {
         metric: np.array([by_id.get(q.id, 0.0) for q in scored]) for metric, by_id in values.items()
     }
-    return scores_of(questions, scored, given, per_question)
+    return scores_of(questions, scored, by_question, per_question)
 
 
 def fluency_times_accuracy(
@@ -313,8 +313,8 @@ def fluency_times_accuracy(
     rows = [row for row, name in enumerate(accuracy.question_ids) if name in fluent]
     if not rows:
         return None
-    kept = tuple(accuracy.question_ids[row] for row in rows)
-    factor = np.array([fluent[question_id] for question_id in kept])
+    shared = tuple(accuracy.question_ids[row] for row in rows)
+    factor = np.array([fluent[question_id] for question_id in shared])
     products = {}
     for metric, values in accuracy.per_question.items():
         scorer, _, variant = metric.partition("/")
@@ -323,7 +323,7 @@ def fluency_times_accuracy(
             name = "_".join(deviations) or "official"
             products[f"webqa_fl_acc/{name}"] = factor * values[rows]
     return Scores(
-        question_ids=kept,
+        question_ids=shared,
         categories=tuple(accuracy.categories[row] for row in rows),
         per_question=products,
         missing=accuracy.missing,

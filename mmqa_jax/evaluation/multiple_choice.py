@@ -51,8 +51,8 @@ def gpt3_choice(text: str, choices: int) -> int | None:
 
     The original's period is a regex's: any character may follow the letter, but one has to.
     """
-    found = _THE_ANSWER_IS.findall(text.strip())
-    return letter_index(found[0], choices) if len(found) == 1 else None
+    letters = _THE_ANSWER_IS.findall(text.strip())
+    return letter_index(letters[0], choices) if len(letters) == 1 else None
 
 
 def random_choice(question_id: str, choices: int, seed: int = 10) -> int:
@@ -74,8 +74,8 @@ def llava_choice(text: str, choices: int) -> int | None:
         return letter_index(text, choices)
     if text[:1] in tuple(_SCIENCEQA_LETTERS) and text[1:3] == ". ":
         return letter_index(text[0], choices)
-    found = _THE_ANSWER_IS.findall(text)
-    return letter_index(found[0], choices) if len(found) == 1 else None
+    letters = _THE_ANSWER_IS.findall(text)
+    return letter_index(letters[0], choices) if len(letters) == 1 else None
 
 
 def vlmeval_choice(text: str, choices: Sequence[str], *, answer_is: bool = False) -> int | None:

@@ -57,15 +57,15 @@ def read_answers_by(
     rows = list(json_rows(path))
     if not any(id_key in row and text_key in row for _, row in rows):
         return answers_of(path, rows, question_ids=question_ids)
-    found = []
+    predictions = []
     for where, row in rows:
-        name, said = row.get(id_key), row.get(text_key)
-        if not isinstance(name, str) or not isinstance(said, str | None):
+        name, text = row.get(id_key), row.get(text_key)
+        if not isinstance(name, str) or not isinstance(text, str | None):
             raise UserError(
                 f'{where}: {{"{id_key}": text, "{text_key}": text}} was expected; correct it.'
             )
-        found.append(Prediction(name, said or ""))
-    return found
+        predictions.append(Prediction(name, text or ""))
+    return predictions
 
 
 def answers_of(

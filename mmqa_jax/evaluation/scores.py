@@ -100,7 +100,7 @@ def predictions_by_question(
     Messages name the `path` of the predictions.
     """
     known = {question.id: question for question in questions}
-    found: dict[str, Prediction] = {}
+    by_question: dict[str, Prediction] = {}
     for number, prediction in enumerate(predictions, start=1):
         name = prediction.question_id
         where = f"prediction {number}" if path is None else f"{path}, prediction {number}"
@@ -109,15 +109,15 @@ def predictions_by_question(
                 f"{where}: no question has the id {name!r} among the {len(known)} "
                 "to be scored; check that predictions and references are of the same split."
             )
-        if name in found:
+        if name in by_question:
             raise UserError(
                 f"{where}: question {name!r} is answered twice; keep one prediction per question."
             )
         choices = known[name].choices
         if prediction.choice is not None and not 0 <= prediction.choice < len(choices):
             prediction = dataclasses.replace(prediction, choice=None)
-        found[name] = prediction
-    return found
+        by_question[name] = prediction
+    return by_question
 
 
 def count_empty(predictions: Iterable[Prediction]) -> int:

@@ -160,16 +160,16 @@ def score_predictions(
     if answers and not all(map(is_answerable, questions)):
         refusals = score_refusals(questions, predictions)
         questions = [question for question in questions if is_answerable(question)]
-        kept = {question.id for question in questions}
-        predictions = [one for one in predictions if one.question_id in kept]
+        answerable = {question.id for question in questions}
+        predictions = [one for one in predictions if one.question_id in answerable]
     if not questions:
         evaluation.attribution = refusals
         return evaluation
     if any(prediction.choice is not None for prediction in predictions):
         evaluation.scored.append(score_choices(questions, predictions))
         evaluation.has_modalities = False
-        given = predictions_by_question(questions, predictions).values()
-        evaluation.unparsed[CHOICE_ACCURACY] = sum(p.choice is None for p in given)
+        by_question = predictions_by_question(questions, predictions).values()
+        evaluation.unparsed[CHOICE_ACCURACY] = sum(p.choice is None for p in by_question)
         evaluation.notes.append(f"a random choice is right in {chance(questions):.3f} of the cases")
     elif answers:
         _score_answers(evaluation, dataset, questions, predictions, lemmatizer)
@@ -198,7 +198,7 @@ def score_cited(
         return
     if sources:
         evaluation.scored.append(webqa.score_sources(questions, predictions))
-    chosen = sources or any(one.trace and one.read for one in predictions)
+    chosen = sources or any(prediction.trace and prediction.read for prediction in predictions)
     if citations and chosen:
         evaluation.attribution.append(score_citations(questions, predictions))
 
@@ -332,14 +332,14 @@ CHOICE_ACCURACY = "choice_accuracy/recorded_choice"
 
 def score_choices(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
     """Accuracy of the predictions' choices; a missing one is wrong."""
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(
         questions, lambda question: question.answer_index is not None, "a known choice"
     )
-    right = [q.id in given and given[q.id].choice == q.answer_index for q in scored]
+    right = [q.id in by_question and by_question[q.id].choice == q.answer_index for q in scored]
     per_question = {CHOICE_ACCURACY: np.array(right, float)}
     groups = None if any(question.category for question in scored) else {}
-    return scores_of(questions, scored, given, per_question, groups)
+    return scores_of(questions, scored, by_question, per_question, groups)
 
 
 def chance(questions: Sequence[Question]) -> float:
@@ -384,18 +384,18 @@ def losses_by_stage(
     Questions without gold sources, and those that were not scored, are left out. `right` is
     question id -> score of the answer, 0..1.
     """
-    found: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    by_stage: dict[str, list[float]] = {stage: [] for stage in STAGES}
     for question, ranking, prediction in zip(questions, candidates, predictions, strict=True):
         if question.positives and question.id in right:
-            found[stage_of(question, ranking, prediction)].append(right[question.id])
-    total = sum(map(len, found.values()))
+            by_stage[stage_of(question, ranking, prediction)].append(right[question.id])
+    total = sum(map(len, by_stage.values()))
     return {
         stage: {
             "questions": len(scores),
             "score": sum(scores) / len(scores) if scores else 0.0,
             "lost": (len(scores) - sum(scores)) / total,
         }
-        for stage, scores in found.items()
+        for stage, scores in by_stage.items()
         if total
     }
 

@@ -67,13 +67,13 @@ def select_sources(
     """The sources to cite: those more relevant than the threshold, as the selection says."""
     selected = []
     for ranking in relevance:
-        kept = [
+        places = [
             i
             for i, score in enumerate(ranking.scores[: selection.most])
             if selection.cites(i, score, threshold)
         ]
         names, scores = (
-            tuple(values[i] for i in kept) for values in (ranking.sources, ranking.scores)
+            tuple(values[i] for i in places) for values in (ranking.sources, ranking.scores)
         )
         selected.append(Ranking(ranking.question_id, names, scores))
     return selected

@@ -124,7 +124,7 @@ def to_rich(table: Table) -> rich.table.Table:
     from rich.text import Text
 
     note = escaped(table.printed_note())
-    shown = rich.table.Table(
+    printed = rich.table.Table(
         title=Text(escaped(for_people(table.title)), "table.title"),
         caption=Text(note, "table.caption") if note else None,
         title_justify="left",
@@ -134,10 +134,10 @@ def to_rich(table: Table) -> rich.table.Table:
         right = table.numeric(index)
         justify = "right" if right else "left"
         # Cells are wrapped, never cut: names are to be copied.
-        shown.add_column(Text(escaped(for_people(column))), justify=justify, overflow="fold")
+        printed.add_column(Text(escaped(for_people(column))), justify=justify, overflow="fold")
     for row in table.rows:
-        shown.add_row(*(Text(escaped(format_cell(cell))) for cell in row))
-    return shown
+        printed.add_row(*(Text(escaped(format_cell(cell))) for cell in row))
+    return printed
 
 
 def to_markdown(table: Table) -> str:
@@ -301,8 +301,8 @@ def score_name(identifier: str) -> str:
     if identifier in _NAMES:
         return _NAMES[identifier]
     for pattern, name in _FAMILIES:
-        if found := pattern.fullmatch(identifier):
-            return name.format(found[1].replace("_", " "))
+        if match := pattern.fullmatch(identifier):
+            return name.format(match[1].replace("_", " "))
     return identifier
 
 

@@ -80,8 +80,8 @@ def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
     Answer and labels are normalized by the official rules and compared as strings; labels that
     become the same string add up, to at most 1.
     """
-    said = normalize_answer(answer)
-    weights = [weight for label, weight in labels.items() if normalize_answer(label) == said]
+    normalized = normalize_answer(answer)
+    weights = [weight for label, weight in labels.items() if normalize_answer(label) == normalized]
     return min(1.0, float(sum(weights)))
 
 

@@ -133,8 +133,10 @@ def accuracy(
 def keyword_accuracy(answer: str, question: Question) -> float:
     """WebQA accuracy of one answer against a question's keywords, without lemmas."""
     normalizer = Normalizer("none")
-    said, wanted = (normalizer.tokens(t, question.category) for t in (answer, question.keywords))
-    return accuracy(said, wanted, question.category)
+    answered, wanted = (
+        normalizer.tokens(t, question.category) for t in (answer, question.keywords)
+    )
+    return accuracy(answered, wanted, question.category)
 
 
 def exact_match(
@@ -171,15 +173,15 @@ def score_answers(
     Raises UserError for unknown or repeated question ids, and if no question has keywords.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_keywords, f"keyword answers {_HIDES}")
     wanted = [question.keywords for question in scored]
     values = np.zeros((2, len(scored)))
-    for row, pair in _tokens(scored, given, wanted, normalizer):
+    for row, pair in _tokens(scored, by_question, wanted, normalizer):
         category, wrong = scored[row].category, _wrong_choice_tokens(scored[row], normalizer)
         values[:, row] = accuracy(*pair, category), exact_match(*pair, category, wrong)
     names = (f"webqa_acc/{normalizer.variant}", f"exact_match/{normalizer.variant}")
-    return scores_of(questions, scored, given, dict(zip(names, values, strict=True)))
+    return scores_of(questions, scored, by_question, dict(zip(names, values, strict=True)))
 
 
 def score_answers_without_keywords(
@@ -195,30 +197,30 @@ def score_answers_without_keywords(
     Questions without a reference answer are left out and counted; otherwise as `score_answers`.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(
         questions, lambda q: bool(q.answers), f"a reference answer {_HIDES}"
     )
     wanted = [question.answers[0] for question in scored]
     values = np.zeros(len(scored))
-    for row, pair in _tokens(scored, given, wanted, normalizer):
+    for row, pair in _tokens(scored, by_question, wanted, normalizer):
         values[row] = accuracy(*pair, scored[row].category, epsilon=0.0)
     variant = "approx" if normalizer.variant == "official" else f"approx_{normalizer.variant}"
-    return scores_of(questions, scored, given, {f"webqa_acc/{variant}": values})
+    return scores_of(questions, scored, by_question, {f"webqa_acc/{variant}": values})
 
 
 def _tokens(
     scored: Sequence[Question],
-    given: Mapping[str, Prediction],
+    by_question: Mapping[str, Prediction],
     wanted: Sequence[str],
     normalizer: Normalizer,
 ) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
     """The rows of the questions that have an answer; its tokens and those of the wanted one."""
-    answers = [given[question.id].answer for question in scored if question.id in given]
+    answers = [by_question[question.id].answer for question in scored if question.id in by_question]
     normalizer.remember([*wanted, *answers])
     for row, (question, text) in enumerate(zip(scored, wanted, strict=True)):
-        if question.id in given:
-            answer = normalizer.tokens(given[question.id].answer, question.category)
+        if question.id in by_question:
+            answer = normalizer.tokens(by_question[question.id].answer, question.category)
             yield row, (answer, normalizer.tokens(text, question.category))
 
 
@@ -259,13 +261,13 @@ def score_sources(questions: Sequence[Question], predictions: Sequence[Predictio
     Questions without gold sources are left out and counted. Raises UserError as
     `score_answers` does, and if no question has gold sources.
     """
-    given = predictions_by_question(questions, predictions)
+    by_question = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, lambda q: bool(q.positives), f"gold sources {_HIDES}")
-    cited = [given[q.id].sources if q.id in given else () for q in scored]
+    cited = [by_question[q.id].sources if q.id in by_question else () for q in scored]
     return scores_of(
         questions,
         scored,
-        given,
+        by_question,
         {
             f"source_f1/{variant}": np.array(
                 [

@@ -113,8 +113,8 @@ def _measure(precision: str, folder: Path) -> dict[str, Any]:
         if precision == "auto":
             on_cpu = platform() == "cpu"
             precision = best_precision(rates) if on_cpu else "float32"
-        found = {"rates": rates, "precision": precision, "gflops": rates["float32"]}
-        write_json(folder / MACHINE, found)
+        measured = {"rates": rates, "precision": precision, "gflops": rates["float32"]}
+        write_json(folder / MACHINE, measured)
     return read_json(folder / MACHINE)
 
 

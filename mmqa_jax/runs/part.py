@@ -325,8 +325,8 @@ class Resumable:
             with Progress("Searching", len(rows), "questions") as progress:
                 for start in range(0, len(rows), _QUESTIONS_PER_BATCH):
                     rankings = search(rows[start : start + _QUESTIONS_PER_BATCH])
-                    kept = [[ranking.sources, ranking.scores] for ranking in rankings]
-                    yield dict(enumerate(kept, start))
+                    results = [[ranking.sources, ranking.scores] for ranking in rankings]
+                    yield dict(enumerate(results, start))
                     progress.advance(len(rankings))
 
         results = self._results([question.id for question in questions], keys, batches)

@@ -41,21 +41,21 @@ def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
         raise UserError(
             f"--out={out}: holds the corpus {name}, not {dataset}; name that, or another folder."
         )
-    found = statistics.corpus_statistics(corpus)
-    tables = statistics.statistics_tables(found, published=dataset == "webqa")
+    counted = statistics.corpus_statistics(corpus)
+    tables = statistics.statistics_tables(counted, published=dataset == "webqa")
     for table in tables:
         show(table)
-    write_json(out / "statistics.json", found.to_json())
+    write_json(out / "statistics.json", counted.to_json())
     data = ReportData(
         title=f"{name}: statistics",
         description=f"{len(corpus.questions()):,} questions, {len(corpus):,} sources.",
-        line_plots=statistics.statistics_plots(found),
+        line_plots=statistics.statistics_plots(counted),
         tables=tables,
         materials=corpus.materials,
     )
     write_report(out / "report.html", data)
     print(f"Report: {out / 'report.html'}")
-    return {"statistics": found.to_json(), "report": str(out / "report.html")}
+    return {"statistics": counted.to_json(), "report": str(out / "report.html")}
 
 
 def prepare_atlas(out: Path, countries: int, **options: Any) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
     for line in warnings:
         print(line, file=sys.stderr)
     _show_counts(manifest, out)
-    kept = ("name", "fingerprint", "counts", "splits", "broken_pictures")
-    result = {**{key: manifest[key] for key in kept}, "data": str(out)}
+    names = ("name", "fingerprint", "counts", "splits", "broken_pictures")
+    result = {**{key: manifest[key] for key in names}, "data": str(out)}
     if "same_content" in origin:  # of `prepare folder`
         result["files"] = {name: origin[name] for name in FILES_KEPT}
     if "left_out_items" in origin:
-        kept = ("items", "articles", "left_out_items", "broken")
-        result["file"] = {name: origin[name] for name in kept}
+        names = ("items", "articles", "left_out_items", "broken")
+        result["file"] = {name: origin[name] for name in names}
     if compared := origin.get("published_counts"):
         differing = {what: n for what, n in compared.items() if n["found"] != n["published"]}
         result["published_differences"] = differing
@@ -116,9 +116,9 @@ def stream_notes(origin: Mapping[str, Any]) -> list[str]:
     notes = []
     if broken := left_out.pop("broken", 0):
         subject = "item is" if broken == 1 else "items are"
-        shown = "; ".join(origin["broken"][:_NAMED])
+        named = "; ".join(origin["broken"][:_NAMED])
         more = f"; and {broken - _NAMED} more" if broken > _NAMED else ""
-        notes.append(f"{broken:,} {subject} broken and left out: {shown}{more}")
+        notes.append(f"{broken:,} {subject} broken and left out: {named}{more}")
     if left_out:
         reasons = ", ".join(f"{n:,} {what}" for what, n in left_out.items())
         notes.append(f"{sum(left_out.values()):,} items have no passages: {reasons}")
@@ -142,10 +142,10 @@ def folder_notes(origin: Mapping[str, Any]) -> list[str]:
     if scanned := origin.get("scanned_pages"):
         pages = sum(map(len, scanned.values()))
         subject = "page is" if pages == 1 else "pages are"
-        files = first_names(f"{file} ({len(found)})" for file, found in scanned.items())
+        files = first_names(f"{file} ({len(places)})" for file, places in scanned.items())
         notes.append(f"{pages} scanned {subject} without text, and not read: {files}")
     if broken := origin.get("broken_figures"):
-        figures = [f"{file}: {reason}" for file, found in broken.items() for reason in found]
+        figures = [f"{file}: {reason}" for file, places in broken.items() for reason in places]
         notes.append(
             f"{len(figures)} broken in documents, left out: {first_names(figures, _NAMED)}"
         )
@@ -185,7 +185,7 @@ def _show_counts(manifest: Mapping[str, Any], out: Path) -> None:
         ]
         same = all(difference == 0 for *_, difference in rows)
         other = manifest["origin"].get("other_counts", {})
-        rows += [(what, found, None, None) for what, found in other.items()]
+        rows += [(what, count, None, None) for what, count in other.items()]
         note = "As published." if same else "Not the whole published release."
         show(Table(f"{manifest['name']}: {out}", columns, rows, note))
         return

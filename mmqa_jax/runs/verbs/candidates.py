@@ -65,9 +65,9 @@ def write_stage(
             model = load_prophets_mcan(folder, described, options)
         print(f"candidates: {model.serving}", file=sys.stderr)
         placed = model.serving.to_json()
-        found, latents = model.candidates_and_latents(share.asked)
+        candidates, latents = model.candidates_and_latents(share.asked)
         found_own, latents_own = model.candidates_and_latents(share.own)
-        served |= found
+        served |= candidates
         of_examples |= found_own
         examples |= nearest(share.asked, latents, share.own, latents_own)
         if model.features is not None:
@@ -102,11 +102,11 @@ def nearest(
         x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)
         for x in (latents, of_examples)
     )
-    found = {}
+    examples_of = {}
     for question, unit in zip(questions, units, strict=True):
         order = np.argsort(-(their_units @ unit), kind="stable")[:EXAMPLES]
-        found[question.id] = [examples[row].id for row in order]
-    return found
+        examples_of[question.id] = [examples[row].id for row in order]
+    return examples_of
 
 
 class _Share(NamedTuple):

@@ -104,8 +104,8 @@ def caption_pictures(
     missing = {row["name"]: row["problem"] for row in done if row["problem"]}
     print(f"{len(done):,} pictures, {len(missing):,} of them without regions: {out}")
     print(f"caption: {captioner.serving}", file=sys.stderr)
-    found = {"pictures": len(done), "without_regions": len(missing), "captions": str(out)}
-    return {**found, **captioner.serving.to_json()}
+    counts = {"pictures": len(done), "without_regions": len(missing), "captions": str(out)}
+    return {**counts, **captioner.serving.to_json()}
 
 
 class OscarCaptioner:
@@ -143,10 +143,10 @@ class OscarCaptioner:
     def __call__(self, pictures: Sequence[tuple[Detections, tuple[int, int]]]) -> list[dict]:
         """The best caption of each picture of a batch, {"caption", "conf"}."""
         labels, regions = [], []
-        for found, size in pictures:
-            order = np.argsort(-found.scores, kind="stable")
-            regions.append(oscar_regions(found, size)[order])
-            words = tag_words(found)
+        for detections, size in pictures:
+            order = np.argsort(-detections.scores, kind="stable")
+            regions.append(oscar_regions(detections, size)[order])
+            words = tag_words(detections)
             labels.append(self._tokenizer.encode(" ".join(words[n] for n in order)))
         tokenizer, placement = self._tokenizer, self.serving.placement
         result = placement.call(
@@ -194,30 +194,30 @@ def _complete(
             f"picture {row.name}: its height and width are in no row of the features; give VinVL's "
             "hw.tsv with --sizes."
         )
-    found = row.found._replace(words=tag_words(row.found, names))
-    return row._replace(size=size, found=found)
+    detections = row.found._replace(words=tag_words(row.found, names))
+    return row._replace(size=size, found=detections)
 
 
 def _captioned(
     captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow]
 ) -> dict[str, dict[str, Any]]:
     """Row number -> what is kept of it."""
-    shown = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
+    readable = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
     captions = iter(())
-    if shown:
+    if readable:
         # One shape: the last batch is filled up.
-        filled = [*shown, *[shown[-1]] * (captioner.serving.batch_size - len(shown))]
+        filled = [*readable, *[readable[-1]] * (captioner.serving.batch_size - len(readable))]
         captions = iter(captioner(filled))
     values = {}
     for number, row in zip(numbers, batch, strict=True):
         if isinstance(row.found, RegionError):
-            kept = {"captions": [], "tags": [], "problem": str(row.found)}
+            columns = {"captions": [], "tags": [], "problem": str(row.found)}
         else:
             words, scores = tag_words(row.found), row.found.scores.tolist()
             tags = [{"class": w, "conf": s} for w, s in zip(words, scores, strict=True)]
             tags.sort(key=lambda tag: -tag["conf"])
-            kept = {"captions": [next(captions)], "tags": tags, "problem": ""}
-        values[str(number)] = {"name": row.name, **kept}
+            columns = {"captions": [next(captions)], "tags": tags, "problem": ""}
+        values[str(number)] = {"name": row.name, **columns}
     return values
 
 
@@ -297,8 +297,8 @@ def _chat(question: Question, picture: bytes | None, prompt: str, decoding: Deco
     if picture is None:
         raise Unanswerable(f"{question.image}: cannot be read")
     text = prompt.replace(QUESTION, question.question)
-    shown = Picture(picture, question.image or "")
-    return Chat(question.id, (Message("user", (shown, text)),), decoding)
+    encoded = Picture(picture, question.image or "")
+    return Chat(question.id, (Message("user", (encoded, text)),), decoding)
 
 
 def _warn(failed: Sequence[str], reasons: dict[str, str]) -> None:

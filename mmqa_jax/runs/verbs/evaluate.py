@@ -133,8 +133,8 @@ def _evaluate_answers(
     options: EvaluateOptions, path: Path, questions: Sequence[Question], answers: _Answers
 ) -> dict[str, Any]:
     """Scores answers; a submission is written when nothing is refused any more."""
-    given, result = answers.given, answers.result
-    missing = len(questions) - len(predictions_by_question(questions, given, path))
+    predictions, result = answers.given, answers.result
+    missing = len(questions) - len(predictions_by_question(questions, predictions, path))
     notes = list(answers.notes)  # printed only after nothing can fail any more
     if missing:
         count = f"{missing:,} of {len(questions):,}"
@@ -152,7 +152,7 @@ def _evaluate_answers(
             _warn(notes)
             empty = {"notes": notes, "scores": {}, "by_category": {}}
             return {**result, **empty, **answers.unscored}
-    evaluation = answers.score(given, path)
+    evaluation = answers.score(predictions, path)
     tables = evaluation.tables(answers.title)
     against = {}
     if options.against:
@@ -193,21 +193,21 @@ def _evaluate_benchmark(options: EvaluateOptions, path: Path) -> dict[str, Any]:
     references = Path(options.references or path)
     corpus = benchmark.read_corpus(dataset, references)
     questions = split_questions(corpus, references, split)
-    given = benchmark.read_predictions(dataset, path, questions)
+    predictions = benchmark.read_predictions(dataset, path, questions)
     if options.only_given:
-        questions = _among(questions, given, path)
+        questions = _among(questions, predictions, path)
     score = benchmark.scorer_of(dataset, options.bem)
 
     answers = _Answers(
         title=f"{dataset}, {split}",
         result={"dataset": dataset, "split": split},
-        given=given,
+        given=predictions,
         read=lambda file: benchmark.read_predictions(dataset, file, questions),
         score=lambda predictions, _: score(questions, predictions),
         has_reference=scoring.has_reference,
-        submit=lambda: scoring.write_submission(questions, given, Path(options.submission)),
-        counted=[] if scoring.ranks else given,
-        analyze=scoring.analyze and (lambda: scoring.analyze(corpus, questions, given)),
+        submit=lambda: scoring.write_submission(questions, predictions, Path(options.submission)),
+        counted=[] if scoring.ranks else predictions,
+        analyze=scoring.analyze and (lambda: scoring.analyze(corpus, questions, predictions)),
     )
     return _evaluate_answers(options, path, questions, answers)
 
@@ -216,13 +216,13 @@ def _evaluate_webqa(
     options: EvaluateOptions, questions: list[Question], corpus: Corpus | None, path: Path
 ) -> dict[str, Any]:
     """Scores answers as WebQA does, also to Atlas and to a corpus of one's own."""
-    given = _read(path, corpus)
+    predictions = _read(path, corpus)
     if options.only_given:
-        questions = _among(questions, given, path)
+        questions = _among(questions, predictions, path)
     notes, more_notes = [], []
     result: dict[str, Any] = {"dataset": options.dataset, "n": 0, "missing": 0, "empty": 0}
     if corpus is not None:
-        unknown = webqa.unknown_sources(given, corpus)
+        unknown = webqa.unknown_sources(predictions, corpus)
         result["unknown_sources"] = len(unknown)
         if unknown:
             name, source = unknown[0]
@@ -236,7 +236,7 @@ def _evaluate_webqa(
             "--submission: the references hold no sources to cite; give --references a folder of "
             "`mmqa prepare` or WebQA's own JSON."
         )
-    rows = submission_rows(given, corpus) if options.submission else {}
+    rows = submission_rows(predictions, corpus) if options.submission else {}
     if options.dataset == "webqa" and not options.bart:
         more_notes = ["no fluency (webqa_fl): give --bart the folder of BARTScore's weights"]
 
@@ -254,12 +254,12 @@ def _evaluate_webqa(
     answers = _Answers(
         title=f"{options.dataset}, {subset}",
         result=result,
-        given=given,
+        given=predictions,
         read=lambda file: _read(file, corpus),
         score=score,
         has_reference=lambda question: bool(question.answers or has_keywords(question)),
         submit=lambda: write_json(options.submission, rows),
-        counted=given,
+        counted=predictions,
         unscored={"by_modality": {}},
         notes=notes,
         more_notes=more_notes,
@@ -378,13 +378,13 @@ def _evaluate_by_qrels(options: EvaluateOptions, qrels: Path, path: Path) -> dic
 def _among(questions: Sequence[Question], rows: Sequence[Any], path: Path) -> list[Question]:
     """The questions that the file `path` answers or ranks; UserError if there are none."""
     ids = {row.question_id for row in rows}
-    kept = [question for question in questions if question.id in ids]
-    if not kept:
+    present = [question for question in questions if question.id in ids]
+    if not present:
         raise UserError(
             f"--only_given: {path} holds none of the {len(questions)} questions of this split; "
             "name another file or --split."
         )
-    return kept
+    return present
 
 
 def _warn(notes: Sequence[str]) -> None:

@@ -308,8 +308,8 @@ def embed_grids(
         )
     sizes = " x ".join(map(str, shape))
     print(f"{len(pictures) - broken.count:,} pictures x {sizes}: {out}")
-    found = {"pictures": len(pictures), "shape": list(shape), "broken_pictures": broken.count}
-    return {**found, **encoder.serving.to_json()}
+    counts = {"pictures": len(pictures), "shape": list(shape), "broken_pictures": broken.count}
+    return {**counts, **encoder.serving.to_json()}
 
 
 class _Encoder:
@@ -336,7 +336,7 @@ class _Encoder:
     def __call__(self, names: Sequence[str]) -> list[np.ndarray | PictureError]:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             decoded = list(pool.map(self._decode, names))
-        found: list[np.ndarray | PictureError] = list(decoded)
+        results: list[np.ndarray | PictureError] = list(decoded)
         readable = [n for n, pixels in enumerate(decoded) if not isinstance(pixels, PictureError)]
         placement, size = self.serving.placement, self.serving.batch_size
         for start in range(0, len(readable), size):
@@ -345,8 +345,8 @@ class _Encoder:
             pixels[: len(part)] = [decoded[n] for n in part]
             grids = fetch(placement.call(self._run, self._state, placement.put(pixels)))
             for n, grid in zip(part, grids, strict=False):
-                found[n] = np.asarray(grid, np.float32)
-        return found
+                results[n] = np.asarray(grid, np.float32)
+        return results
 
     def _decode(self, name: str) -> np.ndarray | PictureError:
         data = self._corpus.read_picture(name)

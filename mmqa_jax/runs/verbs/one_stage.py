@@ -125,10 +125,10 @@ def search(
     def find(asked: Sequence[Question], taken: Mapping[str, Any]) -> Part:
         retriever = taken["retriever"]
         if restricted:
-            found = webqa.retrieve_restricted(asked, corpus, retriever, cited=top_k)
+            ranked = webqa.retrieve_restricted(asked, corpus, retriever, cited=top_k)
         else:
-            found = webqa.retrieve_full_scale(asked, retriever, cited=top_k, top_k=top_k)
-        return Part([rankings.ranking_row(ranking) for ranking in found])
+            ranked = webqa.retrieve_full_scale(asked, retriever, cited=top_k, top_k=top_k)
+        return Part([rankings.ranking_row(ranking) for ranking in ranked])
 
     what = {
         "verb": "search",

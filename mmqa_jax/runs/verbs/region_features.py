@@ -257,9 +257,9 @@ def draw_regions(
     if least is not None:
         region_records.check_words(records.facts, least)
     folder.mkdir(parents=True, exist_ok=True)
-    shown: list[tuple[str, str, list[str]]] = []
+    pages: list[tuple[str, str, list[str]]] = []
     for picture in records.pictures:
-        if len(shown) == count:
+        if len(pages) == count:
             break
         if picture not in pictures.names:
             continue
@@ -270,13 +270,13 @@ def draw_regions(
         except (PictureError, RegionError):
             continue
         titles = region_titles(regions, records.facts, least)
-        file = f"{len(shown):04d}.png"
+        file = f"{len(pages):04d}.png"
         with atomic_write(folder / file, "wb") as out:
             out.write(_png(drawn(image, regions, titles)))
-        shown.append((picture, file, titles))
+        pages.append((picture, file, titles))
     with atomic_write(folder / PAGE) as out:
-        out.write(_page(records.facts, shown, pictures.materials))
-    return [picture for picture, _, _ in shown]
+        out.write(_page(records.facts, pages, pictures.materials))
+    return [picture for picture, _, _ in pages]
 
 
 def region_titles(
