@@ -246,7 +246,7 @@ def _evaluate_webqa(
             questions,
             predictions,
             lemmatizer=options.lemmatizer,
-            bart=Path(options.bart) if options.bart and file == path else None,
+            bart=Path(options.bart) if options.bart and file is path else None,
             sources=not webqa.is_output_tsv(file),
         )
 
