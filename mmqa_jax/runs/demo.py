@@ -30,18 +30,12 @@ from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
 from mmqa_jax.data.atlas.unanswerable import strangers
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation import report
+from mmqa_jax.evaluation import report, webqa
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_refusal, tune_threshold
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
-from mmqa_jax.evaluation.webqa import (
-    Normalizer,
-    constant_predictions,
-    fit_constant_answers,
-    score_answers,
-)
 from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
@@ -344,10 +338,14 @@ def read_results(folder: Path, config: ConfigDict, corpus: Corpus) -> Results:
         name: {x: np.array([run.per_question[i][x] for i in ids]) for x in run.scorers}
         for name, run in runs.items()
     }
-    normalizer = Normalizer("none")
+    normalizer = webqa.Normalizer("none")
     known = [question for question in corpus.questions() if question.split != "test"]
-    constants = constant_predictions(questions, fit_constant_answers(known, lemmatizer=normalizer))
-    scores["constant"] = score_answers(questions, constants, lemmatizer=normalizer).per_question
+    constants = webqa.constant_predictions(
+        questions, webqa.fit_constant_answers(known, lemmatizer=normalizer)
+    )
+    scores["constant"] = webqa.score_answers(
+        questions, constants, lemmatizer=normalizer
+    ).per_question
     return Results(
         folder,
         corpus,

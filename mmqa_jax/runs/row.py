@@ -23,15 +23,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.workdir import is_free, read_config
-from mmqa_jax.data.corpus import (
-    Corpus,
-    GoldContext,
-    evenly,
-    fold_of,
-    open_corpus,
-    split_questions,
-    with_gold_sources,
-)
+from mmqa_jax.data import corpus as corpora
 from mmqa_jax.data.records.corpus_records import (
     holds_corpus,
     materials_of,
@@ -57,24 +49,14 @@ from mmqa_jax.papers import (
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
+from mmqa_jax.runs import parts as part_kinds
 from mmqa_jax.runs.part import OpenedParts, Part
-from mmqa_jax.runs.parts import (
-    LLM_FREE,
-    LLMS,
-    FinishedSpec,
-    KnowledgeSpec,
-    LLMSpec,
-    RerankerSpec,
-    RetrieverSpec,
-    check_prompted,
-    kinds_of_parts,
-)
 from mmqa_jax.runs.stages import Stage, keeping
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_cached, is_hub_name
 
 # Keys that may be changed in a workdir.
-FREE = tuple(f"parts.{name}.{key}" for name in LLMS for key in LLM_FREE)
+FREE = tuple(f"parts.{name}.{key}" for name in part_kinds.LLMS for key in part_kinds.LLM_FREE)
 # Names of models that are installed packages.
 _INSTALLED = ("minilm", "smollm2")
 _ANSWERS = 2  # raised where the same row answers otherwise than before: its chunks are made again
@@ -103,7 +85,7 @@ class RowData:
     questions: int = typed.at_least(0, 0)
     modality: Literal["", "text", "image"] = ""
     where: dict = dataclasses.field(default_factory=dict)
-    context: Literal["", *get_args(GoldContext)] = ""
+    context: Literal["", *get_args(corpora.GoldContext)] = ""
     folds: int = typed.at_least(1, 1)
     fold: int = typed.at_least(0, 0)
 
@@ -132,7 +114,9 @@ class Scoring:
 
 def _part_kinds(section: Mapping[str, Any]) -> dict[str, tuple[type[Part], bool]]:
     taken = find_setting(section["system"], section.get("setting")).parts()
-    return kinds_of_parts(taken, section["parts"] if typed.is_section(section.get("parts")) else {})
+    return part_kinds.kinds_of_parts(
+        taken, section["parts"] if typed.is_section(section.get("parts")) else {}
+    )
 
 
 def _options(section: Mapping[str, Any]) -> dict[str, typed.Key]:
@@ -172,13 +156,13 @@ class Row:
     def __post_init__(self) -> None:
         library, retriever = self.parts.get("library"), self.parts.get("retriever")
         if isinstance(library, LibrarySpec):
-            check_prompted(self.answering.options(self.options), library)
+            part_kinds.check_prompted(self.answering.options(self.options), library)
         if "threshold" in self.options:
             check_threshold(self.options["threshold"], "config key options.threshold")
-        if isinstance(retriever, RetrieverSpec):
+        if isinstance(retriever, part_kinds.RetrieverSpec):
             retriever.check("parts.retriever")
         reranker = self.parts.get("reranker")
-        if isinstance(reranker, RerankerSpec) and reranker.similarity is not None:
+        if isinstance(reranker, part_kinds.RerankerSpec) and reranker.similarity is not None:
             reranker.similarity.check("parts.reranker.similarity")
         if self.scoring.bem:
             check_judged(self.dataset, "config key scoring.bem")
@@ -219,7 +203,7 @@ class Row:
     def reads_its_corpus(self) -> bool:
         """Whether its sources are the corpus's own, and no other knowledge base's."""
         knowledge = self.parts.get("knowledge")
-        other = knowledge.data if isinstance(knowledge, KnowledgeSpec) else ""
+        other = knowledge.data if isinstance(knowledge, part_kinds.KnowledgeSpec) else ""
         return other in ("", self.data.sources or self.data.dir)
 
     @property
@@ -231,7 +215,7 @@ class Row:
     def llm(self) -> str:
         """The name of its language model; "": it has none."""
         llm = self.parts.get("llm")
-        return llm.model if isinstance(llm, LLMSpec) else ""
+        return llm.model if isinstance(llm, part_kinds.LLMSpec) else ""
 
     def paths(self) -> list[str]:
         """What its parts read: paths, and names of installed models."""
@@ -264,24 +248,27 @@ class Row:
             listed = "; ".join(f"{path} ({how})" for path, how in missing.items())
             raise UserError(f"row {self.row}: {len(missing)} of its inputs are missing: {listed}.")
 
-    def open_corpus(self) -> Corpus:
+    def open_corpus(self) -> corpora.Corpus:
         """Opens its questions and sources."""
-        corpus = open_corpus(self.data.dir, self.data.sources)
-        return with_gold_sources(corpus, self.data.context) if self.data.context else corpus
+        corpus = corpora.open_corpus(self.data.dir, self.data.sources)
+        return corpora.with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
-    def materials(self, corpus: Corpus) -> tuple[Material, ...]:
+    def materials(self, corpus: corpora.Corpus) -> tuple[Material, ...]:
         """What its pages show: of its corpus, its parts, and the corpora and runs they read."""
         read = [read_manifest(path) for path in self.paths() if holds_corpus(path)]
         for part in self.parts.values():
-            if isinstance(part, FinishedSpec) and (Path(part.run) / "scores.json").is_file():
+            if (
+                isinstance(part, part_kinds.FinishedSpec)
+                and (Path(part.run) / "scores.json").is_file()
+            ):
                 read.append(read_json(Path(part.run) / "scores.json"))
         of_parts = [part.materials for part in self.parts.values()]
         return united(corpus.materials, *of_parts, *map(materials_of, read))
 
-    def questions(self, corpus: Corpus) -> list[Question]:
+    def questions(self, corpus: corpora.Corpus) -> list[Question]:
         """Returns its questions, sampled evenly down to data.questions; none are a UserError."""
         data = self.data
-        questions = split_questions(corpus, Path(data.dir), data.split)
+        questions = corpora.split_questions(corpus, Path(data.dir), data.split)
         if data.where:
             total = len(questions)
             wanted = data.where.items()
@@ -296,8 +283,10 @@ class Row:
             questions = [q for q in questions if has_picture(q) == (data.modality == "image")]
         else:
             questions = of_modality(questions, corpus, data.modality or None)
-        taken = evenly(questions, data.questions)
-        of_fold = [question for question in taken if fold_of(question.id, data.folds) == data.fold]
+        taken = corpora.evenly(questions, data.questions)
+        of_fold = [
+            question for question in taken if corpora.fold_of(question.id, data.folds) == data.fold
+        ]
         if taken and not of_fold:
             raise UserError(
                 f"config key data.fold={data.fold}: none of the {len(taken):,} questions is of "
@@ -309,7 +298,7 @@ class Row:
         """Raises UserError for questions that its setting cannot answer."""
         self.answering.check_questions(self.setting, questions)
 
-    def what(self, corpus: Corpus, questions: Sequence[Question]) -> dict[str, Any]:
+    def what(self, corpus: corpora.Corpus, questions: Sequence[Question]) -> dict[str, Any]:
         """All that its answers depend on, see core.chunks.Job."""
         used = {key: self.config.get(key) for key in ("system", "setting", "parts", "options")}
         values = flatten(to_plain_dict(used))

@@ -29,14 +29,8 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
+from mmqa_jax.evaluation import retrieval as ranking_scores
 from mmqa_jax.evaluation import scoring
-from mmqa_jax.evaluation.retrieval import (
-    ARTICLES,
-    know_articles,
-    score_articles,
-    score_modality,
-    score_rankings,
-)
 from mmqa_jax.evaluation.scores import count_empty
 from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.part import OpenedParts
@@ -224,17 +218,19 @@ def _evaluate(
             evaluation.notes.append("no fluency (webqa_fl): scoring.bart names no weights")
     retriever = row.parts.get("retriever")
     if isinstance(retriever, RetrieverSpec) and retriever.modality == "classified":
-        modality = score_modality(questions, corpus, rankings["candidates"])
+        modality = ranking_scores.score_modality(questions, corpus, rankings["candidates"])
         evaluation.scored += [modality] if modality.n else []
     ranked = rankings.get("relevance") or rankings.get("candidates")
     if ranked and any(question.positives for question in questions):
         gold = [set(question.positives) for question in questions]
-        ranking = score_rankings(gold, [ranking.sources for ranking in ranked])
+        ranking = ranking_scores.score_rankings(gold, [ranking.sources for ranking in ranked])
         evaluation.retrieval = ranking.of(questions)
-    if row.finds_sources and know_articles(questions):
+    if row.finds_sources and ranking_scores.know_articles(questions):
         of_articles = _rankings_of_articles(row, predictions, ranked)
         if of_articles is not None:
-            evaluation.retrieval = score_articles(corpus.articles, questions, of_articles)
+            evaluation.retrieval = ranking_scores.score_articles(
+                corpus.articles, questions, of_articles
+            )
     return evaluation
 
 
@@ -242,11 +238,11 @@ def _rankings_of_articles(
     row: Row, predictions: Sequence[Prediction], ranked: Sequence[Ranking] | None
 ) -> Sequence[Ranking] | None:
     """What tells which articles a row found: its own order of them, its sources, its parts'."""
-    if any(ARTICLES in prediction.trace for prediction in predictions):
+    if any(ranking_scores.ARTICLES in prediction.trace for prediction in predictions):
         return [
             Ranking(prediction.question_id, names, (0.0,) * len(names))
             for prediction in predictions
-            for names in (tuple(prediction.trace.get(ARTICLES, {}).values()),)
+            for names in (tuple(prediction.trace.get(ranking_scores.ARTICLES, {}).values()),)
         ]
     if row.answers:
         return ranked

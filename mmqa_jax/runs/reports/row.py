@@ -26,16 +26,10 @@ from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation, losses_tables
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
 from mmqa_jax.retrieval.rankings import read_rankings
+from mmqa_jax.runs import traces as row_traces
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
 from mmqa_jax.runs.status import finished_rows
-from mmqa_jax.runs.traces import (
-    answer_rows,
-    counts_table,
-    reference_rows,
-    trace_details,
-    trace_tree,
-)
 
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
@@ -98,7 +92,7 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
     """Writes a row's report.html; returns the tables in it."""
     scores, count = run.scores, len(run.questions)
     tables = run.evaluation.tables(row_title(scores)) + agent_tables(agent_summary(run.predictions))
-    tables += counts_table(scores.get("prompts", {}))
+    tables += row_traces.counts_table(scores.get("prompts", {}))
     if "llm" in scores:
         tables.append(_cost_table(scores["llm"]))
     tables += losses_tables(scores)
@@ -152,10 +146,13 @@ def row_cards(run: RowRun, scorer: str) -> list[report.Card]:
                 ranked[i] if ranked else None,
                 [prediction.sources],
                 prediction.read,
-                rows=[*reference_rows(question), *answer_rows(question, prediction)],
+                rows=[
+                    *row_traces.reference_rows(question),
+                    *row_traces.answer_rows(question, prediction),
+                ],
                 picture=run.corpus.question_picture(question),
-                details=trace_details(prediction.trace),
-                tree=trace_tree(prediction),
+                details=row_traces.trace_details(prediction.trace),
+                tree=row_traces.trace_tree(prediction),
             )
         )
     return cards

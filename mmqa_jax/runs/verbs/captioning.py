@@ -23,18 +23,8 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.core.store import Store, check_no_older
+from mmqa_jax.data import regions
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.regions import (
-    Detections,
-    PictureRow,
-    RegionError,
-    VinVLFeatures,
-    VinVLRows,
-    oscar_regions,
-    read_class_names,
-    read_sizes,
-    tag_words,
-)
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer, load_tokenizer
 from mmqa_jax.decoding.masked_lm import write_captions
@@ -73,9 +63,9 @@ def caption_pictures(
     check_out(out)
     if tags is not None:
         check_out(tags, flag="--tags")
-    rows = VinVLRows(features)
-    known = {} if sizes is None else read_sizes(sizes)
-    words = None if names is None else read_class_names(names, VinVLFeatures)
+    rows = regions.VinVLRows(features)
+    known = {} if sizes is None else regions.read_sizes(sizes)
+    words = None if names is None else regions.read_class_names(names, regions.VinVLFeatures)
     captioner = OscarCaptioner(model, load_tokenizer(tokenizer), num_beams, batch_size, mesh)
     batch_size = captioner.serving.batch_size
     status = features.stat()
@@ -140,20 +130,22 @@ class OscarCaptioner:
             mask_id=tokenizer.mask_id,
         )
 
-    def __call__(self, pictures: Sequence[tuple[Detections, tuple[int, int]]]) -> list[dict]:
+    def __call__(
+        self, pictures: Sequence[tuple[regions.Detections, tuple[int, int]]]
+    ) -> list[dict]:
         """The best caption of each picture of a batch, {"caption", "conf"}."""
-        labels, regions = [], []
+        labels, inputs = [], []
         for detections, size in pictures:
             order = np.argsort(-detections.scores, kind="stable")
-            regions.append(oscar_regions(detections, size)[order])
-            words = tag_words(detections)
+            inputs.append(regions.oscar_regions(detections, size)[order])
+            words = regions.tag_words(detections)
             labels.append(self._tokenizer.encode(" ".join(words[n] for n in order)))
         tokenizer, placement = self._tokenizer, self.serving.placement
         result = placement.call(
             write_captions,
             self._graphdef,
             self._state,
-            placement.put(self._layout.prompt(labels, regions)),
+            placement.put(self._layout.prompt(labels, inputs)),
             mask_id=tokenizer.mask_id,
             sep_id=tokenizer.sep_id,
             pad_id=tokenizer.pad_id,
@@ -183,26 +175,28 @@ def _cost(config: OscarConfig, num_beams: int) -> RowCost:
 
 
 def _complete(
-    row: PictureRow, known: Mapping[str, tuple[int, int]], names: Sequence[str] | None
-) -> PictureRow:
+    row: regions.PictureRow, known: Mapping[str, tuple[int, int]], names: Sequence[str] | None
+) -> regions.PictureRow:
     """The row with the picture's size and its regions' words."""
     size = known.get(row.name, row.size)
-    if isinstance(row.found, RegionError):
+    if isinstance(row.found, regions.RegionError):
         return row
     if size is None:
         raise UserError(
             f"picture {row.name}: its height and width are in no row of the features; give VinVL's "
             "hw.tsv with --sizes."
         )
-    detections = row.found._replace(words=tag_words(row.found, names))
+    detections = row.found._replace(words=regions.tag_words(row.found, names))
     return row._replace(size=size, found=detections)
 
 
 def _captioned(
-    captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[PictureRow]
+    captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[regions.PictureRow]
 ) -> dict[str, dict[str, Any]]:
     """Row number -> what is kept of it."""
-    readable = [(row.found, row.size) for row in batch if not isinstance(row.found, RegionError)]
+    readable = [
+        (row.found, row.size) for row in batch if not isinstance(row.found, regions.RegionError)
+    ]
     captions = iter(())
     if readable:
         # One shape: the last batch is filled up.
@@ -210,10 +204,10 @@ def _captioned(
         captions = iter(captioner(filled))
     values = {}
     for number, row in zip(numbers, batch, strict=True):
-        if isinstance(row.found, RegionError):
+        if isinstance(row.found, regions.RegionError):
             columns = {"captions": [], "tags": [], "problem": str(row.found)}
         else:
-            words, scores = tag_words(row.found), row.found.scores.tolist()
+            words, scores = regions.tag_words(row.found), row.found.scores.tolist()
             tags = [{"class": w, "conf": s} for w, s in zip(words, scores, strict=True)]
             tags.sort(key=lambda tag: -tag["conf"])
             columns = {"captions": [next(captions)], "tags": tags, "problem": ""}
