@@ -269,7 +269,7 @@ class Bert(nnx.Module):
 
         The last layer then computes one row instead of L: a quarter less work with three layers.
         """
-        before, last = split_last(self.layers, self.config.dtype)
+        before, last = split_last(self.layers)
         mask = made_once(mask)
         of_before, of_weights, of_last = split_key(dropout_key, 3)
 

@@ -691,20 +691,11 @@ _REMAT_POLICIES = {
 }
 
 
-def split_last(layers: nnx.Module, dtype: str | None = None) -> tuple[nnx.Module, nnx.Module]:
-    """A stack made by `stack_layers` as the stack of all layers but the last, and the last.
-
-    With `dtype`, that of the layers' activations, the matrices before the last come in it: they are
-    copied in any case, and so are their gradients, which `product` rounds to it.
-    """
+def split_last(layers: nnx.Module) -> tuple[nnx.Module, nnx.Module]:
+    """A stack made by `stack_layers` as the stack of all layers but the last, and the last."""
     graphdef, params = nnx.split(layers)
     params = on_device(params)
-
-    def first(path: Any, x: jax.Array) -> jax.Array:
-        is_matrix = any(getattr(key, "key", None) == "kernel" for key in path)
-        return x[:-1].astype(dtype) if dtype and is_matrix else x[:-1]
-
-    before = jax.tree.map_with_path(first, params)
+    before = jax.tree.map(lambda p: p[:-1], params)
     return nnx.merge(graphdef, before), nnx.merge(graphdef, jax.tree.map(lambda p: p[-1], params))
 
 
