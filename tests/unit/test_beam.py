@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -57,6 +58,7 @@ def published_search(question, vocab, beams, steps, length_penalty):
 complete = jax.jit(beam.complete, static_argnames=("only_best", "length_penalty"))
 advance = jax.jit(beam.advance, static_argnames=("end_id", "length_penalty"))
 ranked = jax.jit(beam.ranked)
+forbid_repeats = jax.jit(beam.forbid_repeats, static_argnames="ngram")
 start = jax.jit(beam.start, static_argnums=(0, 1, 2))
 
 
@@ -116,3 +118,17 @@ def test_first_step_takes_different_words_and_ended_beams_give_way():
     state, parents = advance(state, log_probs, end_id=END)
     assert parents.tolist() == [[1, 1]]  # beam 0 ended: both beams continue beam 1
     np.testing.assert_allclose(np.asarray(state.final_scores)[0, 0], np.log(0.6), rtol=1e-6)
+
+
+def test_no_ngram_is_completed_a_second_time():
+    """Against the rule written out with lists, for all lengths of what is generated."""
+    rng, ngram = np.random.default_rng(3), 3
+    tokens = rng.integers(0, 3, (4, 2, 9))
+    for step in range(10):
+        changed = forbid_repeats(jnp.zeros((4, 2, 3)), tokens, step, ngram)
+        for row in np.ndindex(4, 2):
+            written = tokens[row][:step].tolist()
+            begun = {tuple(written[i : i + ngram]) for i in range(step - ngram + 1)}
+            tail = tuple(written[step - ngram + 1 :]) if step >= ngram - 1 else None
+            forbidden = [tail is not None and (*tail, token) in begun for token in range(3)]
+            np.testing.assert_array_equal(np.asarray(changed[row]) < -5e3, forbidden)

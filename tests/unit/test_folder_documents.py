@@ -73,6 +73,7 @@ def test_a_chunk_is_no_longer_than_the_encoder_reads(name, overlap):
     read = limit.count([f"{chunk.heading or title} {chunk.text}" for chunk in packed])
     assert max(read) <= 254
     assert sum(n > 60 for n in read) > len(read) / 2  # and no shorter than need be
+    assert max(len(chunk.text.split()) for chunk in packed) <= 90
     if not overlap:
         whole = "".join(chunk.text for chunk in packed)
         assert whole.replace(" ", "") == 2 * text.replace(" ", "")

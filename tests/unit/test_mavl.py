@@ -266,6 +266,16 @@ def test_a_prompt_for_knowledge_that_does_not_fit():
     assert predictions[0].trace["agents"][2]["used"] == [1, 2]
 
 
+def test_passages_of_key_words_share_the_words():
+    class Knowledge(FakeKnowledge):
+        def find(self, texts, top_k):
+            return [[Passage("one two three four", id=text)] for text in texts]
+
+    llm = team_llm(FULL)
+    run(llm, Knowledge(), key_words=2, knowledge_words=4)
+    assert "KBs_knowledge: one two one two\n" in "".join(prompts_of(llm)["answers"])
+
+
 def test_long_knowledge_is_cut():
     llm = team_llm(FULL)
     run(llm, knowledge_words=2, knowledge_tokens=7)

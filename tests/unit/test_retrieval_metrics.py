@@ -51,6 +51,12 @@ def test_ndcg_of_whole_rankings_and_recall_that_grows_with_k():
     np.testing.assert_allclose(per["ndcg@30"], gains @ discounts / best)
 
 
+def test_ndcg_compares_with_the_best_k_sources():
+    scored = score_rankings([{"a", "b", "c"}], [["c", "a", "x"]], ks=(2, 3)).scores
+    assert scored["ndcg@2"] == 1
+    assert scored["ndcg@3"] == pytest.approx((1 + 1 / np.log2(3)) / (1.5 + 1 / np.log2(3)))
+
+
 @pytest.mark.parametrize(
     ("gold", "rankings", "ks", "word"),
     [

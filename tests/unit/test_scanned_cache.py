@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_llm import by_id, llama_config, tiny_llama
@@ -125,3 +126,24 @@ def test_an_int8_cache_stays_near():
         for one, other in zip(got[n].scores, want[n].scores, strict=True)
     ]
     assert 1e-5 < np.sqrt(np.mean(np.concatenate(deviations) ** 2)) < 0.1
+
+
+@pytest.mark.parametrize("window", [1, 3, 40])
+def test_a_token_sees_its_window_and_itself(window):
+    """Against attention written out, at positions before, at and behind the window's length."""
+    rng = np.random.default_rng(1)
+    positions, (heads, kv_heads, columns, size) = np.array([0, 2, 3, 7]), (4, 2, 8, 16)
+    q = rng.normal(size=(4, 1, heads, size)).astype(np.float32)
+    k, v = rng.normal(size=(2, 4, 1, kv_heads, size)).astype(np.float32)
+    keys, values = rng.normal(size=(2, 4, kv_heads, columns, size)).astype(np.float32)
+    held = scanned_cache.ScannedCache(*map(jnp.asarray, (keys, values)), None, None)
+    got = scanned_cache._one_token(q, k, v, held, jnp.asarray(positions), window)
+    for row, position in enumerate(positions):
+        seen = slice(max(0, position - window + 1), position)
+        for head in range(heads):
+            of = head * kv_heads // heads
+            all_keys = np.concatenate([keys[row, of, seen], k[row, :, of]])
+            all_values = np.concatenate([values[row, of, seen], v[row, :, of]])
+            scores = np.exp(all_keys @ q[row, 0, head] / size**0.5)
+            want = scores @ all_values / scores.sum()
+            np.testing.assert_allclose(got[row, 0, head], want, rtol=1e-4, atol=1e-5)

@@ -7,7 +7,7 @@ import pytest
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.evaluation.source_selection import SELECTIONS, THRESHOLDS, select_sources
+from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, THRESHOLDS, select_sources
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import (
     WEIGHTS,
@@ -19,7 +19,7 @@ from mmqa_jax.extensions.similarity import (
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.rankings import best_of
+from mmqa_jax.retrieval.rankings import best_of, restricted_candidates
 
 
 def ranking(**scores: float) -> Ranking:
@@ -29,6 +29,17 @@ def ranking(**scores: float) -> Ranking:
 def test_two_passes_keep_the_higher_score_of_every_source():
     (merged,) = best_of([ranking(a=0.9, b=0.2, c=0.5)], [ranking(b=0.7, d=0.5)])
     assert merged == ranking(a=0.9, b=0.7, c=0.5, d=0.5)
+
+
+def test_the_baselines_cap_is_sixteen_of_each_modality():
+    sources = [Source(f"{m}{n}", m, "words") for m in ("text", "image") for n in range(20)]
+    corpus = Corpus(sources)
+    question = Question(
+        "q", "val", "what?", positives=("text19",), negatives=tuple(s.id for s in sources[:-1])
+    )
+    (capped,) = restricted_candidates([question], corpus, CAPS["webqa"])
+    assert len(capped.sources) == 32
+    assert "text19" in capped.sources
 
 
 def test_interpolation_adds_weighted_similarity_to_log_odds():
