@@ -233,7 +233,7 @@ class SizedTower(TowerPrograms):
 
 
 class QwenTower(SizedTower):
-    """Qwen-VL's; a bucket holds so many patches (`qwen_vl_layout`)."""
+    """Qwen-VL's; a bucket holds so many patches (`qwen_vl.network.lay_out`)."""
 
     def __init__(
         self, tower: nnx.Dict, config: QwenVLConfig, rows: Sharding, mesh: Mesh | None = None
@@ -261,7 +261,7 @@ class QwenTower(SizedTower):
 
 
 class OnevisionTower(SizedTower):
-    """LLaVA-OneVision's; a bucket holds so many tiles (`onevision_tiles`)."""
+    """LLaVA-OneVision's; a bucket holds so many tiles (`onevision.network.lay_out`)."""
 
     def __init__(
         self, tower: nnx.Dict, config: OnevisionConfig, rows: Sharding, mesh: Mesh | None = None

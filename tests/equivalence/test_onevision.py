@@ -325,7 +325,7 @@ def test_what_does_not_fit_is_refused_by_name(backend):
         with pytest.raises(error, match=match):
             backend.check(query)
     plain = Request("a", [IMAGE], images=[np.zeros((9, 9, 3))])
-    with pytest.raises(UserError, match=r"expected a models\.onevision_tiles\.TiledPicture"):
+    with pytest.raises(UserError, match=r"expected a models\.onevision\.network\.TiledPicture"):
         list(backend.engine.generate([plain]))
 
 

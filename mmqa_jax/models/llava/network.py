@@ -3,7 +3,7 @@
 LLaVA-1.5's are CLIP-L/336's hidden states after its second-to-last layer, without the class token:
 576 vectors per picture. A projector (linear, GELU, linear) maps them to the decoder's width, where
 they replace the embeddings of the picture's placeholder; the rest is the decoder alone. The tower
-is a CLIP or a SigLIP, the decoder a LLaMA or one of its relatives (`decoder_families`).
+is a CLIP or a SigLIP, the decoder a LLaMA or one of its relatives (`llama/families.py`).
 Originals: haotian-liu/LLaVA llava/model/llava_arch.py, multimodal_encoder/clip_encoder.py and
 multimodal_projector/builder.py; transformers models/llava/modeling_llava.py.
 

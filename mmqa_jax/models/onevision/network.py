@@ -1,7 +1,7 @@
 """LLaVA-OneVision (Li et al. 2024): a LLaVA whose pictures are shown in tiles too.
 
 SigLIP's tower and a projector give states of each tile; of these come the tokens
-(`onevision_tiles`) that take the place of a picture's placeholder in Qwen2's input.
+that take the place of a picture's placeholder in Qwen2's input.
 Original: transformers models/llava_onevision/modeling_llava_onevision.py.
 """
 
@@ -298,7 +298,7 @@ class OnevisionConfig(LlavaConfig):
         return "a models.onevision.network.TiledPicture, uint8 [tiles, H, W, 3]"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
-        """See `onevision_tiles.tokens_of`."""
+        """See `tokens_of`."""
         return tokens_of(shape, self.tiles)
 
 

@@ -1,6 +1,6 @@
 """Oscar and Oscar+ (Li et al. 2020, Zhang et al. 2021): BERT over text, object tags and regions.
 
-Sequence: caption, labels (the tags), regions. Two layouts share the weights (oscar_layout.py):
+Sequence: caption, labels (the tags), regions. Two layouts share the weights (`OscarLayout`):
 
 * captioning: a caption sees itself causally, all labels and regions; these see each other and
   never the caption;

@@ -4,8 +4,8 @@ Sequence (vlp/webqa_loader.py): [CLS], region slots 1..R, source text, [SEP], qu
 [SEP]. Original: pytorch_pretrained_bert/modeling.py of WebQnA/WebQA_Baseline (BertForWebqa,
 BertForWebqaDecoder).
 
-What is ours overrides single methods: regions of pixels (vlp_pixels.py), the small reader of Atlas
-(atlas_reader.py), sources encoded once for all questions (two_sided_vlp.py).
+What is ours overrides single methods: regions of pixels (below), the small reader of Atlas
+(atlas_reader.py), sources encoded once for all questions (two_sided.py).
 """
 
 from __future__ import annotations
