@@ -17,6 +17,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.nn.initializers import Initializer
 
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import platform
@@ -30,7 +31,6 @@ from mmqa_jax.models.common.layers import (
     stack_layers,
     zeros_init,
 )
-from mmqa_jax.models.modified_resnet.network import BatchNorm
 
 _NORMS = ("statistics", "affine")
 _POOLS = ("bordered", "caffe")
@@ -91,6 +91,31 @@ class Affine(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., channels]
         return (x.astype(jnp.float32) * self.scale[...] + self.bias[...]).astype(x.dtype)
+
+
+class BatchNorm(nnx.Module):
+    """Batch norm on running statistics, computed in float32, returned in x's dtype."""
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float,
+        name: str,
+        *,
+        rngs: nnx.Rngs,
+        scale_init: Initializer = ones_init,
+    ):
+        self.scale = param(rngs, scale_init, (channels,), (name,))
+        self.bias = param(rngs, zeros_init, (channels,), (name,))
+        statistic = functools.partial(nnx.BatchStat, out_sharding=(name,), eager_sharding=False)
+        self.mean = statistic(jnp.zeros(channels, jnp.float32))
+        self.variance = statistic(jnp.ones(channels, jnp.float32))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [..., channels]
+        factor = jax.lax.rsqrt(self.variance[...] + self.eps) * self.scale[...]
+        y = (x.astype(jnp.float32) - self.mean[...]) * factor + self.bias[...]
+        return y.astype(x.dtype)
 
 
 def _norm(config: ResNeXtConfig, channels: int, name: str, rngs: nnx.Rngs) -> Affine | BatchNorm:

@@ -16,29 +16,24 @@ import functools
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.nn.initializers import Initializer
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_stages
 from mmqa_jax.models.common.layers import (
     Linear,
-    Names,
     attention,
     merge_heads,
     normal_init,
-    ones_init,
     param,
     scan_layers,
     split_heads,
     stack_layers,
     zeros_init,
 )
+from mmqa_jax.models.detection.resnext import BatchNorm, Conv, conv_init
 
 STRIDE = 32  # pixels per cell of the grid
 _EXPANSION = 4  # a bottleneck's output over its inner width
-
-# torch's Conv2d: uniform within 1 / sqrt(fan in).
-_conv_init = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,51 +119,6 @@ def _preset(width, blocks, image_size, embed_dim, changes) -> ModifiedResNetConf
     return dataclasses.replace(config, **changes)
 
 
-class Conv3x3(nnx.Module):
-    """3 x 3 convolution with a border of zeros, no bias; kernel [3, 3, in, out]."""
-
-    def __init__(
-        self, in_channels: int, out_channels: int, names: Names, *, rngs: nnx.Rngs, stride: int = 1
-    ):
-        shape = (3, 3, in_channels, out_channels)
-        self.kernel = param(rngs, _conv_init, shape, (None, None, *names))
-        self.stride = stride
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, in] -> [B, H/s, W/s, out]
-        return jax.lax.conv_general_dilated(
-            x,
-            self.kernel[...].astype(x.dtype),
-            window_strides=(self.stride, self.stride),
-            padding=((1, 1), (1, 1)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
-
-
-class BatchNorm(nnx.Module):
-    """Batch norm on running statistics, computed in float32, returned in x's dtype."""
-
-    def __init__(
-        self,
-        channels: int,
-        eps: float,
-        name: str,
-        *,
-        rngs: nnx.Rngs,
-        scale_init: Initializer = ones_init,
-    ):
-        self.scale = param(rngs, scale_init, (channels,), (name,))
-        self.bias = param(rngs, zeros_init, (channels,), (name,))
-        statistic = functools.partial(nnx.BatchStat, out_sharding=(name,), eager_sharding=False)
-        self.mean = statistic(jnp.zeros(channels, jnp.float32))
-        self.variance = statistic(jnp.ones(channels, jnp.float32))
-        self.eps = eps
-
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., channels]
-        factor = jax.lax.rsqrt(self.variance[...] + self.eps) * self.scale[...]
-        y = (x.astype(jnp.float32) - self.mean[...]) * factor + self.bias[...]
-        return y.astype(x.dtype)
-
-
 def average_pool(x: jax.Array, size: int) -> jax.Array:
     """Means of size x size cells: [B, H, W, C] -> [B, H / size, W / size, C]."""
     if size == 1:
@@ -195,11 +145,11 @@ class Bottleneck(nnx.Module):
         stride: int = 1,
     ):
         out_channels = _EXPANSION * inner
-        linear = functools.partial(Linear, use_bias=False, rngs=rngs, kernel_init=_conv_init)
+        linear = functools.partial(Linear, use_bias=False, rngs=rngs, kernel_init=conv_init)
         norm = functools.partial(BatchNorm, eps=config.eps, rngs=rngs)
         self.conv1 = linear(in_channels, inner, ("embed", "mlp"))
         self.bn1 = norm(inner, name="mlp")
-        self.conv2 = Conv3x3(inner, inner, ("embed", "mlp"), rngs=rngs)
+        self.conv2 = Conv(inner, inner, 3, ("embed", "mlp"), rngs=rngs)
         self.bn2 = norm(inner, name="mlp")
         self.conv3 = linear(inner, out_channels, ("mlp", "embed"))
         self.bn3 = norm(out_channels, name="embed", scale_init=zeros_init)
@@ -287,11 +237,11 @@ class ModifiedResNet(nnx.Module):
     def __init__(self, config: ModifiedResNetConfig, *, rngs: nnx.Rngs):
         width, half = config.width, config.width // 2
         norm = functools.partial(BatchNorm, eps=config.eps, name="embed", rngs=rngs)
-        self.conv1 = Conv3x3(3, half, ("patch", "embed"), rngs=rngs, stride=2)
+        self.conv1 = Conv(3, half, 3, ("patch", "embed"), rngs=rngs, stride=2)
         self.bn1 = norm(half)
-        self.conv2 = Conv3x3(half, half, ("proj", "embed"), rngs=rngs)
+        self.conv2 = Conv(half, half, 3, ("proj", "embed"), rngs=rngs)
         self.bn2 = norm(half)
-        self.conv3 = Conv3x3(half, width, ("proj", "embed"), rngs=rngs)
+        self.conv3 = Conv(half, width, 3, ("proj", "embed"), rngs=rngs)
         self.bn3 = norm(width)
         stages, channels = [], width
         for number, blocks in enumerate(config.blocks):
