@@ -166,10 +166,10 @@ def _compared(model: str | None, source: Path, converted: Path | None) -> dict[s
 
 def _write_tokenizer(source: Path, folder: Path) -> list[str]:
     """Writes the tokenizer of a GGUF file as files; returns their names."""
-    from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+    from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 
     try:
-        tokenizer = open_tokenizer(source)
+        tokenizer = open_text_tokenizer(source)
     except UserError as error:  # the weights are of use without it
         print(f"{source}: its tokenizer is not written ({error})", file=sys.stderr)
         return []

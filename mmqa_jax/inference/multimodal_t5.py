@@ -18,7 +18,7 @@ from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_text_tokenizer
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
@@ -149,7 +149,7 @@ def open_multimodal_writer(folder: str | Path, vectors: PictureVectors) -> Multi
     else:
         model = load_published("multimodal_t5", path, mesh=mesh)
     check_width(model, vectors, str(path))
-    return MultimodalWriter(model, open_tokenizer(path), vectors)
+    return MultimodalWriter(model, open_text_tokenizer(path), vectors)
 
 
 def check_width(model: Any, vectors: PictureVectors, where: str) -> None:

@@ -99,7 +99,7 @@ class TextTokenizer(MarkedTokenizer):
         return max(map(len, self.published.get_vocab()))
 
     def save(self, folder: Path) -> None:
-        """Writes the files from which `open_tokenizer` makes an equal one."""
+        """Writes the files from which `open_text_tokenizer` makes an equal one."""
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.template is not None:
             settings |= {"chat_template": self.template.source, **self.template.tokens}
@@ -109,7 +109,7 @@ class TextTokenizer(MarkedTokenizer):
             file.write(self.published.to_str())
 
 
-def open_tokenizer(path: str | os.PathLike) -> TextTokenizer:
+def open_text_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     """Opens the tokenizer that comes with a model's weights.
 
     Args:

@@ -19,7 +19,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import hold_base, language_model
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting import text_tokenizer
-from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.tasks.task import Task
 from mmqa_jax.weights.adapters import Adapter
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
@@ -153,7 +153,7 @@ def make_text_tokenizer(task: Any, corpus: Corpus, folder: Path) -> TextTokenize
         folder.mkdir(parents=True, exist_ok=True)
         _new_tokenizer(task, corpus).save(folder)
     distributed.barrier("tokenizer")
-    return open_tokenizer(folder)
+    return open_text_tokenizer(folder)
 
 
 def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
@@ -172,7 +172,7 @@ def _new_tokenizer(task: Any, corpus: Corpus) -> Any:
             "config key tokenizer is empty, but a model from scratch has none; write corpus:N or "
             "name a tokenizer."
         )
-    return open_tokenizer(name or base_path(task.init, task.architecture))
+    return open_text_tokenizer(name or base_path(task.init, task.architecture))
 
 
 def _train_tokenizer(corpus: Corpus, size: int, kind: Base) -> TextTokenizer:
@@ -238,7 +238,7 @@ class TextModelTask(Task):
         return make_text_tokenizer(self, corpus, folder)
 
     def open_tokenizer(self, folder: Path) -> TextTokenizer:
-        return text_tokenizer.open_tokenizer(folder)
+        return text_tokenizer.open_text_tokenizer(folder)
 
     def check_trained(self) -> None:
         """Refuses a filter of the trained parameters: the section `model` says what is trained."""

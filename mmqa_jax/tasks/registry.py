@@ -14,7 +14,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality
 from mmqa_jax.inference.fusion_reader import FusionReader
 from mmqa_jax.models.t5.network import T5
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.tasks.answer import Answer, load_reader
 from mmqa_jax.tasks.contrastive import Contrastive
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
@@ -93,7 +93,7 @@ def open_published_reader(
             f"config key parts.fusion_reader.config: describes task {task.task}; name a config of "
             "fusion_in_decoder."
         )
-    mesh, text = task.serving_mesh(), open_tokenizer(tokenizer or path)
+    mesh, text = task.serving_mesh(), open_text_tokenizer(tokenizer or path)
     if is_weights_folder(path):
         model = load_converted(path, mesh=mesh)
     else:

@@ -24,7 +24,7 @@ from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Mes
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends.local_model import open_backend
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 
 LAYERS = 4
@@ -59,7 +59,7 @@ def model(tmp_path_factory):
     """The file that both read."""
     file = tmp_path_factory.mktemp("gguf") / "smollm2-f32.gguf"
     reader = read_gguf(smollm2_path())
-    (end,) = open_tokenizer(smollm2_path()).encode_plain(END)
+    (end,) = open_text_tokenizer(smollm2_path()).encode_plain(END)
     types = reader.fields["tokenizer.ggml.token_type"].contents()
     types[end] = gguf.TokenType.CONTROL  # not shown
     changed = {
@@ -113,7 +113,7 @@ def remote(server):
 
 
 def test_tokens_are_llama_cpps(server):
-    tokenizer = open_tokenizer(smollm2_path())
+    tokenizer = open_text_tokenizer(smollm2_path())
     texts = [
         *TEXTS,
         "<|im_start|>user\nHi<|im_end|>\n",

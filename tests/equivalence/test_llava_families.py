@@ -31,7 +31,7 @@ from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, expand_im
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
-from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.published import load_published, write_published
 
@@ -355,7 +355,7 @@ def test_the_originals_layout(tmp_path):
     # Its pictures lie on gray, and its conversation is Vicuna's, whatever the tokenizer says.
     letters(bos=False).save(str(bare / "tokenizer.json"))
     (bare / "chat_template.jinja").write_text(PARTS)
-    form = picture_format(got.config, open_tokenizer(bare))
+    form = picture_format(got.config, open_text_tokenizer(bare))
     assert isinstance(form.chat_format, VicunaV1)
     black = Picture(encoded(Image.new("RGB", (30, 10))), "black")
     pixels = form.read(Shown(black, alone=True))

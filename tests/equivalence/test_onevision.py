@@ -48,7 +48,7 @@ from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Pic
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
@@ -120,7 +120,7 @@ def torch_pictures(pair: Pair, shown: list[Image.Image]) -> dict[str, torch.Tens
 @pytest.fixture(scope="module")
 def tiled(pair) -> list[TiledPicture]:
     """Each picture alone in a prompt, then two of one prompt."""
-    form = picture_format(pair.ours.config, open_tokenizer(pair.folder))
+    form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
     files = [Picture(encoded(one), "one") for one in pictures()]
     alone = [form.read(Shown(one, True)) for one in files]
     return alone + [form.read(Shown(one, False)) for one in files[1:3]]
@@ -148,7 +148,7 @@ def test_pixels(pair, tiled, given):
 
 
 def test_pictures_are_turned_as_exif_says(pair):
-    form = picture_format(pair.ours.config, open_tokenizer(pair.folder))
+    form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
     upright = pictures()[1]
     exif, packed = Image.Exif(), io.BytesIO()
     exif[0x0112] = 6  # lies on its left side
@@ -274,7 +274,7 @@ def test_answers_equal_generate(pair, given, backend):
         chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
         backend.check(chats[-1])
     found = {result.id: result for result in backend.answer(chats)}
-    tokenizer = open_tokenizer(pair.folder)
+    tokenizer = open_text_tokenizer(pair.folder)
     for name, used in asked.items():
         theirs = {} if not used else given[-1] if len(used) == 2 else given[used[0]]
         counts = iter([len(one) for one in torch_features(pair, theirs)] if used else [])

@@ -27,7 +27,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig, smollm2_135m
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.formats import gguf as gguf_format
 from mmqa_jax.weights.published import load_published
@@ -243,7 +243,7 @@ def test_an_export_is_a_model_and_a_tokenizer_for_transformers(
     render = {"add_generation_prompt": True, "tokenize": False}
     text = tokenizer.apply_chat_template(message, **render)
     assert theirs_again.apply_chat_template(message, **render) == text
-    ids = open_tokenizer(smollm2_path()).encode_plain(text)
+    ids = open_text_tokenizer(smollm2_path()).encode_plain(text)
     assert theirs_again(text, add_special_tokens=False)["input_ids"] == ids
     model = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     first = torch.tensor([ids[:8]])

@@ -18,7 +18,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora
 from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
 from mmqa_jax.prompting.picture_format import QwenFormat
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures
 
@@ -39,7 +39,7 @@ def rows(pair) -> PicturedRows:
     files = {f"{number}.png": encoded(one) for number, one in enumerate(small_pictures())}
     asked = [Question(name, "train", "What?", image=name, answers=("a",)) for name in files]
     config = pair.ours.config
-    shown = QwenFormat(config, open_tokenizer(pair.folder))
+    shown = QwenFormat(config, open_text_tokenizer(pair.folder))
     made = TrainingPictures(Corpus([], asked, files.__getitem__), shown, config)
     assert made.readable(asked) == asked
     return PicturedRows(SIZE, config, made)

@@ -29,7 +29,7 @@ from mmqa_jax.data.records.grid_records import GridRecords, write_grids
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting.backends import Completion, Usage
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
     cached_vectors,
@@ -157,7 +157,7 @@ def _convert(folder: Path) -> None:
 
 def _open_converted(folder: Path) -> str:
     record = read_record(folder)
-    text = open_tokenizer(folder)
+    text = open_text_tokenizer(folder)
     state = nnx.state(load_converted(folder))
     return digest(state, record.config, text.fingerprint, text.encode("w1 w7 other"))
 

@@ -26,7 +26,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.models.vlp import network as vlp
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
@@ -269,7 +269,7 @@ def assert_export_is_the_run(model: str, run: Path, exported: Path) -> None:
     ours, theirs = load_converted(run), load_published(model, exported)
     assert theirs.config == ours.config
     jax.tree.map(np.testing.assert_array_equal, nnx.state(theirs), nnx.state(ours))
-    assert open_tokenizer(exported).fingerprint == open_tokenizer(run).fingerprint
+    assert open_text_tokenizer(exported).fingerprint == open_text_tokenizer(run).fingerprint
 
 
 def killed_after(step: int, run: Path, into: Path) -> Path:

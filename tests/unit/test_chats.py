@@ -28,7 +28,7 @@ from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.examples.training import chat_example
 from mmqa_jax.prompting.picture_format import QwenFormat
-from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
 from mmqa_jax.weights.bundled import smollm2_path
@@ -118,7 +118,7 @@ def test_tokens_and_mask_are_those_of_transformers(name, template):
 def test_the_last_answer_of_a_published_model_is_what_trl_learns():
     """TRL's formula for a prompt with its completion (SFTTrainer): what follows the prompt's tokens;
     behind the end token the template writes a line end, which the model is never asked for."""
-    ours = open_tokenizer(smollm2_path())
+    ours = open_text_tokenizer(smollm2_path())
     example = chat_example(ours, asked(THREE), "last")
     theirs = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(ours._tokenizer.to_str()), **ours.template.tokens

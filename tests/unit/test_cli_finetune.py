@@ -25,7 +25,7 @@ from science import prepare_science
 from tiny_llm import letters, llama_config, write_folder
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
@@ -178,7 +178,7 @@ def test_prompts_are_answered_by_the_run(inputs, tmp_path):
 
 def test_the_exported_run_is_the_same_model(inputs, tmp_path):
     assert_export_is_the_run("llama", inputs / "run", tmp_path / "hf")
-    own, of_base = (open_tokenizer(inputs / name) for name in ("run", "llm"))
+    own, of_base = (open_text_tokenizer(inputs / name) for name in ("run", "llm"))
     assert own.fingerprint == of_base.fingerprint
 
 

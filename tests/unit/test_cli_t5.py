@@ -18,7 +18,7 @@ from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.record import read_metadata
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -58,7 +58,7 @@ def test_prompts_are_answered_as_by_transformers(folder, tmp_path):
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(folder)
     tokenizer = transformers.T5Tokenizer.from_pretrained(folder)
     batch = tokenizer(list(PROMPTS), return_tensors="pt", padding=True)
-    own = open_tokenizer(folder)
+    own = open_text_tokenizer(folder)
 
     def texts(**options) -> list[str]:
         made = theirs.generate(**batch, do_sample=False, max_new_tokens=LONGEST, **options)
@@ -151,7 +151,7 @@ def test_a_t5_is_trained_and_used(folder, tmp_path):
     assert losses[-1] < losses[0] - 0.5
     record = read_metadata(tmp_path / "run")
     assert (record["model"], record["task"]) == ("t5", "seq2seq")
-    own, base = open_tokenizer(tmp_path / "run"), open_tokenizer(folder)
+    own, base = open_text_tokenizer(tmp_path / "run"), open_text_tokenizer(folder)
     assert own.fingerprint == base.fingerprint
     done(
         "convert", "--model=t5", f"--source={tmp_path / 'run'}", f"--out={tmp_path / 'hf'}",

@@ -27,7 +27,7 @@ from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.models.encoders.sentence_pooling import read_modules
 from mmqa_jax.prompting.backends import Completion, Message
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
-from mmqa_jax.prompting.text_tokenizer import ChatTemplate, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, open_text_tokenizer
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.published import load_published
 
@@ -333,7 +333,9 @@ def test_files_of_a_checkpoint(checkpoint, model_folder, tmp_path, file, key, va
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | {key: value}).replace('"DIGITS"', "1" * 5000))
     opened = (
-        (lambda: load_published("llama", folder)) if of_model else lambda: open_tokenizer(folder)
+        (lambda: load_published("llama", folder))
+        if of_model
+        else lambda: open_text_tokenizer(folder)
     )
     assert outcome(opened) == expected
     assert not (folder / "PWNED").exists()

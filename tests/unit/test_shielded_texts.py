@@ -36,7 +36,7 @@ from mmqa_jax.prompting.backends.t5 import T5Backend
 from mmqa_jax.prompting.examples.training import encode_conversation, encode_text
 from mmqa_jax.prompting.few_shot import MARK, as_prompt
 from mmqa_jax.prompting.picture_format import PictureTemplate, QwenFormat
-from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder
 from mmqa_jax.weights.bundled import smollm2_path
 
@@ -96,7 +96,7 @@ def whole_words() -> Tokenizer:
 
 
 FAMILIES = {
-    "smollm2": lambda: open_tokenizer(smollm2_path()).published,
+    "smollm2": lambda: open_text_tokenizer(smollm2_path()).published,
     "bytes": lambda: of_bytes(plain=(*PLAIN_MARKS, *WORDS)),
     "bytes, one word": lambda: of_bytes(in_model=True),
     "sentencepiece": sentencepiece_bpe,
@@ -222,7 +222,7 @@ def marks_in(tokenizer: TextTokenizer, ids) -> list[int]:
 @pytest.mark.parametrize("template", [CHATML, TRIMMED, AS_JSON, THINKING, CUT_OFF, None])
 @pytest.mark.parametrize("role", ["system", "user", "assistant"])
 def test_no_message_adds_a_token_to_the_templates(template, role):
-    tokenizer = open_tokenizer(smollm2_path()) if template is None else chat(template)
+    tokenizer = open_text_tokenizer(smollm2_path()) if template is None else chat(template)
     source = tokenizer.template.source
 
     def ids_of(text):

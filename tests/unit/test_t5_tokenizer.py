@@ -10,7 +10,7 @@ from tiny_t5 import EXTRA, add_spiece, write_spiece
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 
 TEXTS = (
     "Which red is the sun of blue? Answer: sun-red, 3.",
@@ -33,7 +33,7 @@ def folder(request, tmp_path_factory):
 
 
 def test_ids_and_texts_are_sentencepieces(folder):
-    ours = open_tokenizer(folder)
+    ours = open_text_tokenizer(folder)
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(folder / "spiece.model"))
     assert ours.vocab_size == theirs.vocab_size() + EXTRA
     assert (ours.bos, ours.end_ids) == (None, (1,))
@@ -50,7 +50,7 @@ def test_ids_are_those_of_transformers(folder, tmp_path):
     theirs = transformers.T5Tokenizer.from_pretrained(folder)
     theirs.save_pretrained(tmp_path)
     write_json(tmp_path / "config.json", {"model_type": "t5", "eos_token_id": 1})
-    saved, ours = open_tokenizer(tmp_path), open_tokenizer(folder)
+    saved, ours = open_text_tokenizer(tmp_path), open_text_tokenizer(folder)
     for text in (*TEXTS, *MARKED):
         ids = theirs(text).input_ids
         assert saved.encode(text) == ids, text
@@ -61,9 +61,9 @@ def test_ids_are_those_of_transformers(folder, tmp_path):
 
 
 def test_a_saved_tokenizer_opens_as_the_same(folder, tmp_path):
-    ours = open_tokenizer(folder)
+    ours = open_text_tokenizer(folder)
     ours.save(tmp_path)
-    again = open_tokenizer(tmp_path)
+    again = open_text_tokenizer(tmp_path)
     assert again.fingerprint == ours.fingerprint
     for text in (*TEXTS, *MARKED):
         assert again.encode(text) == ours.encode(text)
@@ -83,8 +83,8 @@ def write_gguf(file, folder, count, change=lambda writer: None):
 
 def test_a_gguf_files_tokenizer_is_that_of_the_folder(folder, tmp_path):
     """With more rows than pieces and sentinels, as a T5's table has."""
-    of_folder = open_tokenizer(folder)
-    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", folder, of_folder.vocab_size + 28))
+    of_folder = open_text_tokenizer(folder)
+    ours = open_text_tokenizer(write_gguf(tmp_path / "a.gguf", folder, of_folder.vocab_size + 28))
     assert (ours.vocab_size, ours.end_ids) == (of_folder.vocab_size, (1,))
     for text in (*TEXTS, *MARKED):
         ids = of_folder.encode(text)
@@ -94,7 +94,7 @@ def test_a_gguf_files_tokenizer_is_that_of_the_folder(folder, tmp_path):
 
 def test_a_gguf_files_own_sentinels_are_read(folder, tmp_path):
     """As from a folder with added_tokens.json."""
-    of_folder = open_tokenizer(folder)
+    of_folder = open_text_tokenizer(folder)
     size = of_folder.vocab_size
 
     def name_them(metadata):
@@ -104,7 +104,7 @@ def test_a_gguf_files_own_sentinels_are_read(folder, tmp_path):
             metadata["tokenizer.ggml.scores"].value[place] = -1000.0
             metadata["tokenizer.ggml.token_type"].value[place] = gguf.TokenType.USER_DEFINED
 
-    ours = open_tokenizer(write_gguf(tmp_path / "a.gguf", folder, size + 28, name_them))
+    ours = open_text_tokenizer(write_gguf(tmp_path / "a.gguf", folder, size + 28, name_them))
     assert ours.vocab_size == size
     for text in (*TEXTS, *MARKED):
         assert ours.encode(text) == of_folder.encode(text), text
@@ -131,4 +131,4 @@ def test_another_tokenizer_in_a_gguf_file_is_refused(key, place, value, message,
 
     file = write_gguf(tmp_path / "a.gguf", folder, 200 + 256, change)
     with pytest.raises(UserError, match=f"{message}.*--tokenizer"):
-        open_tokenizer(file)
+        open_text_tokenizer(file)

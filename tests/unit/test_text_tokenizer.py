@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Message
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
 
 # Some of it repeats so that merges are learned.
@@ -76,7 +76,7 @@ VICUNA = {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_bos_token":
     "settings", [{}, VICUNA, {**VICUNA, "legacy": True}], ids=["none", "vicuna", "legacy"]
 )
 def test_sentencepiece_model_splits_as_sentencepiece_itself(tmp_path, model, original, settings):
-    tokenizer = open_tokenizer(folder_with(tmp_path / "model", model, **settings))
+    tokenizer = open_text_tokenizer(folder_with(tmp_path / "model", model, **settings))
     for text in [*TEXTS, *BEGIN_WITH_A_SPACE]:
         want = original.encode(text)
         assert tokenizer.encode_plain(text) == want, text
@@ -90,7 +90,7 @@ def test_sentencepiece_model_is_as_in_transformers(tmp_path, model):
     from transformers import AutoTokenizer
 
     folder = folder_with(tmp_path / "model", model, **VICUNA, chat_template="{{ bos_token }}")
-    theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
+    theirs, ours = AutoTokenizer.from_pretrained(folder), open_text_tokenizer(folder)
     for text in [*TEXTS, "x</s>y", "<s>[INST] hi [/INST]", "A bus.</s>USER: why?"]:
         assert ours.encode(text) == theirs.encode(text), text
     # transformers loses a space at the beginning; the original and ours keep it.
@@ -102,7 +102,7 @@ def test_sentencepiece_model_is_as_in_transformers(tmp_path, model):
 )
 def test_prefix_space_after_a_special_token(tmp_path, model, original, settings, after_end):
     """LLaMA-2 as published puts it there, `legacy: false` only at the beginning."""
-    tokenizer = open_tokenizer(folder_with(tmp_path / "model", model, **settings))
+    tokenizer = open_text_tokenizer(folder_with(tmp_path / "model", model, **settings))
     pieces = [original.id_to_piece(i) for i in tokenizer.encode_plain("is</s>a")]
     assert "".join(pieces[: pieces.index("</s>")]) == "▁is"
     assert "".join(pieces[pieces.index("</s>") + 1 :]) == after_end
@@ -110,14 +110,14 @@ def test_prefix_space_after_a_special_token(tmp_path, model, original, settings,
 
 def test_settings_turn_off_first_token_and_prefix_space(tmp_path, model, original):
     settings = {**VICUNA, "add_bos_token": False, "add_prefix_space": False}
-    tokenizer = open_tokenizer(folder_with(tmp_path / "model", model, **settings))
+    tokenizer = open_text_tokenizer(folder_with(tmp_path / "model", model, **settings))
     assert tokenizer.bos is None
     assert "".join(original.id_to_piece(i) for i in tokenizer.encode("user a")) == "user▁a"
 
 
 def test_continuations_do_not_merge_into_the_prompt(tmp_path, model):
     """What is scored are the tokens after the prompt's, which stay as they are."""
-    tokenizer = open_tokenizer(folder_with(tmp_path / "model", model, **VICUNA))
+    tokenizer = open_text_tokenizer(folder_with(tmp_path / "model", model, **VICUNA))
     for prompt in ("Q: what sport is this?\nA:", "USER: hello ASSISTANT:"):
         ids = tokenizer.encode(prompt)
         for option in (" surfing", " (B)", " 2 dogs", " a red bus"):
@@ -130,10 +130,10 @@ def test_broken_and_foreign_files_are_one_sentence(tmp_path, model):
     folder = folder_with(tmp_path / "broken", model)
     (folder / "tokenizer.model").write_bytes(model.read_bytes()[:2000] + b"no vocabulary")
     with pytest.raises(UserError, match=r"transformers cannot open its tokenizer .* --tokenizer"):
-        open_tokenizer(folder)
+        open_text_tokenizer(folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
-        open_tokenizer(tmp_path / "empty")
+        open_text_tokenizer(tmp_path / "empty")
 
 
 LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
@@ -193,7 +193,7 @@ def test_files_that_are_no_tokenizer(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
-        open_tokenizer(tmp_path)
+        open_text_tokenizer(tmp_path)
 
 
 def test_code_of_a_model_is_not_run(tmp_path):
@@ -206,7 +206,7 @@ def test_code_of_a_model_is_not_run(tmp_path):
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(UserError, match="transformers cannot open its tokenizer"):
-        open_tokenizer(tmp_path)
+        open_text_tokenizer(tmp_path)
     assert not trace.exists()
 
 
@@ -267,7 +267,7 @@ def test_sentencepiece_in_a_gguf_file(tmp_path, original):
         bos_token_id=original.bos_id(), eos_token_id=original.eos_id(), add_bos_token=True,
         chat_template="{{ bos_token }}{{ messages[0]['content'] }}{{ eos_token }}",
     )  # fmt: skip
-    tokenizer = open_tokenizer(file)
+    tokenizer = open_text_tokenizer(file)
     for text in [*TEXTS, *BEGIN_WITH_A_SPACE]:
         want = original.encode(text)
         assert tokenizer.encode(text) == [original.bos_id(), *want], text
@@ -294,7 +294,7 @@ def test_llama3_in_a_gguf_file(tmp_path):
         [1] * (len(tokens) - len(SPECIAL)) + [3] * len(SPECIAL), token_merges=merges,
         bos_token_id=len(tokens) - 2, eos_token_id=len(tokens) - 1, add_bos_token=True,
     )  # fmt: skip
-    tokenizer = open_tokenizer(file)
+    tokenizer = open_text_tokenizer(file)
     for text in [*TEXTS, *BEGIN_WITH_A_SPACE, "it's 2024, I'LL stay unmerged", "x<|eot_id|>\n"]:
         want = theirs.encode(text, add_special_tokens=False).ids
         assert tokenizer.encode(text) == [len(tokens) - 2, *want], text
@@ -302,9 +302,9 @@ def test_llama3_in_a_gguf_file(tmp_path):
     assert tokens.index(whole) in tokenizer.encode("stay unmerged")
     other = write_gguf(tmp_path / "o.gguf", "gpt2", "chatglm-bpe", ["a"], [1])
     with pytest.raises(UserError, match=r"is 'gpt2' with pre-tokenizer 'chatglm-bpe', but only"):
-        open_tokenizer(other)
+        open_text_tokenizer(other)
     with pytest.raises(UserError, match=r"absent\.gguf: no such file; check the path"):
-        open_tokenizer(tmp_path / "absent.gguf")
+        open_text_tokenizer(tmp_path / "absent.gguf")
 
 
 def test_vocabulary_and_merges_of_a_class_that_the_folder_names(tmp_path):
@@ -312,7 +312,7 @@ def test_vocabulary_and_merges_of_a_class_that_the_folder_names(tmp_path):
     theirs.model.save(str(tmp_path))
     settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": "<|eot_id|>"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    tokenizer = open_tokenizer(tmp_path)
+    tokenizer = open_text_tokenizer(tmp_path)
     for text in [*TEXTS, *BEGIN_WITH_A_SPACE]:
         assert tokenizer.encode(text) == theirs.encode(text).ids, text
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -355,7 +355,7 @@ def test_chat_template_of_a_folder_is_as_in_transformers(tmp_path, template, fil
     from transformers import AutoTokenizer
 
     chat_folder(tmp_path, template, **files)
-    ours, theirs = open_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    ours, theirs = open_text_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     want = theirs.apply_chat_template(PLAIN, tokenize=False, add_generation_prompt=True)
     assert want.startswith("<|begin_of_text|>")
     assert want.endswith("[assistant]")
@@ -371,7 +371,7 @@ def test_chat_template_of_smollm2_is_as_in_transformers():
     path = smollm2_path()
     theirs = PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     want = theirs.apply_chat_template(PLAIN, tokenize=False, add_generation_prompt=True)
-    tokenizer = open_tokenizer(path)
+    tokenizer = open_text_tokenizer(path)
     assert tokenizer.template.render("q", TURNS) == want
     assert tokenizer.decode(tokenizer.encode_plain(want)) == want
 
@@ -389,7 +389,7 @@ def test_chat_template_of_smollm2_is_as_in_transformers():
 def test_broken_templates_and_such_as_leave_the_sandbox_are_refused(tmp_path, template, message):
     chat_folder(tmp_path, template)
     with pytest.raises(UserError, match=message):
-        open_tokenizer(tmp_path).template.render("q", TURNS)
+        open_text_tokenizer(tmp_path).template.render("q", TURNS)
 
 
 # Tokens that stand beside tokenizer.json alone
@@ -438,7 +438,7 @@ def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path)
 
     folder = bytes_alone(tmp_path, settings, files)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
-    ours = open_tokenizer(folder)
+    ours = open_text_tokenizer(folder)
     texts = ["<|im_start|>user hi<|im_end|> x<|end|>y", "a <img> b<img>c", "none"]
     for text in texts:
         assert ours.encode_plain(text) == theirs(text, add_special_tokens=False)["input_ids"]
@@ -461,7 +461,7 @@ def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path)
 def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path):
     folder = bytes_alone(tmp_path, {"added_tokens_decoder": decoder})
     with pytest.raises(UserError, match=message):
-        open_tokenizer(folder)
+        open_text_tokenizer(folder)
 
 
 @settings(
@@ -481,4 +481,4 @@ def test_any_text_is_split_as_sentencepiece_does_and_comes_back(opened, original
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("opened") / "model"
-    return open_tokenizer(folder_with(folder, model, **VICUNA))
+    return open_text_tokenizer(folder_with(folder, model, **VICUNA))

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import load_tokenizer
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 
 TEXTS = ["a cab", "<s>[INST] a cab [/INST] b</s><s>a", "", "a  b"]
 WORDS = ["Ärger in Köln 漢字", "[CLS] The café", "a"]
@@ -67,7 +67,7 @@ def test_llamas_settings_are_those_of_transformers(tmp_path, kind, model_type):
     for number, change in enumerate(changes):
         settings = {"tokenizer_class": kind, **change}
         folder = llama_folder(tmp_path / str(number), settings, model_type)
-        theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
+        theirs, ours = AutoTokenizer.from_pretrained(folder), open_text_tokenizer(folder)
         for text in TEXTS:
             assert ours.encode(text) == theirs(text).input_ids, (change, text)
             plain = theirs(text, add_special_tokens=False).input_ids
@@ -77,10 +77,10 @@ def test_llamas_settings_are_those_of_transformers(tmp_path, kind, model_type):
 
 def test_settings_survive_a_tokenizer_that_is_saved(tmp_path):
     settings = {"tokenizer_class": "LlamaTokenizer", "add_prefix_space": False}
-    opened = open_tokenizer(llama_folder(tmp_path / "published", settings))
+    opened = open_text_tokenizer(llama_folder(tmp_path / "published", settings))
     (tmp_path / "saved").mkdir()
     opened.save(tmp_path / "saved")
-    again = open_tokenizer(tmp_path / "saved")
+    again = open_text_tokenizer(tmp_path / "saved")
     for text in [*TEXTS, " a"]:
         assert again.encode(text) == opened.encode(text)
     assert again.fingerprint == opened.fingerprint
@@ -95,7 +95,7 @@ def test_settings_survive_a_tokenizer_that_is_saved(tmp_path):
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, change, said):
     with pytest.raises(UserError, match=said):
-        open_tokenizer(llama_folder(tmp_path / "model", change))
+        open_text_tokenizer(llama_folder(tmp_path / "model", change))
 
 
 def bert_folder(folder, settings, lowercase):

@@ -36,7 +36,7 @@ from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend, open_t5_backend
-from mmqa_jax.prompting.text_tokenizer import open_tokenizer
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_additions, load_converted, read_record, weights_hash
@@ -101,7 +101,7 @@ def open_backend(
             f"--adapter: {path} holds a {kind}, and a {nouns('lora')} takes adapters; leave it out."
         )
     if family.writes == "encoder-decoder":
-        text = open_tokenizer(path if tokenizer is None else tokenizer)
+        text = open_text_tokenizer(path if tokenizer is None else tokenizer)
         dtype = _dtype(config)
         return open_t5_backend(
             path,
@@ -138,7 +138,7 @@ def open_backend(
         beside=values * (4 if dtype == "float32" else 2),
     )
     sizing.choose()  # sizes that do not fit are refused before any weights are read
-    text = open_tokenizer(path if tokenizer is None else tokenizer)
+    text = open_text_tokenizer(path if tokenizer is None else tokenizer)
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
     parts = [kind, digest or weights_hash(path), text.fingerprint, [*numerics, __version__]]
