@@ -229,11 +229,11 @@ def write_aokvqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the leaderboard's file: every question, with what was predicted of the two."""
-    given = scores.predictions_by_question(questions, predictions)
+    by_id = scores.predictions_by_question(questions, predictions)
     rows: dict[str, dict[str, str]] = {}
     for question in questions:
         row = rows.setdefault(question.id, {})
-        prediction = given.get(question.id)
+        prediction = by_id.get(question.id)
         if prediction is not None and prediction.choice is not None:
             row[CHOICE] = question.choices[prediction.choice]
         if prediction is not None and prediction.answer:
@@ -260,19 +260,19 @@ def _aokvqa_prediction(
 
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Direct answers and multiple choice, whichever of the two the predictions hold."""
-    given = scores.predictions_by_question(questions, predictions)
+    by_id = scores.predictions_by_question(questions, predictions)
     evaluation = Evaluation(has_modalities=False)
     chosen = any(prediction.choice is not None for prediction in predictions)
     if not chosen or any(prediction.answer for prediction in predictions):
-        evaluation.scored.append(_score_direct(questions, given))
+        evaluation.scored.append(_score_direct(questions, by_id))
     if chosen:
-        evaluation.scored.append(_score_choices(questions, given))
-        without = sum(prediction.choice is None for prediction in given.values())
+        evaluation.scored.append(_score_choices(questions, by_id))
+        without = sum(prediction.choice is None for prediction in by_id.values())
         evaluation.unparsed["a_okvqa_mc/official"] = without
     return evaluation
 
 
-def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]) -> scores.Scores:
+def _score_direct(questions: Sequence[Question], by_id: Mapping[str, Prediction]) -> scores.Scores:
     scored = scores.questions_that_count(
         questions,
         lambda question: (
@@ -281,15 +281,15 @@ def _score_direct(questions: Sequence[Question], given: Mapping[str, Prediction]
         "published direct answers (difficult questions do not count)",
     )
     scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
-    return answer_scores(questions, scored, given, scorer, groups={})
+    return answer_scores(questions, scored, by_id, scorer, groups={})
 
 
-def _score_choices(questions: Sequence[Question], given: Mapping[str, Prediction]) -> scores.Scores:
+def _score_choices(questions: Sequence[Question], by_id: Mapping[str, Prediction]) -> scores.Scores:
     scored = scores.questions_that_count(
         questions, lambda question: question.answer_index is not None, "a published correct option"
     )
-    right = np.array([_is_right(q, given[q.id]) if q.id in given else 0.0 for q in scored])
-    return scores.scores_of(questions, scored, given, {"a_okvqa_mc/official": right}, groups={})
+    right = np.array([_is_right(q, by_id[q.id]) if q.id in by_id else 0.0 for q in scored])
+    return scores.scores_of(questions, scored, by_id, {"a_okvqa_mc/official": right}, groups={})
 
 
 def _is_right(question: Question, prediction: Prediction) -> float:

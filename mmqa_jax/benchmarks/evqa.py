@@ -264,8 +264,8 @@ def matches(said: str, alternative: str, kind: str) -> bool:
     """
     if kind == "multi_answer":
         wanted = _items(alternative.split(ITEMS))
-        given = _items(said.replace(" and ", ",").replace(" & ", ",").split(","))
-        return bool(wanted) and len(wanted & given) / len(wanted | given) >= _LEAST_OVERLAP
+        listed = _items(said.replace(" and ", ",").replace(" & ", ",").split(","))
+        return bool(wanted) and len(wanted & listed) / len(wanted | listed) >= _LEAST_OVERLAP
     wanted = normalize_evqa(alternative)
     return bool(wanted) and normalize_evqa(said) == wanted
 
@@ -284,14 +284,14 @@ def score_evqa(
 
     BEM is the judge; without one only exact matches count.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "an answer")
-    said = [given[q.id].answer if q.id in given else "" for q in scored]
+    said = [by_id[q.id].answer if q.id in by_id else "" for q in scored]
     exact = [is_exact(answer, q) for answer, q in zip(said, scored, strict=True)]
     right = {EXACT: np.array(exact, float)}
     if judge is not None:
         right[BEM] = np.array(_judged(scored, said, exact, judge), float)
-    scores = scores_of(questions, scored, given, right, _groups(scored))
+    scores = scores_of(questions, scored, by_id, right, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)
     if judge is None:
         evaluation.notes.append(

@@ -244,11 +244,11 @@ def score_infoseek(questions: Sequence[Question], predictions: Sequence[Predicti
 
     The script leaves questions without a prediction out of its means.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_typed_answer, "an answer and a type")
-    right = [q.id in given and is_right(given[q.id].answer, q) for q in scored]
+    right = [q.id in by_id and is_right(by_id[q.id].answer, q) for q in scored]
     groups = _groups(scored)
-    scores = scores_of(questions, scored, given, {SCORER: np.array(right, float)}, groups)
+    scores = scores_of(questions, scored, by_id, {SCORER: np.array(right, float)}, groups)
     evaluation = Evaluation([scores], has_modalities=False)
     halves = [scores.of_category(SCORER, name) for name in ("unseen question", "unseen entity")]
     if all(map(len, halves)):
@@ -268,11 +268,11 @@ def write_infoseek_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the official lines, one for every question."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     write_jsonl(
         path,
         (
-            {"data_id": q.id, "prediction": given[q.id].answer if q.id in given else ""}
+            {"data_id": q.id, "prediction": by_id[q.id].answer if q.id in by_id else ""}
             for q in questions
         ),
     )

@@ -241,14 +241,14 @@ def edit_distance(first: str, second: str) -> int:
 
 def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall and by each of the official script's keys; a missing prediction is wrong."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "a published answer")
 
     def right(*, ignore_empty: bool) -> np.ndarray:
         return np.array(
             [
-                q.id in given
-                and normalized(_said(given[q.id], q), q, ignore_empty=ignore_empty) == q.answers[0]
+                q.id in by_id
+                and normalized(_said(by_id[q.id], q), q, ignore_empty=ignore_empty) == q.answers[0]
                 for q in scored
             ],
             float,
@@ -258,9 +258,9 @@ def score_mathvista(questions: Sequence[Question], predictions: Sequence[Predict
         OFFICIAL: right(ignore_empty=False),
         EMPTY_WRONG: right(ignore_empty=True),
     }
-    scores = scores_of(questions, scored, given, per_question, _groups(scored))
+    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
     none = sum(
-        q.id in given and normalized(_said(given[q.id], q), q, ignore_empty=True) is None
+        q.id in by_id and normalized(_said(by_id[q.id], q), q, ignore_empty=True) is None
         for q in scored
     )
     return Evaluation([scores], has_modalities=False, unparsed={OFFICIAL: none, EMPTY_WRONG: none})
@@ -320,7 +320,7 @@ def write_mathvista_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes what calculate_score.py reads, a problem with its extraction for each question."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     problems = {}
     for question in questions:
         problem = {
@@ -329,7 +329,7 @@ def write_mathvista_submission(
             "choices": list(question.choices) or None,
             **{key: question.extra.get(key) for key in (KIND, ANSWER_TYPE, PRECISION)},
             "metadata": {key: question.extra[key] for key in GROUPS if key in question.extra},
-            "extraction": _said(given[question.id], question) if question.id in given else "",
+            "extraction": _said(by_id[question.id], question) if question.id in by_id else "",
         }
         if question.answers:
             problem["answer"] = question.answers[0]

@@ -355,14 +355,14 @@ def official_k(name: str) -> int:
 
 def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """recall@k by set and by task; a query without a ranking has found nothing."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "positives")
-    first = np.array([_first_rank(given.get(one.id), one) for one in scored])
-    depth = max((len(one.sources) for one in given.values()), default=0)
+    first = np.array([_first_rank(by_id.get(one.id), one) for one in scored])
+    depth = max((len(one.sources) for one in by_id.values()), default=0)
     per_question = {OFFICIAL: first <= np.array([official_k(one.category) for one in scored])}
     per_question |= {f"mbeir/recall@{k}": first <= k for k in KS if k <= max(depth, _FASHION_K)}
     values = {name: hits.astype(float) for name, hits in per_question.items()}
-    scores = scores_of(questions, scored, given, values, _groups(scored))
+    scores = scores_of(questions, scored, by_id, values, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)
     names = [name for name in sets_of(scored) if scores.counts[name]]
     average = float(np.mean([scores.of_category(OFFICIAL, name).mean() for name in names]))
@@ -385,10 +385,10 @@ def first_errors(
     corpus: Corpus, questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Table]:
     """What is wrong with first candidates that are no positives, as shares of these, by set."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
     for question in questions:
-        first = given[question.id].sources[:1] if question.id in given else ()
+        first = by_id[question.id].sources[:1] if question.id in by_id else ()
         if not first or first[0] in question.positives or not question.positives:
             continue
         name = first[0]
@@ -438,10 +438,10 @@ def write_mbeir_run(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the rankings as UniIR's run files: TREC's columns, and the number of the task."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     with atomic_write(path) as file:
         for question in questions:
-            one = given.get(question.id, Prediction(question.id))
+            one = by_id.get(question.id, Prediction(question.id))
             # Only the order counts where a file gives no scores.
             scores = one.source_scores or [1 / rank for rank in range(1, len(one.sources) + 1)]
             tag = f"mbeir_{question.category}_{question.split}"
@@ -452,10 +452,10 @@ def write_mbeir_run(
                 )
 
 
-def _first_rank(given: Prediction | None, question: Question) -> float:
+def _first_rank(prediction: Prediction | None, question: Question) -> float:
     """The rank of the first positive; infinite where there is none."""
     gold = set(question.positives)
-    sources = given.sources if given is not None else ()
+    sources = prediction.sources if prediction is not None else ()
     return next((rank for rank, one in enumerate(sources, start=1) if one in gold), np.inf)
 
 

@@ -374,7 +374,7 @@ def write_mmbench_submission(
     """
     if path.suffix.lower() != ".xlsx":
         raise UserError(f"--submission={path}: a spreadsheet is written; name a file .xlsx.")
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     widest = max(len(question.choices) for question in questions)
     columns = [c for c in _SPREADSHEET if c not in rules.LETTERS[max(widest, 4) :]]
     rows = []
@@ -389,7 +389,7 @@ def write_mmbench_submission(
             "category": question.category,
             "split": {"val": "dev"}.get(question.split, question.split),
         }
-        said = multiple_choice.shown_answer(given[question.id]) if question.id in given else None
+        said = multiple_choice.shown_answer(by_id[question.id]) if question.id in by_id else None
         rows.append([*(cells.get(column) for column in columns), said])
     write_spreadsheet(path, [*columns, PREDICTION], rows)
 
@@ -401,7 +401,7 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     if all passes among `questions` are right, one without a prediction being wrong. Passes whose
     first pass is not among `questions` are left out, as in VLMEvalKit.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
     if not firsts:
         raise UserError(
@@ -410,24 +410,24 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
         )
     scored = questions_that_count(firsts, multiple_choice.has_answer, "a published answer")
     passes = [question for question in questions if multiple_choice.has_answer(question)]
-    rotated = any(q.extra.get(PASS, 0) > 0 and q.id in given for q in passes)
+    rotated = any(q.extra.get(PASS, 0) > 0 and q.id in by_id for q in passes)
     per_question: dict[str, np.ndarray] = {}
     unparsed: dict[str, int] = {}
     firsts_of = [question for question in passes if not question.extra.get(PASS, 0)]
     for year, answer_is in (("", False), ("_2026", True)):
         rule = functools.partial(_vlmeval, answer_is=answer_is)
-        chosen = multiple_choice.chosen_by(passes, given, rule)
+        chosen = multiple_choice.chosen_by(passes, by_id, rule)
         hits = multiple_choice.right_choices(passes, chosen)  # [pass]
         if rotated:
             per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
             unparsed[f"mmbench/circular{year}"] = multiple_choice.unparsed_choices(
-                passes, given, chosen
+                passes, by_id, chosen
             )
         of_pass = dict(zip((question.id for question in passes), hits, strict=True))
         per_question[f"mmbench/vanilla{year}"] = np.array([of_pass[q.id] for q in scored])
         unparsed[f"mmbench/vanilla{year}"] = multiple_choice.unparsed_choices(
             firsts_of,
-            given,
+            by_id,
             [c for q, c in zip(passes, chosen, strict=True) if not q.extra.get(PASS, 0)],
         )
     notes = []
@@ -438,7 +438,7 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
         for key in (L2, "category")
         for name in sorted({_ability(q, key) for q in scored} - {""})
     }
-    scores = scores_of(firsts, scored, given, per_question, groups)
+    scores = scores_of(firsts, scored, by_id, per_question, groups)
     return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
 
 

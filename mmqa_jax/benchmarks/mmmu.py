@@ -206,19 +206,19 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
 
     A missing prediction is wrong; the scripts leave it out.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "a published answer")
-    parsed = _choices(scored, given, _by_script)
-    letters = _choices(scored, given, _by_letter)
-    drawn = parsed | _drawn(questions, given)
-    unparsed = sum(q.id in given and q.id not in parsed for q in scored if q.choices)
-    without = sum(q.id in given and q.id not in letters for q in scored if q.choices)
+    parsed = _choices(scored, by_id, _by_script)
+    letters = _choices(scored, by_id, _by_letter)
+    drawn = parsed | _drawn(questions, by_id)
+    unparsed = sum(q.id in by_id and q.id not in parsed for q in scored if q.choices)
+    without = sum(q.id in by_id and q.id not in letters for q in scored if q.choices)
     per_question = {
-        OFFICIAL: _right(scored, given, drawn),
-        STRICT: _right(scored, given, parsed),
-        LETTER: _right(scored, given, letters),
+        OFFICIAL: _right(scored, by_id, drawn),
+        STRICT: _right(scored, by_id, parsed),
+        LETTER: _right(scored, by_id, letters),
     }
-    scores = scores_of(questions, scored, given, per_question, _groups(scored))
+    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
     return Evaluation(
         [scores],
         has_modalities=False,
@@ -235,19 +235,19 @@ def _by_letter(text: str, question: Question) -> int | None:
 
 
 def _choices(
-    questions: Sequence[Question], given: multiple_choice.Given, rule: multiple_choice.Rule
+    questions: Sequence[Question], by_id: multiple_choice.Given, rule: multiple_choice.Rule
 ) -> dict[str, int]:
     """Question id -> the choice that its prediction names, where it names one."""
     asked = [question for question in questions if question.choices]
-    choices = zip(asked, multiple_choice.chosen_by(asked, given, rule), strict=True)
+    choices = zip(asked, multiple_choice.chosen_by(asked, by_id, rule), strict=True)
     return {question.id: choice for question, choice in choices if choice is not None}
 
 
-def _drawn(questions: Sequence[Question], given: multiple_choice.Given) -> dict[str, int]:
+def _drawn(questions: Sequence[Question], by_id: multiple_choice.Given) -> dict[str, int]:
     """The choices that the script draws where it finds none, subject by subject."""
     draw = random.Random(SEED)
-    failed = [q for q in questions if q.choices and q.id in given]
-    parsed = _choices(failed, given, _by_script)
+    failed = [q for q in questions if q.choices and q.id in by_id]
+    parsed = _choices(failed, by_id, _by_script)
     return {
         question.id: multiple_choice.LETTERS.index(
             draw.choice(multiple_choice.LETTERS[: len(question.choices)])
@@ -258,13 +258,13 @@ def _drawn(questions: Sequence[Question], given: multiple_choice.Given) -> dict[
 
 
 def _right(
-    questions: Sequence[Question], given: multiple_choice.Given, chosen: Mapping[str, int]
+    questions: Sequence[Question], by_id: multiple_choice.Given, chosen: Mapping[str, int]
 ) -> np.ndarray:  # float64[question]
     return np.array(
         [
             chosen.get(q.id) == q.answer_index
             if q.choices
-            else q.id in given and is_open_answer(given[q.id].answer, q.answers)
+            else q.id in by_id and is_open_answer(by_id[q.id].answer, q.answers)
             for q in questions
         ],
         float,
@@ -302,9 +302,9 @@ def write_mmmu_submission(
 
     Where no letter is found it is the one that the script draws; "" where there is no prediction.
     """
-    given = predictions_by_question(questions, predictions)
-    chosen = _choices(questions, given, _by_script) | _drawn(questions, given)
-    texts = {q.id: given[q.id].answer for q in questions if q.id in given and not q.choices}
+    by_id = predictions_by_question(questions, predictions)
+    chosen = _choices(questions, by_id, _by_script) | _drawn(questions, by_id)
+    texts = {q.id: by_id[q.id].answer for q in questions if q.id in by_id and not q.choices}
     letters = {name: multiple_choice.LETTERS[index] for name, index in chosen.items()}
     write_json(path, {q.id: (texts | letters).get(q.id, "") for q in questions})
 

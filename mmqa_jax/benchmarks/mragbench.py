@@ -112,12 +112,12 @@ def read_mragbench(folder: Path) -> official.BenchmarkFiles:
         return digest
 
     def question(row: official.Entry) -> Question:
-        gold, given = (
+        gold, retrieved = (
             tuple(dict.fromkeys(map(known, columns.listed(str(row["id"]), column))))
             for column in (_GOLD, _GIVEN)
         )
         image = f"{row['id']}/image"
-        return _question(row, image if image in columns else None, gold, given)
+        return _question(row, image if image in columns else None, gold, retrieved)
 
     rows = parquet_entries(tables, _NEEDED, _MORE)
     questions = list(official.read_entries(rows, question, "id").values())
@@ -130,7 +130,7 @@ def read_mragbench(folder: Path) -> official.BenchmarkFiles:
 
 
 def _question(
-    row: official.Entry, image: str | None, gold: tuple[str, ...], given: Sequence[str]
+    row: official.Entry, image: str | None, gold: tuple[str, ...], retrieved: Sequence[str]
 ) -> Question:
     choices = tuple(map(row.text, _LETTERS))
     index = row.letter("answer_choice", len(choices), hidden=())
@@ -147,7 +147,7 @@ def _question(
         extra={
             ASPECT: row.text(ASPECT),
             **{key: row[key] for key in _MORE if row.get(key)},
-            RETRIEVED: list(given),
+            RETRIEVED: list(retrieved),
         },
     )
 
@@ -169,12 +169,12 @@ SCORER = "mragbench/rule"
 
 def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
-    chosen = chosen_by(scored, given, lambda text, q: mmmu_choice(text.strip(), len(q.choices)))
-    unparsed = sum(q.id in given and one is None for q, one in zip(scored, chosen, strict=True))
+    chosen = chosen_by(scored, by_id, lambda text, q: mmmu_choice(text.strip(), len(q.choices)))
+    unparsed = sum(q.id in by_id and one is None for q, one in zip(scored, chosen, strict=True))
     scores = scores_of(
-        questions, scored, given, {SCORER: right_choices(scored, chosen)}, _groups(scored)
+        questions, scored, by_id, {SCORER: right_choices(scored, chosen)}, _groups(scored)
     )
     return Evaluation([scores], has_modalities=False, unparsed={SCORER: unparsed})
 
@@ -199,13 +199,13 @@ def write_mragbench_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the lines that score.py reads, one for every question."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     write_jsonl(
         path,
         (
             {
                 "qs_id": question.id,
-                "output": given[question.id].answer if question.id in given else "",
+                "output": by_id[question.id].answer if question.id in by_id else "",
                 "gt_answer": question.choices[question.answer_index],
                 "gt_choice": LETTERS[question.answer_index],
                 "scenario": question.category,

@@ -255,7 +255,7 @@ def score_multimodalqa(
     questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> Evaluation:
     """Both scores by type of question, by number of modalities, and by where the answer is."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer_list, "an answer")
     scorers: dict[str, Callable[[Sequence[str], Sequence[str]], float]] = {
         "multimodalqa/list_em": list_em,
@@ -263,7 +263,7 @@ def score_multimodalqa(
     }
 
     def score(scorer: Callable[[Sequence[str], Sequence[str]], float], question: Question) -> float:
-        prediction = given.get(question.id)
+        prediction = by_id.get(question.id)
         if prediction is None:
             return 0.0
         return scorer(answer_items(prediction), question.extra[ANSWER_LIST])
@@ -273,7 +273,8 @@ def score_multimodalqa(
         for name, scorer in scorers.items()
     }
     return Evaluation(
-        [scores_of(questions, scored, given, per_question, _groups(scored))], has_modalities=False
+        [scores_of(questions, scored, by_id, per_question, _groups(scored))],
+        has_modalities=False,
     )
 
 
@@ -305,10 +306,10 @@ def write_multimodalqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the official file: every question, a list where the answer has several items."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     rows: dict[str, str | list[str]] = {}
     for question in questions:
-        prediction = given.get(question.id)
+        prediction = by_id.get(question.id)
         items = [""] if prediction is None else answer_items(prediction)
         rows[question.id] = items[0] if len(items) == 1 else items
     write_json(path, rows)

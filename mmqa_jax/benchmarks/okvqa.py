@@ -229,7 +229,7 @@ def _question_id(row: Any) -> str | None:
 
 def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """VQA accuracy by category, from annotators' answers or from soft labels."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, vqa.has_answers, "reference answers")
     soft = [SOFT_LABELS in question.extra for question in scored]
     if any(soft) and not all(soft):
@@ -245,7 +245,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
             "vqa_accuracy/kat": lambda said, q: vqa.kat_accuracy(said, q.answers),
         }
         return Evaluation(
-            [vqa.answer_scores(questions, scored, given, scorers)], has_modalities=False
+            [vqa.answer_scores(questions, scored, by_id, scorers)], has_modalities=False
         )
 
     def weight(said: str, question: Question) -> float:
@@ -262,7 +262,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         "the official annotations"
     )
     evaluation = Evaluation(
-        [vqa.answer_scores(questions, scored, given, scorers)], has_modalities=False
+        [vqa.answer_scores(questions, scored, by_id, scorers)], has_modalities=False
     )
     evaluation.notes.append(note)
     return evaluation

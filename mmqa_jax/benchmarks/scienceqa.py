@@ -461,10 +461,10 @@ def write_scienceqa_submission(
     The given choice; else the one that the text names by LLaVA's rule; else ScienceQA's random
     choice. -1 where there is no prediction.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     results = {}
     for question in questions:
-        prediction, count = given.get(question.id), len(question.choices)
+        prediction, count = by_id.get(question.id), len(question.choices)
         choice: int | None = -1
         if prediction is not None:
             choice = prediction.choice
@@ -478,11 +478,11 @@ def write_scienceqa_submission(
 
 def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """ScienceQA's accuracy overall and in its nine columns, which overlap."""
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
-    strict = chosen_by(scored, given, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
-    lenient = chosen_by(scored, given, lambda text, q: rules.llava_choice(text, len(q.choices)))
-    failed = [q.id in given and choice is None for q, choice in zip(scored, strict, strict=True)]
+    strict = chosen_by(scored, by_id, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
+    lenient = chosen_by(scored, by_id, lambda text, q: rules.llava_choice(text, len(q.choices)))
+    failed = [q.id in by_id and choice is None for q, choice in zip(scored, strict, strict=True)]
     drawn = [
         rules.random_choice(q.id, len(q.choices)) if fails else choice
         for q, choice, fails in zip(scored, strict, failed, strict=True)
@@ -496,13 +496,13 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
     unparsed = {
         "scienceqa/letter_or_random": sum(failed),
         "scienceqa/letter_or_expected": sum(failed),
-        "scienceqa/letter_or_wrong": unparsed_choices(scored, given, lenient),
+        "scienceqa/letter_or_wrong": unparsed_choices(scored, by_id, lenient),
     }
     if any(prediction.choice is not None for prediction in predictions):
-        recorded = [given[q.id].choice if q.id in given else None for q in scored]
+        recorded = [by_id[q.id].choice if q.id in by_id else None for q in scored]
         per_question["scienceqa/recorded_choice"] = right_choices(scored, recorded)
-        unparsed["scienceqa/recorded_choice"] = unparsed_choices(scored, given, recorded)
-    scores = scores_of(questions, scored, given, per_question, scienceqa_columns(scored))
+        unparsed["scienceqa/recorded_choice"] = unparsed_choices(scored, by_id, recorded)
+    scores = scores_of(questions, scored, by_id, per_question, scienceqa_columns(scored))
     evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
     known = sum(bool(question.category) for question in scored)
     if known < len(scored):

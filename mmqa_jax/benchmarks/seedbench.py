@@ -182,10 +182,10 @@ def write_seed_bench_submission(
 
     A missing prediction is an empty text.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     rows = []
     for question in questions:
-        prediction = given.get(question.id)
+        prediction = by_id.get(question.id)
         said = ""
         if prediction is not None:
             by_letter = prediction.choice is not None
@@ -202,17 +202,17 @@ def score_seed_bench(
     Choices count as those of least loss, texts as letters; both are scored where a file has both,
     and the notes say which it has.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answer, "a published answer")
     chosen = {}
     if any(prediction.choice is not None for prediction in predictions):
         chosen["seed_bench/likelihood"] = [
-            given[q.id].choice if q.id in given else None for q in scored
+            by_id[q.id].choice if q.id in by_id else None for q in scored
         ]
-    answered = [q for q in scored if q.id in given and given[q.id].answer]
-    if not chosen or not all(by_choice(given[q.id], q) for q in answered):
+    answered = [q for q in scored if q.id in by_id and by_id[q.id].answer]
+    if not chosen or not all(by_choice(by_id[q.id], q) for q in answered):
         chosen["seed_bench/letter"] = [
-            rules.exact_letter_choice(given[q.id].answer, len(q.choices)) if q.id in given else None
+            rules.exact_letter_choice(by_id[q.id].answer, len(q.choices)) if q.id in by_id else None
             for q in scored
         ]
     dimensions = {q.extra[DIMENSION]: q.category for q in scored}
@@ -223,8 +223,8 @@ def score_seed_bench(
     for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
         groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
     per_question = {name: right_choices(scored, choices) for name, choices in chosen.items()}
-    unparsed = {name: unparsed_choices(scored, given, choices) for name, choices in chosen.items()}
-    scores = scores_of(questions, scored, given, per_question, groups)
+    unparsed = {name: unparsed_choices(scored, by_id, choices) for name, choices in chosen.items()}
+    scores = scores_of(questions, scored, by_id, per_question, groups)
     notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
     return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
 

@@ -245,16 +245,16 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
 
     MTEB leaves questions without a ranking out of its means.
     """
-    given = predictions_by_question(questions, predictions)
+    by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "relevant pages")
     gold = [dict(zip(one.positives, one.extra[GRADES], strict=True)) for one in scored]
-    ranked = [as_trec_orders(given[one.id]) if one.id in given else () for one in scored]
+    ranked = [as_trec_orders(by_id[one.id]) if one.id in by_id else () for one in scored]
     measures = score_rankings(gold, ranked, KS).per_question
     per_question = {f"vidore/ndcg@{k}": measures[f"ndcg@{k}"] for k in KS}
     main = [_MAIN_K[version_of(one.category)] for one in scored]
     by_k = [measures[f"ndcg@{k}"][n] for n, k in enumerate(main)]
     per_question = {OFFICIAL: np.array(by_k), **per_question}
-    scores = scores_of(questions, scored, given, per_question, _groups(scored))
+    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)
     for version, sets in _VERSIONS.items():
         there = [name for name in sets if scores.counts.get(name)]
@@ -273,12 +273,12 @@ def set_score(scores: Scores, name: str) -> float:
     return float(np.mean([scores.of_category(OFFICIAL, group).mean() for group in of_set]))
 
 
-def as_trec_orders(given: Prediction) -> tuple[str, ...]:
+def as_trec_orders(prediction: Prediction) -> tuple[str, ...]:
     """The sources as trec_eval orders them; as they are where there are no scores."""
-    if not given.source_scores:
-        return given.sources
-    rounded = np.asarray(given.source_scores, np.float32).tolist()
-    pairs = sorted(zip(rounded, given.sources, strict=True), reverse=True)
+    if not prediction.source_scores:
+        return prediction.sources
+    rounded = np.asarray(prediction.source_scores, np.float32).tolist()
+    pairs = sorted(zip(rounded, prediction.sources, strict=True), reverse=True)
     return tuple(name for _, name in pairs)
 
 

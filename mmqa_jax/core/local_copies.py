@@ -86,9 +86,9 @@ def with_local_copies(config: Any, *, stream: bool = False) -> Any:
             return type(value)(map(local, value))
         return value
 
-    given = config.to_dict()
-    local_config = local(given)
-    return config if local_config == given else ConfigDict(local_config)
+    places = config.to_dict()
+    local_config = local(places)
+    return config if local_config == places else ConfigDict(local_config)
 
 
 def _update(

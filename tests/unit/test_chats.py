@@ -121,7 +121,7 @@ def test_the_last_answer_of_a_published_model_is_what_trl_learns():
     ours = open_text_tokenizer(smollm2_path())
     example = chat_example(ours, asked(THREE), "last")
     theirs = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(ours._tokenizer.to_str()), **ours.template.tokens
+        tokenizer_object=Tokenizer.from_str(ours.published.to_str()), **ours.template.tokens
     )
     theirs.chat_template = ours.template.source
     whole = theirs.apply_chat_template(THREE, return_dict=False)

@@ -77,15 +77,15 @@ def answer_batches(
     masked_positions int32 and masked_weights float32 [B, max_pred], index (into `questions`)
     and truncated int32[B].
     """
-    kept = [i for i, q in enumerate(questions) if q.answers]
-    if not kept:
+    usable = [i for i, q in enumerate(questions) if q.answers]
+    if not usable:
         raise UserError("answer training: no question has a reference answer; check the split.")
     max_sources, wording = sampling.max_sources, sampling.wording
     distractor_prob, no_source_prob = sampling.distractor_prob, sampling.no_source_prob
     shares = sampling.shares
-    _check_shares(shares, {questions[i].category for i in kept})
+    _check_shares(shares, {questions[i].category for i in usable})
     corpus, tokenizer = reader.corpus, reader.tokenizer
-    shown = [] if no_source_prob == 1 else kept
+    shown = [] if no_source_prob == 1 else usable
     wanted = [category_modality(q.category) if route_by_category else None for q in questions]
     most = packer.config.max_pictures
 
@@ -99,18 +99,18 @@ def answer_batches(
     negatives = {i: corpus.negative_rows(questions[i]) for i in shown if distractor_prob}
     question_tokens = TokenTable(tokenizer, [clean(q.question) for q in questions])
     keyword_tokens = TokenTable(tokenizer, [clean(q.keywords) for q in questions])
-    kept_shares = np.array([shares.get(questions[i].category, 1.0) for i in kept])
-    num_answers = [len(questions[i].answers) for i in kept]
+    usable_shares = np.array([shares.get(questions[i].category, 1.0) for i in usable])
+    num_answers = [len(questions[i].answers) for i in usable]
     first_answer = np.cumsum([0, *num_answers])[:-1]  # in the table of all answers
     answer_tokens = TokenTable(
-        tokenizer, [clean(answer) for i in kept for answer in questions[i].answers]
+        tokenizer, [clean(answer) for i in usable for answer in questions[i].answers]
     )
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((13, feed.seed, epoch))
-        taken = np.flatnonzero(rng.random(len(kept)) < kept_shares)
-        rows = np.full((len(kept), max_sources), -1)
-        for n, i in enumerate(kept):
+        taken = np.flatnonzero(rng.random(len(usable)) < usable_shares)
+        rows = np.full((len(usable), max_sources), -1)
+        for n, i in enumerate(usable):
             if no_source_prob and rng.random() < no_source_prob:
                 continue
             chosen = golds[i]
@@ -120,12 +120,12 @@ def answer_batches(
             if sampling.shuffle_sources:
                 chosen = rng.permutation(chosen)
             rows[n, : len(chosen)] = chosen
-        choice = rng.integers(num_answers if wording == "random" else [1] * len(kept))
+        choice = rng.integers(num_answers if wording == "random" else [1] * len(usable))
         answer_lengths = masking.columns(answer_tokens.lengths[first_answer + choice])
-        text = reader.text_length(rows) + question_tokens.lengths[kept] + answer_lengths
+        text = reader.text_length(rows) + question_tokens.lengths[usable] + answer_lengths
         pictures = ((rows >= 0) & reader.is_image[rows]).sum(axis=1)
         table = {
-            "question": np.array(kept),
+            "question": np.array(usable),
             "rows": rows,
             "choice": choice,
             "answer": first_answer + choice,

@@ -69,11 +69,11 @@ def contrastive_batches(
     corpus, tokenizer = reader.corpus, reader.tokenizer
     query_length, second_hop = sampling.query_length, sampling.second_hop
     num_negatives = sampling.num_negatives
-    kept = [i for i, q in enumerate(questions) if q.positives]
-    if not kept:
+    usable = [i for i, q in enumerate(questions) if q.positives]
+    if not usable:
         raise UserError("contrastive training: no question lists a gold source; check the split.")
-    golds = {i: np.array(corpus.positive_rows(questions[i])) for i in kept}
-    negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in kept}
+    golds = {i: np.array(corpus.positive_rows(questions[i])) for i in usable}
+    negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in usable}
     most_golds = max(map(len, golds.values()))
     question_tokens = TokenTable(tokenizer, [q.question for q in questions])
     shapes = [Bucket(0, length) for length in sorted(sampling.source_lengths)]
@@ -82,8 +82,8 @@ def contrastive_batches(
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((11, feed.seed, epoch))
         # first_hop: the source whose title follows the question, -1: none.
-        rows, first_hop = np.zeros((len(kept), group), np.int64), np.full(len(kept), -1)
-        for n, i in enumerate(kept):
+        rows, first_hop = np.zeros((len(usable), group), np.int64), np.full(len(usable), -1)
+        for n, i in enumerate(usable):
             gold = golds[i]
             if reader.is_image[gold].any() or not second_hop:
                 gold = rng.permutation(gold)
@@ -93,7 +93,12 @@ def contrastive_batches(
             rows[n, 1:] = _draw(rng, negatives[i], num_negatives, len(corpus), golds[i])
         longest = reader.table.lengths[rows].max(axis=1) + 2 + feed.slack
         buckets = np.searchsorted([s.text for s in shapes], longest).clip(max=len(shapes) - 1)
-        return {"question": np.array(kept), "rows": rows, "first_hop": first_hop, "bucket": buckets}
+        return {
+            "question": np.array(usable),
+            "rows": rows,
+            "first_hop": first_hop,
+            "bucket": buckets,
+        }
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         size = reader.pictures.size if reader.pictures else 0

@@ -42,25 +42,25 @@ def example_retrieval_batches(
       length: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
       candidates: m.
     """
-    kept = [row for row, judged in enumerate(rows) if len(judged.scores) >= candidates]
-    if not kept:
+    usable = [row for row, judged in enumerate(rows) if len(judged.scores) >= candidates]
+    if not usable:
         raise UserError(
             f"config key batches.candidates={candidates}: no judged question has so many; lower "
             "it, or run `mmqa judge` with a larger judge.candidates."
         )
     named = sorted(
-        {name for row in kept for name in (rows[row].question_id, *rows[row].candidates)}
+        {name for row in usable for name in (rows[row].question_id, *rows[row].candidates)}
     )
     place = {name: i for i, name in enumerate(named)}
     tokens = TokenTable(tokenizer, [text_of(questions[name]) for name in named])
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((15, feed.seed, epoch))
-        drawn = [rng.permutation(len(rows[row].scores))[:candidates] for row in kept]
+        drawn = [rng.permutation(len(rows[row].scores))[:candidates] for row in usable]
         return {
-            "row": np.array(kept),
+            "row": np.array(usable),
             "drawn": np.stack(drawn),
-            "bucket": np.zeros(len(kept), np.int64),
+            "bucket": np.zeros(len(usable), np.int64),
         }
 
     def inputs(names: Sequence[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

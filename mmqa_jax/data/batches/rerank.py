@@ -69,11 +69,11 @@ def rerank_batches(
     regions lost) int32.
     """
     corpus = reader.corpus
-    kept = [i for i, q in enumerate(questions) if q.positives]
-    if not kept:
+    usable = [i for i, q in enumerate(questions) if q.positives]
+    if not usable:
         raise UserError("rerank training: no question lists a gold source; check the split.")
-    golds = {i: np.array(corpus.positive_rows(questions[i])) for i in kept}
-    negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in kept}
+    golds = {i: np.array(corpus.positive_rows(questions[i])) for i in usable}
+    negatives = {i: np.array(corpus.negative_rows(questions[i]), np.int64) for i in usable}
     question_tokens = TokenTable(reader.tokenizer, [clean(q.question) for q in questions])
     title_tokens = TokenTable(reader.tokenizer, [source.title for source in corpus.sources])
     choices, second_hop_prob = sampling.choices_per_question, sampling.second_hop_prob
@@ -83,7 +83,7 @@ def rerank_batches(
         rng = np.random.default_rng((12, feed.seed, epoch))
         # first_hops: the source whose title follows the question, -1: none.
         chosen, sizes, first_hops = [], [], []
-        for i in kept:
+        for i in usable:
             gold, pool = golds[i], rng.permutation(negatives[i])
             alike = reader.is_image[pool] == reader.is_image[gold[0]]
             near = pool[alike][: max(0, same - len(gold))]
@@ -93,7 +93,7 @@ def rerank_batches(
             second = second_hop_prob and rng.random() < second_hop_prob
             first_hops.append(rng.choice(gold) if second else -1)
         sizes, rows = np.array(sizes), np.concatenate(chosen)  # [questions], [pairs]
-        question, first_hop = np.repeat(kept, sizes), np.repeat(first_hops, sizes)  # [pairs]
+        question, first_hop = np.repeat(usable, sizes), np.repeat(first_hops, sizes)  # [pairs]
         relevant = np.concatenate([np.full(len(c), k % 3 == 0) for k, c in enumerate(chosen)])
         text = reader.text_length(rows[:, None]) + question_tokens.lengths[question] + feed.slack
         text = text + np.where(first_hop >= 0, title_tokens.lengths[first_hop], 0)

@@ -205,7 +205,7 @@ class PictureWriter:
         return self._finish(notes)
 
     def _write_shard(self, number: int, names: Sequence[str]) -> dict[str, Any]:
-        kept, digests, broken = [], [], {}
+        written, digests, broken = [], [], {}
         try:
             with self._files.open_shard(_SPLIT, number) as shard:
                 for name in names:
@@ -220,14 +220,14 @@ class PictureWriter:
                             self._broken.add(name, str(error))
                     else:
                         shard.add(name, data)
-                        kept.append(name)
+                        written.append(name)
                         digests.append(hashlib.sha256(data).hexdigest())
                     with self._lock:
                         self._advance(1)
         except BaseException:
             self._failed.set()
             raise
-        note = {"names": kept, "pictures_sha256": digests, "broken": broken}
+        note = {"names": written, "pictures_sha256": digests, "broken": broken}
         note["bytes"] = shard.size.bytes
         self._notes.write(number, self._files.path(_SPLIT, number), note)
         return note

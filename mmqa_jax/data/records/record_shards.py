@@ -192,22 +192,22 @@ def write_records(
         if complete:
             return all_kept()
         files = DatasetFiles(folder / kind.dataset, kind.column, text=False, module=kind.module)
-        kept = ShardNotes(folder)
+        shard_notes = ShardNotes(folder)
         size = {"pictures": len(ids), "shard": shard, "processes": part.count}
         write_json(folder / PROGRESS, size)
-        notes = {number: kept.read(number, files.path(_SPLIT, number)) for number in own}
+        notes = {number: shard_notes.read(number, files.path(_SPLIT, number)) for number in own}
         advance(sum(len(parts[number]) for number in own if notes[number]))
         for number in own:
             if (note := notes[number]) is None:
                 names = {i: pictures[i] for i in parts[number]}
                 note = notes[number] = _write_shard(files, number, names, encode)
-                kept.write(number, files.path(_SPLIT, number), note)
+                shard_notes.write(number, files.path(_SPLIT, number), note)
             count(note)
         with alone(folder / ".claim") if shared else contextlib.nullcontext():
             if shared and finished():  # by the last of the other processes
                 return True
             for number in set(range(len(parts))) - set(own):
-                note = kept.read(number, files.path(_SPLIT, number))
+                note = shard_notes.read(number, files.path(_SPLIT, number))
                 if note is None:
                     return False
                 notes[number] = note
@@ -232,10 +232,10 @@ def read_unfinished(folder: Path) -> Unfinished | None:
         return None
     size = read_json(folder / PROGRESS)
     names = ("pictures", "shard", "processes")
-    given = [size.get(name) for name in names] if isinstance(size, dict) else []
-    if not all(isinstance(value, int) and value >= 1 for value in given) or not given:
+    sizes = [size.get(name) for name in names] if isinstance(size, dict) else []
+    if not all(isinstance(value, int) and value >= 1 for value in sizes) or not sizes:
         raise UserError(f"{folder / PROGRESS}: is damaged; start the job again, which writes it.")
-    pictures, shard, processes = given
+    pictures, shard, processes = sizes
     notes = ShardNotes(folder)
     parts = [
         PartState(min(shard, pictures - start), notes.written(number))
@@ -267,7 +267,7 @@ def _write_shard(
     pictures: Mapping[Any, str],
     encode: Callable[[Sequence[str]], Sequence[bytes | PictureError]],
 ) -> dict[str, Any]:
-    kept, broken = [], {}
+    written, broken = [], {}
     with files.open_shard(_SPLIT, number) as out:
         encoded = encode(list(pictures.values()))
         for (image_id, name), record in zip(pictures.items(), encoded, strict=True):
@@ -275,5 +275,5 @@ def _write_shard(
                 broken[name] = str(record)
                 continue
             out.add(str(image_id), record)
-            kept.append(image_id)
-    return {"pictures": kept, "broken": broken, "bytes": out.size.bytes}
+            written.append(image_id)
+    return {"pictures": written, "broken": broken, "bytes": out.size.bytes}
