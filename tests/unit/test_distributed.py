@@ -8,6 +8,8 @@ from jax._src import xla_bridge
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.hosts import distributed
+from mmqa_jax.core.hosts.peers import heartbeat_seconds
+from mmqa_jax.core.hosts.watchdog import hang_limit
 
 TWO = {
     "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9",
@@ -64,3 +66,21 @@ def test_a_given_cache_that_cannot_be_written(tmp_path):
         UserError, match=f"^{folder}: the compilation cache .*; name another folder"
     ):
         distributed.start(folder)
+
+
+@pytest.mark.parametrize(
+    ("read", "name", "default", "bad"),
+    [
+        (distributed.join_seconds, "MMQA_JOIN_SECONDS", 1800, ("0", "-1")),
+        (heartbeat_seconds, "MMQA_HEARTBEAT_SECONDS", 30, ("1", "2.5")),
+        (hang_limit, "MMQA_HANG_SECONDS", 1800, ("-1", "nan")),
+    ],
+)
+def test_seconds_come_from_the_environment(read, name, default, bad):
+    assert read({}) == default
+    assert read({name: "60"}) == 60
+    if read is hang_limit:
+        assert read({name: "0"}) == 0  # never
+    for text in ("soon", *bad, *["9" * 5000] * (read is not hang_limit)):
+        with pytest.raises(UserError, match=f"^environment: {name}={text[:9]}.*seconds were expec"):
+            read({name: text})

@@ -10,7 +10,7 @@ import pytest
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.hosts import meeting as module
-from mmqa_jax.core.hosts.distributed import bound, join_seconds
+from mmqa_jax.core.hosts.distributed import bound
 from mmqa_jax.core.hosts.meeting import Meeting, join
 
 pytestmark = pytest.mark.slow
@@ -150,11 +150,3 @@ def test_where_process_0_listens_comes_from_the_environment():
     for bad in ("10.0.0.1:8476", "tcp://10.0.0.1"):
         with pytest.raises(UserError, match="MMQA_COORDINATOR_BIND"):
             bound("[::]:8476", {"MMQA_COORDINATOR_BIND": bad})
-
-
-def test_how_long_is_waited_comes_from_the_environment():
-    assert join_seconds({}) == 1800
-    assert join_seconds({"MMQA_JOIN_SECONDS": "60"}) == 60
-    for bad in ("soon", "0", "-1", "1" * 5000):
-        with pytest.raises(UserError, match="MMQA_JOIN_SECONDS"):
-            join_seconds({"MMQA_JOIN_SECONDS": bad})
