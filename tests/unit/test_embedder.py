@@ -222,7 +222,7 @@ def test_no_recompilation_between_jobs(tmp_path):
     assert max(compiled) <= 2 * len(BUCKETS)  # two batch sizes
 
 
-def test_few_texts_of_a_length_share_the_program_of_the_next_one(monkeypatch):
+def test_texts_that_need_little_padding_share_the_program_of_the_next_length(monkeypatch):
     texts = ["a", "b", "a b c d", "a b c d e f g h"]  # tokens around them: 3, 3, 6 and 10
     one = embedder()
     apart = np.concatenate([one.embed_texts([text]) for text in texts])
@@ -233,9 +233,9 @@ def test_few_texts_of_a_length_share_the_program_of_the_next_one(monkeypatch):
     )
     np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
     assert [length for _, length in lengths] == [12]
-    monkeypatch.setattr("mmqa_jax.retrieval.embedder._FEW", 2)
+    monkeypatch.setattr("mmqa_jax.retrieval.embedder._PROGRAM_ON_CPU", 8)  # tokens of padding
     np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
-    assert [length for _, length in lengths] == [12, 4, 12]  # one of 6 tokens alone is few
+    assert [length for _, length in lengths] == [12, 4, 12]  # 3 and 3 become 8, or 6 becomes 12
 
 
 def test_layers_apart_give_the_same_vectors():
