@@ -16,15 +16,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
-from mmqa_jax.weights.formats.safetensors import (
-    SAFETENSORS,
-    ArraySource,
-    DerivedSource,
-    SafetensorsSource,
-    TensorSource,
-    files_in,
-    indexed_files,
-)
+from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 from mmqa_jax.weights.keymap import KeyMap
 
@@ -57,9 +49,9 @@ class Checkpoint(NamedTuple):
 
     config: Any
     key_map: Callable[[Any], KeyMap]
-    source: TensorSource
+    source: safetensors.TensorSource
     layout: str
-    check: Callable[[TensorSource, Any], None] | None = None
+    check: Callable[[safetensors.TensorSource, Any], None] | None = None
     unknown: Mapping[str, Any] = types.MappingProxyType({})
     remedy: str = ""
 
@@ -99,7 +91,7 @@ class Published(NamedTuple):
         is that of its source.
     """
 
-    source: TensorSource
+    source: safetensors.TensorSource
     config: dict[str, Any]
     processor: dict[str, Any] | None = None
 
@@ -158,7 +150,7 @@ def read_own_config(read: type | Callable[[Any, str], Any], path: Path) -> Any:
     return read(own.get("config"), f"{file}, key {OWN_CONFIG}.config")
 
 
-def shapes_of(source: TensorSource, rename: Iterable[tuple[str, str]] = ()) -> Shapes:
+def shapes_of(source: safetensors.TensorSource, rename: Iterable[tuple[str, str]] = ()) -> Shapes:
     """Shapes by key, after the renames of a KeyMap."""
     found = {}
     for key, spec in source.specs().items():
@@ -169,7 +161,7 @@ def shapes_of(source: TensorSource, rename: Iterable[tuple[str, str]] = ()) -> S
 
 
 def require_keys(
-    shapes: Mapping[str, Any], keys: Iterable[str], source: TensorSource, what: str
+    shapes: Mapping[str, Any], keys: Iterable[str], source: safetensors.TensorSource, what: str
 ) -> None:
     """Raises UserError if a checkpoint lacks the tensors that show the model's sizes."""
     missing = [key for key in keys if key not in shapes]
@@ -197,7 +189,9 @@ def renames(prefixes: Mapping[str, str]) -> list[tuple[str, str]]:
     return [(f"^{re.escape(theirs)}", ours) for theirs, ours in prefixes.items()]
 
 
-def with_prefixes(source: TensorSource, prefixes: Mapping[str, str]) -> TensorSource:
+def with_prefixes(
+    source: safetensors.TensorSource, prefixes: Mapping[str, str]
+) -> safetensors.TensorSource:
     """A model's tensors under published prefixes: undoes `renames`."""
     published = {ours: theirs for theirs, ours in prefixes.items()}
     tensors = {}
@@ -205,17 +199,19 @@ def with_prefixes(source: TensorSource, prefixes: Mapping[str, str]) -> TensorSo
         prefix = next((p for p in published if key.startswith(p)), "")
         renamed = published.get(prefix, "") + key[len(prefix) :]
         tensors[renamed] = spec, functools.partial(source.read, key)
-    return DerivedSource(source.name, tensors)
+    return safetensors.DerivedSource(source.name, tensors)
 
 
-def with_arrays(source: TensorSource, arrays: Mapping[str, np.ndarray]) -> TensorSource:
+def with_arrays(
+    source: safetensors.TensorSource, arrays: Mapping[str, np.ndarray]
+) -> safetensors.TensorSource:
     """The tensors of a source, and others that are in memory."""
-    return joined(source.name, source, ArraySource(arrays))
+    return joined(source.name, source, safetensors.ArraySource(arrays))
 
 
-def joined(name: str, *sources: TensorSource) -> TensorSource:
+def joined(name: str, *sources: safetensors.TensorSource) -> safetensors.TensorSource:
     """The tensors of all sources."""
-    return DerivedSource(
+    return safetensors.DerivedSource(
         name,
         {
             key: (spec, functools.partial(source.read, key))
@@ -231,7 +227,7 @@ def joined(name: str, *sources: TensorSource) -> TensorSource:
 TORCH = "pytorch_model.bin"
 
 
-def open_source(path: str | os.PathLike) -> TensorSource:
+def open_source(path: str | os.PathLike) -> safetensors.TensorSource:
     """Opens a checkpoint's tensors, reading headers only.
 
     Args:
@@ -243,21 +239,21 @@ def open_source(path: str | os.PathLike) -> TensorSource:
     """
     path = Path(path)
     if path.is_dir():
-        if files_in(path, SAFETENSORS):
-            return SafetensorsSource(path)
-        files = files_in(path, TORCH)
+        if safetensors.files_in(path, safetensors.SAFETENSORS):
+            return safetensors.SafetensorsSource(path)
+        files = safetensors.files_in(path, TORCH)
         if not files:
             raise UserError(
-                f"{path}: holds neither {SAFETENSORS} nor {TORCH}, nor an index of their "
-                "shards; give the folder or the file of a checkpoint."
+                f"{path}: holds neither {safetensors.SAFETENSORS} nor {TORCH}, nor an index of "
+                "their shards; give the folder or the file of a checkpoint."
             )
         return TorchSource(files, str(files[0] if len(files) == 1 else path))
     if path.name.endswith(".bin.index.json"):
-        return TorchSource(indexed_files(path), str(path))
+        return TorchSource(safetensors.indexed_files(path), str(path))
     kind = read_magic(path) if path.is_file() else "other"
     if kind == "torch" or (kind != "safetensors" and path.suffix in TORCH_SUFFIXES):
         return TorchSource([path])
-    return SafetensorsSource(path)
+    return safetensors.SafetensorsSource(path)
 
 
 def gguf_file(path: Path) -> Path | None:

@@ -15,26 +15,19 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.bart.network import Bart, BartConfig, BartStack
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import scan_layers
+from mmqa_jax.weights import keymap
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import (
-    KeyMap,
-    Rule,
-    Transform,
-    norm_rules,
-    transformer_rules,
-    untied_source,
-)
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, shapes_of
 
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "out_proj": "out"}
 _BIAS = "final_logits_bias"
 # Published as (1, tokens); a tensor of two rows has no meaning and is refused.
-_ROW = Transform(lambda x: x.squeeze(0), lambda x: x[None])
+_ROW = keymap.Transform(lambda x: x.squeeze(0), lambda x: x[None])
 
 
-def bart_rules() -> list[Rule]:
+def bart_rules() -> list[keymap.Rule]:
     """Rules of transformers' BartForConditionalGeneration."""
-    rules = [Rule("model.shared.weight", "tokens/table"), Rule(_BIAS, _BIAS, _ROW)]
+    rules = [keymap.Rule("model.shared.weight", "tokens/table"), keymap.Rule(_BIAS, _BIAS, _ROW)]
     own = {f"self_attn.{theirs}": f"attention/{ours}" for theirs, ours in _ATTENTION.items()}
     cross = {f"encoder_attn.{theirs}": f"cross/{ours}" for theirs, ours in _ATTENTION.items()}
     mlp = {"fc1": "up", "fc2": "down"}
@@ -46,16 +39,16 @@ def bart_rules() -> list[Rule]:
     ):
         prefix = f"model.{stack}."
         rules += [
-            Rule(f"{prefix}embed_positions.weight", f"{stack}/positions/table"),
-            *norm_rules(f"{prefix}layernorm_embedding", f"{stack}/norm"),
-            *transformer_rules(
+            keymap.Rule(f"{prefix}embed_positions.weight", f"{stack}/positions/table"),
+            *keymap.norm_rules(f"{prefix}layernorm_embedding", f"{stack}/norm"),
+            *keymap.transformer_rules(
                 f"{prefix}layers.{{layer}}.", f"{stack}/layers", linears, layer_norms
             ),
         ]
     return rules
 
 
-def bart_key_map() -> KeyMap:
+def bart_key_map() -> keymap.KeyMap:
     """Key map of transformers' BartForConditionalGeneration, and of BartModel.
 
     The embedding table has four names, of which a file may hold any. bart-base is published as a
@@ -67,7 +60,7 @@ def bart_key_map() -> KeyMap:
         "model.decoder.embed_tokens.weight",
         "lm_head.weight",
     )
-    return KeyMap(
+    return keymap.KeyMap(
         rules=bart_rules(),
         rename=((r"^(shared|encoder|decoder)\.", r"model.\1."),),
         ignore=(r"^model\.(encoder|decoder)\.version$",),  # fairseq's
@@ -114,7 +107,7 @@ def _check_large_cnn(source: TensorSource, config: BartConfig, file: Path) -> No
 
 def publish_bart(config: BartConfig, state: nnx.State) -> Published:
     """BartForConditionalGeneration."""
-    return Published(untied_source(state, bart_key_map()), config.to_hf())
+    return Published(keymap.untied_source(state, bart_key_map()), config.to_hf())
 
 
 # Beside transformers.

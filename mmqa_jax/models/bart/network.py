@@ -17,14 +17,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.config_checks import (
-    check_divides,
-    check_known,
-    check_layers,
-    check_length,
-    check_rate,
-)
 from mmqa_jax.models.common.encoder_decoder import EncoderDecoder
 from mmqa_jax.models.common.layers import (
     Attention,
@@ -107,12 +101,14 @@ class BartConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        check_layers(self, "model", "encoder_layers", "decoder_layers")
+        config_checks.check_layers(self, "model", "encoder_layers", "decoder_layers")
         for name in ("encoder_heads", "decoder_heads"):
-            check_divides(f"model.{name}", getattr(self, name), "model.hidden", self.hidden)
+            config_checks.check_divides(
+                f"model.{name}", getattr(self, name), "model.hidden", self.hidden
+            )
         for name in ("dropout", "attention_dropout", "activation_dropout"):
-            check_rate(f"model.{name}", getattr(self, name))
-        check_known("model.activation", self.activation, ACTIVATIONS)
+            config_checks.check_rate(f"model.{name}", getattr(self, name))
+        config_checks.check_known("model.activation", self.activation, ACTIVATIONS)
 
     @classmethod
     def from_hf(cls, published: Mapping[str, Any], where: str = "config.json") -> BartConfig:
@@ -136,7 +132,7 @@ class BartConfig:
         fixed = {key: (value,) for key, value in (_FIXED | {"is_encoder_decoder": True}).items()}
         check_keys(published, where, read=_READ, harmless=_HARMLESS, fixed=fixed)
         activation = published.get("activation_function", "gelu")
-        check_known(f"{where}: activation_function", activation, ACTIVATIONS)
+        config_checks.check_known(f"{where}: activation_function", activation, ACTIVATIONS)
         return cls(
             vocab_size=published.get("vocab_size", 50265),
             hidden=published.get("d_model", 1024),
@@ -292,7 +288,7 @@ class BartStack(nnx.Module):
     def embed(self, embedded: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """Word embeddings [B, L, H] with their positions -> [B, L, H] in the compute dtype."""
         length = embedded.shape[1]
-        check_length(length, self.config.positions)
+        config_checks.check_length(length, self.config.positions)
         x = embedded + self.positions(jnp.arange(length) + POSITION_OFFSET)
         return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
 

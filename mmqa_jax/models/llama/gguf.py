@@ -16,14 +16,7 @@ from mmqa_jax.models.common.rope import scaling_from_hf
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.network import inverse_frequencies
-from mmqa_jax.weights.formats.gguf import (
-    GGUFSource,
-    check_metadata,
-    head_size_of,
-    heads_of,
-    layers_of,
-    vocabulary_of,
-)
+from mmqa_jax.weights.formats import gguf
 
 ROPE_FACTORS = "rope_freqs.weight"
 _LONGROPE = {"short_factor": "rope_factors_short.weight", "long_factor": "rope_factors_long.weight"}
@@ -77,7 +70,7 @@ TURNED = ("llama", "granite", "smollm3")
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
 
-def gguf_config(source: GGUFSource) -> LlamaConfig:
+def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
     """Our config from a GGUF file's metadata."""
     architecture = source.metadata("general.architecture")
     if architecture not in ARCHITECTURES:
@@ -87,11 +80,11 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
             "give such a file, or the safetensors files of this model."
         )
     of = f"{architecture}."
-    check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
+    gguf.check_metadata(source, of, (*_READ, *_HARMLESS, *_FURTHER.get(architecture, ())), _FIXED)
     specs = source.specs()
-    heads = heads_of(source, of)
+    heads = gguf.heads_of(source, of)
     hidden = source.integer(f"{of}embedding_length")
-    head_size = head_size_of(source, of, hidden // heads)
+    head_size = gguf.head_size_of(source, of, hidden // heads)
     rotated = source.integer(f"{of}rope.dimension_count", head_size)
     name = ARCHITECTURES[architecture]
     if name == "olmo2" and source.metadata(f"{of}attention.sliding_window", 0):
@@ -104,9 +97,9 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
         )
     config = LlamaConfig(
         family=name,
-        vocab_size=vocabulary_of(source),
+        vocab_size=gguf.vocabulary_of(source),
         hidden=hidden,
-        layers=layers_of(source, f"{of}block_count"),
+        layers=gguf.layers_of(source, f"{of}block_count"),
         heads=heads,
         kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
         head_dim=None if head_size * heads == hidden else head_size,
@@ -127,7 +120,7 @@ def gguf_config(source: GGUFSource) -> LlamaConfig:
     return _with_scaling(config, source, of)
 
 
-def _experts(source: GGUFSource, of: str, name: str) -> dict[str, Any]:
+def _experts(source: gguf.GGUFSource, of: str, name: str) -> dict[str, Any]:
     """Fields of a mixture of experts."""
     if name != "qwen3_moe":
         return {}
@@ -139,7 +132,7 @@ def _experts(source: GGUFSource, of: str, name: str) -> dict[str, Any]:
     }
 
 
-def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+def _with_windows(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> LlamaConfig:
     """Adds windows, local layers and layers without positions."""
     family, layers = FAMILIES[config.family], config.layers
     changes: dict[str, Any] = {}
@@ -166,7 +159,7 @@ def _with_windows(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConf
     return dataclasses.replace(config, **changes)
 
 
-def _with_multipliers(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+def _with_multipliers(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> LlamaConfig:
     """Adds Granite's multipliers, and Gemma's with its caps."""
     changes: dict[str, Any] = {}
     architecture = of.removesuffix(".")
@@ -182,7 +175,7 @@ def _with_multipliers(config: LlamaConfig, source: GGUFSource, of: str) -> Llama
     return dataclasses.replace(config, **changes)
 
 
-def _with_scaling(config: LlamaConfig, source: GGUFSource, of: str) -> LlamaConfig:
+def _with_scaling(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> LlamaConfig:
     """Adds the rope scaling, which GGUF keeps as metadata (linear) or tensors (llama3, longrope).
 
     of: in front of the architecture's keys.

@@ -25,21 +25,13 @@ from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.formats.torch import TorchFile
 from mmqa_jax.weights.keymap import IDENTITY, TRANSPOSE, KeyMap, Rule, Transform, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    config_file,
-    gguf_file,
-    open_source,
-    read_hf_config,
-    read_magic,
-)
 
 # Part of the model: its name in transformers, Meta's (and llama2.c's), and llama.cpp's layout.
 _LAYOUTS = ("transformers", "meta", "gguf")
@@ -173,7 +165,7 @@ _META = functools.partial(llama_key_map, layout="meta")
 _GGUF = functools.partial(llama_key_map, layout="gguf")
 
 
-def layers_apart(checkpoint: Checkpoint) -> tuple[Callable[..., Llama], Checkpoint]:
+def layers_apart(checkpoint: layouts.Checkpoint) -> tuple[Callable[..., Llama], layouts.Checkpoint]:
     """The model whose layers `unstack_layers` has taken apart, and the checkpoint for it.
 
     Each layer has arrays of its own, its kernels are [out, in], as most files keep them.
@@ -204,7 +196,7 @@ def _transposed(transform: Transform) -> Transform:
     )
 
 
-def open_llama(path: Path) -> Checkpoint:
+def open_llama(path: Path) -> layouts.Checkpoint:
     """Opens a LLaMA checkpoint of any layout, known by its content; reads headers only.
 
     Args:
@@ -218,30 +210,35 @@ def open_llama(path: Path) -> Checkpoint:
         )
     if (path / "params.json").exists() or any(path.glob("consolidated.*.pth")):
         config, source = read_meta(path)
-        return Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
-    gguf = gguf_file(path)
+        return layouts.Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
+    gguf = layouts.gguf_file(path)
     if gguf is not None:
         source = GGUFSource(gguf)
         config = gguf_config(source)
         if FAMILIES[config.family].fused:
             source = apart(source, phi3_gguf_rows(config))
-        return Checkpoint(config, _GGUF, source, "gguf")
-    kind = "folder" if path.is_dir() else read_magic(path)
+        return layouts.Checkpoint(config, _GGUF, source, "gguf")
+    kind = "folder" if path.is_dir() else layouts.read_magic(path)
     if kind == "other" and path.suffix == ".bin":
         source = Llama2cSource(path)
         config = _llama2c_config(source.header)
-        return Checkpoint(config, _META, source, "llama2.c", _check_angles)
+        return layouts.Checkpoint(config, _META, source, "llama2.c", _check_angles)
     if kind == "other":
         raise UserError(
             f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
             "give the file or folder as it was published."
         )
-    published, where = read_hf_config(path, *FAMILIES, *WITH_TOWER), str(config_file(path))
-    source = open_source(path)
+    published, where = (
+        layouts.read_hf_config(path, *FAMILIES, *WITH_TOWER),
+        str(layouts.config_file(path)),
+    )
+    source = layouts.open_source(path)
     if published["model_type"] in WITH_TOWER:
         published, source = language_model(published, source, where)
     config = LlamaConfig.from_hf(published, where)
-    return Checkpoint(config, llama_key_map, to_rule_tensors(source, config), "transformers")
+    return layouts.Checkpoint(
+        config, llama_key_map, to_rule_tensors(source, config), "transformers"
+    )
 
 
 def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
@@ -263,10 +260,10 @@ def to_published_tensors(
     return experts_apart(source) if config.experts else source
 
 
-def publish_llama(config: LlamaConfig, state: nnx.State) -> Published:
+def publish_llama(config: LlamaConfig, state: nnx.State) -> layouts.Published:
     """LlamaForCausalLM, or the class of the config's family."""
     source = untied_source(state, llama_key_map(config))
-    return Published(to_published_tensors(source, config), config.to_hf())
+    return layouts.Published(to_published_tensors(source, config), config.to_hf())
 
 
 def _check_angles(source: TensorSource, config: LlamaConfig) -> None:

@@ -27,32 +27,17 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig, expand_images
+from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
     VisionConfig,
     vit_l_14_336,
 )
-from mmqa_jax.models.two_towers.keys import (
-    FIXED,
-    clip_config,
-    siglip_vision_config,
-    text_and_pixels,
-    vision_rules,
-    vision_to_hf,
-)
 from mmqa_jax.models.two_towers.processor import check_processor, read_preparation
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    check_model_type,
-    config_file,
-    joined,
-    open_source,
-    with_prefixes,
-)
 
 LLAMA_PREFIX = "language_model."
 _TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
@@ -134,7 +119,7 @@ def widen_vocabulary(source: TensorSource, rows: int) -> TensorSource:
         for key, spec in source.specs().items()
         if key in (_TABLE, _HEAD)
     }
-    return joined(source.name, source, DerivedSource(source.name, wider))
+    return layouts.joined(source.name, source, DerivedSource(source.name, wider))
 
 
 def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyMap:
@@ -150,10 +135,13 @@ def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyM
 
 
 def _tower_rules(vision: VisionConfig | SiglipVisionConfig) -> list[Rule]:
-    return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in vision_rules(vision)]
+    return [
+        dataclasses.replace(rule, key=f"{_TOWER}{rule.key}")
+        for rule in two_towers.vision_rules(vision)
+    ]
 
 
-def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
+def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
     """Opens a LLaVA checkpoint of any layout, reading headers only.
 
     A vision tower in the checkpoint is the one that is used. (haotian-liu/LLaVA reads CLIP's own:
@@ -166,7 +154,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
         sizes where the original's config names another than CLIP ViT-L/14 at 336 pixels. None takes
         the folder that `mm_vision_tower` of the original's config names, if there is one.
     """
-    file = config_file(folder)
+    file = layouts.config_file(folder)
     published = read_json(file)
     if "text_config" in published:
         config = _with_processor(llava_config(published, str(file)), file.parent)
@@ -180,15 +168,15 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
             f"{file}: has neither `text_config` (transformers) nor `mm_vision_tower` (the "
             "original); give the folder of a LLaVA checkpoint."
         )
-    source, ignore = open_source(folder), _BUFFERS
+    source, ignore = layouts.open_source(folder), _BUFFERS
     if not any(_TOWER in key for key in source.specs()):
         if clip is None:
             raise UserError(
                 f"{source.name}: holds no vision tower; give the folder of the CLIP that it was "
                 "trained with (openai/clip-vit-large-patch14-336) as well."
             )
-        tower = with_prefixes(open_source(clip), {_TOWER: ""})
-        source = joined(f"{source.name} with {tower.name}", source, tower)
+        tower = layouts.with_prefixes(layouts.open_source(clip), {_TOWER: ""})
+        source = layouts.joined(f"{source.name} with {tower.name}", source, tower)
         ignore = (*_BUFFERS, _REST_OF_CLIP)
     source = to_rule_tensors(source, config.llama)
     if config.image_token < 0 and isinstance(config.vision, SiglipVisionConfig):
@@ -196,10 +184,10 @@ def open_llava(folder: Path, clip: Path | None = None) -> Checkpoint:
         ignore += (rf"{tower}encoder\.layers\.{config.vision.layers}\.", rf"{tower}head\.")
     layout = "haotian-liu/LLaVA" if config.image_token < 0 else "transformers"
     key_map = functools.partial(llava_key_map, ignore=ignore)
-    return Checkpoint(config, key_map, source, layout)
+    return layouts.Checkpoint(config, key_map, source, layout)
 
 
-def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
+def publish_llava(config: LlavaConfig, state: nnx.State) -> layouts.Published:
     """LlavaForConditionalGeneration.
 
     transformers looks the placeholder up in the embedding table. Where its id is outside (the
@@ -211,17 +199,17 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> Published:
     source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
     tokens = config.llama.vocab_size
     if 0 <= config.image_token < tokens:
-        return Published(source, llava_to_hf(config))
+        return layouts.Published(source, llava_to_hf(config))
     wider = -(-(tokens + 2) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     llama = dataclasses.replace(config.llama, vocab_size=wider)
     config = dataclasses.replace(config, llama=llama, image_token=tokens)
     entries = llava_to_hf(config) | {"pad_token_id": tokens + 1}
-    return Published(widen_vocabulary(source, wider), entries)
+    return layouts.Published(widen_vocabulary(source, wider), entries)
 
 
 def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults."""
-    check_model_type(published, where, "llava")
+    layouts.check_model_type(published, where, "llava")
     check_keys(published, where, read=HF_READ, harmless=HF_HARMLESS)
     return LlavaConfig(**fields_from_hf(published, where, LlavaConfig, vit_l_14_336().vision))
 
@@ -280,7 +268,7 @@ def original_config(
         if that is the one that `published` names.
       where: name of the file, for messages.
     """
-    check_model_type(published, where, *MODEL_TYPES)
+    layouts.check_model_type(published, where, *MODEL_TYPES)
     is_siglip = isinstance(vision, SiglipVisionConfig)
     for option, (absent, expected) in _ORIGINAL_OPTIONS.items():
         value = published.get(option, absent)
@@ -342,7 +330,7 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
         "vision_feature_select_strategy": config.select,
         "tie_word_embeddings": config.llama.tied,
         "text_config": config.llama.to_hf(),
-        "vision_config": vision_to_hf(config.vision),
+        "vision_config": two_towers.vision_to_hf(config.vision),
     }
 
 
@@ -364,17 +352,19 @@ def _read_vision_config(folder: Path) -> VisionConfig | SiglipVisionConfig:
 def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig | SiglipVisionConfig:
     """The tower from the config of a CLIPModel, a SiglipModel or a vision model alone."""
     kind = published.get("model_type")
-    if kind in (FIXED, f"{FIXED}_vision_model"):
-        sizes = published.get("vision_config") or {} if kind == FIXED else published
-        return siglip_vision_config(sizes, where, may_lack_head=True)
+    if kind in (two_towers.FIXED, f"{two_towers.FIXED}_vision_model"):
+        sizes = published.get("vision_config") or {} if kind == two_towers.FIXED else published
+        return two_towers.siglip_vision_config(sizes, where, may_lack_head=True)
     if kind == "clip_vision_model":
         sizes = {"vision_config": published}
         if "projection_dim" in published:
             sizes["projection_dim"] = published["projection_dim"]
-        return clip_config(sizes, where).vision
+        return two_towers.clip_config(sizes, where).vision
     towers = ("clip", "siglip")
-    check_model_type(published, where, *towers, *(f"{tower}_vision_model" for tower in towers))
-    return clip_config(published, where).vision
+    layouts.check_model_type(
+        published, where, *towers, *(f"{tower}_vision_model" for tower in towers)
+    )
+    return two_towers.clip_config(published, where).vision
 
 
 # Beside transformers.
@@ -405,5 +395,5 @@ CHECK = comparison.Check(
     {"logits": "logits"},
     STACKS,
     _inputs,
-    text_and_pixels,
+    two_towers.text_and_pixels,
 )

@@ -13,43 +13,10 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert.keys import (
-    BUFFERS,
-    bert_rules,
-    bert_size_keys,
-    bert_sizes,
-    unknown_heads,
-)
-from mmqa_jax.models.mcan.network import (
-    FusionConfig,
-    MCANConfig,
-    MCANOpenVQAConfig,
-    grid_rotation,
-    mcan_prophet,
-)
+from mmqa_jax.models.bert import keys as bert
+from mmqa_jax.models.mcan import network as mcan
+from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.formats.safetensors import TensorSource
-from mmqa_jax.weights.keymap import (
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    linear_rules,
-    norm_rules,
-    untied_source,
-)
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    Shapes,
-    numbered_keys,
-    open_source,
-    own_config,
-    read_own_config,
-    renames,
-    require_keys,
-    shapes_of,
-    with_arrays,
-    with_prefixes,
-)
 
 _LINEARS = {"linear_q": "query", "linear_k": "key", "linear_v": "value", "linear_merge": "out"}
 # Prophet's rope(q, k) is declared forward(k, q): linear_k makes the queries, linear_q the keys.
@@ -102,54 +69,54 @@ _OPENVQA_RENAMES = (
 )
 
 
-def mcan_key_map(config: MCANConfig) -> KeyMap:
+def mcan_key_map(config: mcan.MCANConfig) -> keymap.KeyMap:
     """Key map of Prophet's MCAN and, where the config has new answers, MCANForFinetune.
 
     BERT's pooler, which the model does not use, is read and written only if `config.text.pooler`.
     """
     text = config.text
-    pooler = linear_rules("bert.pooler.dense", "bert/pooler") if text.pooler else []
-    return KeyMap(
+    pooler = keymap.linear_rules("bert.pooler.dense", "bert/pooler") if text.pooler else []
+    return keymap.KeyMap(
         rules=[
-            *bert_rules("bert.", "bert/"),
+            *bert.bert_rules("bert.", "bert/"),
             *pooler,
-            *linear_rules("lang_adapt.0", "text_adapter"),
-            *linear_rules("img_feat_linear.0", "image_adapter", bias=False),
+            *keymap.linear_rules("lang_adapt.0", "text_adapter"),
+            *keymap.linear_rules("img_feat_linear.0", "image_adapter", bias=False),
             *_fusion_rules(_PROPHET, config.fusion, _SWAPPED),
-            *linear_rules("proj", "head"),
-            *(linear_rules("proj1", "new_head") if config.new_answers else []),
+            *keymap.linear_rules("proj", "head"),
+            *(keymap.linear_rules("proj1", "new_head") if config.new_answers else []),
         ],
-        rename=renames(_prefixes(config)),
+        rename=layouts.renames(_prefixes(config)),
         ignore=[
-            BUFFERS,
+            bert.BUFFERS,
             r"^decoder\.\d+\.attention\.rope\.(sin|cos)$",  # computed; `check_rotation`
             *([] if text.pooler else [r"^bert\.pooler\."]),
         ],
     )
 
 
-def mcan_openvqa_key_map(config: MCANOpenVQAConfig) -> KeyMap:
+def mcan_openvqa_key_map(config: mcan.MCANOpenVQAConfig) -> keymap.KeyMap:
     """Key map of openvqa's MCAN for VQA; older versions name the region linear otherwise."""
-    return KeyMap(
+    return keymap.KeyMap(
         rules=[
-            Rule("embedding.weight", "words/table"),
-            Rule("lstm.weight_ih_l0", "lstm/input/kernel", TRANSPOSE),
-            Rule("lstm.bias_ih_l0", "lstm/input/bias"),
-            Rule("lstm.weight_hh_l0", "lstm/recurrent/kernel", TRANSPOSE),
-            Rule("lstm.bias_hh_l0", "lstm/recurrent/bias"),
-            *linear_rules("adapter.frcn_linear", "region_adapter"),
+            keymap.Rule("embedding.weight", "words/table"),
+            keymap.Rule("lstm.weight_ih_l0", "lstm/input/kernel", keymap.TRANSPOSE),
+            keymap.Rule("lstm.bias_ih_l0", "lstm/input/bias"),
+            keymap.Rule("lstm.weight_hh_l0", "lstm/recurrent/kernel", keymap.TRANSPOSE),
+            keymap.Rule("lstm.bias_hh_l0", "lstm/recurrent/bias"),
+            *keymap.linear_rules("adapter.frcn_linear", "region_adapter"),
             *_fusion_rules(_OPENVQA, config.fusion, _LINEARS),
-            *linear_rules("proj", "head"),
+            *keymap.linear_rules("proj", "head"),
         ],
         rename=_OPENVQA_RENAMES,
     )
 
 
-def open_mcan(path: Path) -> Checkpoint:
+def open_mcan(path: Path) -> layouts.Checkpoint:
     """Prophet's MCAN, pretrained or finetuned."""
-    source = open_source(path)
-    shapes = shapes_of(source)
-    base = mcan_prophet()
+    source = layouts.open_source(path)
+    shapes = layouts.shapes_of(source)
+    base = mcan.mcan_prophet()
     inner = "backbone.enc_list.1.mlp.fc.linear.weight"
     image = "img_feat_linear.0.weight"
     own = (
@@ -158,14 +125,14 @@ def open_mcan(path: Path) -> Checkpoint:
         inner,
         "proj.weight",
         *_FLAT_KEYS,
-        *bert_size_keys("bert."),
+        *bert.bert_size_keys("bert."),
     )
-    require_keys(shapes, own, source, "Prophet's MCAN")
-    halves = len(numbered_keys(shapes, r"^backbone\.enc_list\.(\d{1,4})\..*norm1\.weight"))
+    layouts.require_keys(shapes, own, source, "Prophet's MCAN")
+    halves = len(layouts.numbered_keys(shapes, r"^backbone\.enc_list\.(\d{1,4})\..*norm1\.weight"))
     grid = shapes.get(_ROTATION, (base.grid**2,))[0]
-    stated = read_own_config(MCANConfig, path)
-    config = stated or MCANConfig(
-        text=bert_sizes(shapes, "bert."),
+    stated = layouts.read_own_config(mcan.MCANConfig, path)
+    config = stated or mcan.MCANConfig(
+        text=bert.bert_sizes(shapes, "bert."),
         fusion=_fusion_sizes(shapes, base.fusion, halves // 2, shapes[inner][0]),
         image_features=shapes[image][1],
         grid=round(grid**0.5),
@@ -174,51 +141,53 @@ def open_mcan(path: Path) -> Checkpoint:
     )
     unknown = {}
     if stated is None:
-        unknown = unknown_heads(config.text.hidden, "text.heads") | _unknown_heads(config.fusion)
+        unknown = bert.unknown_heads(config.text.hidden, "text.heads") | _unknown_heads(
+            config.fusion
+        )
         if _ROTATION not in shapes:  # else `check_rotation` knows whether the base is right
             unknown |= {"grid": base.grid, "rope_base": base.rope_base}
-    return Checkpoint(config, mcan_key_map, source, "prophet", check_rotation, unknown)
+    return layouts.Checkpoint(config, mcan_key_map, source, "prophet", check_rotation, unknown)
 
 
-def open_mcan_openvqa(path: Path) -> Checkpoint:
+def open_mcan_openvqa(path: Path) -> layouts.Checkpoint:
     """openvqa's MCAN, of its older versions too."""
-    source = open_source(path)
-    shapes = shapes_of(source, _OPENVQA_RENAMES)
+    source = layouts.open_source(path)
+    shapes = layouts.shapes_of(source, _OPENVQA_RENAMES)
     inner, region = "backbone.enc_list.0.ffn.mlp.fc.linear.weight", "adapter.frcn_linear.weight"
     own = ("embedding.weight", "lstm.weight_ih_l0", region, inner, "proj.weight", *_FLAT_KEYS)
-    require_keys(shapes, own, source, "openvqa's MCAN")
-    layers = len(numbered_keys(shapes, r"backbone\.enc_list\.(\d{1,4})\.norm1\.a_2"))
-    stated = read_own_config(MCANOpenVQAConfig, path)
-    config = stated or MCANOpenVQAConfig(
+    layouts.require_keys(shapes, own, source, "openvqa's MCAN")
+    layers = len(layouts.numbered_keys(shapes, r"backbone\.enc_list\.(\d{1,4})\.norm1\.a_2"))
+    stated = layouts.read_own_config(mcan.MCANOpenVQAConfig, path)
+    config = stated or mcan.MCANOpenVQAConfig(
         vocab_size=shapes["embedding.weight"][0],
-        fusion=_fusion_sizes(shapes, FusionConfig(), layers, shapes[inner][0]),
+        fusion=_fusion_sizes(shapes, mcan.FusionConfig(), layers, shapes[inner][0]),
         word_features=shapes["embedding.weight"][1],
         region_features=shapes[region][1],
         answers=shapes["proj.weight"][0],
     )
     unknown = {} if stated else _unknown_heads(config.fusion)
-    return Checkpoint(config, mcan_openvqa_key_map, source, "openvqa", unknown=unknown)
+    return layouts.Checkpoint(config, mcan_openvqa_key_map, source, "openvqa", unknown=unknown)
 
 
-def publish_mcan(config: MCANConfig, state: nnx.State) -> Published:
+def publish_mcan(config: mcan.MCANConfig, state: nnx.State) -> layouts.Published:
     """Keys of Prophet's MCAN or MCANForFinetune, rotary tables included."""
     constants = {
         f"backbone.dec_list.{3 * layer}.rope.{name}": table
         for layer in range(config.fusion.layers)
         for name, table in _rotation(config).items()
     }
-    source = untied_source(state, mcan_key_map(config))
-    source = with_arrays(with_prefixes(source, _prefixes(config)), constants)
-    return Published(source, own_config("mcan", config))
+    source = keymap.untied_source(state, mcan_key_map(config))
+    source = layouts.with_arrays(layouts.with_prefixes(source, _prefixes(config)), constants)
+    return layouts.Published(source, layouts.own_config("mcan", config))
 
 
-def publish_mcan_openvqa(config: MCANOpenVQAConfig, state: nnx.State) -> Published:
+def publish_mcan_openvqa(config: mcan.MCANOpenVQAConfig, state: nnx.State) -> layouts.Published:
     """Keys of openvqa's MCAN."""
-    source = untied_source(state, mcan_openvqa_key_map(config))
-    return Published(source, own_config("mcan_openvqa", config))
+    source = keymap.untied_source(state, mcan_openvqa_key_map(config))
+    return layouts.Published(source, layouts.own_config("mcan_openvqa", config))
 
 
-def _prefixes(config: MCANConfig) -> dict[str, str]:
+def _prefixes(config: mcan.MCANConfig) -> dict[str, str]:
     """Prophet counts every attention and every MLP as a layer."""
     table = {}
     for layer in range(config.fusion.layers):
@@ -230,8 +199,8 @@ def _prefixes(config: MCANConfig) -> dict[str, str]:
 
 
 def _fusion_rules(
-    parts: Mapping[str, str], config: FusionConfig, image_linears: Mapping[str, str]
-) -> list[Rule]:
+    parts: Mapping[str, str], config: mcan.FusionConfig, image_linears: Mapping[str, str]
+) -> list[keymap.Rule]:
     """Rules of models.mcan.network.Fusion.
 
     Args:
@@ -246,30 +215,33 @@ def _fusion_rules(
             names = image_linears if part == "decoder/attention" else _LINEARS
             for theirs, ours in names.items():
                 bias = config.value_bias or ours != "value"
-                rules += linear_rules(f"{key}.{theirs}", f"{path}/{ours}", bias=bias)
+                rules += keymap.linear_rules(f"{key}.{theirs}", f"{path}/{ours}", bias=bias)
         elif kind == "ffn":
             rules += _mlp_rules(key, path)
         elif kind.startswith("flatten"):
             rules += _mlp_rules(f"{key}.mlp", f"{path}/mlp")
-            rules += linear_rules(f"{key}.linear_merge", f"{path}/merge")
+            rules += keymap.linear_rules(f"{key}.linear_merge", f"{path}/merge")
         elif config.norm == "unbiased":
-            rules += [Rule(f"{key}.a_2", f"{path}/scale"), Rule(f"{key}.b_2", f"{path}/bias")]
+            rules += [
+                keymap.Rule(f"{key}.a_2", f"{path}/scale"),
+                keymap.Rule(f"{key}.b_2", f"{path}/bias"),
+            ]
         else:
-            rules += norm_rules(key, path)
+            rules += keymap.norm_rules(key, path)
     return rules
 
 
-def _mlp_rules(key: str, path: str) -> list[Rule]:
-    up = linear_rules(f"{key}.fc.linear", f"{path}/up")
-    return up + linear_rules(f"{key}.linear", f"{path}/down")
+def _mlp_rules(key: str, path: str) -> list[keymap.Rule]:
+    up = keymap.linear_rules(f"{key}.fc.linear", f"{path}/up")
+    return up + keymap.linear_rules(f"{key}.linear", f"{path}/down")
 
 
-def _rotation(config: MCANConfig) -> dict[str, np.ndarray]:
-    rotation = grid_rotation(config.grid, config.head_dim, config.rope_base)
+def _rotation(config: mcan.MCANConfig) -> dict[str, np.ndarray]:
+    rotation = mcan.grid_rotation(config.grid, config.head_dim, config.rope_base)
     return {"sin": rotation.sin, "cos": rotation.cos}
 
 
-def check_rotation(source: TensorSource, config: MCANConfig) -> None:
+def check_rotation(source: TensorSource, config: mcan.MCANConfig) -> None:
     """Refuses a checkpoint that was trained on another grid or another base."""
     tables = _rotation(config)
     for key in source.specs():
@@ -285,12 +257,14 @@ def check_rotation(source: TensorSource, config: MCANConfig) -> None:
             )
 
 
-def _unknown_heads(config: FusionConfig) -> dict[str, int]:
+def _unknown_heads(config: mcan.FusionConfig) -> dict[str, int]:
     """`Checkpoint.unknown` of a fusion: all published ones (small, large, Prophet's) have 8."""
     return {} if config.hidden in _PUBLISHED_WIDTHS else {"fusion.heads": _HEADS}
 
 
-def _fusion_sizes(shapes: Shapes, base: FusionConfig, layers: int, mlp: int) -> FusionConfig:
+def _fusion_sizes(
+    shapes: layouts.Shapes, base: mcan.FusionConfig, layers: int, mlp: int
+) -> mcan.FusionConfig:
     """The fusion's sizes; see `_unknown_heads`."""
     flat_mlp, hidden = shapes[_FLAT_KEYS[0]]
     return dataclasses.replace(

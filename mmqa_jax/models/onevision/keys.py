@@ -31,28 +31,12 @@ from mmqa_jax.models.llava.keys import (
     llava_to_hf,
     run_pictured,
 )
-from mmqa_jax.models.onevision.network import (
-    RESOLUTIONS,
-    SIGLIP,
-    Onevision,
-    OnevisionConfig,
-    TileBatch,
-    TiledPicture,
-    best_resolution,
-    lay_out,
-)
+from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SIGLIP_STD
 from mmqa_jax.models.two_towers.processor import read_preparation
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    check_model_type,
-    config_file,
-    open_source,
-    read_hf_config,
-)
 
 _NEWLINE = "image_newline"
 _READ = HF_READ | kinds(
@@ -64,7 +48,7 @@ _ANYRES = "anyres_max_"
 _FIXED = {"use_image_newline_parameter": (True,)}  # of old versions
 
 
-def onevision_key_map(config: OnevisionConfig) -> KeyMap:
+def onevision_key_map(config: onevision.OnevisionConfig) -> KeyMap:
     """Key map of every layout, see the module."""
     llava = llava_key_map(config)
     return dataclasses.replace(
@@ -74,40 +58,42 @@ def onevision_key_map(config: OnevisionConfig) -> KeyMap:
     )
 
 
-def open_onevision(path: Path) -> Checkpoint:
+def open_onevision(path: Path) -> layouts.Checkpoint:
     """Opens a checkpoint of LLaVA-OneVision, reading headers only.
 
     Args:
       path: transformers' folder.
     """
-    file = config_file(path)
-    config = onevision_config(read_hf_config(path, "llava_onevision"), str(file))
+    file = layouts.config_file(path)
+    config = onevision_config(layouts.read_hf_config(path, "llava_onevision"), str(file))
     _check_processor(file.parent, config)
-    source = to_rule_tensors(open_source(path), config.llama)
-    return Checkpoint(config, onevision_key_map, source, "transformers")
+    source = to_rule_tensors(layouts.open_source(path), config.llama)
+    return layouts.Checkpoint(config, onevision_key_map, source, "transformers")
 
 
-def publish_onevision(config: OnevisionConfig, state: nnx.State) -> Published:
+def publish_onevision(config: onevision.OnevisionConfig, state: nnx.State) -> layouts.Published:
     """LlavaOnevisionForConditionalGeneration."""
     source = untied_source(state, onevision_key_map(config))
     source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
-    return Published(source, onevision_to_hf(config))
+    return layouts.Published(source, onevision_to_hf(config))
 
 
-def onevision_config(published: Mapping[str, Any], where: str = "config.json") -> OnevisionConfig:
+def onevision_config(
+    published: Mapping[str, Any], where: str = "config.json"
+) -> onevision.OnevisionConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults."""
-    check_model_type(published, where, "llava_onevision")
+    layouts.check_model_type(published, where, "llava_onevision")
     check_keys(published, where, read=_READ, harmless=HF_HARMLESS, fixed=_FIXED)
-    resolutions = published.get("image_grid_pinpoints") or RESOLUTIONS
-    return OnevisionConfig(
-        **fields_from_hf(published, where, OnevisionConfig, SIGLIP),
+    resolutions = published.get("image_grid_pinpoints") or onevision.RESOLUTIONS
+    return onevision.OnevisionConfig(
+        **fields_from_hf(published, where, onevision.OnevisionConfig, onevision.SIGLIP),
         resolutions=_resolutions(resolutions, where),
         most_tiles=_most_tiles(published.get("vision_aspect_ratio", f"{_ANYRES}9"), where),
         video_token=published.get("video_token_index", published.get("video_token_id", 151647)),
     )
 
 
-def onevision_to_hf(config: OnevisionConfig) -> dict[str, Any]:
+def onevision_to_hf(config: onevision.OnevisionConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but the placeholders'."""
     entries = llava_to_hf(config)
     del entries["image_seq_length"]
@@ -141,7 +127,7 @@ def _most_tiles(value: str, where: str) -> int:
     return int(found[1])
 
 
-def _check_processor(folder: Path, config: OnevisionConfig) -> None:
+def _check_processor(folder: Path, config: onevision.OnevisionConfig) -> None:
     """Checks that the processor's files in a folder say of pictures what the config does."""
     preparation = read_preparation(folder, config.vision)
     if preparation.resample != "bicubic":
@@ -168,14 +154,14 @@ def _check_processor(folder: Path, config: OnevisionConfig) -> None:
 # Beside transformers.
 
 
-def _inputs(config: OnevisionConfig) -> dict[str, np.ndarray]:
+def _inputs(config: onevision.OnevisionConfig) -> dict[str, np.ndarray]:
     """A picture of a tile's size: the tokens of all tiles, which are no padding."""
     side, sizes = config.vision.image_size, config.tiles
-    tiles = 1 + math.prod(sizes.grid(best_resolution((side, side), sizes.resolutions)))
+    tiles = 1 + math.prod(sizes.grid(onevision.best_resolution((side, side), sizes.resolutions)))
     pixels = comparison.noise().integers(0, 256, (tiles, side, side, 3), np.uint8)
-    picture = TiledPicture(pixels, (side, side))
+    picture = onevision.TiledPicture(pixels, (side, side))
     tokens = config.picture_tokens(picture.shape)
-    batch = lay_out([picture], sizes, tiles)
+    batch = onevision.lay_out([picture], sizes, tiles)
     row = comparison.around_a_picture(config, tokens)
     return {
         "ids": np.repeat(row, np.where(np.equal(row, config.image_token), tokens, 1))[None],
@@ -186,8 +172,8 @@ def _inputs(config: OnevisionConfig) -> dict[str, np.ndarray]:
     }
 
 
-def _run(model: Onevision, inputs: Mapping[str, Any]) -> comparison.Outputs:
-    batch = TileBatch(inputs["pixels"], inputs["rows"], inputs["weights"])
+def _run(model: onevision.Onevision, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    batch = onevision.TileBatch(inputs["pixels"], inputs["rows"], inputs["weights"])
     pixels = model.vision.normalize(batch.pixels[0])
     return run_pictured(model, inputs["ids"], batch, pixels)
 

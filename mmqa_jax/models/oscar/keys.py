@@ -16,15 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.bert.keys import (
-    BUFFERS,
-    OLD_NAMES,
-    bert_config,
-    bert_rules,
-    bert_to_hf,
-    mlm_rules,
-    mlm_tied,
-)
+from mmqa_jax.models.bert import keys as bert
 from mmqa_jax.models.oscar.network import OscarConfig
 from mmqa_jax.weights.config_json import kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules, norm_rules, untied_source
@@ -59,16 +51,16 @@ def oscar_key_map(config: OscarConfig) -> KeyMap:
     norm = norm_rules("bert.LayerNorm", "region_norm") if config.region_norm else []
     return KeyMap(
         rules=[
-            *bert_rules("bert.", "bert/"),
+            *bert.bert_rules("bert.", "bert/"),
             *pooler,
             *linear_rules("bert.img_embedding", "region_embedding"),
             *norm,
-            *mlm_rules("mlm_head"),
+            *bert.mlm_rules("mlm_head"),
         ],
-        rename=OLD_NAMES,
-        ignore=[BUFFERS, r"^cls\.seq_relationship\."]
+        rename=bert.OLD_NAMES,
+        ignore=[bert.BUFFERS, r"^cls\.seq_relationship\."]
         + ([] if config.bert.pooler else [r"^bert\.pooler\."]),
-        tied=mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
+        tied=bert.mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
     )
 
 
@@ -81,7 +73,7 @@ def oscar_config(published: Mapping[str, Any], where: str = "config.json") -> Os
             f"{', '.join(_VECTORS)}, a checkpoint whose regions are vectors."
         )
     return OscarConfig(
-        bert_config(published, where, read=_READ, harmless=_HARMLESS),
+        bert.bert_config(published, where, read=_READ, harmless=_HARMLESS),
         region_features=published.get("img_feature_dim", 2054),
         region_norm=bool(published.get("use_img_layernorm")),
         region_eps=published.get("img_layer_norm_eps", 1e-12),
@@ -108,5 +100,5 @@ def publish_oscar(config: OscarConfig, state: nnx.State) -> Published:
         "img_layer_norm_eps": config.region_eps,
         "tie_weights": True,
     }
-    entries = bert_to_hf(config.bert) | {"architectures": ["BertForImageCaptioning"]} | regions
+    entries = bert.bert_to_hf(config.bert) | {"architectures": ["BertForImageCaptioning"]} | regions
     return Published(untied_source(state, oscar_key_map(config)), entries)

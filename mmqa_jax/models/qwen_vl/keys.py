@@ -23,29 +23,11 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import llama_rules
 from mmqa_jax.models.llama.network import added
-from mmqa_jax.models.qwen_vl.network import (
-    FAMILIES,
-    PatchBatch,
-    QwenVisionConfig,
-    QwenVL,
-    QwenVLConfig,
-    bucket_of,
-    expand_pictures,
-    grid_of,
-    lay_out,
-)
+from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.two_towers.processor import close
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    check_model_type,
-    config_file,
-    open_source,
-    read_hf_config,
-    with_prefixes,
-)
 
 _RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
 _ARCHITECTURES = {
@@ -107,29 +89,29 @@ _TOWER_READ = {
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new"}  # theirs -> ours
 
 
-def open_qwen_vl(path: Path) -> Checkpoint:
+def open_qwen_vl(path: Path) -> layouts.Checkpoint:
     """Opens a checkpoint of Qwen2.5-VL or Qwen3-VL, reading headers only.
 
     Args:
       path: transformers' folder.
     """
-    file = config_file(path)
-    config = qwen_vl_config(read_hf_config(path, *FAMILIES), str(file))
+    file = layouts.config_file(path)
+    config = qwen_vl_config(layouts.read_hf_config(path, *qwen_vl.FAMILIES), str(file))
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
-    return Checkpoint(config, qwen_vl_key_map, open_source(path), "transformers")
+    return layouts.Checkpoint(config, qwen_vl_key_map, layouts.open_source(path), "transformers")
 
 
-def publish_qwen_vl(config: QwenVLConfig, state: nnx.State) -> Published:
+def publish_qwen_vl(config: qwen_vl.QwenVLConfig, state: nnx.State) -> layouts.Published:
     """Qwen2_5_VLForConditionalGeneration or Qwen3VLForConditionalGeneration, as on the hub."""
     source = untied_source(state, qwen_vl_key_map(config))
     if config.vision.family == "qwen3_vl":
-        source = with_prefixes(
+        source = layouts.with_prefixes(
             source, {"model.visual.": "visual.", "model.language_model.": "model."}
         )
-    return Published(source, qwen_vl_to_hf(config), processor_to_hf(config.vision))
+    return layouts.Published(source, qwen_vl_to_hf(config), processor_to_hf(config.vision))
 
 
-def qwen_vl_key_map(config: QwenVLConfig) -> KeyMap:
+def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
     """Key map of every layout, see the module."""
     vision = config.vision
     rules = [
@@ -155,7 +137,7 @@ def qwen_vl_key_map(config: QwenVLConfig) -> KeyMap:
     return KeyMap(rules, rename=_RENAME, ignore=(r"rotary_(pos_)?emb\.inv_freq$",), tied=tied)
 
 
-def _layer_rules(vision: QwenVisionConfig) -> list[Rule]:
+def _layer_rules(vision: qwen_vl.QwenVisionConfig) -> list[Rule]:
     theirs, ours = "visual.blocks.{layer}.", "vision/layers/"
     linears = {"attn.qkv": "qkv", "attn.proj": "out"}
     if vision.family == "qwen2_5_vl":
@@ -168,7 +150,7 @@ def _layer_rules(vision: QwenVisionConfig) -> list[Rule]:
     return norms + [rule for rules in of_linears for rule in rules]
 
 
-def _patches_in_time(vision: QwenVisionConfig) -> Transform:
+def _patches_in_time(vision: qwen_vl.QwenVisionConfig) -> Transform:
     """Conv3d weight (out, 3, time, patch, patch) <-> kernel [time * patch * patch * 3, out]."""
     shape = (vision.temporal, vision.patch, vision.patch, 3, vision.width)
     return Transform(
@@ -177,13 +159,15 @@ def _patches_in_time(vision: QwenVisionConfig) -> Transform:
     )
 
 
-def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> QwenVLConfig:
+def qwen_vl_config(
+    published: Mapping[str, Any], where: str = "config.json"
+) -> qwen_vl.QwenVLConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults.
 
     Reads the language model's keys in `text_config`, or beside `vision_config` (Qwen2.5-VL on the
     hub).
     """
-    check_model_type(published, where, *FAMILIES)
+    layouts.check_model_type(published, where, *qwen_vl.FAMILIES)
     family = published["model_type"]
     own = {*_READ, "text_config", "vision_token_id"}
     text, of_text = published.get("text_config"), f"{where}, text_config"
@@ -198,7 +182,7 @@ def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> 
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
     tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
     tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}
-    return QwenVLConfig(
+    return qwen_vl.QwenVLConfig(
         vision=_tower(published["vision_config"], f"{where}, vision_config", family),
         llama=_llama({**text, "tie_word_embeddings": bool(tied)}, of_text, family),
         **tokens,
@@ -207,7 +191,7 @@ def qwen_vl_config(published: Mapping[str, Any], where: str = "config.json") -> 
 
 def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
     """The language model's config, with M-RoPE."""
-    check_model_type(text, where, f"{family}_text")
+    layouts.check_model_type(text, where, f"{family}_text")
     if text.get("use_sliding_window"):
         raise UserError(
             f"{where}: use_sliding_window is True, which is not supported with pictures; use a "
@@ -239,8 +223,8 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
     )
 
 
-def _tower(published: Mapping[str, Any], where: str, family: str) -> QwenVisionConfig:
-    check_model_type({"model_type": family, **published}, where, family, f"{family}_vision")
+def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.QwenVisionConfig:
+    layouts.check_model_type({"model_type": family, **published}, where, family, f"{family}_vision")
     patch = published.get("patch_size")
     check_keys(
         published,
@@ -249,7 +233,7 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> QwenVisionC
         harmless=("tokens_per_second",),  # of videos
         fixed={"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
     )
-    column = 1 + FAMILIES.index(family)
+    column = 1 + qwen_vl.FAMILIES.index(family)
     sizes = {ours: published.get(row[0], row[column]) for ours, row in _TOWER.items()}
     rope = published.get("rope_parameters") or {}
     check_keys(
@@ -278,11 +262,11 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> QwenVisionC
                 f"{where}: window_size is {published.get('window_size')}, less than a unit of "
                 f"{unit} pixels; use a checkpoint as it was published."
             )
-        return QwenVisionConfig(**shared, window=window, full_layers=tuple(sorted(full)))
+        return qwen_vl.QwenVisionConfig(**shared, window=window, full_layers=tuple(sorted(full)))
     count = published.get("num_position_embeddings", 2304)
     side = math.isqrt(count)
     check_known(f"{where}: num_position_embeddings", count, [side**2])
-    return QwenVisionConfig(
+    return qwen_vl.QwenVisionConfig(
         **shared,
         window=0,
         full_layers=(),
@@ -291,7 +275,7 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> QwenVisionC
     )
 
 
-def qwen_vl_to_hf(config: QwenVLConfig) -> dict[str, Any]:
+def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but those of pictures."""
     vision, family = config.vision, config.vision.family
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -347,7 +331,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
+def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.QwenVisionConfig:
     """The tower's config with the sizes and colors that the files of a folder say.
 
     Without such a file they are transformers' Qwen2VLImageProcessor's own.
@@ -394,7 +378,7 @@ def with_processor(config: QwenVisionConfig, folder: Path) -> QwenVisionConfig:
     return dataclasses.replace(config, **changes)
 
 
-def processor_to_hf(config: QwenVisionConfig) -> dict[str, Any]:
+def processor_to_hf(config: qwen_vl.QwenVisionConfig) -> dict[str, Any]:
     """transformers' preprocessor_config.json."""
     return {
         "image_processor_type": "Qwen2VLImageProcessor",
@@ -409,7 +393,7 @@ def processor_to_hf(config: QwenVisionConfig) -> dict[str, Any]:
     }
 
 
-def _check(found: Mapping[str, Any], where: Path, config: QwenVisionConfig) -> None:
+def _check(found: Mapping[str, Any], where: Path, config: qwen_vl.QwenVisionConfig) -> None:
     expected = {
         **_FIXED,
         "patch_size": (config.patch,),
@@ -441,15 +425,15 @@ def _of_channels(value: Any, where: str) -> tuple[float, float, float]:
 # Beside transformers.
 
 
-def check_inputs(config: QwenVLConfig) -> dict[str, Any]:
+def check_inputs(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     """Words around a picture, which are as long together as a text of the other checks."""
     vision = config.vision
     size = (*(n * vision.unit for n in comparison.GRID), 3)
     picture = comparison.noise().integers(0, 256, size).astype(np.uint8)
-    grid = grid_of(picture.shape, vision)
-    pictures = lay_out([picture], vision, bucket_of(grid, vision))
+    grid = qwen_vl.grid_of(picture.shape, vision)
+    pictures = qwen_vl.lay_out([picture], vision, qwen_vl.bucket_of(grid, vision))
     row = comparison.around_a_picture(config, grid.units)
-    made = expand_pictures([row], [[picture.shape]], config)
+    made = qwen_vl.expand_pictures([row], [[picture.shape]], config)
     return {
         "ids": made.input_ids,
         "rows": made.rows,
@@ -462,7 +446,9 @@ def check_inputs(config: QwenVLConfig) -> dict[str, Any]:
     }
 
 
-def _published_patches(pictures: PatchBatch, units: int, vision: QwenVisionConfig) -> np.ndarray:
+def _published_patches(
+    pictures: qwen_vl.PatchBatch, units: int, vision: qwen_vl.QwenVisionConfig
+) -> np.ndarray:
     """Normalized, unit by unit in the picture's order: [N, 3 * frames * patch * patch]."""
     side = vision.patch
     patches = pictures.patches[0].reshape(-1, vision.merge**2, side, side, 3)
@@ -482,7 +468,7 @@ def _given(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
     }
 
 
-def _run(model: QwenVL, inputs: Mapping[str, Any]) -> comparison.Outputs:
+def _run(model: qwen_vl.QwenVL, inputs: Mapping[str, Any]) -> comparison.Outputs:
     """The patches are those that are no padding, window by window as in transformers."""
     pictures, llama = inputs["pictures"], model.llama
     embedded, deepstack = model.embed(inputs["ids"], model.encode_images(pictures), inputs["rows"])

@@ -15,15 +15,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.vlp.network import (
-    VLP,
-    Prefix,
-    VLPConfig,
-    VLPInputs,
-    VLPModel,
-    WrittenCache,
-    append_mask,
-)
+from mmqa_jax.models.vlp import network as vlp
 
 # Log-probability of a token that cannot be written; finite, so that gradients stay numbers.
 _NEVER = -1e9
@@ -31,7 +23,7 @@ _LEAST = 1e-20  # added to the share of a copied token, so that none has the log
 
 
 @dataclasses.dataclass(frozen=True)
-class AtlasVLPConfig(VLPConfig):
+class AtlasVLPConfig(vlp.VLPConfig):
     """A VLP with some additions; with none of them it is VLP itself.
 
     Attributes:
@@ -63,7 +55,7 @@ class AtlasVLPConfig(VLPConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class AtlasVLPModel(VLPModel):
+class AtlasVLPModel(vlp.VLPModel):
     """The section `model` of VLP with additions.
 
     Attributes:
@@ -80,7 +72,7 @@ class AtlasVLPModel(VLPModel):
     copy_head: bool = False
     written_words: int | None = None
 
-    def config(self, vocab_size: int, region_positions: int = 6) -> VLPConfig:
+    def config(self, vocab_size: int, region_positions: int = 6) -> vlp.VLPConfig:
         config = super().config(vocab_size, region_positions)
         added = self.tags or self.copy_head or self.written_words is not None
         if self.frontend != "patches" or not added:
@@ -94,7 +86,7 @@ class AtlasVLPModel(VLPModel):
 
 
 @flax.struct.dataclass
-class ProbedInputs(VLPInputs):
+class ProbedInputs(vlp.VLPInputs):
     """A packed batch with probes: [MASK]s behind the answer that each predict one token of it.
 
     A probe sees itself and the answer tokens whose position is before its own, as the [MASK]
@@ -124,7 +116,7 @@ class Context:
 class AtlasPrefix:
     """What decoding keeps of source and question."""
 
-    encoded: Prefix
+    encoded: vlp.Prefix
     context: Context | None  # only for a model with a copy head
 
 
@@ -132,7 +124,7 @@ class AtlasPrefix:
 FRESH = (r"^copy_head/",)
 
 
-def add_types(model: VLP, numbers: Sequence[int]) -> None:
+def add_types(model: vlp.VLP, numbers: Sequence[int]) -> None:
     """Makes token types mean something that the model's pretrained weights have no type for.
 
     To each a random vector of length 1, that of a token, is added, in place: a copy of another
@@ -150,7 +142,7 @@ def add_types(model: VLP, numbers: Sequence[int]) -> None:
         table[...] = table[...].at[number].add(vector / jnp.linalg.norm(vector))
 
 
-def said_before(inputs: VLPInputs, positions: jax.Array) -> jax.Array:
+def said_before(inputs: vlp.VLPInputs, positions: jax.Array) -> jax.Array:
     """Which tokens of the sequence the answer holds before columns `positions` [B, P].
 
     Returns bool [B, P, L]; a token that is masked there is not held.
@@ -162,13 +154,13 @@ def said_before(inputs: VLPInputs, positions: jax.Array) -> jax.Array:
     return jnp.einsum("bpa,bal->bpl", earlier.astype(jnp.float32), same.astype(jnp.float32)) > 0
 
 
-class AtlasVLP(VLP):
+class AtlasVLP(vlp.VLP):
     """VLP with the additions that its config names.
 
     The config of a model without them (TwoSidedVLP's) may be any VLP's.
     """
 
-    def __init__(self, config: VLPConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: vlp.VLPConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         copies = isinstance(config, AtlasVLPConfig) and config.copy_head
         self.copy_head = CopyHead(config.bert.hidden, rngs=rngs) if copies else None
@@ -182,7 +174,7 @@ class AtlasVLP(VLP):
     def _written_words(self) -> int | None:
         return self.config.written_words if isinstance(self.config, AtlasVLPConfig) else None
 
-    def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
+    def _embed_content(self, inputs: vlp.VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
         content = super()._embed_content(inputs, dropout_key)
         if not self.region_tags:
             return content
@@ -195,7 +187,7 @@ class AtlasVLP(VLP):
 
     def answer_log_probs(
         self,
-        inputs: VLPInputs,
+        inputs: vlp.VLPInputs,
         positions: jax.Array,
         ids: jax.Array,
         *,
@@ -238,7 +230,7 @@ class AtlasVLP(VLP):
             return _log_probs_of(logits, ids)
         return self.copy_head.of_tokens(hidden, logits, context, said, ids)
 
-    def prefill(self, inputs: VLPInputs) -> AtlasPrefix:
+    def prefill(self, inputs: vlp.VLPInputs) -> AtlasPrefix:
         """Encodes the prompt as VLP does, with what a copy head copies from."""
         hidden, encoded = self._encode_context(inputs)
         context = None
@@ -249,16 +241,16 @@ class AtlasVLP(VLP):
     def decode_step(
         self,
         prefix: AtlasPrefix,
-        cache: WrittenCache,
+        cache: vlp.WrittenCache,
         generated: jax.Array,
         step: jax.Array,
         *,
         mask_id: int,
         token_type: int,
-    ) -> tuple[jax.Array, WrittenCache]:
+    ) -> tuple[jax.Array, vlp.WrittenCache]:
         """Computes one step as VLP does."""
         ids = {"mask_id": mask_id, "token_type": token_type}
-        hidden, cache = append_mask(self.bert, prefix.encoded, cache, generated, step, **ids)
+        hidden, cache = vlp.append_mask(self.bert, prefix.encoded, cache, generated, step, **ids)
         said = None
         if prefix.context is not None:
             answer = generated.reshape(*hidden.shape[:2], -1)  # [B, beams, T]

@@ -16,33 +16,12 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.models.bert.keys import (
-    BUFFERS,
-    OLD_NAMES,
-    bert_rules,
-    bert_size_keys,
-    bert_sizes,
-    fit_trunk,
-    mlm_rules,
-    mlm_tied,
-    read_bert_config,
-    unknown_heads,
-)
+from mmqa_jax.models.bert import keys as bert
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPConfig
 from mmqa_jax.models.vlp.network import VLP, ClipVLPConfig, VLPConfig
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import config_from_json
 from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules, load_model, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    Shapes,
-    numbered_keys,
-    open_source,
-    own_config,
-    read_own_config,
-    require_keys,
-    shapes_of,
-)
 
 # Rows of a two-row type table that fill VLP's six (modeling.py l.693-700): 2, 3, 4 <- 0; 5 <- 1.
 _TYPE_ROWS = np.array([0, 1, 0, 0, 0, 1])
@@ -85,34 +64,36 @@ def vlp_key_map(config: VLPConfig, *, source_head: bool = True) -> KeyMap:
     head = linear_rules("context_classifier", "source_head") if source_head else []
     return KeyMap(
         rules=[
-            *bert_rules("bert.", "bert/"),
-            *mlm_rules("mlm_head"),
+            *bert.bert_rules("bert.", "bert/"),
+            *bert.mlm_rules("mlm_head"),
             *content,
             *linear_rules("vis_pe_embed.0", "region_place/linears/0"),
             *head,
         ],
-        rename=OLD_NAMES,
+        rename=bert.OLD_NAMES,
         # The pooler exists and is used by neither task; the VQA head belongs to VLP's VQA2 runs.
-        ignore=[BUFFERS, r"^bert\.pooler\.", r"^ans_classifier\."],
+        ignore=[bert.BUFFERS, r"^bert\.pooler\.", r"^ans_classifier\."],
         fresh=() if source_head else (SOURCE_HEAD,),
-        tied=mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
+        tied=bert.mlm_tied("bert.")[:1],  # the original's decoder has no bias of its own
     )
 
 
-def open_vlp(path: Path) -> Checkpoint:
+def open_vlp(path: Path) -> layouts.Checkpoint:
     """A VLP or WebQA_Baseline checkpoint; a missing source head is newly initialized."""
-    source = open_source(path)
-    config = read_own_config(read_vlp, path)
-    shapes = shapes_of(source)
+    source = layouts.open_source(path)
+    config = layouts.read_own_config(read_vlp, path)
+    shapes = layouts.shapes_of(source)
     content = "vis_embed.0.weight"
-    require_keys(
-        shapes, (content, "vis_pe_embed.0.weight", *bert_size_keys("bert.")), source, "VLP"
+    layouts.require_keys(
+        shapes, (content, "vis_pe_embed.0.weight", *bert.bert_size_keys("bert.")), source, "VLP"
     )
-    linears = [shapes[key] for key in numbered_keys(shapes, r"vis_embed\.(\d{1,4})\.weight")]
+    linears = [
+        shapes[key] for key in layouts.numbered_keys(shapes, r"vis_embed\.(\d{1,4})\.weight")
+    ]
     types = shapes["bert.embeddings.token_type_embeddings.weight"][0]
-    unknown = {} if config else unknown_heads(shapes[_WORDS][1], "bert.heads")
+    unknown = {} if config else bert.unknown_heads(shapes[_WORDS][1], "bert.heads")
     config = config or VLPConfig(
-        bert=dataclasses.replace(bert_sizes(shapes, "bert."), types=6, eps=1e-5),
+        bert=dataclasses.replace(bert.bert_sizes(shapes, "bert."), types=6, eps=1e-5),
         region_features=linears[0][1],
         region_positions=shapes["vis_pe_embed.0.weight"][1],
         visual_hidden=tuple(shape[0] for shape in linears[:-1]),
@@ -122,12 +103,14 @@ def open_vlp(path: Path) -> Checkpoint:
         found = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
         return fit_types(found, types, config.bert.types)
 
-    return Checkpoint(config, key_map, source, "vlp", unknown=unknown)
+    return layouts.Checkpoint(config, key_map, source, "vlp", unknown=unknown)
 
 
-def publish_vlp(config: VLPConfig, state: nnx.State) -> Published:
+def publish_vlp(config: VLPConfig, state: nnx.State) -> layouts.Published:
     """BertForWebqa's keys, with six token types."""
-    return Published(untied_source(state, vlp_key_map(config)), own_config("vlp", config))
+    return layouts.Published(
+        untied_source(state, vlp_key_map(config)), layouts.own_config("vlp", config)
+    )
 
 
 def fit_types(key_map: KeyMap, theirs: int, ours: int) -> KeyMap:
@@ -157,22 +140,25 @@ def init_vlp_from_bert(
       folder, num_layers, rows: as for `fill_bert`.
       fresh: patterns of further parameters that stay as they are.
     """
-    published = read_bert_config(Path(folder))
+    published = bert.read_bert_config(Path(folder))
     trunk = model.config.bert
-    source = open_source(folder)
+    source = layouts.open_source(folder)
     has_head = any(key.startswith("cls.predictions.transform.") for key in source.specs())
     key_map = KeyMap(
-        rules=[*bert_rules("bert.", "bert/"), *(mlm_rules("mlm_head") if has_head else [])],
+        rules=[
+            *bert.bert_rules("bert.", "bert/"),
+            *(bert.mlm_rules("mlm_head") if has_head else []),
+        ],
         # The encoder's keys may lack `bert.`; give it to all.
-        rename=[(r"^(embeddings|encoder|pooler)\.", r"bert.\1."), *OLD_NAMES],
-        ignore=[BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."],
+        rename=[(r"^(embeddings|encoder|pooler)\.", r"bert.\1."), *bert.OLD_NAMES],
+        ignore=[bert.BUFFERS, r"^bert\.pooler\.", r"^cls\.seq_relationship\."],
         fresh=(*_VISUAL, SOURCE_HEAD, *fresh) + (() if has_head else (r"^mlm_head/",)),
-        tied=mlm_tied("bert."),
+        tied=bert.mlm_tied("bert."),
     )
     key_map = fit_types(key_map, published.types, trunk.types)
     # VLP's eps (1e-5) is not BERT's, yet VLP started from BERT: eps is not compared.
     constants = ("heads", "activation")
-    key_map = fit_trunk(key_map, trunk, published, folder, num_layers, rows, constants)
+    key_map = bert.fit_trunk(key_map, trunk, published, folder, num_layers, rows, constants)
     load_model(model, key_map, source)
     if not has_head:
         kernel = model.mlm_head.dense.kernel
@@ -192,15 +178,15 @@ def start_vlp(path: str | os.PathLike, model: VLP) -> None:
       model: a VLP whose trunk has the checkpoint's sizes. A checkpoint with two token types
         fills six by VLP's rule.
     """
-    source = open_source(path)
-    shapes, config = shapes_of(source), model.config
+    source = layouts.open_source(path)
+    shapes, config = layouts.shapes_of(source), model.config
     key_map = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
     if TYPE_TABLE in shapes:
         key_map = fit_types(key_map, shapes[TYPE_TABLE][0], config.bert.types)
     load_model(model, _fit_regions(key_map, shapes, model), source)
 
 
-def _fit_regions(key_map: KeyMap, theirs: Shapes, model: VLP) -> KeyMap:
+def _fit_regions(key_map: KeyMap, theirs: layouts.Shapes, model: VLP) -> KeyMap:
     """The map without those tensors of the region embeddings whose shapes differ."""
     ours = {name: value.shape for name, value in flatten_named(nnx.state(model)).items()}
     unfit = [

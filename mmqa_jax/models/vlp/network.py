@@ -32,17 +32,7 @@ from mmqa_jax.models.bert.network import (
     minilm_l6,
     trunk_config,
 )
-from mmqa_jax.models.common.layers import (
-    Linear,
-    dropout,
-    merge_heads,
-    normal_init,
-    prefix_attention,
-    scan_layers,
-    split_heads,
-    split_key,
-    torch_linear,
-)
+from mmqa_jax.models.common import layers
 from mmqa_jax.models.two_towers.config import VisionConfig, clip_vision
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before, normalize_pixels
 
@@ -103,9 +93,11 @@ def encode_prefix(
     def body(layer: BertLayer, x, _, __):
         query, key, value = layer.project(x)
         attended = layer.attend(query, key, value, mask)
-        return layer.finish(x, attended), (merge_heads(key), merge_heads(value))
+        return layer.finish(x, attended), (layers.merge_heads(key), layers.merge_heads(value))
 
-    hidden, (key, value) = scan_layers(bert.layers, embedded, body, unroll=bert.config.unroll)
+    hidden, (key, value) = layers.scan_layers(
+        bert.layers, embedded, body, unroll=bert.config.unroll
+    )
     return hidden, key, value
 
 
@@ -154,9 +146,9 @@ def append_mask(
             pairs = (caches[:2], prefix.mask, caches[2:], (key, value))
             return fused_prefix_attention(past, query, *pairs, mask)
         prefix_key, prefix_value, past_key, past_value = (
-            split_heads(columns, bert.config.heads) for columns in past
+            layers.split_heads(columns, bert.config.heads) for columns in past
         )
-        return prefix_attention(
+        return layers.prefix_attention(
             query,
             prefix_key,
             prefix_value,
@@ -171,9 +163,12 @@ def append_mask(
         projected = layer.project(x)
         query, key, value = (p.reshape(prefixes, -1, *p.shape[2:]) for p in projected)
         attended = attend(query, key, value, past).reshape(projected[0].shape)
-        return layer.finish(x, attended), (merge_heads(key[:, ::2]), merge_heads(value[:, ::2]))
+        return layer.finish(x, attended), (
+            layers.merge_heads(key[:, ::2]),
+            layers.merge_heads(value[:, ::2]),
+        )
 
-    x, (key, value) = scan_layers(
+    x, (key, value) = layers.scan_layers(
         bert.layers,
         x,
         body,
@@ -289,9 +284,11 @@ class RegionEncoder(nnx.Module):
     ):
         widths = (in_features, *sizes)
         names = [("patch", "proj")] * (len(sizes) - 1) + [("patch", "embed")]
-        make = functools.partial(torch_linear, rngs=rngs)
+        make = functools.partial(layers.torch_linear, rngs=rngs)
         if stddev is not None:
-            make = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(stddev))
+            make = functools.partial(
+                layers.Linear, rngs=rngs, kernel_init=layers.normal_init(stddev)
+            )
         self.linears = nnx.List(make(*widths[i : i + 2], names[i]) for i in range(len(sizes)))
         self.rate, self.dtype = rate, dtype
 
@@ -299,7 +296,7 @@ class RegionEncoder(nnx.Module):
         x = x.astype(self.dtype)
         for linear in self.linears:
             x = jax.nn.relu(linear(x))
-        return dropout(x, self.rate, dropout_key)
+        return layers.dropout(x, self.rate, dropout_key)
 
 
 class VLP(nnx.Module):
@@ -318,7 +315,7 @@ class VLP(nnx.Module):
             rngs=rngs,
             stddev=config.place_stddev,
         )
-        self.source_head = torch_linear(bert.hidden, 2, ("embed", None), rngs=rngs)
+        self.source_head = layers.torch_linear(bert.hidden, 2, ("embed", None), rngs=rngs)
         self.mlm_head = MlmHead(bert, rngs=rngs)
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
@@ -326,7 +323,7 @@ class VLP(nnx.Module):
         return self.region_content(inputs.region_features, dropout_key=dropout_key)
 
     def _embed(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
-        content_key, place_key, sum_key = split_key(dropout_key, 3)
+        content_key, place_key, sum_key = layers.split_key(dropout_key, 3)
         regions = None
         if inputs.region_features.shape[1]:
             content = self._embed_content(inputs, content_key)
@@ -342,7 +339,7 @@ class VLP(nnx.Module):
 
     def encode(self, inputs: VLPInputs, *, dropout_key: jax.Array | None = None) -> jax.Array:
         """Hidden states of the last layer under the mixed mask, [B, L, H]."""
-        embed_key, layers_key = split_key(dropout_key, 2)
+        embed_key, layers_key = layers.split_key(dropout_key, 2)
         x = self._embed(inputs, embed_key)
         return self.bert.encode(x, inputs.attention_mask(), dropout_key=layers_key)
 
@@ -353,7 +350,7 @@ class VLP(nnx.Module):
 
         The head reads [CLS], so that the last layer computes nothing else.
         """
-        embed_key, layers_key = split_key(dropout_key, 2)
+        embed_key, layers_key = layers.split_key(dropout_key, 2)
         x = self._embed(inputs, embed_key)
         mask = inputs.attention_mask()
         first = self.bert.encode_first(x, mask, dropout_key=layers_key)  # [B, H]
