@@ -22,7 +22,7 @@ from mmqa_jax.data.regions import FeatureRegions, PatchRegions
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.vlp.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
 from mmqa_jax.models.vlp.network import VLPInputs
-from mmqa_jax.tasks.pretrained import Loader, vlp_loader
+from mmqa_jax.tasks.initial_weights import Loader, vlp_loader
 from mmqa_jax.tasks.task import ANY_VOCABULARY, bools
 from mmqa_jax.tasks.vlp import OF_REGIONS, VLPServing, VLPTask, check_types
 

@@ -20,8 +20,8 @@ from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig,
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
 from mmqa_jax.tasks import task as tasks
+from mmqa_jax.tasks.initial_weights import classifier_loader
 from mmqa_jax.tasks.objectives import ModalityObjective
-from mmqa_jax.tasks.pretrained import classifier_loader
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

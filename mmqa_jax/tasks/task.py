@@ -50,7 +50,7 @@ from mmqa_jax.models.bert.network import TRUNKS
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
-from mmqa_jax.tasks.pretrained import Loader
+from mmqa_jax.tasks.initial_weights import Loader
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.training.state import Objective, Validation
 from mmqa_jax.weights.folder import load_weights

@@ -46,7 +46,7 @@ from mmqa_jax.inference.region_detector import (
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs, VLPModel
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.pretrained import Loader, check_clip_frontend, vlp_loader
+from mmqa_jax.tasks.initial_weights import Loader, check_clip_frontend, vlp_loader
 from mmqa_jax.training.best_weights import BEST
 from mmqa_jax.weights.record import read_metadata
 

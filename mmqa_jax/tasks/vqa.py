@@ -43,8 +43,8 @@ from mmqa_jax.models.mcan.sections import GridModel, VQAModelSection, vqa_model
 from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks import task as tasks
+from mmqa_jax.tasks.initial_weights import Loader, bert_folder, bert_rows
 from mmqa_jax.tasks.objectives import VQAObjective
-from mmqa_jax.tasks.pretrained import Loader, bert_folder, bert_rows
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder
 
