@@ -95,11 +95,8 @@ def add(parser: argparse.ArgumentParser, *names: str) -> None:
 def add_shard(
     parser: argparse.ArgumentParser, items: str = "", chunk: int | None = None, shown: str = ""
 ) -> None:
-    """`--shard`, and with `items`, their name, `--chunk`.
-
-    Args:
-      chunk: its default.
-      shown: the default as --help says it, where it depends on other flags (`chunk` is None then).
+    """`--shard`, and with the name of the `items` `--chunk`, whose default may depend on other
+    flags: then `chunk` is None, and --help says what is `shown`.
     """
     parser.add_argument(
         "--shard",

@@ -36,11 +36,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return write_demo_report(folder)
     from mmqa_jax.evaluation.tables import show
     from mmqa_jax.runs.reports.row import report_row, report_rows
-    from mmqa_jax.runs.sweep import report_sweep, report_trainings
+    from mmqa_jax.runs.sweep import report_sweep
 
-    if kind == "trainings":
-        path, *tables = report_trainings(folder)
-    elif kind == "sweep":
+    if kind in ("sweep", "trainings"):
         path, *tables = report_sweep(folder)
     else:
         path, tables = report_row(folder) if kind == "row" else report_rows(folder)

@@ -110,15 +110,13 @@ def compare_runs(
     against_first: bool = False,
     shared: bool = False,
 ) -> dict[str, Any]:
-    """Compares runs by one metric: the JSON object of `mmqa compare`.
+    """Compares runs by one metric, by default the first scorer that all have: what `mmqa compare`
+    prints.
 
     Pairs are compared by the paired bootstrap and, if all scores are 0 or 1, by McNemar's exact
     test, whose p-value is then the one reported; p_holm is corrected over these pairs (Holm 1979).
-
-    Args:
-      metric: a scorer; by default the first that all runs have.
-      against_first: every other run with the first, instead of every pair.
-      shared: only the questions that all runs were scored on, instead of refusing others.
+    `against_first` compares every other run with the first, instead of every pair; `shared` takes
+    only the questions that all runs were scored on, instead of refusing others.
     """
     metric = _check_comparable(runs, metric, ("dataset", "split") if shared else SAME)
     values = {run.name: _values(run, metric) for run in runs}

@@ -153,13 +153,10 @@ def score_retrieval(
 ) -> dict[str, Any]:
     """recall@k and the source F1 of the top two, over all questions and by gold modality.
 
-    Args:
-      top_k: how many sources were looked for, which may be more than were found (BM25); recall@k
-        is given up to it, and up to the longest ranking.
-
-    Returns:
-      `recall`, empty if no question has gold sources, as in WebQA's test split; otherwise also
-      `questions_scored`, `source_f1_top_2` and, under `by_modality`, the same per modality.
+    recall@k is given up to `top_k`, how many sources were looked for, which may be more than were
+    found (BM25), and up to the longest ranking. Without gold sources, as in WebQA's test split,
+    `recall` is empty; else there are also `questions_scored`, `source_f1_top_2` and, under
+    `by_modality`, the same per modality.
     """
     gold = [gold_modality(question, corpus) for question in questions]
     groups = {"": list(range(len(questions)))}
@@ -180,9 +177,9 @@ def score_modality(
 ) -> Scores:
     """`modality_accuracy`: whether a question was searched in the modality that it needs.
 
-    Args:
-      rankings: of a retriever that searched one modality per question, that of its first source.
-        An empty one counts as wrong. Questions that need both, or of unknown need, are left out.
+    The rankings are of a retriever that searched one modality per question, that of its first
+    source; an empty one counts as wrong. Questions that need both, or of unknown need, are left
+    out.
     """
     gold = [gold_modality(question, corpus) for question in questions]
     known = [i for i, kind in enumerate(gold) if kind is not None]

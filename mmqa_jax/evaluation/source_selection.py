@@ -24,10 +24,8 @@ Cap = Literal["none", "webqa"]
 class Selection(NamedTuple):
     """Limits on the number of sources cited per question, whatever the threshold.
 
-    Attributes:
-      fewest: this many of the best are always cited.
-      most: no more than this many are cited; None: no limit.
-      inclusive: a source whose probability equals the threshold is cited too.
+    The best `fewest` are always cited, and no more than `most` (None: no limit); if `inclusive`, a
+    source whose probability equals the threshold is cited too.
     """
 
     fewest: int

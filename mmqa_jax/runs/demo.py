@@ -165,6 +165,10 @@ class _Demo:
             "score": self._score,
         }
 
+    def _dense(self) -> Any:
+        """The retriever that this demo has trained."""
+        return open_dense(self.corpus, str(self.folder / "contrastive"), str(self.folder / INDEX))
+
     def _train(self, task: str) -> None:
         run_training(self.config[task], self.folder / task, self.corpus)
 
@@ -189,7 +193,7 @@ class _Demo:
     def _tune(self) -> None:
         """Chooses the similarity weight and the thresholds on the validation split."""
         dev = evenly(self.corpus.questions("val"), self.config.select.dev_questions)
-        dense = open_dense(self.corpus, str(self.folder / "contrastive"), str(self.folder / INDEX))
+        dense = self._dense()
         reranker = load_reranker(self.folder / "rerank", self.corpus)
         evidence = similarity.read_restricted(
             dev, self.corpus, with_similarity(reranker, dense, self.corpus, 0.0)
@@ -217,7 +221,7 @@ class _Demo:
         The reranker cannot say it: among the sources of a question that none answers it still
         finds one relevant, because all that it was trained on had an answer.
         """
-        dense = open_dense(self.corpus, str(self.folder / "contrastive"), str(self.folder / INDEX))
+        dense = self._dense()
         asked = [question for question in self.corpus.questions("val") if question.image is None]
         chosen = tune_refusal(
             nearest_similarities(dense, asked), nearest_similarities(dense, strangers())

@@ -32,9 +32,7 @@ def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[s
 
 
 def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
-    """Prints the statistics of the corpus in `out`, and writes statistics.json and report.html
-    there.
-    """
+    """Prints the statistics of the corpus in `out`; writes its statistics.json and report.html."""
     corpus = open_corpus(out)
     name = corpus.manifest.get("name")
     if dataset not in _OWN and name != dataset:

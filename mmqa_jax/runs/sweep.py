@@ -151,7 +151,8 @@ def run_sweep(
             )
             assert result is not None, "this process computes all chunks"
             records.append(_record(cell, result.scores))
-            _write(folder, cells, records)
+            about = {"row": cell.run.row, "dataset": cell.run.dataset, "of": len(cells)}
+            _save(folder, {**about, "cells": records})
     return records
 
 
@@ -187,10 +188,8 @@ def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, Any]]) -> None:
-    """sweep.json, sweep.md and report.html of the cells that are finished."""
-    row = cells[0].run
-    content = {"row": row.row, "dataset": row.dataset, "of": len(cells), "cells": finished}
+def _save(folder: Path, content: Mapping[str, Any]) -> None:
+    """sweep.json, sweep.md and report.html of what is finished."""
     write_json(folder / SWEEP, content)
     _, table = report_sweep(folder)
     with atomic_write(folder / "sweep.md") as file:
@@ -198,25 +197,30 @@ def _write(folder: Path, cells: Sequence[SweepCell], finished: list[dict[str, An
 
 
 def report_sweep(folder: Path) -> tuple[Path, tables.Table]:
-    """Writes report.html of a sweep's finished cells; returns its path and the table."""
+    """Writes report.html of what is finished of a sweep; returns its path and the table."""
     content = read_json(folder / SWEEP)
+    of_trainings = isinstance(content, Mapping) and "task" in content
+    data = _trainings_report(folder) if of_trainings else _rows_report(folder, content)
+    write_report(folder / "report.html", data)
+    return folder / "report.html", data.tables[0]
+
+
+def _rows_report(folder: Path, content: Any) -> ReportData:
+    """The report of a sweep over rows."""
     try:
         name, cells = f"{content['dataset']}, {content['row']}", content["cells"]
-        table = sweep_table(name, cells)
         missing = content["of"] - len(cells)
-        data = ReportData(
+        return ReportData(
             title=f"{name}: sweep over {', '.join(cells[0]['values'])}",
             description="Each cell is a row; its first column leads to its report.",
             notice=f"{missing} of {content['of']} cells are not finished." if missing else "",
             line_plots=sweep_plots(cells),
-            tables=[table],
+            tables=[sweep_table(name, cells)],
         )
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError(
             f"{folder / SWEEP}: is damaged; start `mmqa sweep` again, which keeps finished cells."
         ) from error
-    write_report(folder / "report.html", data)
-    return folder / "report.html", table
 
 
 def sweep_table(title: str, cells: Sequence[Mapping[str, Any]]) -> tables.Table:
@@ -319,12 +323,9 @@ def _write_trainings(
         | ({"failed": failed[run.folder]} if run.folder in failed else {})
         for run in runs
     ]
-    write_json(folder / SWEEP, {"task": runs[0].run.task, "cells": cells})
     if ended is not None and is_training(place := folder / ended.folder):
         write_report(place / "report.html", training_report(place))
-    _, table = report_trainings(folder)
-    with atomic_write(folder / "sweep.md") as file:
-        file.write(tables.to_markdown(table))
+    _save(folder, {"task": runs[0].run.task, "cells": cells})
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
@@ -343,15 +344,15 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
     return sorted(scored, key=lambda record: -record["best"]["value"]) + rest
 
 
-def report_trainings(folder: Path) -> tuple[Path, tables.Table]:
-    """Writes report.html of a sweep over trainings; returns its path and the table."""
+def _trainings_report(folder: Path) -> ReportData:
+    """The report of a sweep over trainings."""
     task, records = read_swept(folder)[0], read_records(folder)
     table = trainings_table(f"Sweep of {task}", records)
     pages = {n: f"{record['workdir']}/report.html" for n, record in enumerate(records)}
     links = {n: f"./{quote(page)}" for n, page in pages.items() if (folder / page).is_file()}
     missing = sum(not record["complete"] for record in records)
     best = records[0]["best"]
-    data = ReportData(
+    return ReportData(
         title=f"Sweep of {task} over {', '.join(records[0]['values'])}",
         description="Each run is a training; its first column leads to its report.",
         notice=f"{missing} of {len(records)} runs are not finished." if missing else "",
@@ -359,8 +360,6 @@ def report_trainings(folder: Path) -> tuple[Path, tables.Table]:
         line_plots=overlaid_curves({_name(run): folder / run["workdir"] for run in records}),
         tables=[dataclasses.replace(table, links=links)],
     )
-    write_report(folder / "report.html", data)
-    return folder / "report.html", table
 
 
 def _name(record: Mapping[str, Any]) -> str:

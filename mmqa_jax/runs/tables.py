@@ -128,18 +128,9 @@ def _shut_down(row: Row | None) -> str:
 def _ours(dataset: str, name: str, scores: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     """A figure per score of a row that no paper has; without any one that says so."""
     scorers = list(scores["scores"] if scores else ()) or [""]
-    return [
-        {
-            "table": f"ours, {dataset}",
-            "row": name,
-            "column": scorer,
-            "published": None,
-            "tolerance": None,
-            "scorer": scorer,
-            "group": "",
-        }
-        for scorer in scorers
-    ]
+    unpublished = {"published": None, "tolerance": None, "group": ""}
+    about = {"table": f"ours, {dataset}", "row": name, **unpublished}
+    return [{**about, "column": scorer, "scorer": scorer} for scorer in scorers]
 
 
 def paper_tables(listed: list[dict[str, Any]]) -> list[Table]:
@@ -275,14 +266,10 @@ def _figure(
         status = "partial"
     elif scores is not None and not scores["scores"]:
         status = "leaderboard"
+    columns = ("table", "row", "column", "published", "tolerance", "scorer")
     return {
         "paper": paper,
-        "table": cell["table"],
-        "row": cell["row"],
-        "column": cell["column"],
-        "published": cell["published"],
-        "tolerance": cell["tolerance"],
-        "scorer": cell["scorer"],
+        **{column: cell[column] for column in columns},
         "config_row": name,
         "command": command,
         "needs": needs,

@@ -30,9 +30,7 @@ def run_curves(folder: Path) -> dict[str, report.Points]:
 
 
 def overlaid_curves(folders: Mapping[str, Path]) -> list[report.LinePlot]:
-    """A plot for each metric of `run_curves`, with a line for each run: name -> workdir, which need
-    not be there yet.
-    """
+    """A plot for each metric of `run_curves`, with a line for each run (name -> workdir)."""
     curves = {run: run_curves(folder) for run, folder in folders.items()}
     names = dict.fromkeys(name for of_run in curves.values() for name in of_run)
     lines = {name: {run: curves[run].get(name, ()) for run in folders} for name in names}

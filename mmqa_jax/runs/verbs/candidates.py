@@ -39,12 +39,9 @@ def write_stage(
 
     A model serves the questions of `split` that it was not trained on; its examples are those of
     `examples_split` that it was trained on. An example that no model serves as a question gets the
-    candidates of the model that was trained on it, as in Prophet.
-
-    Args:
-      config: of converted checkpoints, which lack one of their own; its section `data` says what
-        they were trained on.
-      options: see tasks.embedder.open_embedder.
+    candidates of the model that was trained on it, as in Prophet. Converted checkpoints lack a
+    config: the section `data` of the one that is given says what they were trained on. `options`:
+    see tasks.embedder.open_embedder.
     """
     check_out(out, folder=True)
     corpus = open_corpus(data)

@@ -141,10 +141,9 @@ def merge_embeddings(out: Path) -> dict[str, Any]:
 def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict[str, Any]:
     """Builds the index over the embeddings in `folder`, unless it is up to date.
 
-    Args:
-      kind: see retrieval.indexes.index.build_index.
-      place: a collection of Milvus that is filled instead (milvus://HOST:PORT/COLLECTION).
-      shard_rows: build ScaNN in shards of so many sources; 0: one index of all.
+    `kind`: see retrieval.indexes.index.build_index. A `place` is a collection of Milvus that is
+    filled instead (milvus://HOST:PORT/COLLECTION); with `shard_rows` ScaNN is built in shards of so
+    many sources.
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)

@@ -97,10 +97,8 @@ def search(
 ) -> dict[str, Any]:
     """Searches, writes the rankings, and scores them if gold sources are known.
 
-    Args:
-      restricted: whether each question's own candidates alone are ranked.
-      tune: whether the weight of `fused` is chosen first, on these questions.
-      qrels: file for the questions' gold sources.
+    `restricted` ranks each question's own candidates alone; `tune` first chooses the weight of
+    `fused`, on these questions; `qrels` is a file for the questions' gold sources.
     """
     spec.check(restricted=restricted)
     corpus, questions = files.open()
@@ -346,13 +344,10 @@ def _show_thresholds(title: str, tuned: similarity.Tuned, split: str) -> None:
 def answer(
     files: StageFiles, model: str, sources: str, threshold: float, select: Literal["best", "above"]
 ) -> dict[str, Any]:
-    """Answers the questions of a split.
+    """Answers the questions of a split from `oracle` sources, from `none`, or from a file of `mmqa
+    rerank`, of which `threshold` and `select` say what is cited (webqa.answer_selected).
 
     A model of one modality (VLP_I, VLP_T) answers only the questions that need that modality.
-
-    Args:
-      sources: `oracle`, `none`, or a file of `mmqa rerank`.
-      threshold, select: which of that file's sources are cited, see webqa.answer_selected.
     """
     from mmqa_jax.tasks.registry import reader_modality
 

@@ -30,15 +30,11 @@ def run_plan(
     search: bool = False,
     measured: Path | None = None,
 ) -> dict[str, Any]:
-    """Compiles, and prints the table and the verdict.
+    """Compiles for a topology (`open_topology`), and prints the table and the verdict.
 
-    Args:
-      topology: what is compiled for, see `open_topology`.
-      model: of an empty config; only: names of programs.
-      sources: numbers of sources of collections, which are planned alone.
-      pictures: of a detector.
-      search: whether the fastest settings of the first program are looked for.
-      measured: file of launch/device_check.sh.
+    An empty config has a `model`; `only` names programs; `sources` are the numbers of sources of
+    collections, which are planned alone; `pictures` are a detector's; `search` looks for the
+    fastest settings of the first program; `measured` is a file of launch/device_check.sh.
     """
     # What is refused is so before a compiler is loaded.
     names = planning.chosen(config, only, model)

@@ -38,13 +38,10 @@ _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp")
 
 
 class NamedPictures(NamedTuple):
-    """Pictures to look at.
+    """Pictures to look at by their ids, their names, and how a name's encoded bytes are read.
 
-    Attributes:
-      names: id -> name.
-      read: the encoded bytes by name; PictureError or UserError where there are none.
-      fingerprint: of all of them.
-      materials: what they are taken from.
+    `read` raises PictureError or UserError where there are none; `fingerprint` is of all of them,
+    `materials` are what they are taken from.
     """
 
     names: Mapping[str, str]
@@ -152,16 +149,11 @@ def write_regions(
     *,
     random: bool = False,
 ) -> dict[str, Any]:
-    """Writes the regions of all pictures; continues an interrupted job.
+    """Writes the regions of all pictures; continues an interrupted job. `random`: so are the
+    weights.
 
-    Args:
-      random: whether the detector's weights are.
-
-    Returns:
-      For --json; `waiting_for_other_shards` where other processes have not finished theirs.
-
-    Raises:
-      RunError: too many broken pictures.
+    Returns what `--json` prints, `waiting_for_other_shards` where other processes have not finished
+    theirs; RunError for too many broken pictures.
     """
     check_out(out, folder=True)
     if options.chunk < 1:
