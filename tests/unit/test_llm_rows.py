@@ -35,7 +35,9 @@ def llm(monkeypatch):
     """The rows' language model: it cites the first source, and finds all that it is shown good."""
     made = FakeLLM(lambda prompt: ("Pelot [1]." if "[1]" in prompt else "Pelot.", -1.0), helps)
     made.fingerprint = "fake"
-    monkeypatch.setattr(parts, "open_llm", lambda spec, cache: Cached(made, ResponseCache(cache)))
+    monkeypatch.setattr(
+        parts, "open_llm", lambda spec, cache, flag: Cached(made, ResponseCache(cache))
+    )
     return made
 
 
