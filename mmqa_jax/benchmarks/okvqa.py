@@ -27,14 +27,8 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.answers import official_of_weight
-from mmqa_jax.data.formats import coco
+from mmqa_jax.data.formats import coco, official
 from mmqa_jax.data.formats.coco import Reference, check_same, read_annotations, read_questions
-from mmqa_jax.data.formats.official import (
-    SOFT_LABELS,
-    BenchmarkFiles,
-    OfficialFiles,
-    PictureFolders,
-)
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import vqa
@@ -68,7 +62,7 @@ MATERIALS = (
 )
 
 
-def read_okvqa(folder: Path) -> BenchmarkFiles:
+def read_okvqa(folder: Path) -> official.BenchmarkFiles:
     """Reads what there is of the official files in `folder`.
 
     `Question.answers` are the annotators' ten answers as the official evaluation reads them
@@ -76,8 +70,8 @@ def read_okvqa(folder: Path) -> BenchmarkFiles:
     `extra["soft_labels"]`. Captions and tags are in `extra` under `caption`, `tags` and
     `coco_captions`.
     """
-    files = OfficialFiles(folder)
-    pictures = PictureFolders(folder, coco.FOLDERS_2014)
+    files = official.OfficialFiles(folder)
+    pictures = official.PictureFolders(folder, coco.FOLDERS_2014)
     descriptions = coco.read_descriptions(files, "captions_okvqa.json")
     questions: list[Question] = []
     for split, coco_split in COCO_SPLIT.items():
@@ -110,7 +104,7 @@ def read_okvqa(folder: Path) -> BenchmarkFiles:
     return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
 
 
-def _split(files: OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, Reference]]:
+def _split(files: official.OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, Reference]]:
     """question_id -> (image_id, question, reference) of one of COCO's splits; {} if absent."""
     asked_in = files.optional(
         f"OpenEnded_mscoco_{coco_split}2014_questions.json",
@@ -159,7 +153,7 @@ def _soft_labels(path: Path) -> dict[int, tuple[int, str, Reference]]:
         known = type(kind) is int and 0 <= kind < len(names)
         ordered = sorted(labels, key=lambda answer: -labels[answer])
         reference = Reference(
-            image_id, tuple(ordered), names[kind] if known else "", {SOFT_LABELS: labels}
+            image_id, tuple(ordered), names[kind] if known else "", {official.SOFT_LABELS: labels}
         )
         labelled[question_id] = (image_id, row.text("sent", empty=True), reference)
     return labelled
@@ -169,9 +163,9 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
     counts: Counter[str] = Counter()
     for question in questions:
         counts[f"{question.split} questions"] += 1
-        for key in (*coco.DESCRIPTIONS, SOFT_LABELS):
+        for key in (*coco.DESCRIPTIONS, official.SOFT_LABELS):
             counts[f"{question.split} questions with {key}"] += key in question.extra
-        ten = bool(question.answers) and SOFT_LABELS not in question.extra
+        ten = bool(question.answers) and official.SOFT_LABELS not in question.extra
         counts[f"{question.split} questions with annotators' answers"] += ten
     counts["pictures"] = len({question.extra["image_id"] for question in questions})
     counts["picture files"] = picture_files
@@ -231,7 +225,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
     """VQA accuracy by category, from annotators' answers or from soft labels."""
     by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, vqa.has_answers, "reference answers")
-    soft = [SOFT_LABELS in question.extra for question in scored]
+    soft = [official.SOFT_LABELS in question.extra for question in scored]
     if any(soft) and not all(soft):
         raise UserError(
             "some questions have annotators' answers and some soft labels; score a split whose "
@@ -249,7 +243,7 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         )
 
     def weight(said: str, question: Question) -> float:
-        return vqa.soft_label_accuracy(said, question.extra[SOFT_LABELS])
+        return vqa.soft_label_accuracy(said, question.extra[official.SOFT_LABELS])
 
     scorers = {
         "vqa_accuracy/soft_labels": weight,

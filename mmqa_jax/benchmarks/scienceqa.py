@@ -36,14 +36,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
-from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import (
-    ParquetPictures,
-    hub_tables,
-    parquet_columns,
-    parquet_rows,
-    row_name,
-)
+from mmqa_jax.data.formats import official, parquet
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
@@ -104,10 +97,10 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     else:
         tables = [] if _problems_file(path) else _hub_tables(path)
         files.found += tables
-    pictures: ParquetPictures | official.PictureFiles
+    pictures: parquet.ParquetPictures | official.PictureFiles
     captions: dict[str, str] = {}
     if tables:
-        pictures = ParquetPictures(tables, key=None)
+        pictures = parquet.ParquetPictures(tables, key=None)
         rows = _parquet_rows(tables, pictures)
     else:
         rows = _one_json_file(path) if alone else _folder_rows(files)
@@ -181,7 +174,11 @@ def _folder_rows(files: official.OfficialFiles) -> list[_Row]:
 
 def _hub_tables(folder: Path) -> list[Path]:
     """The hub's Parquet files, in the order of the splits."""
-    return [path for p in _HUB_PREFIX.values() for path in hub_tables(folder, p.removesuffix("-"))]
+    return [
+        path
+        for p in _HUB_PREFIX.values()
+        for path in parquet.hub_tables(folder, p.removesuffix("-"))
+    ]
 
 
 def _problems_file(folder: Path) -> Path | None:
@@ -250,7 +247,7 @@ def _conversation_rows(data: list[Any], path: Path) -> list[_Row]:
     return rows
 
 
-def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Row]:
+def _parquet_rows(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> list[_Row]:
     """The hub's rows; they have no pid, so their id is split and number, as in `test-17`."""
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
@@ -261,8 +258,8 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
                 f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
             )
         _require_pictures(path)
-        for number, problem in parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
-            picture = row_name(path, number)
+        for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
+            picture = parquet.row_name(path, number)
             pid = f"{split}-{counts[split]}"
             shown = picture if picture in pictures else None
             rows.append(_Row(official.Entry(f"{path}, row {number}", problem), pid, split, shown))
@@ -272,7 +269,7 @@ def _parquet_rows(tables: Sequence[Path], pictures: ParquetPictures) -> list[_Ro
 
 def _require_pictures(path: Path) -> None:
     """UserError where a Parquet file has no column `image`, which says who has a picture."""
-    if "image" not in parquet_columns(path):
+    if "image" not in parquet.parquet_columns(path):
         raise UserError(
             f"{path}: has no column image, which says which questions have a picture; fetch "
             "ScienceQA's own Parquet files."

@@ -20,15 +20,10 @@ from jaxtyping import Float, Float32
 from mmqa_jax.core.array_pickle import read_npz
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
-from mmqa_jax.data.records.record_shards import (
-    FeatureError,
-    RecordFiles,
-    RecordKind,
-    write_records,
-)
+from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import REGIONS, RegionRecords
 
-GRIDS = RecordKind(
+GRIDS = record_shards.RecordKind(
     "grid features of pictures",
     "grid features",
     "grids",
@@ -42,7 +37,7 @@ class GridRecords:
     """Grid features by image id, of a folder that `write_grids` finished."""
 
     def __init__(self, folder: str | os.PathLike):
-        self._files = RecordFiles(folder, GRIDS)
+        self._files = record_shards.RecordFiles(folder, GRIDS)
         manifest = self._files.manifest
         self._shape = tuple(manifest["shape"])
         self._number = {image_id: number for number, image_id in enumerate(manifest["pictures"])}
@@ -56,7 +51,7 @@ class GridRecords:
         """
         folder, number = self._files.folder, self._number.get(image_id)
         if number is None:
-            raise FeatureError(f"{folder}: no grid features of picture {image_id}.")
+            raise record_shards.FeatureError(f"{folder}: no grid features of picture {image_id}.")
         _, content = self._files.read(number)
         try:
             return np.frombuffer(content, "<f2").reshape(self._shape), str(folder)
@@ -99,7 +94,7 @@ def write_grids(
         assert grid.shape == shape
         return np.ascontiguousarray(grid, "<f2").tobytes()
 
-    write_records(
+    record_shards.write_records(
         folder,
         GRIDS,
         pictures,
@@ -153,13 +148,13 @@ class NpzFiles:
         """
         path = self._paths.get(image_id)
         if path is None:
-            raise FeatureError(f"picture {image_id}: no features; extract them.")
+            raise record_shards.FeatureError(f"picture {image_id}: no features; extract them.")
         try:
             array = read_npz(Path(path), "x")
         except UserError as error:  # which names the file
-            raise FeatureError(str(error)) from error
+            raise record_shards.FeatureError(str(error)) from error
         except Exception as error:  # a broken archive or header can raise nearly any
-            raise FeatureError(f"{path}, key x: cannot be read ({error}).") from error
+            raise record_shards.FeatureError(f"{path}, key x: cannot be read ({error}).") from error
         return array, str(path)
 
 
@@ -186,7 +181,7 @@ class PictureFeatures(abc.ABC):
         for row, image_id in enumerate(image_ids):
             try:
                 array, where = self._read(image_id)
-            except FeatureError as error:
+            except record_shards.FeatureError as error:
                 self.missing.add(str(image_id), str(error))
                 continue
             vectors = self._vectors(array, where)

@@ -23,18 +23,7 @@ import numpy as np
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data import disk_sources
-from mmqa_jax.data.records.corpus_records import (
-    ARROW,
-    UNFINISHED,
-    publish,
-    refuse_corpus,
-)
-from mmqa_jax.data.records.picture_records import (
-    ShardNotes,
-    finish_folder,
-    inputs_signature,
-    unfinished_folder,
-)
+from mmqa_jax.data.records import corpus_records, picture_records
 from mmqa_jax.data.schema import Material
 from mmqa_jax.data.wikipedia.streams import InputFile, Item, Stream
 
@@ -106,20 +95,20 @@ def write_streamed(
     out = Path(out)
     disk_sources.arrow()
     if not overwrite:
-        refuse_corpus(out)
+        corpus_records.refuse_corpus(out)
     opened = InputFile(stream.file)
-    temporary = out / UNFINISHED
-    signature = inputs_signature(
+    temporary = out / corpus_records.UNFINISHED
+    signature = picture_records.inputs_signature(
         [], _LAYOUT, name, opened.path.name, opened.size, os.stat(opened.path).st_mtime_ns,
         dataclasses.asdict(stream.options), str(stream.pictures),
     )  # fmt: skip
-    with unfinished_folder(temporary, signature):
-        writer = _Writer(temporary, ShardNotes(temporary))
+    with picture_records.unfinished_folder(temporary, signature):
+        writer = _Writer(temporary, picture_records.ShardNotes(temporary))
         with Progress("Preparing", None, "MB") as progress:
             writer.write(stream, opened, progress)
         opened.close()
         facts = writer.finish()
-        finish_folder(temporary)
+        picture_records.finish_folder(temporary)
     origin = {
         "file": str(opened.path),
         "items": writer.count.items,
@@ -130,8 +119,8 @@ def write_streamed(
     }
     pictures = None if stream.pictures is None else str(stream.pictures.resolve())
     versions = {"pyarrow": importlib.metadata.version("pyarrow")}
-    more = {"stored": ARROW, "pictures": pictures, "origin": origin}
-    return publish(out, temporary, name, materials, {**facts, **more}, versions)
+    more = {"stored": corpus_records.ARROW, "pictures": pictures, "origin": origin}
+    return corpus_records.publish(out, temporary, name, materials, {**facts, **more}, versions)
 
 
 class _Shard(NamedTuple):
@@ -151,7 +140,7 @@ class _Shard(NamedTuple):
 class _Writer:
     """Writes the shards of a folder that are missing."""
 
-    def __init__(self, folder: Path, notes: ShardNotes):
+    def __init__(self, folder: Path, notes: picture_records.ShardNotes):
         self._folder, self._notes = folder, notes
         self._shards: list[_Shard] = []
         self._rows, self._ended = 0, False
