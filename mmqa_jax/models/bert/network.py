@@ -36,7 +36,6 @@ from mmqa_jax.models.common.layers import (
     dropout,
     keep,
     keep_kernel,
-    made_once,
     merge_heads,
     normal_init,
     param,
@@ -255,7 +254,6 @@ class Bert(nnx.Module):
         self, embedded: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         """embedded [B, L, H], mask bool broadcastable to [B, heads, L, L] -> hidden [B, L, H]."""
-        mask = made_once(mask)
 
         def body(layer: BertLayer, x, _, key):
             return layer(x, mask, key), None
@@ -270,7 +268,6 @@ class Bert(nnx.Module):
         The last layer then computes one row instead of L: a quarter less work with three layers.
         """
         before, last = split_last(self.layers)
-        mask = made_once(mask)
         of_before, of_weights, of_last = split_key(dropout_key, 3)
 
         def body(layer: BertLayer, x, _, key):

@@ -360,12 +360,12 @@ def attention(
     """Multi-head scaled dot-product attention, the one of the project.
 
     q [B, Lq, heads, head_dim]; k, v [B, Lk, kv_heads, head_dim]; query heads
-    n * heads / kv_heads onwards read key head n, and none is repeated in memory. mask bool (or of
-    `made_once`), broadcastable to [B, heads, Lq, Lk], True = attend; one mask for all heads where
-    kv_heads are fewer. `segments` int [B, L], of rows that attend to themselves: a token sees those
-    of its own segment alone (several texts in a row). `window`: of what else is visible a token
-    sees the nearest. Scores are divided by sqrt(head_dim), and bent to stay within `cap`
-    (`masked.capped`); softmax in float32.
+    n * heads / kv_heads onwards read key head n, and none is repeated in memory. mask bool,
+    broadcastable to [B, heads, Lq, Lk], True = attend; one mask for all heads where kv_heads are
+    fewer. `segments` int [B, L], of rows that attend to themselves: a token sees those of its own
+    segment alone (several texts in a row). `window`: of what else is visible a token sees the
+    nearest. Scores are divided by sqrt(head_dim), and bent to stay within `cap` (`masked.capped`);
+    softmax in float32.
     A row without a visible column gives the mean of the values, never NaN.
 
     `implementation`: "auto", by device and shape (`flash.auto_implementation`); "xla", whose memory
@@ -405,8 +405,6 @@ def attention(
             same = {"mask": mask, "is_causal": is_causal, "mesh": mesh, "biases": biases}
             out = fused_attention(q, k, v, **same, **drop)
             return keep(out)
-    if mask is not None:
-        mask = mask.astype(bool)
     if biases is not None:
         flat = zip(map(merge_heads, (q, k, v)), biases, strict=True)
         q, k, v = (split_heads(_with_constant_bias(x, b), q.shape[2]) for x, b in flat)
@@ -450,16 +448,6 @@ def attention(
     weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
     out = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
     return keep(ungroup_queries(out, heads) if kv_heads < heads else out)
-
-
-def made_once(mask: jax.Array) -> jax.Array:
-    """A mask for all layers of a loop: on a TPU int8, which `attention` takes, too.
-
-    The kernel reads bytes, and without a barrier XLA makes them anew in each layer.
-    """
-    if platform() != "tpu":
-        return mask
-    return jax.lax.optimization_barrier(mask.astype(jnp.int8))
 
 
 def _linear_attention(
