@@ -29,13 +29,10 @@ def answer_llava(
     read: Literal["choice", "text"] = "text",
     max_new_tokens: int = 1024,
 ) -> list[Prediction]:
-    """The model's text; a question whose picture is absent is asked in words.
-
-    Args:
-      template: `llava.letter` (MMBench, SEED-Bench) or `llava.scienceqa`.
-      read: whether the option that the text names is recorded (`choice`, by LLaVA's rule for
-        ScienceQA), or the text alone, which MMBench's and SEED-Bench's scorers read.
-    """
+    """The model's text, by the template `llava.letter` (MMBench, SEED-Bench) or `llava.scienceqa`;
+    a question whose picture is absent is asked in words. The option that the text names is recorded
+    (`choice`, by LLaVA's rule for ScienceQA), or the text alone, which MMBench's and SEED-Bench's
+    scorers read."""
     decoding = Decoding(max_new_tokens=max_new_tokens)
     pictures = {question.id: pictures_of(corpus, question) for question in questions}
 

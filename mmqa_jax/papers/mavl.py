@@ -255,13 +255,8 @@ STOP = ("===", "task:")  # what follows would be another task of the prompt's fo
 
 
 class Plan(NamedTuple):
-    """What an agent is going to do (equation 2).
-
-    Attributes:
-      actions: within its role.
-      refused: the names of other actions that the planner asked for.
-      said: the planner's answer.
-    """
+    """What an agent is going to do (equation 2): actions within its role, the names of others that
+    the planner asked for, and its answer."""
 
     actions: Actions
     refused: tuple[str, ...] = ()

@@ -31,13 +31,10 @@ def answer_mmmu(
     pictures: Shown = "placed",
     max_new_tokens: int = 128,
 ) -> list[Prediction]:
-    """The model's response; a picture that is absent leaves its `<image 2>` in the prompt.
-
-    Args:
-      pictures: `placed` shows each one wherever its `<image 2>` stands, as VLMEvalKit does, for a
-        model that takes several; `first` shows the first one in front and leaves all marks in the
-        text, as the authors' run_llava.py; `none` shows none.
-    """
+    """The model's response; a picture that is absent leaves its `<image 2>` in the prompt. `placed`
+    shows each one wherever its `<image 2>` stands, as VLMEvalKit does, for a model that takes
+    several; `first` shows the first one in front and leaves all marks in the text, as the authors'
+    run_llava.py; `none` shows none."""
     decoding = Decoding(max_new_tokens=max_new_tokens)
     asked = {question.id: _asked(corpus, question, pictures) for question in questions}
 

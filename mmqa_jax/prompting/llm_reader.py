@@ -115,16 +115,10 @@ class LLMReader:
         self._is_chat = few_shot.is_chat(llm, self.options.chat)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
-        """One Prediction per question.
-
-        Args:
-          cited: the sources that each question is answered from, best first.
-
-        Returns:
-          `sources` are those that the answer names, `read` all that the model was shown; the trace
-          has the prompt, the output and what was dropped. Where no source answers, the answer is
-          NOT_FOUND; where the model gave none, it is empty.
-        """
+        """Answers each question from its cited sources, best first: `sources` are those that the
+        answer names, `read` all that the model was shown; the trace has the prompt, the output and
+        what was dropped. Where no source answers, the answer is NOT_FOUND; where the model gave
+        none, it is empty."""
         check_questions(questions, "LLMReader.answer")
         prompts = [
             self._prompt(question, ranking)

@@ -46,15 +46,9 @@ def choose_options(
     score: Normalization = "sum",
     blank: Mapping[str, str] | None = None,
 ) -> list[Prediction]:
-    """Each question's most probable option after its few-shot prompt.
-
-    Args:
-      shots: of each question's prompt.
-      options: question id -> its options as they continue the prompt.
-      score: log-probability of an option, summed over its tokens or per token.
-      blank: fields of a prompt without question and shots, after which the options are scored for
-        calibration; None: not calibrated.
-    """
+    """Chooses each question's most probable option, of those that continue its few-shot prompt,
+    summed over its tokens or per token. `blank` are the fields of a prompt without question and
+    shots, after which the options are scored for calibration; None: not calibrated."""
     prompts = few_shot.few_shot_prompts(
         questions, few_shot.one_prompt(questions, shots), llm, template, fields,
         lambda key, question, text: Choices(key, text, tuple(options[question.id])),

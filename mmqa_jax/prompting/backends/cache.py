@@ -46,13 +46,9 @@ _BY_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 class ResponseCache:
-    """Answers by key.
-
-    Args:
-      path: its folder (core.store), which the first `put` makes. Where an older version made an
-        SQLite file of that name, or of that name and `.sqlite`, its answers are read from there,
-        and new ones are kept in the folder `PATH.answers` in the first case.
-    """
+    """Keeps answers by key in a folder (core.store), which the first `put` makes. Where an older
+    version made an SQLite file of that name, or of that name and `.sqlite`, its answers are read
+    from there, and new ones are kept in the folder `PATH.answers` in the first case."""
 
     def __init__(self, path: str | os.PathLike):
         self.path = as_path(path)

@@ -213,13 +213,10 @@ class Captions:
 
 
 def open_captions(captions: str, tags: str = "", questions: Sequence[Question] = ()) -> Captions:
-    """Reads the files; UserError names the one that is malformed.
-
-    Args:
-      questions: that are asked. Whether captions have the names of questions or of pictures is told
-        by which of the two are more often in the file, since some numbers are of both kinds: those
-        of 30 questions of OK-VQA are also of other questions' pictures.
-    """
+    """Reads the files; UserError names the one that is malformed. Whether captions have the names
+    of questions or of pictures is told by which of the two are more often in the file, since some
+    numbers are of both kinds: those of 30 questions of OK-VQA are also of other questions'
+    pictures."""
     path = Path(captions)
     if path.suffix == ".json":
         by_name = read_named_captions(path)

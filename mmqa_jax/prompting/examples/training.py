@@ -60,15 +60,9 @@ class Encode(Protocol):
     def __call__(
         self, question: Question, prompt: str, given: str, completion: str, *, ended: bool
     ) -> TokenExample:
-        """The tokens.
-
-        Args:
-          question: whose prompt it is.
-          prompt: what the model is asked.
-          given: how its answer begins; not learned.
-          completion: the rest of the answer, which is learned.
-          ended: the model's end token follows and is learned too.
-        """
+        """Makes the tokens of a question's prompt, of how its answer begins (`given`, not learned),
+        and of the rest, which is learned; with `ended` the model's end token follows and is learned
+        too."""
 
 
 class TrainingExamples(NamedTuple):
@@ -97,15 +91,8 @@ def training_examples(
     encode: Encode,
     size: RowSize | PairSize,
 ) -> TrainingExamples:
-    """Every question in every version.
-
-    Args:
-      questions: with their answers.
-      library: a question is never its own shot.
-      fields: of the templates.
-      encode: of the model, such as `encode_text`.
-      size: of the rows that the examples are packed into.
-    """
+    """Makes every question in every version, by the fields of the templates and the model's
+    `encode`, as rows of `size` hold it; a question is never its own shot."""
     templates = [load_template(name) for name in options.templates]
     for name, template in zip(options.templates, templates, strict=True):
         written = "$rationale" in template.shot or "$solution" in template.shot
@@ -205,13 +192,9 @@ def chat_example(
     turns: Literal["all", "last"],
     image_token: int | None = None,
 ) -> TokenExample:
-    """A conversation by the model's chat template, of which the assistant's messages are learned
-    with the end tokens behind them.
-
-    Args:
-      turns: see ExampleOptions; a message of weight 0 is never learned.
-      image_token: what stands for a picture; None: the model sees none.
-    """
+    """Writes a conversation by the model's chat template, of which the assistant's messages are
+    learned with the end tokens behind them, by ExampleOptions' `turns`; one of weight 0 never is.
+    The image token stands for a picture; None: the model sees none."""
     where = f"question {question.id}"
     chat, template = conversation(question.extra, where), tokenizer.template
     if template is None:

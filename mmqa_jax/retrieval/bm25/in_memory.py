@@ -200,13 +200,8 @@ def word_scores(
 
 
 class _Scored:
-    """What each word of a collection gives each of its rows.
-
-    Args:
-      numbers: of the words of all rows, concatenated.
-      offsets: where each row's begin, and their end.
-      words: how many different ones there are.
-    """
+    """What each word of a collection gives each of its rows, of the numbers of all rows' words,
+    concatenated, and where each row's begin."""
 
     def __init__(self, numbers: np.ndarray, offsets: np.ndarray, words: int, k1: float, b: float):
         lengths = np.diff(offsets)

@@ -470,14 +470,9 @@ def _looked_up(
     floor: np.float32,
     top_k: int,
 ) -> np.ndarray:
-    """Returns the rows that stay above the floor whatever the unread words add.
-
-    Args:
-      rows: ascending.
-      upper: what they can have at most.
-      unread: for each word not all of whose postings were read, the rows that were not in those.
-      behind: what such a word was allowed to add to these.
-    """
+    """Returns the rows, ascending, that stay above the floor whatever the unread words add: `upper`
+    is what they can have at most, `unread` has the rows that were not in the postings read of a
+    word, and `behind` what it was allowed to add to these."""
     left = sum((behind[i] for i in unread), np.float32(0))
     for i in sorted(unread, key=behind.get, reverse=True):
         asked = np.flatnonzero(unread[i])
