@@ -34,16 +34,13 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats import coco, official
-from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
+from mmqa_jax.data.formats import coco, official, parquet
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import scores
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.evaluation.vqa import answer_scores, direct_answer_accuracy, has_answers
 
-# Split -> what the names of the hub's files begin with.
-_HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _NEEDED = ("question_id", "question", "choices")
 _ANSWERS = ("correct_choice_idx", "direct_answers", official.DIFFICULT, official.RATIONALES)
 _FIELDS = {"split", *_NEEDED, "correct_choice_idx", "direct_answers"}  # of Question itself
@@ -68,7 +65,7 @@ class _Pictures:
 
     def __init__(self, folder: Path, tables: Sequence[Path]):
         self._files = official.PictureFolders(folder, coco.FOLDERS_2017)
-        self._tables = ParquetPictures(tables, "question_id")
+        self._tables = parquet.ParquetPictures(tables, "question_id")
 
     def name_of(self, question_id: str, image_id: int | None) -> str | None:
         """The name of a question's picture; None where there is no picture."""
@@ -120,8 +117,8 @@ def read_aokvqa(path: Path) -> official.BenchmarkFiles:
 def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], list[Path]]:
     """The questions of a folder, and its Parquet files."""
     rows, tables = [], []
-    for split, prefix in _HUB_PREFIX.items():
-        hub_files = hub_tables(files.folder, prefix.removesuffix("-"))
+    for split, name in parquet.HUB_NAMES.items():
+        hub_files = parquet.hub_tables(files.folder, name)
         path = files.optional(f"aokvqa_v1p0_{split}.json", without=f"no {split} questions")
         if path is not None:
             rows += _json_rows(path)
@@ -141,13 +138,8 @@ def _json_rows(path: Path) -> Iterator[official.Entry]:
 
 
 def _parquet_rows(path: Path) -> Iterator[official.Entry]:
-    split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
-    if split is None:
-        raise UserError(
-            f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
-        )
-    for row in parquet_entries([path], _NEEDED, _ANSWERS):
-        row["split"] = split
+    for row in parquet.parquet_entries([path], _NEEDED, _ANSWERS):
+        row["split"] = parquet.hub_split(path)
         yield row
 
 

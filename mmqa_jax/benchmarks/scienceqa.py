@@ -65,7 +65,6 @@ _PROBLEM = ("question", "choices", "answer")
 # Of these ScienceQA's columns are made; with `image`, whose bytes are read on demand.
 _GROUPING = ("hint", "subject", "grade")
 _MORE = ("task", "topic", "category", "skill", "lecture", "solution")
-_HUB_PREFIX = {"train": "train-", "val": "validation-", "test": "test-"}
 _OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
 
 _HUB_ID = re.compile(r"(train|val|test)-\d+")  # of ScienceQA's questions in the hub's Parquet
@@ -95,7 +94,8 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
         files.found.append(path)
         tables = [path] if path.suffix == ".parquet" else []
     else:
-        tables = [] if _problems_file(path) else _hub_tables(path)
+        names = () if _problems_file(path) else parquet.HUB_NAMES.values()
+        tables = [table for name in names for table in parquet.hub_tables(path, name)]
         files.found += tables
     pictures: parquet.ParquetPictures | official.PictureFiles
     captions: dict[str, str] = {}
@@ -172,15 +172,6 @@ def _folder_rows(files: official.OfficialFiles) -> list[_Row]:
     return rows
 
 
-def _hub_tables(folder: Path) -> list[Path]:
-    """The hub's Parquet files, in the order of the splits."""
-    return [
-        path
-        for p in _HUB_PREFIX.values()
-        for path in parquet.hub_tables(folder, p.removesuffix("-"))
-    ]
-
-
 def _problems_file(folder: Path) -> Path | None:
     """problems.json, or the one file problems_*.json that holds a part of it."""
     whole = folder / "problems.json"
@@ -252,11 +243,7 @@ def _parquet_rows(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> 
     rows: list[_Row] = []
     counts: Counter[str] = Counter()
     for path in tables:
-        split = next((s for s, prefix in _HUB_PREFIX.items() if path.name.startswith(prefix)), None)
-        if split is None:
-            raise UserError(
-                f"{path}: its name says no split; call it {'*, '.join(_HUB_PREFIX.values())}*."
-            )
+        split = parquet.hub_split(path)
         _require_pictures(path)
         for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
             picture = parquet.row_name(path, number)

@@ -12,6 +12,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes, check_unpacked
 
+# Split -> with what the names of its files on the hub begin.
+HUB_NAMES = {"train": "train", "val": "validation", "test": "test"}
 # Row groups of pictures kept in memory; the hub's hold about a hundred pictures each.
 _GROUPS = 4
 
@@ -38,6 +40,15 @@ def parquet_entries(
     for path in paths:
         for number, row in parquet_rows(path, needed, optional):
             yield Entry(f"{path}, row {number}", row)
+
+
+def hub_split(path: Path) -> str:
+    """The split in the name of one of the hub's files; UserError where it says none."""
+    found = (s for s, name in HUB_NAMES.items() if path.name.startswith(f"{name}-"))
+    if (split := next(found, None)) is None:
+        names = ", ".join(f"{name}-*" for name in HUB_NAMES.values())
+        raise UserError(f"{path}: its name says no split; call it {names}.")
+    return split
 
 
 def hub_tables(folder: Path, name: str) -> list[Path]:
