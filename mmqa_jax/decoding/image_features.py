@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
-from mmqa_jax.decoding.image_tower import PatchIds, tower_of, tower_programs_of
+from mmqa_jax.decoding.image_tower import PatchIds, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Chunk
 from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence
@@ -49,7 +49,7 @@ class PictureFeatures:
         throughput: Throughput,
         mesh: Mesh | None = None,
     ):
-        tower = tower_of(model)
+        tower = model.tower()
         self._programs = tower_programs_of(tower, model.config, rows, mesh)
         self._state = jax.device_put(nnx.state(tower), self._programs.parameters)
         self._ids, self._slots, self._mesh = PatchIds(model.config), slots, mesh

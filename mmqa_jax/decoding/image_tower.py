@@ -21,10 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.llava.network import Llava, LlavaConfig, PictureConfig, picture_features
+from mmqa_jax.models.llava.network import LlavaConfig, PictureConfig, picture_features
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import (
-    Onevision,
     OnevisionConfig,
     TileBatch,
     TiledPicture,
@@ -33,13 +32,11 @@ from mmqa_jax.models.onevision.network import (
 from mmqa_jax.models.qwen_vl.network import (
     Grid,
     PatchBatch,
-    QwenVL,
     QwenVLConfig,
     bucket_of,
     grid_of,
     lay_out,
 )
-from mmqa_jax.models.two_towers.network import blocks_before
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.
@@ -292,45 +289,22 @@ class OnevisionTower(SizedTower):
         return TiledPicture(np.zeros((tiles, side, side, 3), np.uint8), (size, size))
 
 
-def model_of(config: PictureConfig) -> type[Llava | QwenVL]:
-    """The class of a config's model."""
-    if isinstance(config, QwenVLConfig):
-        return QwenVL
-    return Onevision if isinstance(config, OnevisionConfig) else Llava
-
-
-def tower_of(model: Llava | QwenVL) -> nnx.Dict:
-    """What is computed of a picture: of a LLaVA the tower up to the layer that is read, the
-    projector, and OneVision's newline."""
-    if isinstance(model, QwenVL):
-        return nnx.Dict(vision=model.vision)
-    parts = nnx.Dict(vision=model.vision, projector=model.projector)
-    if isinstance(model, Onevision):
-        parts.newline = model.newline
-    parts = nnx.merge(*nnx.split(parts))  # the model keeps its own
-    graphdef, layers = nnx.split(parts.vision.layers)
-    count = blocks_before(model.config.feature_layer, model.config.vision.layers)
-    # Cut once, not in every call; in one program, not in one for each shape.
-    cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
-    parts.vision.layers = nnx.merge(graphdef, cut(layers))
-    del parts.vision.ln_post
-    if hasattr(parts.vision, "head"):
-        del parts.vision.head
-    return parts
-
-
 def tower_programs_of(
     tower: nnx.Dict, config: PictureConfig, rows: Sharding, mesh: Mesh | None = None
 ) -> TowerPrograms:
-    """The programs of a tower of `tower_of`.
+    """The programs of what a model computes of a picture (its `tower`).
 
     Args:
       tower: arrays or ShapeDtypeStructs.
       config: of its model.
       rows, mesh: see TowerPrograms.
     """
-    kinds = {QwenVL: QwenTower, Onevision: OnevisionTower, Llava: LlavaTower}
-    return kinds[model_of(config)](tower, config, rows, mesh)
+    kinds = {
+        QwenVLConfig: QwenTower,
+        OnevisionConfig: OnevisionTower,
+        LlavaConfig: LlavaTower,
+    }
+    return kinds[type(config)](tower, config, rows, mesh)
 
 
 # Pictures in the engine's prompts: their tokens under ids of their own.

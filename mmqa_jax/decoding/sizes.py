@@ -32,15 +32,16 @@ from mmqa_jax.core.mesh import (
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.image_tower import SizedTower, model_of, tower_of, tower_programs_of
+from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
-from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.llava.network import LlavaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
+from mmqa_jax.weights.registry import architecture_of
 
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30
@@ -496,7 +497,8 @@ def tower_programs(
       {"tower": Program of a full batch of pictures, "gather": of the patches in a batch of chunks,
       where pictures have several sizes those of one picture}.
     """
-    tower = nnx.eval_shape(lambda: tower_of(model_of(config)(config, rngs=nnx.Rngs())))
+    build = architecture_of(config).build
+    tower = nnx.eval_shape(lambda: build(config, rngs=nnx.Rngs()).tower())
     programs = tower_programs_of(tower, config, replicated(mesh), mesh)
     dtype = np.dtype(config.llama.dtype)
     state = jax.tree.map(
@@ -544,7 +546,7 @@ def feature_bytes(
     Parameters and temporaries of the tower come on top: they are its program's.
     """
     programs = tower_programs(config, sizes, mesh)
-    if model_of(config) is Llava:
+    if type(config) is LlavaConfig:
         (picture, *_), _ = programs["gather"].arguments
     else:
         _, picture, _ = programs["gather"].arguments

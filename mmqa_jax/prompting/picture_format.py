@@ -220,10 +220,12 @@ class QwenFormat:
 
 def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:
     """Finds the picture format of a model."""
-    if isinstance(config, QwenVLConfig):
-        return QwenFormat(config, tokenizer)
-    kind = OnevisionFormat if isinstance(config, OnevisionConfig) else LlavaFormat
-    return kind(config, tokenizer)
+    kinds = {
+        QwenVLConfig: QwenFormat,
+        OnevisionConfig: OnevisionFormat,
+        LlavaConfig: LlavaFormat,
+    }
+    return kinds[type(config)](config, tokenizer)
 
 
 # Chat templates of models that see: how they take pictures is found by trying.

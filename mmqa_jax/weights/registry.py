@@ -198,10 +198,13 @@ def architecture(name: str, where: str = "--model", *, trained: bool = False) ->
 
 
 def architecture_of(model: Any) -> Architecture | None:
-    """The entry of a module, or of the nearest class that it derives from; None: there is none."""
-    known = {f"mmqa_jax.models.{entry.model}": entry for entry in _entries().values()}
-    classes = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
-    return next((known[name] for name in classes if name in known), None)
+    """The entry of a module or of a config, or of the nearest class that it derives from; None:
+    there is none."""
+    entries = _entries().values()
+    known = {name: entry for entry in entries for name in (entry.model, entry.config)}
+    kinds = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
+    names = (name.removeprefix("mmqa_jax.models.") for name in kinds)
+    return next((known[name] for name in names if name in known), None)
 
 
 def model_of(path: Path) -> str | None:

@@ -176,6 +176,22 @@ class Llava(nnx.Module):
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config
 
+    def tower(self) -> nnx.Dict:
+        """What is computed of a picture: the tower up to the layer that is read, the projector, and
+        the newline of a model that has one. The model keeps its own."""
+        names = ("vision", "projector", "newline")
+        parts = {name: getattr(self, name) for name in names if hasattr(self, name)}
+        parts = nnx.merge(*nnx.split(nnx.Dict(**parts)))
+        graphdef, layers = nnx.split(parts.vision.layers)
+        count = blocks_before(self.config.feature_layer, self.config.vision.layers)
+        # Cut once, not in every call; in one program, not in one for each shape.
+        cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
+        parts.vision.layers = nnx.merge(graphdef, cut(layers))
+        del parts.vision.ln_post
+        if hasattr(parts.vision, "head"):
+            del parts.vision.head
+        return parts
+
     def encode_images(self, pixels: jax.Array) -> jax.Array:
         """See `picture_features`."""
         return picture_features(self.vision, self.projector, pixels, self.config)

@@ -231,6 +231,10 @@ class QwenVL(nnx.Module):
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config
 
+    def tower(self) -> nnx.Dict:
+        """What is computed of a picture."""
+        return nnx.Dict(vision=self.vision)
+
     def encode_images(self, pictures: PatchBatch) -> jax.Array:
         """Pictures -> [B, U, features] in the language model's compute dtype."""
         return self.vision(pictures).astype(self.config.llama.dtype)
