@@ -132,12 +132,7 @@ def bucket(size: tuple[int, int]) -> tuple[int, int]:
 
 
 def detector_batch(pictures: Sequence[DetectorPicture], size: tuple[int, int]) -> DetectorBatch:
-    """Pictures in the upper left corners of zeros.
-
-    Args:
-      pictures: each within `size`.
-      size: height and width, of `bucket`.
-    """
+    """Pictures in the upper left corners of zeros of `size`, the height and width of a `bucket`."""
     pixels = np.zeros((len(pictures), *size, 3), np.float32)
     for padded, picture in zip(pixels, pictures, strict=True):
         height, width = picture.pixels.shape[:2]

@@ -62,8 +62,7 @@ def published_tokenizer(
 ) -> Tokenizer:
     """The tokenizer of a pipeline and a tokenizer_config.json; see `load_encoder_tokenizer`.
 
-    Args:
-      where: the file, for messages.
+    Messages name the file by `where`.
     """
     between: list[int] = []
     second_type = 0
@@ -316,11 +315,10 @@ _SAVED = "siglip"  # the key of a file that `save` wrote
 
 
 def siglip_tokenizer(saved: Mapping[str, Any]) -> Tokenizer:
-    """SigLIP's tokenizer.
+    """SigLIP's tokenizer, of what `save` writes.
 
-    Args:
-      saved: of `spiece` (base64) and `tokenizer` (a tokenizer.json) the one that there is;
-        `lowercase`, whether SentencePiece's texts are put in lower case; `end` and `pad`, ids.
+    That is `spiece` (base64) with `lowercase`, whether texts are put in lower case, or `tokenizer`
+    (a tokenizer.json); and the ids `end` and `pad`.
     """
     if "spiece" in saved:
         pieces = SentencePieces(base64.b64decode(saved["spiece"]), saved["lowercase"])
@@ -339,9 +337,7 @@ def siglip_tokenizer(saved: Mapping[str, Any]) -> Tokenizer:
 def load_siglip_tokenizer(folder: str | os.PathLike, vocab_size: int) -> Tokenizer:
     """Reads the files published with a SigLIP: spiece.model, or SigLIP 2's tokenizer.json.
 
-    Args:
-      folder: of the files, as published or as `mmqa convert` copied them.
-      vocab_size: of the model, which no id may exceed.
+    No id may exceed the model's `vocab_size`.
     """
     folder = Path(folder)
     settings = tokenizer_files.read_object(folder / SETTINGS)
@@ -405,9 +401,7 @@ def _of_gemma(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 def open_tokenizer(path: str | os.PathLike) -> Tokenizer | QuestionWords:
     """Opens a tokenizer of texts: a file, or the folder of a CLIP or SigLIP.
 
-    Args:
-      path: a WordPiece's or CLIP's tokenizer.json, or what `save` wrote; openvqa's words; or a
-        folder with converted weights or a tokenizer beside them.
+    The file is a WordPiece's or CLIP's tokenizer.json, what `save` wrote, or openvqa's words.
     """
     path = as_path(path)
     if path.is_dir():

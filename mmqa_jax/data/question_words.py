@@ -25,11 +25,7 @@ def words_of(question: str) -> list[str]:
 
 
 class QuestionWords:
-    """Word numbers of questions.
-
-    Args:
-      words: by number; the first three are PAD, UNK and CLS.
-    """
+    """Word numbers of questions; the first three of `words` are PAD, UNK and CLS."""
 
     kind = "words"
 

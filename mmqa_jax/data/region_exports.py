@@ -144,11 +144,9 @@ EXPORTS: dict[str, Callable[[RegionRecords, Path, float | None, Advance], None]]
 def check_held(
     kinds: Iterable[str], facts: RegionFacts, pictures: Sequence[str], least: float | None = None
 ) -> None:
-    """UserError for a format that cannot hold such records; it can be asked before they are made.
+    """UserError for a format that cannot hold records of these pictures, by id.
 
-    Args:
-      pictures: ids.
-      least: see `region_words`.
+    It can be asked before they are made; see `region_words` on `least`.
     """
     for kind in kinds:
         if kind == "tags":

@@ -268,12 +268,7 @@ class RegionRecords:
 
 
 class DetectedPictures(Protocol):
-    """Regions by a picture's id: RegionRecords, or what a detector finds when it is asked.
-
-    Attributes:
-      facts: what is known of all of them.
-      folder: where they come from, for messages.
-    """
+    """Regions by a picture's id: RegionRecords, or what a detector finds when it is asked."""
 
     @property
     def facts(self) -> RegionFacts: ...
@@ -386,9 +381,8 @@ def region_words(
 ) -> list[str]:
     """A word for every region, in their order.
 
-    Args:
-      least: with this probability the most probable attribute stands before the class; None: it
-        never does. bottom-up attention's demo has 0.1.
+    With a probability of `least` the most probable attribute stands before the class; None: it
+    never does. bottom-up attention's demo has 0.1.
     """
     check_words(facts, least)
     words = [facts.class_names[label] for label in regions.named]

@@ -106,10 +106,7 @@ class X101Features:
     """X101-FPN features as WebQA released them: one pickle per picture.
 
     `fc1_features` are read before their ReLU and `cls_features` as logits, as in the baseline
-    (zdxdsw/WebQA_x101fpn).
-
-    Args:
-      root: folder with `{dev|test|train}/{id % 10,000,000 // 1000}/{id}.pkl`.
+    (zdxdsw/WebQA_x101fpn). The folder has `{dev|test|train}/{id % 10,000,000 // 1000}/{id}.pkl`.
     """
 
     classes = 1601
@@ -193,9 +190,8 @@ class VinVLFeatures:
     {"objects": [{"rect": [x1, y1, x2, y2], "conf": score, "feature": base64 of 2048 float32,
     "scores_all": base64 of 1595 float32, "class": name (may be absent)}]}
 
-    Args:
-      files: TSV of each range of ids: image_id // 10,000,000 -> file. The baseline's are 0 (gold),
-        1 (negative) and 2 (negatives of the other modality).
+    `files` has a TSV for each range of ids: image_id // 10,000,000 -> file. The baseline's are 0
+    (gold), 1 (negative) and 2 (negatives of the other modality).
     """
 
     classes = 1595
@@ -343,9 +339,8 @@ def feature_ids(
 ) -> list[int | None]:
     """Each source's id in the feature files; None for snippets.
 
-    Args:
-      sources: of a WebQA corpus, where a picture's id is its image id in decimal.
-      id_map: see read_id_map; None where the files use the corpus's ids.
+    A picture's id in a WebQA corpus is its image id in decimal; without `id_map` (`read_id_map`)
+    the files use it, too.
     """
     ids: list[int | None] = []
     for source in sources:
@@ -491,11 +486,9 @@ class PatchRegions:
 
 
 class PictureRow(NamedTuple):
-    """A picture of the TSV.
+    """A picture of the TSV: its regions, or why there are none, and height and width in pixels.
 
-    Attributes:
-      found: its regions, or why there are none.
-      size: height and width in pixels; None where the row does not hold them.
+    Of rows that do not hold the size it is None.
     """
 
     name: str
@@ -504,11 +497,7 @@ class PictureRow(NamedTuple):
 
 
 class VinVLRows:
-    """The rows of a TSV of VinVL's detections.
-
-    Args:
-      path: the TSV; its lineidx lies beside it.
-    """
+    """The rows of a TSV of VinVL's detections, beside which its lineidx lies."""
 
     def __init__(self, path: str | os.PathLike):
         self._tsv = IndexedTsv(path)

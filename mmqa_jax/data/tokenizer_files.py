@@ -92,10 +92,7 @@ _LARGEST_FILE, _LARGEST_PROCESSOR, _LARGEST_PARTS = 256 << 20, 256 << 10, 4 << 2
 def tokenizer_of(text: str, place: str) -> Pipeline:
     """The tokenizer of a tokenizer.json's text: the one place where one of others is opened.
 
-    Its regular expressions and replacements are tried out in a box first.
-
-    Args:
-      place: the file, for messages.
+    Its regular expressions and replacements are tried out in a box first. Messages name `place`.
     """
     remedy = "give a tokenizer.json in Hugging Face's format, as it was published"
     if len(text) > _LARGEST_FILE:
@@ -314,11 +311,8 @@ def split_as_sentencepiece(tokenizer: Pipeline, prefix: Prefix) -> None:
 
     transformers' own pre-tokenizer replaces spaces first and then adds no prefix to a text that
     begins with one, so that " a" and "a" become the same tokens. Here the spaces are gone when the
-    prefix is added.
-
-    Args:
-      prefix: `always`: after each special token too (LLaMA-2 as published); `first`: only where
-        the text begins (`legacy: false`); `never`.
+    prefix is added: `always` after each special token, too (LLaMA-2 as published), `first` only
+    where the text begins (`legacy: false`), or `never`.
     """
     tokenizer.normalizer = normalizers.Replace(" ", SPACE)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -194,12 +194,7 @@ def _without(model: models.Model, marks: set[str]) -> models.Model:
 
 
 class SentencePieces:
-    """SigLIP's SentencePiece model, which splits canonical texts.
-
-    Args:
-      model: the bytes of spiece.model.
-      lowercase: put texts in lower case first.
-    """
+    """SigLIP's spiece.model, which splits canonical texts, put in lower case where it says so."""
 
     def __init__(self, model: bytes, lowercase: bool):
         import sentencepiece  # beside transformers' own files only
@@ -404,11 +399,7 @@ def text_inputs(
 
 
 class TokenTable:
-    """Token ids of many texts in one flat array: `table[i]` is a view, int32[n_i].
-
-    Attributes:
-      lengths: int64[texts], tokens of each text.
-    """
+    """Token ids of many texts in one flat array: `table[i]` is a view, int32[n_i]."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[str]):
         """Tokenizes all `texts` once, some thousands at a time."""

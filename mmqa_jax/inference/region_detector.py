@@ -492,11 +492,9 @@ class RegionEncoder:
 
 
 class EncodedPicture(NamedTuple):
-    """A picture that is read only where its regions are missing.
+    """A picture by its name, whose encoded bytes are read only where its regions are missing.
 
-    Attributes:
-      name: of the picture, no other one's.
-      read: its encoded bytes; PictureError or UserError where there are none.
+    `read` raises PictureError or UserError where there are none.
     """
 
     name: str
@@ -598,9 +596,7 @@ class RegionCache:
 class CorpusRegions:
     """The regions of a corpus's sources by id, as RegionRecords has them.
 
-    Attributes:
-      facts: of all regions.
-      folder: the detector, for messages.
+    Its `folder` names the detector, for messages.
     """
 
     def __init__(self, corpus: Corpus, cache: RegionCache):

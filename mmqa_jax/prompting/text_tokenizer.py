@@ -369,11 +369,7 @@ class ChatTemplate:
 
 
 class VicunaV1:
-    """LLaVA-1.5's conversation, see llava_prompt.
-
-    Args:
-      shield: of the tokenizer that encodes the prompts.
-    """
+    """LLaVA-1.5's conversation (llava_prompt), with the `shield` of the prompts' tokenizer."""
 
     before_answer = " "
 
@@ -422,11 +418,9 @@ _BYTE_LEVEL = {"llama-bpe": True, "llama3": True, "llama-v3": True, "gpt-2": Fal
 
 
 class PublishedTokenizer(NamedTuple):
-    """A tokenizer that transformers opened.
+    """A tokenizer that transformers opened, which adds the tokens that a prompt begins with.
 
-    Attributes:
-      tokenizer: adds the special tokens that a prompt begins with.
-      special: spelling of special tokens by name (`bos_token`, `eos_token`, ...).
+    `special` is the spelling of special tokens by name (`bos_token`, `eos_token`, ...).
     """
 
     tokenizer: Tokenizer

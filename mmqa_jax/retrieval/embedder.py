@@ -318,9 +318,7 @@ class Embedder:
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         """Encoded batches of sources, with their places in `texts`.
 
-        Args:
-          pictured: which of them have a picture.
-          read: the pixels of those in some places; None: one that is broken.
+        `read` gives the pixels of those in some places that are `pictured`, None for a broken one.
         """
         snippets, captions = np.flatnonzero(~pictured), np.flatnonzero(pictured)
         prompt = self.prompts.source

@@ -29,12 +29,7 @@ HELD = 64  # decoded pictures at a time; of a page some 5 MB
 
 
 class PicturePrompt(NamedTuple):
-    """A prompt.
-
-    Attributes:
-      tokens: with one placeholder for each picture.
-      pictures: uint8 [H, W, 3] each, sides of whole units.
-    """
+    """Tokens with one placeholder for each picture, uint8 [H, W, 3], of sides of whole units."""
 
     tokens: Sequence[int]
     pictures: tuple[np.ndarray, ...] = ()

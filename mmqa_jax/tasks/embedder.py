@@ -27,9 +27,8 @@ def load_embedder(
 ) -> tuple[Embedder, DualEncoderTask]:
     """The trained dual encoder of a contrastive or example-retrieval run, and the run's task.
 
-    Args:
-      options: of the section `inference`, in place of the run's own.
-      one_shape: for a few texts, see DualEncoderTask.in_one_shape.
+    `options` stand in place of those in the run's section `inference`; `one_shape` is for a few
+    texts, see DualEncoderTask.in_one_shape.
     """
     task, tokenizer = read_run(folder, (Contrastive, ExampleRetrieval), options)
     task = task.in_one_shape() if one_shape else task

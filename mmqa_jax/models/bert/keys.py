@@ -226,9 +226,7 @@ def bert_size_keys(prefix: str) -> tuple[str, ...]:
 def unknown_heads(hidden: int, field: str) -> dict[str, int]:
     """`Checkpoint.unknown` of an encoder that is in a file of tensors alone.
 
-    Args:
-      hidden: its width; of what Google published, the heads have 64 units.
-      field: the heads' name in the config.
+    The heads of the widths that Google published have 64 units.
     """
     return {} if hidden in _PUBLISHED_WIDTHS else {field: max(hidden // 64, 1)}
 
@@ -322,11 +320,7 @@ POSITIONS = "embeddings.position_embeddings.weight"
 def roberta_config(
     published: Mapping[str, Any], where: str = "config.json", *, harmless: Collection[str] = ()
 ) -> BertConfig:
-    """Our config from transformers' config.json of RobertaModel or XLMRobertaModel.
-
-    Args:
-      published, where, harmless: as of `bert_config`.
-    """
+    """Our config from that of a RobertaModel or XLMRobertaModel; see `bert_config`."""
     config = bert_config(published, where, harmless=harmless)
     return without_first_positions(config, roberta_padding(published), where)
 

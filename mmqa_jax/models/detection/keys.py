@@ -382,9 +382,8 @@ _HELD_IN = ("blobs", "model")  # by Detectron, and by detectron2
 def open_detector_source(path: Path) -> TensorSource:
     """The tensors of a detector's checkpoint.
 
-    Args:
-      path: a pickle of arrays by name, alone or as Detectron's `blobs` or detectron2's `model`; or
-        what `open_source` reads.
+    It is a pickle of arrays by name, alone or as Detectron's `blobs` or detectron2's `model`, or
+    what `open_source` reads.
     """
     if not path.is_file() or read_magic(path) != "torch" or _by_torch(path):
         return open_source(path)

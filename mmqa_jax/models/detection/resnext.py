@@ -176,9 +176,7 @@ class Bottleneck(nnx.Module):
 class Stage(nnx.Module):
     """The first bottleneck, which changes the size, and the others, which are alike.
 
-    Args:
-      config: of the network.
-      stage: 0 is res2, 3 is res5.
+    Stage 0 is res2, 3 is res5.
     """
 
     def __init__(self, config: ResNeXtConfig, stage: int, *, rngs: nnx.Rngs):
@@ -210,12 +208,7 @@ class Stage(nnx.Module):
 
 
 class ResNeXt(nnx.Module):
-    """The stem and the first stages.
-
-    Args:
-      config: of the network.
-      stages: how many there are: 3 where res5 is the head of regions (C4), 4 for a pyramid.
-    """
+    """The stem and the first stages: 3 where res5 is the head of regions (C4), 4 for a pyramid."""
 
     def __init__(self, config: ResNeXtConfig, stages: int, *, rngs: nnx.Rngs):
         if config.groups > 1:
@@ -263,9 +256,7 @@ class ResNeXt(nnx.Module):
 class FPN(nnx.Module):
     """Coarse maps, enlarged, are added to finer ones; each sum is smoothed.
 
-    Args:
-      in_channels: of the maps of res2 to res5.
-      dim: channels of each level.
+    `in_channels` are those of the maps of res2 to res5, each level has `dim`.
     """
 
     def __init__(self, in_channels: list[int], dim: int, *, rngs: nnx.Rngs):

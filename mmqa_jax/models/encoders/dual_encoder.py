@@ -155,9 +155,8 @@ class DualEncoder(nnx.Module):
     def image_features(self, pixels: Pictures) -> jax.Array:
         """Pictures -> [B, D] float32, as the tower gives them.
 
-        Args:
-          pixels: [B, S, S, 3] RGB, uint8 0..255 or float 0..1, or NaFlex's patches and their
-            rows and columns; the tower's normalization happens here, on the device.
+        They are [B, S, S, 3] RGB, uint8 0..255 or float 0..1, or NaFlex's patches and their rows
+        and columns; the tower's normalization happens here, on the device.
         """
         return self.vision(self.vision.normalize(pixels))
 
@@ -255,11 +254,7 @@ class DualEncoderModel:
         return "clip" if self.clip else "siglip" if self.siglip else ""
 
     def config(self, vocab_size: int) -> DualEncoderConfig:
-        """The model's sizes.
-
-        Args:
-          vocab_size: of the tokenizer; CLIP and SigLIP have their own.
-        """
+        """The model's sizes, with the tokenizer's `vocab_size` but for CLIP and SigLIP."""
         fusion = {"fusion": self.fusion, "picture_gate": self.picture_gate}
         if self.published:
             presets = CLIPS if self.clip else SIGLIPS

@@ -97,9 +97,7 @@ class CrossEncoder(nnx.Module):
     """transformers' BERT and RoBERTa classifiers of sequences.
 
     Their heads are alike: a linear layer and tanh of the first token (BERT's pooler), then logits.
-
-    Args:
-      labels: 1: the relevance, as rerankers have it.
+    Rerankers have one label, the relevance.
     """
 
     def __init__(self, config: BertConfig, labels: int = 1, *, rngs: nnx.Rngs):

@@ -75,12 +75,7 @@ _REMEDY = (
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """What is put before a text.
-
-    Attributes:
-      question: of questions.
-      source: of passages and captions.
-    """
+    """What is put before a question, and before a passage or caption."""
 
     question: str = ""
     source: str = ""
@@ -134,11 +129,7 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
     """How a folder makes one vector of a text; a plain encoder's is the mean of its tokens.
 
     Vectors are of length 1 whether or not the folder has a layer for it: here they are compared by
-    cosine.
-
-    Args:
-      folder: sentence-transformers': `modules.json`, and config.json of each module in a folder.
-      processing: values of `processing_kwargs` that say what the caller does anyway.
+    cosine. `processing` are the values of `processing_kwargs` that say what the caller does anyway.
     """
     pooling, normalized, dense = "mean", False, []
     for kind, place in read_modules(folder):
@@ -205,10 +196,9 @@ def read_pair_length(folder: Path) -> int | None:
 
 
 def check_logit_prompts(file: Path) -> str:
-    """The instruction of a reranker that is a decoder: the prompt that holds by default, or "".
+    """The prompt that holds by default in a reranker's config_sentence_transformers.json, or "".
 
-    Args:
-      file: its config_sentence_transformers.json.
+    A reranker that is a decoder takes it for its instruction.
     """
     content = _object(file)
     fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}

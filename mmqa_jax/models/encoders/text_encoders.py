@@ -256,11 +256,7 @@ def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
 
 
 def load_pair_classifier(folder: Path, labels: int, what: str) -> CrossEncoder:
-    """The BERT in a published folder that puts pairs of texts into classes.
-
-    Args:
-      what: the classes, for messages.
-    """
+    """The BERT in a published folder that puts pairs of texts into classes, `what` in messages."""
     family, published, where = _family(folder)
     kind = published.get("model_type")
     if kind != "bert" or not is_classifier(folder) or _labels(published) != labels:

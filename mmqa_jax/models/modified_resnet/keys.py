@@ -64,11 +64,7 @@ def modified_resnet_key_map(config: ModifiedResNetConfig) -> KeyMap:
 
 
 def modified_resnet_config(source: TensorSource) -> ModifiedResNetConfig:
-    """The config that a checkpoint's shapes determine, as OpenAI's build_model reads them.
-
-    Args:
-      source: a CLIP checkpoint, or its image tower.
-    """
+    """The config that the shapes of a CLIP or its image tower determine (OpenAI's build_model)."""
     shapes = shapes_of(source, [(_TOWER, "visual.")])
     for key in (_FIRST_CONV, _POOL_POSITIONS, _POOL_OUT):
         if key not in shapes:

@@ -338,10 +338,5 @@ SIGLIPS: dict[str, Callable[..., SiglipConfig]] = {
 
 
 def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
-    """The vision tower of a CLIP.
-
-    Args:
-      name: of CLIPS.
-      changes: fields of VisionConfig that differ.
-    """
+    """The vision tower of one of CLIPS, with the fields that differ."""
     return with_fields(published_sizes("model.clip", name, CLIPS).vision, changes)

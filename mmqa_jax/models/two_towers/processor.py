@@ -34,11 +34,9 @@ _MOST_PATCHES = 256  # of NaFlex, in transformers where the file says nothing
 
 @dataclasses.dataclass(frozen=True)
 class Preparation:
-    """How pictures are made ready for a SigLIP's vision tower.
+    """How pictures are made ready for a SigLIP's vision tower: Pillow's `bicubic` or `bilinear`.
 
-    Attributes:
-      resample: Pillow's filter, `bicubic` or `bilinear`.
-      most_patches: of a picture for NaFlex; 0: pictures have a fixed size.
+    NaFlex gives a picture `most_patches`; 0: pictures have a fixed size.
     """
 
     resample: str
@@ -48,9 +46,8 @@ class Preparation:
 def check_processor(folder: Path, image_size: int | None = None) -> None:
     """Checks that a folder's pictures are scaled and normalized as CLIP's.
 
-    Args:
-      folder: of the checkpoint; one without a processor's file passes.
-      image_size: side of the center crop in pixels; None: a model with another crop (LLaVA's).
+    A folder without a processor's file passes. Without the center crop's `image_size` in pixels
+    the model has another crop (LLaVA's).
     """
     for processor, file in _processors(folder):
         _check(processor, file, "CLIP", PIXEL_MEAN, PIXEL_STD)
