@@ -41,16 +41,31 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
     answers = [_answers(Path(run.name)) for run in runs]
     corpus, lacking = _corpus(runs[0])
     asked = {question.id: question for question in corpus.questions()}
-    scored = [
-        name for name in runs[0].per_question if all(metric in _of(run, name) for run in runs)
-    ]
-    scored.sort(key=lambda name: -_spread(runs, metric, name))
-    maker = report.CardMaker(corpus)
-    cards = [
-        _card(asked.get(name, Question(name, "", name)), runs, letters, answers, metric, maker)
-        for name in scored[: report.MOST_CARDS]
-    ]
-    tables = compare_tables(compared)
+
+    def values(name: str) -> list[float | None]:
+        return [run.per_question.get(name, {}).get(metric) for run in runs]
+
+    scored = [name for name in runs[0].per_question if None not in values(name)]
+    scored.sort(key=lambda name: min(values(name)) - max(values(name)))
+    graded = any(0 < value < report.RIGHT for name in scored for value in values(name))
+    maker, cards = report.CardMaker(corpus), []
+    for name in scored[: report.MOST_CARDS]:
+        question = asked.get(name, Question(name, "", name))
+        replies = [of_run.get(name, ("", ())) for of_run in answers]
+        cards.append(
+            maker.card(
+                question,
+                [
+                    report.CardAnswer(letter, text, score, run.per_question[name])
+                    for letter, run, score, (text, _) in zip(
+                        letters, runs, values(name), replies, strict=True
+                    )
+                ],
+                None,
+                [cited for _, cited in replies],
+                rows=reference_rows(question) if question.answers or question.choices else (),
+            )
+        )
     data = report.ReportData(
         title=", ".join(map(": ".join, zip(letters, _short(runs), strict=True))),
         description=_summary(compared, letters, len(scored)),
@@ -60,7 +75,7 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
             for letter, run in zip(letters, compared["runs"], strict=True)
         },
         cards=cards,
-        filters=_filters(letters, runs, metric, scored),
+        filters=_filters(letters, graded=graded),
         card_note=f"Right: {metric} of 1, wrong: less. A source's letters say who cites it.",
         bars={
             metric: [
@@ -68,7 +83,7 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
                 for letter, run in zip(letters, compared["runs"], strict=True)
             ]
         },
-        tables=tables,
+        tables=compare_tables(compared),
         materials=united(corpus.materials, *(materials_of(run.scores) for run in runs)),
     )
     report.write_report(path, data)
@@ -86,16 +101,6 @@ def _summary(compared: Mapping[str, Any], letters: Sequence[str], count: int) ->
             f"p = {pair['p']:.2g} ({pair['test']})."
         )
     return text
-
-
-def _of(run: ScoredRun, name: str) -> Mapping[str, float]:
-    return run.per_question.get(name, {})
-
-
-def _spread(runs: Sequence[ScoredRun], metric: str, name: str) -> float:
-    """Returns how much the runs differ on a question."""
-    values = [run.per_question[name][metric] for run in runs]
-    return max(values) - min(values)
 
 
 def _short(runs: Sequence[ScoredRun]) -> list[str]:
@@ -137,33 +142,7 @@ def _corpus(run: ScoredRun) -> tuple[Corpus, str]:
     return open_corpus(*folders), ""
 
 
-def _card(
-    question: Question,
-    runs: Sequence[ScoredRun],
-    letters: Sequence[str],
-    answers: Sequence[Mapping[str, tuple[str, tuple[str, ...]]]],
-    metric: str,
-    maker: report.CardMaker,
-) -> report.Card:
-    name = question.id
-    replies = [answers_of_run.get(name, ("", ())) for answers_of_run in answers]
-    return maker.card(
-        question,
-        [
-            report.CardAnswer(
-                letter, answer, run.per_question[name][metric], run.per_question[name]
-            )
-            for letter, run, (answer, _) in zip(letters, runs, replies, strict=True)
-        ],
-        None,
-        [cited for _, cited in replies],
-        rows=reference_rows(question) if question.answers or question.choices else (),
-    )
-
-
-def _filters(
-    letters: Sequence[str], runs: Sequence[ScoredRun], metric: str, scored: Sequence[str]
-) -> list[report.CardFilter]:
+def _filters(letters: Sequence[str], *, graded: bool) -> list[report.CardFilter]:
     """All, one right and others not, all right, all wrong; of two graded runs which is better."""
     several = len(letters) > 2
     together = "all" if several else "both"
@@ -174,9 +153,6 @@ def _filters(
         filters.append(report.CardFilter(f"{letter} right, {others} wrong", wanted))
     filters.append(report.CardFilter(f"{together} right", [["right"]] * len(letters)))
     filters.append(report.CardFilter(f"{together} wrong", [_NOT_RIGHT] * len(letters)))
-    graded = any(
-        0 < run.per_question[name][metric] < report.RIGHT for run in runs for name in scored
-    )
     if graded and not several:
         any_verdict = [[]] * len(letters)
         filters += [
