@@ -143,16 +143,16 @@ def _check_of(name: str) -> Check | None:
 def _name_of(source: Path, model: str | None) -> str:
     """The name of the architecture at a path; `encoder` or `reranker`."""
     if is_weights_folder(source):
-        found = read_record(source).architecture.name
+        name = read_record(source).architecture.name
     elif _is_published(source):
         file, known = source / text_encoders.CONFIG, model_of(source)
         kind = read_json(file).get("model_type")
         if text_encoders.is_classifier(source):
-            found = "reranker"
+            name = "reranker"
         elif kind in text_encoders.FAMILIES:
-            found = "llama" if known == "llama" else "encoder"
+            name = "llama" if known == "llama" else "encoder"
         elif known != "llama" and known and _check_of(known):  # a LLaMA has a tower: it is left out
-            found = known
+            name = known
         else:
             raise UserError(
                 f"{file}: model_type is {kind!r}, which is not known here; use one of "
@@ -163,13 +163,13 @@ def _name_of(source: Path, model: str | None) -> str:
             f"--source={source}: no layout of transformers; add --model={'|'.join(names())}."
         )
     else:
-        found = model
-    if model is not None and model not in ({"bert", found} if found == "encoder" else {found}):
+        name = model
+    if model is not None and model not in ({"bert", name} if name == "encoder" else {name}):
         raise UserError(
-            f"--model={model}: {source} holds no {model} (it is read as: {found}); leave --model "
+            f"--model={model}: {source} holds no {model} (it is read as: {name}); leave --model "
             "out."
         )
-    return found
+    return name
 
 
 def _known_types() -> set[str]:

@@ -59,11 +59,11 @@ class Adapter:
         if entry is None:
             return None
         try:
-            found = cls(**{**entry, "targets": tuple(entry["targets"])})
-            texts = (found.base, found.fingerprint, *found.targets)
+            adapter = cls(**{**entry, "targets": tuple(entry["targets"])})
+            texts = (adapter.base, adapter.fingerprint, *adapter.targets)
             fits = all(isinstance(text, str) for text in texts)
-            fits = fits and isinstance(found.rank, int) and found.rank >= 1
-            fits = fits and isinstance(found.alpha, int | float)
+            fits = fits and isinstance(adapter.rank, int) and adapter.rank >= 1
+            fits = fits and isinstance(adapter.alpha, int | float)
         except (TypeError, KeyError, AttributeError):
             fits = False
         if not fits:
@@ -71,7 +71,7 @@ class Adapter:
                 f"{where}, key adapter: base, fingerprint, rank, alpha and targets were expected; "
                 "copy the folder again."
             )
-        return found
+        return adapter
 
     def base_path(self, where: Path) -> Path:
         """Where the base lies.

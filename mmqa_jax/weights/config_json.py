@@ -53,22 +53,22 @@ def with_changes(config: C, changes: Iterable[str]) -> C:
 
 def replace_fields(config: C, **changes: Any) -> C:
     """The config with fields replaced wherever it, or a config in it, has a field of that name."""
-    config, found = _replaced(config, changes)
-    assert set(changes) <= found, f"no fields {sorted(set(changes) - found)}"
+    config, replaced = _replaced(config, changes)
+    assert set(changes) <= replaced, f"no fields {sorted(set(changes) - replaced)}"
     return config
 
 
 def _replaced(config: Any, changes: Mapping[str, Any]) -> tuple[Any, set[str]]:
-    values, found = {}, set()
+    values, replaced = {}, set()
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name in changes:
             values[field.name] = changes[field.name]
-            found.add(field.name)
+            replaced.add(field.name)
         elif dataclasses.is_dataclass(value):
             values[field.name], inner = _replaced(value, changes)
-            found |= inner
-    return dataclasses.replace(config, **values), found
+            replaced |= inner
+    return dataclasses.replace(config, **values), replaced
 
 
 def _changed(config: Any, path: list[str], value: Any, where: str) -> Any:

@@ -235,9 +235,9 @@ def _convert_adapter(
 
 def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
     """The additions of a LoRA run as PEFT's folder."""
-    found = read_record(path)
-    adapter = Adapter.of(found.record, path / RECORD)
-    if adapter is None or not found.architecture.peft:
+    description = read_record(path)
+    adapter = Adapter.of(description.record, path / RECORD)
+    if adapter is None or not description.architecture.peft:
         raise UserError(
             f"--export=peft: {path} holds no additions to a LLaMA; --export=hf writes whole models."
         )
@@ -249,9 +249,9 @@ def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
     )
     with whole_folder(out, size) as folder:
         copied = copy_companions(path, folder)
-        parts = found.architecture.additions
-        published = model_source(state, parts.peft_map(found.config, adapter.targets))
-        copied += write_peft(folder, adapter, published, parts.peft_linears(found.config))
+        parts = description.architecture.additions
+        published = model_source(state, parts.peft_map(description.config, adapter.targets))
+        copied += write_peft(folder, adapter, published, parts.peft_linears(description.config))
     return {"layout": "orbax", "dtype": "float32", "bytes": size, "files": copied}
 
 
@@ -268,25 +268,25 @@ def _export_converted(
             f"--source={path}: is converted already; open it with load_converted, or add "
             "--export=hf to export it."
         )
-    found = read_record(path)
-    if found.architecture.name != entry.name:
-        name, layouts = found.architecture.name, found.architecture.layouts
+    description = read_record(path)
+    if description.architecture.name != entry.name:
+        name, layouts = description.architecture.name, description.architecture.layouts
         remedy = "name that" if layouts else "that has no published layout"
         raise UserError(f"--model={entry.name}: {path} holds a {name}; {remedy}.")
     if export == "peft":
         return _export_adapter(path, out)
-    config = with_changes(found.config, changes)
-    dtype = dtype or found.dtype
-    _, whole = abstract_of(found.architecture.build, found.config)
+    config = with_changes(description.config, changes)
+    dtype = dtype or description.dtype
+    _, whole = abstract_of(description.architecture.build, description.config)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(whole))
     size = parameters * np.dtype(dtype).itemsize
     with whole_folder(out, size) as folder:
         copied = copy_companions(path, folder)
         state = nnx.state(load_converted(path, param_dtype=dtype))
-        tokens = found.record.get("token_ids", {})
+        tokens = description.record.get("token_ids", {})
         _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
     facts = {"layout": "orbax", "dtype": dtype, "parameters": parameters, "bytes": size}
-    return {**facts, "source": found.record.get("source"), "files": copied}
+    return {**facts, "source": description.record.get("source"), "files": copied}
 
 
 def _write_hf(

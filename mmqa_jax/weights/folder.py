@@ -115,13 +115,13 @@ def load_converted(
       config: instead of the stored one (`read_record(folder).config`), with other values of what
         the weights do not decide: dtype, attention, remat.
     """
-    found = read_record(folder)
-    config = found.config if config is None else config
-    adapter = Adapter.of(found.record, record_file(Path(folder)))
+    description = read_record(folder)
+    config = description.config if config is None else config
+    adapter = Adapter.of(description.record, record_file(Path(folder)))
     if adapter is not None:
-        return _load_adapted(Path(folder), found, adapter, mesh, param_dtype, config)
-    dtype = param_dtype or found.dtype
-    graphdef, state = abstract_of(found.architecture.build, config, mesh, dtype)
+        return _load_adapted(Path(folder), description, adapter, mesh, param_dtype, config)
+    dtype = param_dtype or description.dtype
+    graphdef, state = abstract_of(description.architecture.build, config, mesh, dtype)
     total = sum(leaf.size * leaf.dtype.itemsize for leaf in flatten_named(state).values())
     with Progress(f"Loading {Path(folder).name}", total // MIB, "MiB") as progress:
         state = load_weights(folder, state, on_bytes=in_mebibytes(progress))

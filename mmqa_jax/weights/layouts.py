@@ -103,11 +103,11 @@ def config_file(path: Path) -> Path:
 
 def check_model_type(published: Any, where: str, *expected: str) -> None:
     """Raises UserError unless `model_type` of a config.json is one of `expected`."""
-    found = published.get("model_type") if isinstance(published, dict) else None
-    if found not in expected:
+    model_type = published.get("model_type") if isinstance(published, dict) else None
+    if model_type not in expected:
         raise UserError(
-            f"{where}: model_type is {found!r}, expected {' or '.join(map(repr, expected))}; give "
-            "a checkpoint of that model, or the --model of this one."
+            f"{where}: model_type is {model_type!r}, expected {' or '.join(map(repr, expected))}; "
+            "give a checkpoint of that model, or the --model of this one."
         )
 
 
@@ -140,24 +140,24 @@ def read_own_config(read: type | Callable[[Any, str], Any], path: Path) -> Any:
     if not file.exists():
         return None
     content = read_json(file)
-    own = content.get(OWN_CONFIG) if isinstance(content, dict) else None
-    if own is None:
+    stated = content.get(OWN_CONFIG) if isinstance(content, dict) else None
+    if stated is None:
         return None
     if isinstance(read, type):
         read = functools.partial(config_from_json, read)
-    if not isinstance(own, dict):
-        raise UserError(f"{file}: {OWN_CONFIG} is {own!r}, expected an object; export it again.")
-    return read(own.get("config"), f"{file}, key {OWN_CONFIG}.config")
+    if not isinstance(stated, dict):
+        raise UserError(f"{file}: {OWN_CONFIG} is {stated!r}, expected an object; export it again.")
+    return read(stated.get("config"), f"{file}, key {OWN_CONFIG}.config")
 
 
 def shapes_of(source: safetensors.TensorSource, rename: Iterable[tuple[str, str]] = ()) -> Shapes:
     """Shapes by key, after the renames of a KeyMap."""
-    found = {}
+    shapes = {}
     for key, spec in source.specs().items():
         for pattern, replacement in rename:
             key = re.sub(pattern, replacement, key)
-        found[key] = spec.shape
-    return found
+        shapes[key] = spec.shape
+    return shapes
 
 
 def require_keys(
@@ -175,8 +175,8 @@ def require_keys(
 
 def numbered_keys(shapes: Shapes, pattern: str) -> list[str]:
     """Keys that match, in the order of the number in them."""
-    found = {int(match[1]): key for key in shapes if (match := re.fullmatch(pattern, key))}
-    return [found[number] for number in sorted(found)]
+    key_of_number = {int(match[1]): key for key in shapes if (match := re.fullmatch(pattern, key))}
+    return [key_of_number[number] for number in sorted(key_of_number)]
 
 
 def renames(prefixes: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -263,12 +263,12 @@ def gguf_file(path: Path) -> Path | None:
       None: it names another checkpoint. A broken file that is called `.gguf` is one.
     """
     if path.is_dir():
-        found = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
-        if len(found) > 1:
+        files = [] if (path / "config.json").exists() else sorted(path.glob("*.gguf"))
+        if len(files) > 1:
             raise UserError(
-                f"{path}: holds {len(found)} .gguf files; give one of them, e.g. {found[0]}."
+                f"{path}: holds {len(files)} .gguf files; give one of them, e.g. {files[0]}."
             )
-        return found[0] if found else None
+        return files[0] if files else None
     return path if path.suffix == ".gguf" or read_magic(path) == "gguf" else None
 
 

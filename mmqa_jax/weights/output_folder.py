@@ -93,10 +93,10 @@ def whole_folder(out: Path, size: int) -> Iterator[Path]:
 
 def copy_companions(source: Path, folder: Path) -> list[str]:
     """Copies the tokenizer and generation files that are in `source`; returns their names."""
-    found = [name for name in COMPANIONS if (source / name).is_file()]
-    for name in found:
+    names = [name for name in COMPANIONS if (source / name).is_file()]
+    for name in names:
         shutil.copyfile(source / name, folder / name)
-    return found
+    return names
 
 
 @contextlib.contextmanager

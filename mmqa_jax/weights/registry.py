@@ -179,8 +179,8 @@ def nouns(question: str) -> str:
 
     question: an attribute, such as `writes` or `lora`.
     """
-    found = [entry.noun for entry in architectures().values() if getattr(entry, question)]
-    *others, last = sorted(found, key=str.casefold)
+    words = [entry.noun for entry in architectures().values() if getattr(entry, question)]
+    *others, last = sorted(words, key=str.casefold)
     return f"{', '.join(others)} or {last}"
 
 

@@ -84,9 +84,9 @@ class Ancestry:
     def visible(self, count: jax.Array) -> jax.Array:
         """bool [B, K, T * K]: the columns of each beam's first `count` tokens."""
         prefixes, beams, most = self.slots.shape
-        own = self.slots[..., None] == jnp.arange(beams)  # [B, K, T, K]
+        is_of_beam = self.slots[..., None] == jnp.arange(beams)  # [B, K, T, K]
         written = jnp.arange(most)[:, None] < count
-        return (own & written).reshape(prefixes, beams, -1)
+        return (is_of_beam & written).reshape(prefixes, beams, -1)
 
     def written(self, number: jax.Array) -> Ancestry:
         """After every beam's token `number` was written: into the slot that the beam is in."""

@@ -32,12 +32,12 @@ class Outputs(NamedTuple):
 
     def named(self) -> dict[str, np.ndarray]:
         """Every layer and output by its name."""
-        found = {}
+        states_by_name = {}
         for stack, states in self.stacks.items():
             for number, state in enumerate(states):
                 layer = f"layer {number}" if number else "embeddings"
-                found[f"{stack} {layer}".strip()] = np.asarray(state)
-        return found | {name: np.asarray(value) for name, value in self.ends.items()}
+                states_by_name[f"{stack} {layer}".strip()] = np.asarray(state)
+        return states_by_name | {name: np.asarray(value) for name, value in self.ends.items()}
 
 
 def texts_for_transformers(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -73,7 +73,7 @@ class Check:
 
 
 def noise() -> np.random.Generator:
-    """The same numbers in every check."""
+    """Draws the same numbers in every check."""
     return np.random.default_rng(0)
 
 

@@ -75,8 +75,8 @@ def check_length(length: int, positions: int) -> None:
 def with_fields(config: Any, changes: Mapping[str, Any]) -> Any:
     """The config with other values of some fields, as a config file has them."""
     # Read from a config file a tuple is a list, which is no part of a hash.
-    given = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
-    return dataclasses.replace(config, **given)
+    values = {n: tuple(v) if isinstance(v, list) else v for n, v in changes.items()}
+    return dataclasses.replace(config, **values)
 
 
 def published_sizes(key: str, name: str, presets: Mapping[str, Callable[..., Any]]) -> Any:

@@ -37,8 +37,8 @@ def relative_buckets(
     scale = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact))
     scale = scale / np.float32(np.log(farthest / exact)) * np.float32(side - exact)
     large = np.minimum(exact + scale.astype(np.int32), side - 1)
-    found = np.where(far < exact, far, large).astype(np.int32)
-    return found + np.where(back < 0, side, 0).astype(np.int32) if bidirectional else found
+    bucket = np.where(far < exact, far, large).astype(np.int32)
+    return bucket + np.where(back < 0, side, 0).astype(np.int32) if bidirectional else bucket
 
 
 def pair_buckets(

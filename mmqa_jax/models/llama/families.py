@@ -431,7 +431,7 @@ def _read(family: Family) -> dict[str, str]:
 
 
 def _plain(family: Family) -> dict[str, tuple[str, Any]]:
-    """Of `_PLAIN` what a family has, with its own names."""
+    """Finds what a family has of `_PLAIN`, with its own names."""
     named = {field: (family.names.get(key, key), x) for field, (key, x) in _PLAIN.items()}
     return {field: pair for field, pair in named.items() if pair[0] in _read(family)}
 

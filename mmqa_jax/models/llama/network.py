@@ -542,8 +542,8 @@ def unstack_layers(model: Llama) -> None:
         transposed = path[-1] == "kernel"
         names = names[::-1] if transposed else names
         for number, layer in enumerate(layers):
-            own = _take_layer(value, number, transposed)
-            layer.append((path, nnx.Param(own, out_sharding=names, eager_sharding=False)))
+            of_layer = _take_layer(value, number, transposed)
+            layer.append((path, nnx.Param(of_layer, out_sharding=names, eager_sharding=False)))
         if not isinstance(value, jax.core.Tracer):
             value.delete()
     model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
@@ -555,8 +555,8 @@ def unstack_layers(model: Llama) -> None:
 
 @functools.partial(jax.jit, static_argnums=2)
 def _take_layer(stack: jax.Array, number: int, transposed: bool) -> jax.Array:
-    one = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
-    return one.T if transposed else one
+    taken = jax.lax.dynamic_index_in_dim(stack, number, 0, keepdims=False)
+    return taken.T if transposed else taken
 
 
 def unstacked_llama(config: LlamaConfig, *, rngs: nnx.Rngs) -> Llama:

@@ -238,8 +238,8 @@ def fields_from_hf(
         tower = "siglip_vision_model"
         if isinstance(vision, VisionConfig):
             tower = "clip_vision_model"
-        found = {"model_type": tower} | published["vision_config"]
-        vision = _vision_config(found, f"{where}, vision_config")
+        tower_config = {"model_type": tower} | published["vision_config"]
+        vision = _vision_config(tower_config, f"{where}, vision_config")
     llama = LlamaConfig.from_hf(published["text_config"] | tied, f"{where}, text_config")
     token = published.get("image_token_id", kind.image_token)
     return {

@@ -119,7 +119,7 @@ def open_mcan(path: Path) -> layouts.Checkpoint:
     base = mcan.mcan_prophet()
     inner = "backbone.enc_list.1.mlp.fc.linear.weight"
     image = "img_feat_linear.0.weight"
-    own = (
+    needed = (
         "lang_adapt.0.weight",
         image,
         inner,
@@ -127,7 +127,7 @@ def open_mcan(path: Path) -> layouts.Checkpoint:
         *_FLAT_KEYS,
         *bert.bert_size_keys("bert."),
     )
-    layouts.require_keys(shapes, own, source, "Prophet's MCAN")
+    layouts.require_keys(shapes, needed, source, "Prophet's MCAN")
     halves = len(layouts.numbered_keys(shapes, r"^backbone\.enc_list\.(\d{1,4})\..*norm1\.weight"))
     grid = shapes.get(_ROTATION, (base.grid**2,))[0]
     stated = layouts.read_own_config(mcan.MCANConfig, path)
@@ -154,8 +154,8 @@ def open_mcan_openvqa(path: Path) -> layouts.Checkpoint:
     source = layouts.open_source(path)
     shapes = layouts.shapes_of(source, _OPENVQA_RENAMES)
     inner, region = "backbone.enc_list.0.ffn.mlp.fc.linear.weight", "adapter.frcn_linear.weight"
-    own = ("embedding.weight", "lstm.weight_ih_l0", region, inner, "proj.weight", *_FLAT_KEYS)
-    layouts.require_keys(shapes, own, source, "openvqa's MCAN")
+    needed = ("embedding.weight", "lstm.weight_ih_l0", region, inner, "proj.weight", *_FLAT_KEYS)
+    layouts.require_keys(shapes, needed, source, "openvqa's MCAN")
     layers = len(layouts.numbered_keys(shapes, r"backbone\.enc_list\.(\d{1,4})\.norm1\.a_2"))
     stated = layouts.read_own_config(mcan.MCANOpenVQAConfig, path)
     config = stated or mcan.MCANOpenVQAConfig(

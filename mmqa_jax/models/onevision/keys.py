@@ -118,13 +118,13 @@ def _resolutions(value: Any, where: str) -> tuple[tuple[int, int], ...]:
 
 
 def _most_tiles(value: str, where: str) -> int:
-    found = re.fullmatch(rf"{_ANYRES}(\d{{1,4}})", value)
-    if found is None:
+    match = re.fullmatch(rf"{_ANYRES}(\d{{1,4}})", value)
+    if match is None:
         raise UserError(
             f"{where}: vision_aspect_ratio is {value!r}, expected {_ANYRES}NUMBER; use a "
             "checkpoint of LLaVA-OneVision."
         )
-    return int(found[1])
+    return int(match[1])
 
 
 def _check_processor(folder: Path, config: onevision.OnevisionConfig) -> None:
@@ -139,13 +139,15 @@ def _check_processor(folder: Path, config: onevision.OnevisionConfig) -> None:
         file = folder / name
         content = read_json(file) if file.is_file() else {}
         ratio = content.get("vision_aspect_ratio")
-        found = {**content, **(content.get("image_processor") or {})}.get("image_grid_pinpoints")
+        pinpoints = {**content, **(content.get("image_processor") or {})}.get(
+            "image_grid_pinpoints"
+        )
         if ratio is not None and _most_tiles(ratio, str(file)) != config.most_tiles:
             raise UserError(
                 f"{file}: vision_aspect_ratio is {ratio!r}, but config.json says "
                 f"{_ANYRES}{config.most_tiles}; make them equal."
             )
-        if found is not None and _resolutions(found, str(file)) != config.resolutions:
+        if pinpoints is not None and _resolutions(pinpoints, str(file)) != config.resolutions:
             raise UserError(
                 f"{file}: image_grid_pinpoints are not those of config.json; make them equal."
             )

@@ -235,8 +235,8 @@ def _shown(size: tuple[int, int], sizes: TileSizes) -> _Shown:
 def _taps(
     first: int, count: int, out: int
 ) -> tuple[Int32[np.ndarray, "out 2"], Float32[np.ndarray, "out 2"]]:
-    """Of `out` places the two of `count` from `first` on between which each lies, and weights; as
-    torch's `interpolate`."""
+    """Finds for each of `out` places the two of `count` from `first` on between which it lies, and
+    their weights; as torch's `interpolate`."""
     center = np.maximum((np.arange(out) + 0.5) * (count / max(out, 1)) - 0.5, 0)
     low = center.astype(np.int32)
     high = np.minimum(low + 1, count - 1)

@@ -169,14 +169,16 @@ def qwen_vl_config(
     """
     layouts.check_model_type(published, where, *qwen_vl.FAMILIES)
     family = published["model_type"]
-    own = {*_READ, "text_config", "vision_token_id"}
+    outside_text = {*_READ, "text_config", "vision_token_id"}
     text, of_text = published.get("text_config"), f"{where}, text_config"
     if text is None:
         if family == "qwen3_vl":
             raise UserError(f"{where}: lacks its text_config; fetch the file again.")
-        text = {key: value for key, value in published.items() if key not in own}
+        text = {key: value for key, value in published.items() if key not in outside_text}
         text, of_text = {**text, "model_type": f"{family}_text"}, where
-        published = {key: value for key, value in published.items() if key in (*own, "model_type")}
+        published = {
+            key: value for key, value in published.items() if key in (*outside_text, "model_type")
+        }
     check_keys(published, where, read={**_READ, **kinds(object_or_null="text_config")})
     if "vision_config" not in published:
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
@@ -197,9 +199,9 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
             f"{where}: use_sliding_window is True, which is not supported with pictures; use a "
             "checkpoint without windows."
         )
-    given = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
-    sections = given.pop("mrope_section", _SECTIONS[family])
-    interleaved = given.pop("mrope_interleaved", family == "qwen3_vl")
+    rope = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
+    sections = rope.pop("mrope_section", _SECTIONS[family])
+    interleaved = rope.pop("mrope_interleaved", family == "qwen3_vl")
     if interleaved is not (family == "qwen3_vl"):
         raise UserError(
             f"{where}: mrope_interleaved is {interleaved!r}, which {_ARCHITECTURES[family]} does "
@@ -210,14 +212,14 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
             f"{where}: mrope_section is {sections!r}, expected three whole numbers; fetch the file "
             "again."
         )
-    kind = given.pop("type", None) or "default"
-    given.setdefault("rope_type", kind)
-    if given["rope_type"] == "mrope":
-        given["rope_type"] = "default"
-    given.setdefault("rope_theta", text.get("rope_theta") or _THETA[family])
+    kind = rope.pop("type", None) or "default"
+    rope.setdefault("rope_type", kind)
+    if rope["rope_type"] == "mrope":
+        rope["rope_type"] = "default"
+    rope.setdefault("rope_theta", text.get("rope_theta") or _THETA[family])
     rest = {key: value for key, value in text.items() if not key.startswith("rope_")}
     rest = {**_TEXT_DEFAULTS[family], **rest, "model_type": _TEXT_FAMILY[family]}
-    config = LlamaConfig.from_hf({**rest, "rope_parameters": given}, where)
+    config = LlamaConfig.from_hf({**rest, "rope_parameters": rope}, where)
     return dataclasses.replace(
         config, mrope=tuple(sections), mrope_interleaved=family == "qwen3_vl"
     )
@@ -336,7 +338,7 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
 
     Without such a file they are transformers' Qwen2VLImageProcessor's own.
     """
-    found: dict[str, Any] = {}
+    processor: dict[str, Any] = {}
     where = folder / _FILES[0]
     for name in reversed(_FILES):
         if (folder / name).is_file():
@@ -348,9 +350,9 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
                 )
             inner = content.get("image_processor", content if name == _FILES[0] else {})
             if isinstance(inner, dict) and inner:
-                found, where = inner, folder / name
-    _check(found, where, config)
-    size = found.get("size") or {}
+                processor, where = inner, folder / name
+    _check(processor, where, config)
+    size = processor.get("size") or {}
     if not isinstance(size, dict) or set(size) - {
         *("shortest_edge", "longest_edge", "min_pixels", "max_pixels")
     }:
@@ -358,8 +360,12 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
             f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
             "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
         )
-    least = found.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
-    most = found.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
+    least = (
+        processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
+    )
+    most = (
+        processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
+    )
     for keys, value in (
         ("min_pixels or shortest_edge", least),
         ("max_pixels or longest_edge", most),
@@ -371,8 +377,8 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
             )
     changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
     for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):
-        if found.get(key) is not None:
-            changes[field] = _of_channels(found[key], f"{where}: {key}")
+        if processor.get(key) is not None:
+            changes[field] = _of_channels(processor[key], f"{where}: {key}")
     if 0.0 in changes.get("pixel_std", ()):
         raise UserError(f"{where}: image_std has a 0, which divides; fetch the file again.")
     return dataclasses.replace(config, **changes)

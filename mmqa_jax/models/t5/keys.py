@@ -328,23 +328,23 @@ def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> Key
 
 def open_multimodal_t5(path: Path) -> Checkpoint:
     """A checkpoint of Multimodal-CoT, or a T5 without pictures."""
-    found = open_t5(path)
-    if found.layout == "gguf":
+    plain = open_t5(path)
+    if plain.layout == "gguf":
         raise UserError(
             f"{path}: a GGUF file; give the T5's folder, or convert the file by `mmqa convert "
             "--model=t5 --export=hf` and give what it makes."
         )
-    shapes = shapes_of(found.source, _OLDER)
+    shapes = shapes_of(plain.source, _OLDER)
     fields = {
-        field.name: getattr(found.config, field.name) for field in dataclasses.fields(T5Config)
+        field.name: getattr(plain.config, field.name) for field in dataclasses.fields(T5Config)
     }
     if _PICTURE not in shapes:
         key_map = functools.partial(multimodal_t5_key_map, fused=False)
         config = MultimodalT5Config(**fields)
         unknown = {"features": MultimodalT5Config.features}
-        return Checkpoint(config, key_map, found.source, "transformers' T5", unknown=unknown)
+        return Checkpoint(config, key_map, plain.source, "transformers' T5", unknown=unknown)
     config = MultimodalT5Config(**fields, features=shapes[_PICTURE][1])
-    return Checkpoint(config, multimodal_t5_key_map, found.source, "mm-cot")
+    return Checkpoint(config, multimodal_t5_key_map, plain.source, "mm-cot")
 
 
 def publish_multimodal_t5(config: MultimodalT5Config, state: nnx.State) -> Published:
