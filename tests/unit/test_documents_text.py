@@ -15,8 +15,7 @@ import pytest
 from document_files import picture
 
 from mmqa_jax.data.documents.document import DocumentError, letters
-from mmqa_jax.data.documents.epub import read_epub
-from mmqa_jax.data.documents.html import read_html
+from mmqa_jax.data.documents.html import read_epub, read_html
 from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.plain import (
     read_json,

@@ -307,25 +307,22 @@ def _levels(styles: Any) -> dict[str, tuple[str, int | None]]:
     return {identity: _style(identity, known) for identity in known}
 
 
-def _style(identity: str, known: Mapping[str, Any]) -> tuple[str, int | None]:
-    first, level = "", None
-    for _ in range(20):  # styles upon styles; damaged ones go in circles
-        if identity not in known:
-            break
-        style = known[identity]
-        name = value(style, "name").lower()
-        first = first or name
-        kind, _, digits = name.partition(" ")
-        if name == "title":
-            level = 0
-        elif style.find("pPr/outlineLvl") is not None:
-            level = number(value(style, "pPr/outlineLvl"), 9) + 1
-        elif kind == "heading" and digits.isdecimal():
-            level = number(digits, 1)
-        if level is not None:
-            break
-        identity = value(style, "basedOn")
-    return first, level if level is None or level < 10 else None
+def _style(identity: str, known: Mapping[str, Any], most: int = 20) -> tuple[str, int | None]:
+    if identity not in known or not most:  # styles upon styles; damaged ones go in circles
+        return "", None
+    style = known[identity]
+    name = value(style, "name").lower()
+    kind, _, digits = name.partition(" ")
+    if name == "title":
+        return name, 0
+    if style.find("pPr/outlineLvl") is not None:
+        level = number(value(style, "pPr/outlineLvl"), 9) + 1
+    elif kind == "heading" and digits.isdecimal():
+        level = number(digits, 1)
+    else:
+        above, level = _style(value(style, "basedOn"), known, most - 1)
+        name = name or above
+    return name, level if level is None or level < 10 else None
 
 
 def _below(container: Any, tag: str) -> Iterator[Any]:

@@ -20,6 +20,7 @@ _EDGES = ("page-number", "footer", "date-time", "header", "page")
 _CAPTIONS = ("Caption", "Illustration", "Figure", "Drawing")
 _REPEATED = 1_000  # characters that a cell may repeat to the right
 _OBJECTS_DEPTH = 5
+_HIDDEN = ("collapse", "filter")  # rows and columns
 
 
 def read_odf(data: bytes, ending: str) -> Document:
@@ -251,7 +252,7 @@ class _OpenDocument(office.Reading):
         def cells_of(row: Any) -> Iterator[tuple[int, str]]:
             column = 0
             for cell in row.iterchildren("table-cell", "covered-table-cell"):
-                count = max(1, number(attribute(cell, "number-columns-repeated"), 1))
+                count = _repeated(cell, "columns")
                 if bisect.bisect(hidden, column) % 2:
                     self._leave_out("hidden columns", cell)
                 elif len(cell) or column in above:
@@ -270,14 +271,14 @@ class _OpenDocument(office.Reading):
                 column += count
 
         for row in _rows(table):
-            if attribute(row, "visibility") in ("collapse", "filter"):
+            if attribute(row, "visibility") in _HIDDEN:
                 self._leave_out("hidden rows", row)
             else:
                 if cells := dict(cells_of(row)):
                     rows[place] = cells
                 if headers == len(rows) - 1 and row.getparent().tag == "table-header-rows":
                     headers += 1
-            place += max(1, number(attribute(row, "number-rows-repeated"), 1))
+            place += _repeated(row, "rows")
         return rows, beside, headers
 
     def _cell_texts(self, cell: Any, after: list[Callable[[], None]]) -> Iterator[str]:
@@ -315,8 +316,12 @@ def _hidden_columns(table: Any) -> list[int]:
     """The columns at which those that are hidden begin and end, in turn."""
     column, ends = 0, []
     for element in table.iterfind("table-column"):
-        count = max(1, number(attribute(element, "number-columns-repeated"), 1))
-        if attribute(element, "visibility") in ("collapse", "filter"):
+        count = _repeated(element, "columns")
+        if attribute(element, "visibility") in _HIDDEN:
             ends += [column, column + count]
         column += count
     return ends
+
+
+def _repeated(element: Any, what: str) -> int:
+    return max(1, number(attribute(element, f"number-{what}-repeated"), 1))

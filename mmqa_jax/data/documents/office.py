@@ -288,7 +288,12 @@ class Reading(document.Content):
         columns = sorted({column for row in rows for column in row.cells})
         rows = [row for row in rows if any(row.cells.values())]
         # A line above the table that stands alone in its row is a title of it.
-        while len(columns) > 1 and headers is None and rows and _filled(rows[0]) == 1:
+        while (
+            len(columns) > 1
+            and headers is None
+            and rows
+            and sum(map(bool, rows[0].cells.values())) == 1
+        ):
             self._add_row(rows.pop(0), columns, "", is_row=False)
         count = _header_rows(rows, columns) if headers is None else headers
         header = "; ".join(_row_text(row.cells, columns) for row in rows[:count])
@@ -450,11 +455,6 @@ class Reading(document.Content):
         lines = [*header, *(Row(cells) for _, cells in sorted(rows.items()))]
         self.held += sum(letters(text) for row in lines for text in row.cells.values())
         self.table(lines, len(header))
-
-
-def _filled(row: Row) -> int:
-    """Counts how many cells of a row say something."""
-    return sum(map(bool, row.cells.values()))
 
 
 def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:

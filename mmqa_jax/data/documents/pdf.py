@@ -19,19 +19,9 @@ import numpy as np
 import pypdfium2
 import pypdfium2.raw as pdfium
 
-from mmqa_jax.data.documents import layout, ocr
+from mmqa_jax.data.documents import document, layout, ocr
 from mmqa_jax.data.documents.chunks import possible_begins
-from mmqa_jax.data.documents.document import (
-    CELL,
-    Content,
-    Document,
-    DocumentError,
-    Place,
-    around,
-    is_caption,
-    letters,
-    one_line,
-)
+from mmqa_jax.data.documents.document import CELL, DocumentError, Place, letters, one_line
 from mmqa_jax.data.documents.layout import Box, Line, Segment
 from mmqa_jax.data.pictures.bounds import PictureError, check_pixels
 
@@ -80,7 +70,7 @@ class _Page:
     is_scan: bool
 
 
-def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> Document:
+def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> document.Document:
     """A document's paragraphs with their places, and its embedded pictures with their captions.
 
     Text is read column by column and tables row by row. Values of form fields and notes stand
@@ -95,28 +85,28 @@ def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> Documen
         than half an inch, and repetitions of one.
       scans: whether pages that are pictures are read, where that is installed.
     """
-    with open_pdf(data) as document:
+    with open_pdf(data) as pdf:
         reading = _Reading(least_pixels, scans and ocr.is_installed())
-        for number in range(1, len(document) + 1):
-            reading.add_page(number, document)
-        title = one_line(document.get_metadata_value("Title"))
+        for number in range(1, len(pdf) + 1):
+            reading.add_page(number, pdf)
+        title = one_line(pdf.get_metadata_value("Title"))
     return reading.document(title)
 
 
 def open_pdf(data: bytes) -> Any:
     """PDFium's document, a context manager; DocumentError as `read_pdf`."""
     try:
-        document = pypdfium2.PdfDocument(data)
-        document.init_forms()
+        pdf = pypdfium2.PdfDocument(data)
+        pdf.init_forms()
     except pypdfium2.PdfiumError as error:
         if "password" in str(error).lower():
             raise DocumentError("encrypted; save it without a password") from error
         raise DocumentError(f"no PDF that can be read ({error})") from error
-    pages = len(document)  # which a closed document does not say
+    pages = len(pdf)  # which a closed document does not say
     if pages > len(data):
-        document.close()
+        pdf.close()
         raise DocumentError(f"claims {pages:,} pages in {len(data):,} bytes")
-    return document
+    return pdf
 
 
 class _Reading:
@@ -125,18 +115,18 @@ class _Reading:
     def __init__(self, least_pixels: int, scans: bool) -> None:
         self._least_pixels, self._scans = least_pixels, scans
         self._pages: list[_Page] = []
-        self._content = Content()
+        self._content = document.Content()
         self._header: Line | None = None  # of the table whose rows were added last
         self._seen: set[bytes] = set()  # digests of pictures
 
-    def add_page(self, number: int, document: Any) -> None:
+    def add_page(self, number: int, pdf: Any) -> None:
         try:
-            page = document[number - 1]
+            page = pdf[number - 1]
             frame = _Frame(page)
             text, codes = _characters(page, number)
             segments = list(_segments(text, codes, frame))
             held = letters(_whole("".join(map(chr, codes))))  # whatever is made of it below
-            added = list(self._added(page, document, frame))
+            added = list(self._added(page, pdf.formenv, frame))
             segments += added
             images, drawn = _images(page, frame)
             is_picture = bool(images) or drawn >= _OUTLINES
@@ -154,7 +144,7 @@ class _Reading:
         self._content.held += held + sum(letters(segment.text) for segment in added)
         self._pages.append(_Page(number, frame.size, segments, pictures, is_scan))
 
-    def document(self, title: str) -> Document:
+    def document(self, title: str) -> document.Document:
         """Returns what was read, with headings by the size of letters in the whole document."""
         content = self._content
         opening = " ".join(segment.text for page in self._pages[:1] for segment in page.segments)
@@ -185,12 +175,12 @@ class _Reading:
             if not text:
                 continue
             texts.append(text)
-            if is_caption(text):
+            if document.is_caption(text):
                 boxes = [place.box for place in places if place.box]
-                captions.append((around(boxes), text))
+                captions.append((document.around(boxes), text))
             is_large = first.size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
             is_slanted = first.first.turn >= layout.SLANTED  # DRAFT, across the page
-            if is_large and not (first.is_row or is_slanted or is_caption(text)):
+            if is_large and not (first.is_row or is_slanted or document.is_caption(text)):
                 content.enter(-round(first.size, 1), text, places)
                 continue
             header = _joined([first.header])[0] if first.header else ""
@@ -223,14 +213,14 @@ class _Reading:
                     f"a picture on page {number}: {one_line(str(error))}"
                 )
 
-    def _added(self, page: Any, document: Any, frame: _Frame) -> Iterator[Segment]:
+    def _added(self, page: Any, forms: Any, frame: _Frame) -> Iterator[Segment]:
         """Values of a page's form fields, and the notes that were added to it."""
         for index in range(pdfium.FPDFPage_GetAnnotCount(page)):
             note = pdfium.FPDFPage_GetAnnot(page, index)
             if not note:
                 continue
             try:
-                text = one_line(_note_text(note, document.formenv))
+                text = one_line(_note_text(note, forms))
                 flags = pdfium.FPDFAnnot_GetFlags(note)
                 if flags & (pdfium.FPDF_ANNOT_FLAG_HIDDEN | pdfium.FPDF_ANNOT_FLAG_NOVIEW):
                     self._content.held += letters(text)
@@ -323,7 +313,7 @@ def _is_scan(segments: Sequence[Segment], images: Sequence[tuple[Any, Box]], fra
     page: Box = (0.0, 0.0, *frame.size)
     area = sum(_area(_common(box, page)) for box in {box for _, box in images})
     covered = area >= _SCAN_AREA * _area(page)
-    has_caption = any(is_caption(segment.text) for segment in segments)
+    has_caption = any(document.is_caption(segment.text) for segment in segments)
     return not count or (count <= _SCAN_LETTERS and covered and not has_caption)
 
 
@@ -577,15 +567,12 @@ def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
     for index, segment in turned:
         if often[segment.text] > 1:
             left[index].append(segment)
-    # A page that holds nothing else is no page of running heads.
+    # A page that holds nothing else is no page of running heads, but may be one of its number.
+    is_number = [all(_PAGE_NUMBER.fullmatch(s.text.strip()) for s in heads) for heads in left]
     return [
-        segments if len(segments) < len(page.segments) or _is_number(segments) else []
-        for page, segments in zip(pages, left, strict=True)
+        heads if is_number[index] or len(heads) < len(pages[index].segments) else []
+        for index, heads in enumerate(left)
     ]
-
-
-def _is_number(segments: Sequence[Segment]) -> bool:
-    return all(_PAGE_NUMBER.fullmatch(segment.text.strip()) for segment in segments)
 
 
 def _keys(text: str, page: int) -> set[str]:
@@ -612,7 +599,12 @@ def _blocks(lines: Iterable[Line]) -> Iterator[list[Line]]:
 def _goes_on(line: Line, following: Line) -> bool:
     """Tells whether a line's paragraph goes on in the following line."""
     last, first = line.cells[-1][-1], following.first
-    if line.is_row or following.is_row or last.turn != first.turn or is_caption(first.text):
+    if (
+        line.is_row
+        or following.is_row
+        or last.turn != first.turn
+        or document.is_caption(first.text)
+    ):
         return False
     size = line.size
     if abs(following.size - size) > 0.05 * size:
@@ -684,10 +676,10 @@ def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterat
     Args:
       numbers: of the pages, from 1; None: all.
     """
-    with open_pdf(data) as document:
-        for number in range(1, len(document) + 1) if numbers is None else numbers:
+    with open_pdf(data) as pdf:
+        for number in range(1, len(pdf) + 1) if numbers is None else numbers:
             try:
-                page = document[number - 1]
+                page = pdf[number - 1]
                 yield PagePicture(number, _drawn(page), size=page.get_size())
             except (pypdfium2.PdfiumError, ValueError, OSError) as error:
                 yield PagePicture(number, None, f"page {number}: {error}")

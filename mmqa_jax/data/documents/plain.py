@@ -297,7 +297,11 @@ def read_delimited(data: bytes, delimiter: str = "") -> document.Document:
     Args:
       delimiter: between values; "": the one by which most lines have equally many values.
     """
-    text = _decoded(data)
+    is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = decoded(data.decode("utf-16").encode() if is_utf16 else data)
+    except UnicodeDecodeError as error:
+        raise DocumentError("its UTF-16 is damaged; save the file as UTF-8") from error
     reading = Reading()
     reading.held = letters(one_line(text))
     if stated := _STATED.match(text):
@@ -311,15 +315,6 @@ def read_delimited(data: bytes, delimiter: str = "") -> document.Document:
             rows[number] = row
     reading.sheet("", rows, {})
     return reading.document()
-
-
-def _decoded(data: bytes) -> str:
-    if not data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return decoded(data)
-    try:
-        return data.decode("utf-16").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise DocumentError("its UTF-16 is damaged; save the file as UTF-8") from error
 
 
 def _records(text: str, delimiter: str) -> list[list[str]]:

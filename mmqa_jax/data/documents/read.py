@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import math
 import posixpath
@@ -12,22 +11,6 @@ from typing import NamedTuple
 from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import Document
-from mmqa_jax.data.documents.docx import read_docx
-from mmqa_jax.data.documents.epub import read_epub
-from mmqa_jax.data.documents.html import read_html
-from mmqa_jax.data.documents.mail import read_eml, read_msg
-from mmqa_jax.data.documents.odf import read_odf
-from mmqa_jax.data.documents.plain import (
-    read_delimited,
-    read_json,
-    read_json_lines,
-    read_markdown,
-    read_notebook,
-    read_plain,
-    read_rst,
-)
-from mmqa_jax.data.documents.pptx import read_pptx
-from mmqa_jax.data.documents.xlsx import read_xlsx
 
 VERSION = 4  # of what the readers make of a file; raised when that changes
 PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
@@ -55,48 +38,42 @@ class Reader(NamedTuple):
     rate: int = _RATE
 
 
-# Modules that begin with the import of their library.
+def _by(module: str, name: str, **about: str) -> Callable[[bytes], Document]:
+    """A reader by its module, which is imported where documents are parsed and nowhere else."""
+
+    def read(data: bytes) -> Document:
+        return getattr(importlib.import_module(f"{__package__}.{module}"), name)(data, **about)
+
+    return read
 
 
-def _read_tex(data: bytes) -> Document:
-    from mmqa_jax.data.documents.tex import read_tex
-
-    return read_tex(data)
+def _office(module: str, **about: str) -> Reader:
+    return Reader(_by(module, f"read_{module}", **about), "lxml", "lxml", 50_000)
 
 
-def _read_pdf(data: bytes) -> Document:
-    from mmqa_jax.data.documents.pdf import read_pdf
-
-    return read_pdf(data)
-
-
-def _office(read: Callable[[bytes], Document]) -> Reader:
-    return Reader(read, "lxml", "lxml", 50_000)
-
-
-_HTML = Reader(read_html, "turbohtml", "turbohtml")
+_HTML = Reader(_by("html", "read_html"), "turbohtml", "turbohtml")
 READERS: Mapping[str, Reader] = {
-    ".txt": Reader(read_plain),
-    ".md": Reader(read_markdown, "pyromark", "pyromark"),
+    ".txt": Reader(_by("plain", "read_plain")),
+    ".md": Reader(_by("plain", "read_markdown"), "pyromark", "pyromark"),
     ".html": _HTML,
     ".htm": _HTML,
-    ".pdf": Reader(_read_pdf, "pypdfium2", "pypdfium2", 20_000),
-    ".docx": _office(read_docx),
-    ".pptx": _office(read_pptx),
-    ".xlsx": _office(read_xlsx),
-    ".csv": Reader(read_delimited),
-    ".tsv": Reader(functools.partial(read_delimited, delimiter="\t")),
-    ".odt": _office(functools.partial(read_odf, ending=".odt")),
-    ".ods": _office(functools.partial(read_odf, ending=".ods")),
-    ".odp": _office(functools.partial(read_odf, ending=".odp")),
-    ".rst": Reader(read_rst, "docutils", "docutils", 50_000),
-    ".tex": Reader(_read_tex, "pylatexenc", "pylatexenc", 20_000),
-    ".json": Reader(read_json),
-    ".jsonl": Reader(read_json_lines),
-    ".ipynb": Reader(read_notebook, "nbformat", "nbformat"),
-    ".epub": Reader(read_epub, "turbohtml", "turbohtml", rate=50_000),
-    ".eml": Reader(read_eml, "turbohtml", "turbohtml"),
-    ".msg": Reader(read_msg, "oxmsg", "python-oxmsg"),
+    ".pdf": Reader(_by("pdf", "read_pdf"), "pypdfium2", "pypdfium2", 20_000),
+    ".docx": _office("docx"),
+    ".pptx": _office("pptx"),
+    ".xlsx": _office("xlsx"),
+    ".csv": Reader(_by("plain", "read_delimited")),
+    ".tsv": Reader(_by("plain", "read_delimited", delimiter="\t")),
+    ".odt": _office("odf", ending=".odt"),
+    ".ods": _office("odf", ending=".ods"),
+    ".odp": _office("odf", ending=".odp"),
+    ".rst": Reader(_by("plain", "read_rst"), "docutils", "docutils", 50_000),
+    ".tex": Reader(_by("tex", "read_tex"), "pylatexenc", "pylatexenc", 20_000),
+    ".json": Reader(_by("plain", "read_json")),
+    ".jsonl": Reader(_by("plain", "read_json_lines")),
+    ".ipynb": Reader(_by("plain", "read_notebook"), "nbformat", "nbformat"),
+    ".epub": Reader(_by("html", "read_epub"), "turbohtml", "turbohtml", rate=50_000),
+    ".eml": Reader(_by("mail", "read_eml"), "turbohtml", "turbohtml"),
+    ".msg": Reader(_by("mail", "read_msg"), "oxmsg", "python-oxmsg"),
 }
 
 
