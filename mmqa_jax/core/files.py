@@ -249,10 +249,9 @@ def check_out(path: Path, *, folder: bool = False, flag: str = "--out") -> None:
 # machine's memory or minutes of its time. Everything that a file claims is compared with its size
 # first, and refused by name where it is more:
 #
-# values as they are in the file at most the bytes of the file compressed values at most
-# `COMPRESSION` times as many all tensors of a file together at most `SHARED` times as many, since
-# several may be one
-
+#   values as they are in the file     at most the bytes of the file
+#   compressed values                  at most `COMPRESSION` times as many
+#   all tensors of a file together     at most `SHARED` times as many, since several may be one
 
 COMPRESSION = 1_100  # deflate makes at most 1,032 bytes of one
 SHARED = 8

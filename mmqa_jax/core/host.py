@@ -84,7 +84,6 @@ def cache_dir() -> Path:
 
 # What this machine is called, how fast it multiplies and reads, and in which precision.
 
-
 _ROWS, _INNER, _COLUMNS = 3200, 384, 1536  # of the demo's largest products: one layer, one batch
 _TIMES = 5
 _WORTH = 1.3  # conversions cost some of what faster products save

@@ -237,7 +237,6 @@ def named_errors(name: str, kind: type[UserError | RunError] = UserError) -> Ite
 # gs://. Here s3:// joins them, with TensorStore's driver for it. To be dropped once Orbax has its
 # own (https://github.com/google/orbax/pull/2739).
 
-
 _PREFIX = "s3://"
 # Functions of Orbax that are replaced: by module, their names.
 _REPLACED = {

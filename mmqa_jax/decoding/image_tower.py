@@ -314,7 +314,6 @@ def tower_programs_of(
 # chunks, which prompts that begin with the same picture share. What a chunk's patches are is
 # looked up in `image_features`.
 
-
 _DIGEST = 16  # bytes of SHA-256 that number a picture
 _MOST = 1 << 32  # patches of a picture
 

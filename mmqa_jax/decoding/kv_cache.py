@@ -10,15 +10,13 @@ not depend on how long its neighbors are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
@@ -32,7 +30,6 @@ from mmqa_jax.decoding.cached_attention import (
     read_columns,
 )
 from mmqa_jax.models.attention.flash import implementation_for
-from mmqa_jax.models.attention.masked import MASKED
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import with_chosen
 from mmqa_jax.models.llama.network import (
@@ -271,14 +268,14 @@ def _layer(
         read = None if all_rows else rows
         segments = held.within(limit)
         if implementation == "ragged":
-            from mmqa_jax.decoding import kv_cache  # Pallas takes long to import
+            from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
 
             ((_, segment),) = segments
             costs = {"read": limit or segment.columns}
             if all_rows and q.shape[1] == 1:
-                out = kv_cache.attend_to_own(q, segment, starts + 1, **costs)
+                out = ragged_triton.attend_to_own(q, segment, starts + 1, **costs)
             else:
-                out = kv_cache.attend_in_place(q, segment, rows, starts, branches, **costs)
+                out = ragged_triton.attend_in_place(q, segment, rows, starts, branches, **costs)
         elif implementation == "blocks":
             end = ends.max()
             out = attend(
@@ -435,248 +432,10 @@ def _set(x: jax.Array, axis: int, new: jax.Array, rows: jax.Array, starts: jax.A
     )
 
 
-# Attention to the cache in place: Pallas kernels for NVIDIA GPUs (Triton), of steps and prompts.
-#
-# Each program reads the columns that its own sequence has, in blocks, with a running softmax
-# (flash attention, Dao 2023); scores never leave the chip, and no row is taken out of the cache.
-# JAX's own `jax.experimental.pallas.ops.gpu.decode_attention` wants keys by token, where this
-# cache has them transposed (a copy of all in each step), knows no int8, and rounds the parts'
-# sums to bfloat16 before they are added up. cuDNN's paged attention, as JAX offers it, takes no
-# cache with more rows than the queries have.
-#
-# A file of its own because Pallas takes half a second to import.
-
-
-_BLOCK = 64  # columns: keys and values of three blocks, of heads of 128, take 96 KiB of 227
-_ROWS = 16  # of a product on tensor cores, at least
-_MOST_ROWS = 128
-_PROGRAMS = 512  # that fill a device: two at a time on each of an H100's 132 processors, twice
-
-
-def attend_to_own(
-    q: jax.Array, held: Segment, lengths: jax.Array, *, read: int, interpret: bool = False
-) -> jax.Array:
-    """One token of every slot, attending to the slot's first columns.
-
-    A program for each slot and key head, and for each part of the columns where these alone would
-    not fill the device (flash decoding, Dao et al. 2023), of all query heads of the key head.
-
-    Args:
-      q: [S, 1, heads, D], D a power of two from 16 on, rotated.
-      held: with the tokens' own keys and values; T is a multiple of 16.
-      lengths: int32 [S], columns that each slot's token sees, one at least.
-      read: columns of each slot that the kernel's stated costs are those of.
-      interpret: run without a GPU, slowly, for tests.
-
-    Returns:
-      [S, 1, heads, D].
-    """
-    slots, _, heads, size = q.shape
-    kv_heads, columns = held.value.shape[1:3]
-    groups, block = heads // kv_heads, _block(columns)
-    count, parts = columns // block, 1
-    while slots * kv_heads * parts < _PROGRAMS and 2 * parts <= count:
-        parts *= 2
-    rows = max(_ROWS, pl.next_power_of_2(groups))  # of which `groups` are there
-    shape = (slots, kv_heads, parts, groups)
-    of_part = pl.BlockSpec((None, None, None, rows), lambda s, h, n: (s, h, n, 0))
-    arrays = jax.tree.leaves(held)
-    top, total, summed = pl.pallas_call(
-        functools.partial(_token, groups=groups, block=block, blocks=pl.cdiv(count, parts)),
-        grid=(slots, kv_heads, parts),
-        in_specs=[
-            pl.BlockSpec((None, None, rows, size), lambda s, h, _: (s, h, 0, 0)),
-            pl.BlockSpec((None,), lambda s, *_: (s,)),
-            *[
-                pl.BlockSpec((None, None, *x.shape[2:]), _first_axes(x, lambda s, h, _: (s, h)))
-                for x in arrays
-            ],
-        ],
-        out_specs=[
-            of_part,
-            of_part,
-            pl.BlockSpec((None, None, None, rows, size), lambda s, h, n: (s, h, n, 0, 0)),
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct(shape, jnp.float32),
-            jax.ShapeDtypeStruct((*shape, size), jnp.float32),
-        ],
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=3),
-        interpret=interpret,
-        name="attend_to_own",
-        **_stated(q, arrays, slots, read, 4 * slots * heads * parts * (size + 2)),
-    )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), *arrays)
-    weights = jnp.exp(top - top.max(2, keepdims=True))  # [S, kv, parts, G]
-    summed = (summed * weights[..., None]).sum(2) / (total * weights).sum(2)[..., None]
-    return summed.astype(q.dtype).reshape(q.shape)
-
-
-def attend_in_place(
-    q: jax.Array,
-    held: Segment,
-    rows: jax.Array,
-    starts: jax.Array,
-    branches: Branches | None,
-    *,
-    read: int,
-    interpret: bool = False,
-) -> jax.Array:
-    """Causal attention of tokens to what their rows of the cache hold.
-
-    Args:
-      q: [R, L, heads, D], D a power of two from 16 on, rotated; L is a multiple of 16.
-      held: [S, ...], with the tokens' own keys and values; T is a multiple of 16.
-      rows: int [R], of the cache; of one out of range the result means nothing.
-      starts: int [R], column of each row's first token.
-      branches: of the tokens.
-      read: columns of each row that the kernel's stated costs are those of.
-      interpret: run without a GPU, slowly, for tests.
-
-    Returns:
-      [R, L, heads, D].
-    """
-    count, length, heads, size = q.shape
-    slots, kv_heads, columns = held.value.shape[:3]
-    groups, tokens = heads // kv_heads, min(_MOST_ROWS, length & -length)
-    rows = jnp.clip(rows, 0, slots - 1).astype(jnp.int32)
-    if branches is None:
-        branches = Branches(jnp.zeros_like(starts), jnp.zeros((count, length), jnp.int32))
-    arrays = jax.tree.leaves(held)
-    of_tokens = pl.BlockSpec((None, tokens, None, size), lambda n, h, r: (r, n, h, 0))
-    of_row = pl.BlockSpec((None,), lambda n, h, r: (r,))
-
-    def whole(x: jax.Array) -> pl.BlockSpec:  # all rows of one key head: Triton prefetches none
-        return pl.BlockSpec(
-            (x.shape[0], None, *x.shape[2:]), _first_axes(x, lambda n, h, r: (0, h // groups))
-        )
-
-    return pl.pallas_call(
-        functools.partial(_tokens, block=_block(columns)),
-        grid=(length // tokens, heads, count),  # those that read the same columns one after another
-        in_specs=[
-            of_tokens,
-            *[of_row] * 3,
-            pl.BlockSpec((None, tokens), lambda n, h, r: (r, n)),
-            *map(whole, arrays),
-        ],
-        out_specs=of_tokens,
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        compiler_params=plgpu.CompilerParams(num_warps=8 if tokens == 128 else 4, num_stages=2),
-        interpret=interpret,
-        name="attend_in_place",
-        **_stated(q, arrays, count, read, q.nbytes),
-    )(q, rows, starts.astype(jnp.int32), branches.trunk, branches.begin, *arrays)
-
-
-def _block(columns: int) -> int:
-    """Columns that are read at a time: of a power of two, which divides all."""
-    return min(_BLOCK, columns & -columns)
-
-
-def _first_axes(x: jax.Array, index: Any) -> Any:
-    """An index map of x whose first two axes are chosen."""
-    return lambda *ids: (*index(*ids), *(0,) * (x.ndim - 2))
-
-
-def _stated(
-    q: jax.Array, arrays: Sequence[jax.Array], rows: int, read: int, written: int
-) -> dict[str, Any]:
-    """What a kernel says of itself: of `rows` of the cache's arrays the first `read` columns."""
-    slots, columns = arrays[1].shape[0], arrays[1].shape[2]
-    cost = {
-        "flops": 4 * q.size * read,
-        "transcendentals": q.size // q.shape[-1] * read,
-        "bytes_accessed": sum(x.nbytes for x in arrays) * rows * read // (slots * columns)
-        + q.nbytes
-        + written,
-    }
-    # Of a compiled program the metadata alone are seen.
-    stated = {name: str(n) for name, n in cost.items()}
-    return {"cost_estimate": pl.CostEstimate(**cost), "metadata": stated}
-
-
-def _token(
-    q_ref: Any, length_ref: Any, key_ref: Any, value_ref: Any, *refs: Any,
-    groups: int, block: int, blocks: int,
-):  # fmt: skip
-    """One part: q [rows, D], `groups` of them real; keys [D, T], values [T, D], scales [T]."""
-    scales, (top_ref, total_ref, out_ref) = refs[:-3], refs[-3:]
-    rows = q_ref.shape[0]
-    length, first = length_ref[()], pl.program_id(2) * blocks
-    own = jnp.arange(rows) < groups
-    q = plgpu.load(q_ref, mask=own[:, None], other=0)
-
-    def one(n, carry):
-        visible = n * block + jnp.arange(block) < length
-        held = _columns((key_ref, value_ref, *scales), n, block)
-        return _add(q, held, visible[None], carry)
-
-    end = jnp.minimum((length + block - 1) // block, first + blocks)
-    top, total, out = jax.lax.fori_loop(first, end, one, _nothing(q))
-    plgpu.store(top_ref, top, mask=own)
-    plgpu.store(total_ref, total, mask=own)
-    plgpu.store(out_ref, out, mask=own[:, None])
-
-
-def _tokens(
-    q_ref: Any, row_ref: Any, start_ref: Any, trunk_ref: Any, begin_ref: Any, *refs: Any, block: int
-):  # fmt: skip
-    """Tokens of one head: q [L, D]; keys [S, D, T], values [S, T, D], scales [S, T]."""
-    *held, out_ref = refs
-    tokens, row, trunk = q_ref.shape[0], row_ref[()], trunk_ref[()]
-    first = start_ref[()] + pl.program_id(0) * tokens
-    q, begin = q_ref[...], begin_ref[...][:, None]
-    own = (first + jnp.arange(tokens))[:, None]
-
-    def one(n, carry):
-        column = (n * block + jnp.arange(block))[None]
-        visible = (column <= own) & ((column < trunk) | (column >= begin))  # as `Branches` says
-        return _add(q, _columns(held, n, block, row), visible, carry)
-
-    blocks = (first + tokens + block - 1) // block
-    _, total, out = jax.lax.fori_loop(0, blocks, one, _nothing(q))
-    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
-
-
-def _columns(held: Sequence[Any], n: Any, block: int, *row: Any) -> list[jax.Array]:
-    """The n-th block: keys [D, block], values [block, D], and scales [block] if there are some."""
-    columns = pl.ds(n * block, block)
-    key, value, *scales = held
-    at = (*row, columns)
-    return [key[(*row, slice(None), columns)], value[(*at, slice(None))], *(x[at] for x in scales)]
-
-
-def _nothing(q: jax.Array) -> tuple[jax.Array, ...]:
-    """Largest score and sum of weights [rows], and weighted values [rows, D], of no column."""
-    none = jnp.zeros(q.shape[0], jnp.float32)
-    return none + MASKED, none, jnp.zeros(q.shape, jnp.float32)
-
-
-def _add(
-    q: jax.Array, held: Sequence[jax.Array], visible: jax.Array, carry: tuple[jax.Array, ...]
-) -> tuple[jax.Array, ...]:
-    """A block added to the softmax so far; visible bool [rows or 1, block]."""
-    (key, value, *scales), (top, total, out) = held, carry
-    dtype = q.dtype if scales else jnp.promote_types(q.dtype, key.dtype)
-    scores = plgpu.dot(q.astype(dtype), key.astype(dtype)) * q.shape[1] ** -0.5
-    if scales:
-        scores *= scales[0][None]
-    scores = jnp.where(visible, scores, MASKED)
-    new_top = jnp.maximum(top, scores.max(1))
-    weights, decay = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
-    total = total * decay + weights.sum(1)
-    if scales:
-        weights *= scales[1][None]
-    read = plgpu.dot(weights.astype(dtype), value.astype(dtype))
-    return new_top, total, out * decay[:, None] + read
-
-
 # A cache whose rows are split over devices: each reads, writes and copies its own rows alone.
 #
 # Left to itself, XLA would exchange rows, since it does not know which device a row's number is
 # on.
-
 
 C = TypeVar("C")
 Axes = str | tuple[str, ...]  # of the mesh, that rows are split over

@@ -172,7 +172,6 @@ def open_cross_encoder(
 # picture stands before the text beside it. Original: QwenLM/Qwen3-VL-Embedding
 # src/models/qwen3_vl_reranker.py.
 
-
 INSTRUCTION = "Given a search query, retrieve relevant candidates that answer the query."
 LONGEST = 10240  # tokens of a prompt, the original's MAX_LENGTH
 _NOTHING = "NULL"  # the original's, of a side without text and picture
@@ -331,7 +330,6 @@ def open_vlm_reranker(
 # `no` as the next token. A folder of sentence-transformers says the same with a chat template
 # that has the roles `query` and `document`, and the layer LogitScore; then these are what is
 # done.
-
 
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 SYSTEM = (

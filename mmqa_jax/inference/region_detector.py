@@ -295,7 +295,6 @@ def detector_cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost
 
 # Opens a detector: its published file, a converted folder, or a preset of random weights.
 
-
 _PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
 
 
@@ -417,7 +416,6 @@ def _read_published(path: Path, choice: DetectorChoice, mesh: Mesh | None) -> Fa
 #
 # `mmqa features` writes the records of a whole corpus; a training run on raw pictures detects
 # what its batches show, beside the steps, and finds it in the cache from then on.
-
 
 _TOGETHER = 64  # pictures, the most that are in memory at once, and that a kill loses
 

@@ -110,7 +110,6 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
 
 # The programs that embed texts, and pages that are pictures, by a Qwen3-VL-Embedding.
 
-
 PAGES = "pages"  # the program of the largest pictures; that of texts is TEXTS
 _AROUND = 60  # tokens around a picture: an instruction and a title
 # By name: sizes of its config.json.

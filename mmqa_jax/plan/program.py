@@ -265,7 +265,6 @@ def _first_line(error: Exception) -> str:
 
 # The least time that a chip can take for a program, and which of its parts decides it.
 
-
 _PARTS = ("compute", "hbm", "interconnect", "network")
 
 

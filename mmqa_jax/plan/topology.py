@@ -215,7 +215,6 @@ def _first_line(error: Exception) -> str:
 
 # How far a plan's estimates were off where they were measured, as device_check.sh wrote it.
 
-
 DEFAULT = Path("device_check/device_check.json")  # where device_check.sh writes without --out
 
 

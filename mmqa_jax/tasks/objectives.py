@@ -686,7 +686,6 @@ def answer_log_probs(
 # 1). A chunk's logits and their gradient are made together and forgotten: what a device holds
 # beside the embeddings is one block [B / n, S / n]. The questions' gradient travels with them.
 
-
 Vectors = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # queries, sources, scale, bias
 Links = tuple[jax.Array, jax.Array, jax.Array]  # positive, source_rows, gold_rows
 

@@ -565,7 +565,6 @@ def make_augmentation(section: Mapping[str, Any]) -> Augment | None:
 
 # The task of a training run, read again from the run's folder.
 
-
 T = TypeVar("T", bound=Task)
 Options = Mapping[str, Any]  # of the section `inference`, in place of the run's own
 

@@ -496,7 +496,6 @@ def _by_name(tree: Any, value_of: Callable[[str], Any]) -> Any:
 # MiB of optimizer state in place of Adam's 50 GiB. A stack is one parameter for each of its
 # layers, as where layers are apart, and the state of a parameter is sharded like it.
 
-
 _LEAST = 128  # sides of a matrix that is factored, as of optax.adafactor
 _CLIPPED = 1.0  # root mean square of an update, the same
 

@@ -163,7 +163,6 @@ def check_steps(
 
 # Steps whose loss or gradient is not finite: stop, or leave them out up to a limit.
 
-
 OnNan = Literal["stop", "skip"]
 _SHOWN = 16
 

@@ -12,10 +12,11 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.mesh import RowPlacement, make_mesh
-from mmqa_jax.decoding import kv_cache
+from mmqa_jax.decoding import kv_cache, ragged_triton
 from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.ragged_attention import attend_on
 from mmqa_jax.decoding.requests import Request, Scoring
-from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs, attend_on
+from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -205,8 +206,8 @@ def test_the_gpus_kernels(monkeypatch):
     """The GPU's kernels, interpreted: a chunk of prompts and a step on meshes that split rows and
     heads, or heads alone."""
     for name in ("attend_to_own", "attend_in_place"):
-        interpreted = functools.partial(getattr(kv_cache, name), interpret=True)
-        monkeypatch.setattr(kv_cache, name, interpreted)
+        interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+        monkeypatch.setattr(ragged_triton, name, interpreted)
     found, config = {}, dataclasses.replace(MODEL, layers=1)
     meshes = (alone(), mesh_of(data=2, tensor=2), mesh_of(tensor=4))
     for mesh, ways in zip(meshes, (("blocks", "ragged"), *[("ragged",)] * 2), strict=True):

@@ -9,7 +9,8 @@ import pytest
 
 from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
-from mmqa_jax.decoding.scanned_cache import ScannedCache, attend_on, ragged_attention, work
+from mmqa_jax.decoding.ragged_attention import attend_on, ragged_attention, work
+from mmqa_jax.decoding.scanned_cache import ScannedCache
 from mmqa_jax.models.llama.network import rotate
 
 pytestmark = pytest.mark.slow

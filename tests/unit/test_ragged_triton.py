@@ -12,7 +12,8 @@ import pytest
 
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
-from mmqa_jax.decoding.kv_cache import attend_in_place, attend_to_own, quantize
+from mmqa_jax.decoding.kv_cache import quantize
+from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
 pytestmark = pytest.mark.slow
 

@@ -14,6 +14,8 @@ from tiny_llm import by_id, llama_config, tiny_llama
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding import (
     kv_cache,
+    ragged_attention,
+    ragged_triton,
     scanned_cache,
     slot_runner,
 )
@@ -54,12 +56,12 @@ def run(*, attention=None, ragged="", model=MODEL, **changes):
             patch.setattr(slot_runner, "implementation_for", lambda device: attention)
         if ragged == "gpu":
             for name in ("attend_to_own", "attend_in_place"):
-                interpreted = functools.partial(getattr(kv_cache, name), interpret=True)
-                patch.setattr(kv_cache, name, interpreted)
+                interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
+                patch.setattr(ragged_triton, name, interpreted)
             patch.setattr(kv_cache, "ragged_fits", lambda *_: True)
         if ragged == "tpu":
-            interpreted = functools.partial(scanned_cache.attend_on, interpret=True)
-            patch.setattr(scanned_cache, "attend_on", interpreted)
+            interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
+            patch.setattr(ragged_attention, "attend_on", interpreted)
             patch.setattr(scanned_cache, "ragged_fits", lambda *_: True)
         engine = Engine(tiny_llama(model), config=dataclasses.replace(SIZES, **changes), mesh=mesh)
         results = by_id(engine.generate(requests))

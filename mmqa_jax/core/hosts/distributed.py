@@ -433,7 +433,6 @@ def _compilation_cache(chosen: str | os.PathLike | None) -> Path | None:
 # JAX writes an entry in place, and never again one that is there: half an entry, which kill -9
 # leaves behind, would be met with a warning in every later run, its program compiled each time.
 
-
 _MARK = ".open-"  # then host and process
 
 
