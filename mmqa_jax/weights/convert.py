@@ -110,7 +110,7 @@ def convert(
         raise UserError(
             f"--preprocessing={preprocessing}: unknown; use one of {', '.join(PREPROCESSING)}."
         )
-    if preprocessing is not None and (entry.name != "clip" or export is not None):
+    if preprocessing is not None and (not entry.takes_preprocessing or export):
         raise UserError(
             "--preprocessing: is kept with a CLIP's converted weights alone; leave it out."
         )

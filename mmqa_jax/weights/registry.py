@@ -51,6 +51,7 @@ class Architecture:
         another one of the same model type.
       takes_clip: `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision
         tower of its own.
+      takes_preprocessing: two codes prepare its texts and pictures, and `mmqa convert` keeps which.
       noun: what a sentence calls it, where it writes texts.
       writes: `mmqa prompt` answers with it, and how it does: as a decoder behind the prompt, or as
         an encoder of the prompt and a decoder; "": it writes no texts by itself.
@@ -76,6 +77,7 @@ class Architecture:
     sign: str = ""
     has_variants: bool = False
     takes_clip: bool = False
+    takes_preprocessing: bool = False
     noun: str = ""
     writes: Literal["", "decoder", "encoder-decoder"] = ""
     sees: bool = False

@@ -15,6 +15,7 @@ FAMILIES = (
             "open_clip's folder, or its file beside open_clip_config.json",
         ),
         exports="CLIPModel",
+        takes_preprocessing=True,
         presets="two_towers.config.CLIPS",
         embeds=("clip",),
         check="two_towers.keys.CLIP_CHECK",
