@@ -104,21 +104,18 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
             role,
             *(counts["planned"][a] for a in actions),
             *(counts["used"][a] for a in actions),
-            *(
-                counts["empty_plans"],
-                counts["refused_actions"],
-                counts["no_answer"],
-                counts["accuracy"],
-            ),
+            *(counts[name] for name in ("empty_plans", "refused_actions", "no_answer", "accuracy")),
             summary["changed_by_leaving_out"][role],
         ]
         for role, counts in summary["agents"].items()
     ]
+    scorer, scoring = summary["scored_by"], "No question has references that count."
+    if scorer is not None:
+        scoring = f"Accuracy alone: {scorer}, of the questions that it counts."
     note = (
         "Questions. Refused: plans that name unknown actions or those above the agent's level. "
         "Uses: the tool gave something. Decides: without the agent the vote is another. "
-        f"All agents that answer agree in {summary['all_agree']:,}. "
-        f"{_scoring(summary['scored_by'])}"
+        f"All agents that answer agree in {summary['all_agree']:,}. {scoring}"
     )
     effects: list[list[Cell]] = [
         [f"{a}: {TOOL_NAMES[int(a)]}", *effect.values()] for a, effect in summary["actions"].items()
@@ -129,12 +126,6 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
     )
     heads = ("action", "pairs", "answer changed", "better", "worse", "mean change")
     return [Table("Agents", columns, rows, note), Table("Actions", heads, effects, seen)]
-
-
-def _scoring(scorer: str | None) -> str:
-    if scorer is None:
-        return "No question has references that count."
-    return f"Accuracy alone: {scorer}, of the questions that it counts."
 
 
 def _of_agent(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -150,7 +141,13 @@ def _of_agent(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _of_action(action: int, traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    pairs = [pair for trace in traces for pair in _pairs(action, trace["by_actions"])]
+    pairs = [
+        (a, b)  # without and with the action, all else equal
+        for trace in traces
+        for a, b in itertools.permutations(trace["by_actions"], 2)
+        if set(b["actions"]) - set(a["actions"]) == {action}
+        and len(b["actions"]) - 1 == len(a["actions"])
+    ]
     changes = [b["score"] - a["score"] for a, b in pairs if None not in (a["score"], b["score"])]
     return {
         "pairs": len(pairs),
@@ -159,17 +156,6 @@ def _of_action(action: int, traces: Sequence[Mapping[str, Any]]) -> dict[str, An
         "worse": sum(change < 0 for change in changes),
         "mean_change": float(np.mean(changes)) if changes else None,
     }
-
-
-def _pairs(
-    action: int, answers: Sequence[Mapping[str, Any]]
-) -> Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Answers without and with an action whose prompts are the same otherwise."""
-    for a, b in itertools.permutations(answers, 2):
-        if set(b["actions"]) - set(a["actions"]) == {action} and len(b["actions"]) - 1 == len(
-            a["actions"]
-        ):
-            yield a, b
 
 
 def _left_out(
