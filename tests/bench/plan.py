@@ -23,6 +23,7 @@ from mmqa_jax.plan.program import Bound, Compiled, Planned, Program, build, leas
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, open_topology
 from mmqa_jax.runs.verbs.plan import bytes_text, memory_cells, milliseconds
+from tests.bench.steps import hidden_cycles
 from tests.hlo.collectives import Collective
 from tests.hlo.counts import KERNEL, Counts, count
 
@@ -98,7 +99,8 @@ class Counted(Planned):
         seconds = time.perf_counter() - began
         if executable is None:
             return cls(Compiled(program, memory, None, (), 0.0, seconds), chip, None)
-        counts = count(executable.as_text())
+        text = executable.as_text()
+        counts = count(text)
         if counts.unknown.pop(KERNEL, 0):  # kernels that do not state what they do
             jaxpr = program.trace().jaxpr.jaxpr
             flops = jaxpr_flops(jaxpr, kernels_only=True) / program.devices
@@ -106,7 +108,8 @@ class Counted(Planned):
             counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
         placement = topology.placement(program.placed)
         mesh = program.mesh or {"": 1}
-        collectives = tuple(counts.on_mesh(mesh, placement.hosts, placement.links))
+        counted = counts.on_mesh(mesh, placement.hosts, placement.links)
+        collectives = tuple(_with_steps(one, text, chip) for one in counted)
         least = least_bytes(program, executable)
         compiled = Compiled(program, memory, counts.flops, (), least, seconds)
         bound = counted_bound(compiled, counts, collectives, chip)
@@ -153,6 +156,14 @@ class Counted(Planned):
             ],
             "loops": 0 if counts is None else len(counts.loops),
         }
+
+
+def _with_steps(one: Collective, text: str, chip: Chip) -> Collective:
+    """A collective with what hides it over all fusions that have a step of it."""
+    if one.hidden_cycles is None or not one.bytes or not chip.clock:
+        return one
+    hidden = hidden_cycles(text, one.kind, one.seconds(chip) * chip.clock / one.bytes)
+    return one._replace(hidden_cycles=max(one.hidden_cycles, hidden))
 
 
 def counted_bound(

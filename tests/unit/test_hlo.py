@@ -12,6 +12,7 @@ from mmqa_jax.models.attention.fused import fused_attention
 from mmqa_jax.plan.program import Program
 from mmqa_jax.plan.topology import Topology
 from tests.bench.plan import Counted, CountedBound
+from tests.bench.steps import hidden_cycles
 from tests.hlo.collectives import Collective, axis_of, groups
 from tests.hlo.counts import count
 from tests.hlo.text import arrays, parse
@@ -402,6 +403,14 @@ def test_a_layer_read_from_an_int8_stack_is_one_layer():
     layer, scalar, rows, out = 256 * 128, 4, 64 * 256 * 2, 64 * 128 * 2
     assert counts.bytes == layer + scalar + rows + out
     assert counts.cycles == 1500
+
+
+@pytest.mark.parametrize(("per_byte", "hidden"), [(0.01, 10 * 327.68), (1.0, 10 * 500)])
+def test_a_gather_in_steps_is_hidden_by_all_its_fusions(per_byte, hidden):
+    text = TPU.replace("calls=%start", 'calls=%start, backend_config={"estimated_cycles":"200"}')
+    text = text.replace("calls=%done", 'calls=%done, backend_config={"estimated_cycles":"300"}')
+    assert hidden_cycles(text, "all-gather", per_byte) == pytest.approx(hidden)
+    assert hidden_cycles(text, "all-reduce", per_byte) == 0
 
 
 def test_a_kernels_flops_are_those_that_it_states():

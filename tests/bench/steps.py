@@ -1,0 +1,85 @@
+"""Collectives that the TPU's compiler takes into steps, each in a fusion with other work.
+
+A step stands in every fusion beside which its collective runs, with one channel, also in loops
+inside (of LoRA's small products). What is sent is hidden as far as those fusions of the loop's turn
+that starts it take as long by the compiler's estimate; all of a turn's collectives share the links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tests.hlo.loops import trip_count
+from tests.hlo.text import Computation, Instruction, Module, parse
+
+
+class _Turn(NamedTuple):
+    """A loop's body, or the program.
+
+    Attributes:
+      times: how often it runs.
+      sent: channel -> bytes of the collective's whole array.
+      beside: channel -> names of the fusions that have a step of it.
+      cycles: of these fusions, by the compiler's estimate.
+    """
+
+    times: float
+    sent: dict[str, int]
+    beside: dict[str, set[str]]
+    cycles: dict[str, float]
+
+
+def hidden_cycles(text: str, kind: str, cycles_per_byte: float) -> float:
+    """Cycles for which collectives of a kind, taken into steps, run beside other work.
+
+    Args:
+      text: of the compiled program.
+      kind: as XLA names it.
+      cycles_per_byte: that the links need for a byte of a whole array.
+    """
+    module = parse(text)
+    turns = list(_turns(module, module.main, 1.0, kind))
+    starts: dict[str, float] = {}  # a loop inside repeats the steps, and sends no more
+    for turn in turns:
+        for channel in turn.sent:
+            starts[channel] = min(turn.times, starts.get(channel, turn.times))
+    total = 0.0
+    for turn in turns:
+        own = [channel for channel in turn.sent if starts[channel] == turn.times]
+        names = set().union(*(turn.beside[channel] for channel in own))
+        needed = cycles_per_byte * sum(turn.sent[channel] for channel in own)
+        total += turn.times * min(needed, sum(turn.cycles[name] for name in names))
+    return total
+
+
+def _turns(module: Module, own: Computation, times: float, kind: str) -> Iterator[_Turn]:
+    turn = _Turn(times, {}, {}, {})
+    for one in own.instructions.values():
+        inner = [
+            module.computations[name] for name in one.called.values() if name in module.computations
+        ]
+        if one.opcode == "while":
+            body = module.computations[one.called["body"]]
+            yield from _turns(module, body, times * (trip_count(module, own, one) or 1), kind)
+        elif one.opcode == "call":
+            for called in inner:
+                yield from _turns(module, called, times, kind)
+        elif one.opcode == "fusion":
+            for called in inner:
+                for step in _steps(module, called, kind):
+                    channel = step.attribute(r"channel_id=(\d+)") or step.name
+                    size = max(array.bytes for array in step.arrays)
+                    turn.sent[channel] = max(size, turn.sent.get(channel, 0))
+                    turn.beside.setdefault(channel, set()).add(one.name)
+                    stated = one.attribute(r'"estimated_cycles":"(\d+)"')
+                    turn.cycles[one.name] = float(stated or 0)
+    yield turn
+
+
+def _steps(module: Module, own: Computation, kind: str) -> Iterator[Instruction]:
+    for one in own.instructions.values():
+        if one.opcode == kind and "async_collective_fusion_config" in one.attributes:
+            yield one
+        if one.opcode == "fusion":
+            yield from _steps(module, module.computations[one.called["calls"]], kind)
