@@ -22,14 +22,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
-from mmqa_jax.data.region_records import (
-    DetectedRegions,
-    RegionFacts,
-    RegionRecords,
-    check_words,
-    region_words,
-    tags,
-)
+from mmqa_jax.data import region_records
 
 Advance = Callable[[int], None]
 
@@ -39,7 +32,7 @@ _LEAST_ATTRIBUTE, _MOST_ATTRIBUTES = 0.05, 16
 
 
 def export_regions(
-    records: RegionRecords,
+    records: region_records.RegionRecords,
     kind: str,
     folder: Path,
     *,
@@ -60,20 +53,24 @@ def export_regions(
     EXPORTS[kind](records, folder, least, advance)
 
 
-def _read(records: RegionRecords, advance: Advance) -> Iterator[tuple[str, DetectedRegions]]:
+def _read(
+    records: region_records.RegionRecords, advance: Advance
+) -> Iterator[tuple[str, region_records.DetectedRegions]]:
     for number, name in enumerate(records.pictures):
         yield name, records.record(number)
         advance(1)
 
 
-def _vinvl(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
+def _vinvl(
+    records: region_records.RegionRecords, folder: Path, least: float | None, advance: Advance
+) -> None:
     facts = records.facts
     named = bool(facts.class_names)
     tables = ["features", "hw", *(["labels"] if named else [])]
     with contextlib.ExitStack() as stack:
         write = {table: stack.enter_context(_indexed(folder / f"{table}.tsv")) for table in tables}
         for name, regions in _read(records, advance):
-            words = region_words(regions, facts, least) if named else None
+            words = region_records.region_words(regions, facts, least) if named else None
             objects = list(_objects(regions, words, facts.attribute_names))
             height, width = regions.size
             sizes = {"image_h": height, "image_w": width}  # not the original's: mmqa caption's
@@ -86,7 +83,9 @@ def _vinvl(records: RegionRecords, folder: Path, least: float | None, advance: A
 
 
 def _objects(
-    regions: DetectedRegions, words: list[str] | None, attribute_names: tuple[str, ...]
+    regions: region_records.DetectedRegions,
+    words: list[str] | None,
+    attribute_names: tuple[str, ...],
 ) -> Iterator[dict[str, Any]]:
     probabilities = regions.probabilities
     for n in range(len(regions)):
@@ -124,25 +123,30 @@ def _indexed(path: Path) -> Iterator[Callable[[str, Any], None]]:
         yield write
 
 
-def _tags(records: RegionRecords, folder: Path, least: float | None, advance: Advance) -> None:
+def _tags(
+    records: region_records.RegionRecords, folder: Path, least: float | None, advance: Advance
+) -> None:
     def rows() -> Iterable[tuple[int, list[dict]]]:
         for name, regions in _read(records, advance):
-            words = region_words(regions, records.facts, least)
-            yield _number_of(name, "tags"), tags(words, regions.scores)
+            words = region_records.region_words(regions, records.facts, least)
+            yield _number_of(name, "tags"), region_records.tags(words, regions.scores)
 
     with atomic_write(folder / "tags.tsv") as file:
         for number, objects in rows():
             file.write(f"{number}\t{json.dumps(objects, ensure_ascii=False)}\n")
 
 
-EXPORTS: dict[str, Callable[[RegionRecords, Path, float | None, Advance], None]] = {
+EXPORTS: dict[str, Callable[[region_records.RegionRecords, Path, float | None, Advance], None]] = {
     "vinvl": _vinvl,
     "tags": _tags,
 }
 
 
 def check_held(
-    kinds: Iterable[str], facts: RegionFacts, pictures: Sequence[str], least: float | None = None
+    kinds: Iterable[str],
+    facts: region_records.RegionFacts,
+    pictures: Sequence[str],
+    least: float | None = None,
 ) -> None:
     """UserError for a format that cannot hold records of these pictures, by id.
 
@@ -152,7 +156,7 @@ def check_held(
         if kind == "tags":
             _check_numbers(kind, pictures)
         if kind == "tags" or (kind == "vinvl" and (facts.class_names or least is not None)):
-            check_words(facts, least)
+            region_records.check_words(facts, least)
 
 
 def _check_numbers(kind: str, pictures: Iterable[str]) -> None:

@@ -24,27 +24,10 @@ from mmqa_jax.core.mesh import fetch, init_sharded, partition_spec
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.core.store import Store
+from mmqa_jax.data import detector_pictures, region_records
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.detector_pictures import (
-    BOTTOM_UP,
-    VINVL,
-    VLP,
-    DetectorPicture,
-    DetectorPictures,
-    bucket,
-    detector_batch,
-    detector_picture,
-    detector_size,
-)
 from mmqa_jax.data.pictures.decode import PictureError, decode_upright, upright_size_of
 from mmqa_jax.data.records.picture_records import processors
-from mmqa_jax.data.region_records import (
-    DetectedRegions,
-    Precision,
-    RegionFacts,
-    pack_regions,
-    unpack_regions,
-)
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.models.detection.faster_rcnn import (
     DetectorConfig,
@@ -72,12 +55,16 @@ class DetectorKind(NamedTuple):
 
     name: str
     config: DetectorConfig
-    pictures: DetectorPictures
+    pictures: detector_pictures.DetectorPictures
 
 
 KINDS = tuple(
     DetectorKind(preset.__name__, preset(), pictures)
-    for preset, pictures in ((vlp_x101, VLP), (vinvl_x152c4, VINVL), (bottom_up_r101, BOTTOM_UP))
+    for preset, pictures in (
+        (vlp_x101, detector_pictures.VLP),
+        (vinvl_x152c4, detector_pictures.VINVL),
+        (bottom_up_r101, detector_pictures.BOTTOM_UP),
+    )
 )
 
 
@@ -118,7 +105,7 @@ def make_find(graphdef: nnx.GraphDef) -> Callable[[nnx.State, Pictures], Regions
 
 
 # A picture by its place among those asked for, prepared; PictureError where it cannot be.
-Load = Callable[[int], DetectorPicture]
+Load = Callable[[int], detector_pictures.DetectorPicture]
 
 
 class RegionDetector:
@@ -139,7 +126,7 @@ class RegionDetector:
     def __init__(
         self,
         model: FasterRCNN,
-        pictures: DetectorPictures | None = None,
+        pictures: detector_pictures.DetectorPictures | None = None,
         batch_size: BatchSize = AUTO,
         *,
         beside_training: bool = False,
@@ -160,15 +147,16 @@ class RegionDetector:
             digest.update(np.ascontiguousarray(jax.device_get(leaf)).tobytes())
         return digest.hexdigest()
 
-    def __call__(self, images: Sequence[Image.Image]) -> list[DetectedRegions]:
+    def __call__(self, images: Sequence[Image.Image]) -> list[region_records.DetectedRegions]:
         """The regions of RGB pictures, in their order.
 
         Raises:
           PictureError: a picture would become too large.
         """
-        regions_of_all: list[DetectedRegions] = []
+        regions_of_all: list[region_records.DetectedRegions] = []
         for regions in self.find(
-            [image.size for image in images], lambda n: detector_picture(images[n], self.pictures)
+            [image.size for image in images],
+            lambda n: detector_pictures.detector_picture(images[n], self.pictures),
         ):
             if isinstance(regions, PictureError):
                 raise regions
@@ -180,7 +168,7 @@ class RegionDetector:
         sizes: Sequence[tuple[int, int]],
         load: Load,
         advance: Callable[[int], None] = lambda count: None,
-    ) -> list[DetectedRegions | PictureError]:
+    ) -> list[region_records.DetectedRegions | PictureError]:
         """The regions of pictures that are prepared in threads while devices compute.
 
         Args:
@@ -188,7 +176,7 @@ class RegionDetector:
           load: see Load; called in threads, at most for two batches at a time.
           advance: called with the number of pictures done.
         """
-        results: list[DetectedRegions | PictureError | None] = [None] * len(sizes)
+        results: list[region_records.DetectedRegions | PictureError | None] = [None] * len(sizes)
         groups = self._groups(sizes)
         with ThreadPoolExecutor(processors()) as pool:
             running: tuple[list[int], Regions, list[tuple[int, int]]] | None = None
@@ -220,8 +208,8 @@ class RegionDetector:
         """Pictures of one padded size in batches."""
         by_shape = collections.defaultdict(list)
         for number, (width, height) in enumerate(sizes):
-            made = detector_size(width, height, self.pictures)
-            by_shape[bucket((made[1], made[0]))].append(number)
+            made = detector_pictures.detector_size(width, height, self.pictures)
+            by_shape[detector_pictures.bucket((made[1], made[0]))].append(number)
         most = self.serving.batch_size
         return [
             (shape, numbers[start : start + most])
@@ -230,14 +218,16 @@ class RegionDetector:
         ]
 
     def _started(
-        self, prepared: Sequence[tuple[int, DetectorPicture]], shape: tuple[int, int]
+        self,
+        prepared: Sequence[tuple[int, detector_pictures.DetectorPicture]],
+        shape: tuple[int, int],
     ) -> tuple[list[int], Regions, list[tuple[int, int]]] | None:
         """A batch whose computation has begun; None where no picture could be prepared."""
         if not prepared:
             return None
         numbers, made = [n for n, _ in prepared], [picture for _, picture in prepared]
         size = self.serving.size_for(len(made))
-        batch = detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
+        batch = detector_pictures.detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
         placement = self.serving.placement
         placed = placement.put(Pictures(*batch))
         computed = placement.call(self._find, self._state, placed)
@@ -248,12 +238,14 @@ def _submitted(pool: ThreadPoolExecutor, load: Load, numbers: Sequence[int]) -> 
     return [pool.submit(load, number) for number in numbers]
 
 
-def _result(future: Future, shape: tuple[int, int], number: int) -> DetectorPicture | PictureError:
+def _result(
+    future: Future, shape: tuple[int, int], number: int
+) -> detector_pictures.DetectorPicture | PictureError:
     try:
         made = future.result()
     except PictureError as error:
         return error
-    if bucket(made.pixels.shape[:2]) != shape:
+    if detector_pictures.bucket(made.pixels.shape[:2]) != shape:
         return PictureError(
             f"picture {number}: has another size than its header says; give the file again."
         )
@@ -261,7 +253,7 @@ def _result(future: Future, shape: tuple[int, int], number: int) -> DetectorPict
 
 
 def _collect(
-    results: list[DetectedRegions | PictureError | None],
+    results: list[region_records.DetectedRegions | PictureError | None],
     numbers: Sequence[int],
     regions: Regions,
     sizes: Sequence[tuple[int, int]],
@@ -272,7 +264,7 @@ def _collect(
         results[number] = detected(regions, row, size)
 
 
-def detected(regions: Regions, row: int, size: tuple[int, int]) -> DetectedRegions:
+def detected(regions: Regions, row: int, size: tuple[int, int]) -> region_records.DetectedRegions:
     """One picture's regions of a batch on the host; `size` is its height and width."""
     count = int(np.sum(regions.valid[row]))  # those there are come first
     arrays = {
@@ -284,10 +276,10 @@ def detected(regions: Regions, row: int, size: tuple[int, int]) -> DetectedRegio
         logits = arrays["attributes"]
         powers = np.exp(logits - logits.max(axis=1, keepdims=True, initial=-np.inf))
         arrays["attributes"] = powers / powers.sum(axis=1, keepdims=True)
-    return DetectedRegions(size=size, **arrays)
+    return region_records.DetectedRegions(size=size, **arrays)
 
 
-def detector_cost(config: DetectorConfig, pictures: DetectorPictures) -> RowCost:
+def detector_cost(config: DetectorConfig, pictures: detector_pictures.DetectorPictures) -> RowCost:
     """The cost of a picture: a dozen of the widest maps, half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)
@@ -420,10 +412,12 @@ def _read_published(path: Path, choice: DetectorChoice, mesh: Mesh | None) -> Fa
 _TOGETHER = 64  # pictures, the most that are in memory at once, and that a kill loses
 
 
-def facts_of(detector: RegionDetector, precision: Precision) -> RegionFacts:
+def facts_of(
+    detector: RegionDetector, precision: region_records.Precision
+) -> region_records.RegionFacts:
     """What all records of a detector have in common."""
     config = detector.config
-    return RegionFacts(
+    return region_records.RegionFacts(
         detector=detector.kind.name,
         model=detector.fingerprint,
         features=config.features,
@@ -447,7 +441,7 @@ class RegionEncoder:
         self,
         read: Callable[[str], bytes],
         detector: RegionDetector,
-        precision: Precision,
+        precision: region_records.Precision,
         advance: Callable[[int], None] = lambda count: None,
     ):
         self._read, self._detector = read, detector
@@ -462,9 +456,11 @@ class RegionEncoder:
         readable = [n for n, record in enumerate(records) if record is None]
         self._advance(len(names) - len(readable))
 
-        def load(number: int) -> DetectorPicture:
+        def load(number: int) -> detector_pictures.DetectorPicture:
             data, name = encoded[readable[number]][0], names[readable[number]]
-            return detector_picture(decode_upright(data, name), self._detector.pictures, name)
+            return detector_pictures.detector_picture(
+                decode_upright(data, name), self._detector.pictures, name
+            )
 
         sizes = [encoded[n][1] for n in readable]
         results = self._detector.find(sizes, load, self._advance)
@@ -473,7 +469,7 @@ class RegionEncoder:
                 records[n] = regions
                 continue
             try:
-                records[n] = pack_regions(regions, self._precision)
+                records[n] = region_records.pack_regions(regions, self._precision)
             except UserError as error:
                 raise UserError(f"picture {names[n]}: {error}") from error
         return records
@@ -521,7 +517,11 @@ class RegionCache:
     """
 
     def __init__(
-        self, detector: RegionDetector, folder: str | os.PathLike, precision: Precision, name: str
+        self,
+        detector: RegionDetector,
+        folder: str | os.PathLike,
+        precision: region_records.Precision,
+        name: str,
     ):
         self.facts, self.name, self.detected = facts_of(detector, precision), name, 0
         self._detector = detector
@@ -559,7 +559,7 @@ class RegionCache:
         with self._storing:
             self._store.add(records)
 
-    def read(self, digest: str, picture: EncodedPicture) -> DetectedRegions:
+    def read(self, digest: str, picture: EncodedPicture) -> region_records.DetectedRegions:
         """The regions of a picture, detected if they are missing or damaged.
 
         Raises:
@@ -574,7 +574,7 @@ class RegionCache:
         try:
             if record is None:
                 raise ValueError("what was just written cannot be read")
-            return unpack_regions(record, self.facts)
+            return region_records.unpack_regions(record, self.facts)
         except ValueError as error:
             raise UserError(
                 f"{self._store.folder}: regions of {picture.name}: {error}; delete the folder, and "
@@ -613,7 +613,7 @@ class CorpusRegions:
             pictures.setdefault(digest, picture)
         self._cache.find(pictures)
 
-    def read(self, image_id: Any) -> DetectedRegions:
+    def read(self, image_id: Any) -> region_records.DetectedRegions:
         """The regions of a source's picture.
 
         Raises:

@@ -21,17 +21,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.paths import as_path
+from mmqa_jax.data import tokenizer_files
 from mmqa_jax.data.chat_template import TemplateOverBudget, rendered_marked, template_source
-from mmqa_jax.data.tokenizer_files import (
-    FILE,
-    SETTINGS,
-    SPIECE,
-    panics_refused,
-    read_object,
-    read_tokenizer,
-    spelling,
-    split_as_sentencepiece,
-)
 from mmqa_jax.data.tokenizers import MarkedTokenizer
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
@@ -88,7 +79,7 @@ class TextTokenizer(MarkedTokenizer):
         """Token ids of a piece of a prompt, nothing added."""
         return self.encode_prompts([piece])[0]
 
-    @panics_refused()
+    @tokenizer_files.panics_refused()
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self.published.decode(list(ids), skip_special_tokens=False)
@@ -103,9 +94,9 @@ class TextTokenizer(MarkedTokenizer):
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
         if self.template is not None:
             settings |= {"chat_template": self.template.source, **self.template.tokens}
-        write_json(folder / SETTINGS, settings)
+        write_json(folder / tokenizer_files.SETTINGS, settings)
         write_json(folder / "generation_config.json", {"eos_token_id": list(self.end_ids)})
-        with atomic_write(folder / FILE) as file:
+        with atomic_write(folder / tokenizer_files.FILE) as file:
             file.write(self.published.to_str())
 
 
@@ -121,12 +112,14 @@ def open_text_tokenizer(path: str | os.PathLike) -> TextTokenizer:
     if path.suffix == ".gguf":
         return _of_gguf(path)
     folder = path if path.is_dir() else path.parent
-    file = path if path.suffix == ".json" else folder / FILE
-    settings = read_object(folder / SETTINGS)
+    file = path if path.suffix == ".json" else folder / tokenizer_files.FILE
+    settings = tokenizer_files.read_object(folder / tokenizer_files.SETTINGS)
     if file.is_file():
-        tokenizer = read_tokenizer(file)
+        tokenizer = tokenizer_files.read_tokenizer(file)
         special = {
-            key: spelling(value) or "" for key, value in settings.items() if key.endswith("_token")
+            key: tokenizer_files.spelling(value) or ""
+            for key, value in settings.items()
+            if key.endswith("_token")
         }
     else:
         tokenizer, special = _open_published(folder)
@@ -141,7 +134,7 @@ def open_text_tokenizer(path: str | os.PathLike) -> TextTokenizer:
 def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
     """The end tokens of generation_config.json, else config.json, else the tokenizer."""
     for name in ("generation_config.json", "config.json", "model.json"):
-        content = read_object(folder / name)
+        content = tokenizer_files.read_object(folder / name)
         content = content | content.get("token_ids", {})  # a folder of `mmqa convert`
         named = content.get("eos_token_id")
         if named is not None:
@@ -434,9 +427,11 @@ def _open_published(folder: Path) -> PublishedTokenizer:
     T5, Flan-T5 and mT5 unless tokenizer_config.json names another class. Other files
     (vocab.json and merges.txt, ...) are opened as tokenizer_config.json names their class.
     """
-    settings = read_object(folder / SETTINGS)
+    settings = tokenizer_files.read_object(folder / tokenizer_files.SETTINGS)
     if not (folder / "tokenizer.model").is_file():
-        if (folder / SPIECE).is_file() and settings.get("tokenizer_class", _OF_T5[0]) in _OF_T5:
+        if (folder / tokenizer_files.SPIECE).is_file() and settings.get(
+            "tokenizer_class", _OF_T5[0]
+        ) in _OF_T5:
             # transformers' own class has mT5's pieces of bytes and does not use them.
             return _with_bytes(_published(_from_pretrained(_OF_T5[0], folder)))
         if not settings.get("tokenizer_class"):
@@ -452,7 +447,7 @@ def _open_published(folder: Path) -> PublishedTokenizer:
     prefix = "first" if settings.get("legacy") is False else "always"
     if settings.get("add_prefix_space") is False:
         prefix = "never"
-    split_as_sentencepiece(opened.tokenizer, prefix)
+    tokenizer_files.split_as_sentencepiece(opened.tokenizer, prefix)
     return opened
 
 
@@ -533,7 +528,9 @@ def _open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> Pub
         _from_pretrained("PreTrainedTokenizerFast", path.parent, gguf_file=path.name)
     )
     if kind == "llama":
-        split_as_sentencepiece(opened.tokenizer, "always" if prefix_space else "never")
+        tokenizer_files.split_as_sentencepiece(
+            opened.tokenizer, "always" if prefix_space else "never"
+        )
     else:
         opened.tokenizer.model.ignore_merges = _BYTE_LEVEL[splitting]
     return opened

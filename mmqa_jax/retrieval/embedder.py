@@ -36,13 +36,7 @@ from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.two_towers.config import BlockConfig
-from mmqa_jax.retrieval.embeddings import (
-    BROKEN,
-    Embeddings,
-    check_finite,
-    not_finite,
-    write_embeddings,
-)
+from mmqa_jax.retrieval import embeddings
 
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
@@ -225,14 +219,14 @@ class Embedder:
             for indices, ids, mask in self._text_batches(texts, prompt)
         )
         self._collect(encoded, vectors, "texts")
-        check_finite(vectors, "embedder: the texts", BROKEN)
+        embeddings.check_finite(vectors, "embedder: the texts", embeddings.BROKEN)
         return vectors
 
     def embed_pictures(self, pictures: Sequence[np.ndarray]) -> Float32[np.ndarray, "n D"]:
         """Unit vectors of pictures, uint8[S, S, 3] each."""
         vectors = np.zeros((len(pictures), self.dim), np.float32)
         self._collect(self._picture_batches(pictures), vectors, "pictures")
-        check_finite(vectors, "embedder: the pictures", BROKEN)
+        embeddings.check_finite(vectors, "embedder: the pictures", embeddings.BROKEN)
         return vectors
 
     def embed_sources(
@@ -245,7 +239,7 @@ class Embedder:
         part: tuple[int, int] | None = None,
         overwrite: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Embeddings | None:
+    ) -> embeddings.Embeddings | None:
         """Embeds every source into folder `out` (see retrieval/embeddings.py), resumable.
 
         A snippet is embedded from its text, a picture from its caption and pixels. A picture that
@@ -266,7 +260,7 @@ class Embedder:
                 f"{self.image_size}; set the same size for both."
             )
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            return write_embeddings(
+            return embeddings.write_embeddings(
                 out,
                 lambda rows: self._embed_rows(corpus, pictures, rows, pool),
                 rows=len(corpus.sources),
@@ -303,10 +297,11 @@ class Embedder:
         vectors = np.zeros((len(rows), self.dim), np.float32)
         texts = [self.text_of(source) for source in sources]
         self._collect(self._source_batches(texts, pictured, read), vectors)
-        if len(bad := not_finite(vectors)):
+        if len(bad := embeddings.not_finite(vectors)):
             raise UserError(
                 f"embed: the vectors of {len(bad)} of {len(vectors)} sources are not finite, the "
-                f"first is that of source {sources[bad[0]].id!r} (row {rows[bad[0]]}); {BROKEN}."
+                f"first is that of source {sources[bad[0]].id!r} (row {rows[bad[0]]}); "
+                f"{embeddings.BROKEN}."
             )
         return vectors
 

@@ -15,14 +15,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.models.qwen_vl.network import (
-    PatchBatch,
-    QwenVLConfig,
-    bucket_of,
-    expand_pictures,
-    grid_of,
-    lay_out,
-)
+from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.retrieval.embedder import rows_of_length
 
 HELD = 64  # decoded pictures at a time; of a page some 5 MB
@@ -40,14 +33,14 @@ class PromptBatch(NamedTuple):
 
     input_ids: np.ndarray  # int32 [B, L]
     mask: np.ndarray  # bool [B, L]
-    pictures: PatchBatch | None = None  # arrays [B, K, ...]
+    pictures: qwen_vl.PatchBatch | None = None  # arrays [B, K, ...]
     rows: np.ndarray | None = None  # int32 [B, L]
     positions: np.ndarray | None = None  # int32 [B, L, 3]
 
 
 def prompt_batches(
     prompts: Sequence[PicturePrompt],
-    config: QwenVLConfig,
+    config: qwen_vl.QwenVLConfig,
     serving: Serving,
     lengths: Sequence[int],
     pad_token: int,
@@ -61,7 +54,7 @@ def prompt_batches(
     """
     groups: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
     for number, prompt in enumerate(prompts):
-        units = [bucket_of(grid_of(one.shape, config.vision), config.vision)
+        units = [qwen_vl.bucket_of(qwen_vl.grid_of(one.shape, config.vision), config.vision)
                  for one in prompt.pictures]  # fmt: skip
         tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
         length = lengths[int(np.searchsorted(lengths, tokens))]
@@ -76,25 +69,25 @@ def prompt_batches(
             yield np.array(chunk), _batch(own, config, count, bucket, length, pad_token)
 
 
-def beyond_placeholders(pictures: Sequence[np.ndarray], config: QwenVLConfig) -> int:
+def beyond_placeholders(pictures: Sequence[np.ndarray], config: qwen_vl.QwenVLConfig) -> int:
     """Tokens of pictures in a prompt beyond their placeholders."""
     return sum(config.picture_tokens(one.shape) - 1 for one in pictures)
 
 
-def attended(config: QwenVLConfig, bucket: int, length: int) -> int:
+def attended(config: qwen_vl.QwenVLConfig, bucket: int, length: int) -> int:
     """Tokens or patches that see each other in such a batch; the tower attends to patches."""
     return max(length, bucket * config.vision.merge**2)
 
 
 def _batch(
     prompts: Sequence[PicturePrompt],
-    config: QwenVLConfig,
+    config: qwen_vl.QwenVLConfig,
     count: int,
     bucket: int,
     length: int,
     pad_token: int,
 ) -> PromptBatch:
-    made = expand_pictures(
+    made = qwen_vl.expand_pictures(
         [prompt.tokens for prompt in prompts],
         [[one.shape for one in prompt.pictures] for prompt in prompts],
         config,
@@ -105,6 +98,6 @@ def _batch(
     if not count:
         return PromptBatch(made.input_ids, made.mask)
     pictures = [one for prompt in prompts for one in prompt.pictures]
-    laid = lay_out(pictures, config.vision, bucket)
+    laid = qwen_vl.lay_out(pictures, config.vision, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
     return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)

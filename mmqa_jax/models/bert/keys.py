@@ -16,6 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import (
     KeyMap,
@@ -26,15 +27,6 @@ from mmqa_jax.weights.keymap import (
     norm_rules,
     transformer_rules,
     untied_source,
-)
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    Shapes,
-    config_file,
-    numbered_keys,
-    open_source,
-    read_hf_config,
 )
 
 _LINEARS = {
@@ -174,8 +166,8 @@ def bert_config(
 
 def read_bert_config(path: Path) -> BertConfig:
     """The config in a folder or beside a file, of BERT or of a sentence encoder that is one."""
-    file = config_file(path)
-    config = bert_config(read_hf_config(path, "bert"), str(file))
+    file = layouts.config_file(path)
+    config = bert_config(layouts.read_hf_config(path, "bert"), str(file))
     check_mean_pooling(file.parent)
     return config
 
@@ -201,18 +193,18 @@ def bert_to_hf(config: BertConfig) -> dict[str, Any]:
     }
 
 
-def open_bert(path: Path) -> Checkpoint:
+def open_bert(path: Path) -> layouts.Checkpoint:
     """A BERT of transformers, with its pooler if it has one."""
     config = read_bert_config(path)
-    source = open_source(path)
+    source = layouts.open_source(path)
     pooler = any(re.search(r"(^|\.)pooler\.dense\.weight$", key) for key in source.specs())
     config = dataclasses.replace(config, pooler=pooler)
-    return Checkpoint(config, bert_key_map, source, "transformers")
+    return layouts.Checkpoint(config, bert_key_map, source, "transformers")
 
 
-def publish_bert(config: BertConfig, state: nnx.State) -> Published:
+def publish_bert(config: BertConfig, state: nnx.State) -> layouts.Published:
     """BertModel, without a pooler if the model has none (transformers makes a new one then)."""
-    return Published(untied_source(state, bert_key_map(config)), bert_to_hf(config))
+    return layouts.Published(untied_source(state, bert_key_map(config)), bert_to_hf(config))
 
 
 def bert_size_keys(prefix: str) -> tuple[str, ...]:
@@ -231,14 +223,14 @@ def unknown_heads(hidden: int, field: str) -> dict[str, int]:
     return {} if hidden in _PUBLISHED_WIDTHS else {field: max(hidden // 64, 1)}
 
 
-def bert_sizes(shapes: Shapes, prefix: str) -> BertConfig:
+def bert_sizes(shapes: layouts.Shapes, prefix: str) -> BertConfig:
     """A BERT's sizes; of heads of 64 units, see `unknown_heads`."""
     word, position, types, inner = (shapes[key] for key in bert_size_keys(prefix))
     layer = rf"{re.escape(prefix)}encoder\.layer\.(\d{{1,4}})\.output\.dense\.weight"
     return BertConfig(
         vocab_size=word[0],
         hidden=word[1],
-        layers=len(numbered_keys(shapes, layer)),
+        layers=len(layouts.numbered_keys(shapes, layer)),
         heads=max(word[1] // 64, 1),
         mlp=inner[0],
         positions=position[0],
@@ -267,7 +259,7 @@ def fill_bert(
     constants = ("heads", "activation", "eps")
     key_map = bert_key_map(model.config)
     key_map = fit_trunk(key_map, model.config, published, folder, num_layers, rows, constants)
-    load_model(model, key_map, open_source(folder))
+    load_model(model, key_map, layouts.open_source(folder))
 
 
 def fit_trunk(

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.attention.masked import MASKED
-from mmqa_jax.models.bert.keys import (
-    BUFFERS,
-    POSITIONS,
-    bert_config,
-    last_rows,
-    without_first_positions,
-)
+from mmqa_jax.models.bert import keys as bert_keys
 from mmqa_jax.models.bert.network import BertConfig, BertLayer
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.encoder_decoder import biased_attention, pair_buckets
@@ -152,8 +146,8 @@ def mpnet_config(published: Mapping[str, Any], where: str = "config.json") -> Be
     """Our config from transformers' config.json of MPNetModel."""
     fixed = {"relative_attention_num_buckets": (BUCKETS,)}
     filled = {"vocab_size": 30527, **published, "type_vocab_size": 1}
-    config = bert_config(filled, where, fixed=fixed)
-    return without_first_positions(config, MPNET_PADDING, where)
+    config = bert_keys.bert_config(filled, where, fixed=fixed)
+    return bert_keys.without_first_positions(config, MPNET_PADDING, where)
 
 
 def mpnet_key_map(config: BertConfig) -> KeyMap:
@@ -161,11 +155,15 @@ def mpnet_key_map(config: BertConfig) -> KeyMap:
     return KeyMap(
         rules=[
             Rule("embeddings.word_embeddings.weight", "embeddings/word/table"),
-            Rule(POSITIONS, "embeddings/position/table", last_rows(config.positions)),
+            Rule(
+                bert_keys.POSITIONS,
+                "embeddings/position/table",
+                bert_keys.last_rows(config.positions),
+            ),
             *norm_rules("embeddings.LayerNorm", "embeddings/norm"),
             Rule("encoder.relative_attention_bias.weight", "relative/table"),
             *transformer_rules("encoder.layer.{layer}.", "layers", _LINEARS, _NORMS),
         ],
         rename=[(r"^mpnet\.", "")],
-        ignore=[BUFFERS, r"^(pooler|lm_head|classifier)\."],
+        ignore=[bert_keys.BUFFERS, r"^(pooler|lm_head|classifier)\."],
     )

@@ -16,17 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.array_layout import as_rows, in_rows
-from mmqa_jax.models.common.config_checks import (
-    check_divides,
-    check_known,
-    check_layers,
-    check_length,
-    check_rate,
-    published_sizes,
-    with_fields,
-)
 from mmqa_jax.models.common.layers import (
     Embedding,
     LayerNorm,
@@ -77,11 +69,11 @@ class BertConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        check_layers(self, "model", "layers")
-        check_divides("model.heads", self.heads, "model.hidden", self.hidden)
+        config_checks.check_layers(self, "model", "layers")
+        config_checks.check_divides("model.heads", self.heads, "model.hidden", self.hidden)
         for name in ("dropout", "attention_dropout"):
-            check_rate(f"model.{name}", getattr(self, name))
-        check_known("model.activation", self.activation, ACTIVATIONS)
+            config_checks.check_rate(f"model.{name}", getattr(self, name))
+        config_checks.check_known("model.activation", self.activation, ACTIVATIONS)
 
 
 def bert_base_cased(**changes) -> BertConfig:
@@ -320,7 +312,7 @@ class Bert(nnx.Module):
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
         if position_ids is None:
-            check_length(length, self.config.positions)
+            config_checks.check_length(length, self.config.positions)
             position_ids = jnp.broadcast_to(jnp.arange(length), input_ids.shape)
         mask = mask.astype(bool)
         mask = mask[:, None, None, :] if mask.ndim == 2 else mask[:, None]
@@ -370,4 +362,6 @@ TRUNKS: dict[str, Callable[..., BertConfig]] = {
 def trunk_config(name: str, changes: Mapping[str, Any], vocab_size: int, types: int) -> BertConfig:
     """The config of the section `model`, whose `trunk` is a name of TRUNKS."""
     sizes = {"vocab_size": vocab_size, "types": types, **changes}
-    return with_fields(published_sizes("model.trunk", name, TRUNKS), sizes)
+    return config_checks.with_fields(
+        config_checks.published_sizes("model.trunk", name, TRUNKS), sizes
+    )

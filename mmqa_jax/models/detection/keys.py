@@ -22,6 +22,7 @@ from mmqa_jax.models.detection.faster_rcnn import (
     vinvl_x152c4,
     vlp_x101,
 )
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource
 from mmqa_jax.weights.keymap import (
     CONV,
@@ -32,19 +33,6 @@ from mmqa_jax.weights.keymap import (
     Transform,
     linear_rules,
     untied_source,
-)
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    Shapes,
-    open_source,
-    own_config,
-    read_magic,
-    read_own_config,
-    renames,
-    require_keys,
-    shapes_of,
-    with_prefixes,
 )
 
 _STATISTICS = {
@@ -149,7 +137,7 @@ _DETECTRON2 = _Layout(
 )
 
 
-def open_detector(path: Path) -> Checkpoint:
+def open_detector(path: Path) -> layouts.Checkpoint:
     """A detector of Detectron, maskrcnn-benchmark (VinVL) or detectron2 (bottom-up)."""
     if path.suffix == ".caffemodel":
         raise UserError(
@@ -157,19 +145,21 @@ def open_detector(path: Path) -> Checkpoint:
             "bua-caffe-frcn-r101_with_attributes.pth of MILVLG/bottom-up-attention.pytorch."
         )
     source = open_detector_source(path)
-    config = read_own_config(DetectorConfig, path) or detector_config(source)
-    return Checkpoint(config, detector_key_map, source, _name(config))
+    config = layouts.read_own_config(DetectorConfig, path) or detector_config(source)
+    return layouts.Checkpoint(config, detector_key_map, source, _name(config))
 
 
-def publish_detector(config: DetectorConfig, state: nnx.State) -> Published:
+def publish_detector(config: DetectorConfig, state: nnx.State) -> layouts.Published:
     """The project's keys (see the module)."""
     source = untied_source(state, detector_key_map(config))
-    return Published(with_prefixes(source, _prefixes(config)), own_config("detector", config))
+    return layouts.Published(
+        layouts.with_prefixes(source, _prefixes(config)), layouts.own_config("detector", config)
+    )
 
 
 def detector_config(source: TensorSource) -> DetectorConfig:
     """The preset of a checkpoint's project, with the sizes that its shapes determine."""
-    shapes = shapes_of(source, [(r"^module\.", "")])
+    shapes = layouts.shapes_of(source, [(r"^module\.", "")])
     if _DETECTRON.stem[0] + "_w" in shapes:
         layout, preset = _DETECTRON, vlp_x101()
         needed = ["fc6_w", "fc7_w", "fpn_inner_res5_2_sum_w"]
@@ -183,7 +173,7 @@ def detector_config(source: TensorSource) -> DetectorConfig:
     blocks = tuple(_count(shapes, layout, stage, preset) for stage in range(4))
     if layout is _DETECTRON and blocks[3]:
         needed[2] = f"fpn_inner_res5_{blocks[3] - 1}_sum_w"
-    require_keys(
+    layouts.require_keys(
         shapes, needed, source, "VLP's detector, VinVL's or bottom-up attention's (detectron2)"
     )
     if min(blocks) < 1:
@@ -194,7 +184,7 @@ def detector_config(source: TensorSource) -> DetectorConfig:
     first = layout.blocks.format(stage=layout.first_stage, block=0)
     inner = first + layout.parts["conv2"][0] + layout.weight
     outer = first + layout.parts["conv3"][0] + layout.weight
-    require_keys(shapes, [inner, outer], source, "a detector with bottlenecks")
+    layouts.require_keys(shapes, [inner, outer], source, "a detector with bottlenecks")
     per_group = shapes[inner][1]
     backbone = dataclasses.replace(
         preset.backbone,
@@ -258,7 +248,7 @@ def detector_key_map(config: DetectorConfig) -> KeyMap:
         rules += _detectron2_rules()
     return KeyMap(
         rules=rules,
-        rename=[(r"^module\.", ""), *renames(_prefixes(config))],
+        rename=[(r"^module\.", ""), *layouts.renames(_prefixes(config))],
         ignore=layout.ignore,
         tied=tied,
     )
@@ -282,7 +272,7 @@ def _block(layout: _Layout, pyramid: int, stage: int) -> str:
     return layout.blocks.replace("{stage}", str(layout.first_stage + stage))
 
 
-def _count(shapes: Shapes, layout: _Layout, stage: int, preset: DetectorConfig) -> int:
+def _count(shapes: layouts.Shapes, layout: _Layout, stage: int, preset: DetectorConfig) -> int:
     """How many bottlenecks of a stage a file has."""
     prefix = re.escape(_block(layout, preset.pyramid, stage)).replace(r"\{block\}", r"(\d{1,4})")
     matches = [re.match(prefix, key) for key in shapes]
@@ -385,8 +375,8 @@ def open_detector_source(path: Path) -> TensorSource:
     It is a pickle of arrays by name, alone or as Detectron's `blobs` or detectron2's `model`, or
     what `open_source` reads.
     """
-    if not path.is_file() or read_magic(path) != "torch" or _by_torch(path):
-        return open_source(path)
+    if not path.is_file() or layouts.read_magic(path) != "torch" or _by_torch(path):
+        return layouts.open_source(path)
     content = load_arrays(path, encoding="latin1")  # Detectron runs on Python 2
     for key in _HELD_IN:
         if isinstance(content, dict) and isinstance(content.get(key), dict):

@@ -19,15 +19,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.bert.keys import (
-    bert_classifier_key_map,
-    bert_config,
-    bert_key_map,
-    roberta_classifier_key_map,
-    roberta_config,
-    roberta_key_map,
-    roberta_padding,
-)
+from mmqa_jax.models.bert import keys as bert_keys
 from mmqa_jax.models.bert.mpnet import MPNET_PADDING, MPNet, mpnet_config, mpnet_key_map
 from mmqa_jax.models.bert.network import Bert
 from mmqa_jax.models.common import comparison
@@ -120,19 +112,19 @@ def _headless_key_map(config: LlamaConfig) -> KeyMap:
 # What the configs of cross-encoders say of sentence-transformers; a sigmoid is taken in any case.
 _SCORED = ("sentence_transformers", "sbert_ce_default_activation_function")
 _ROBERTA = Family(
-    functools.partial(roberta_config, harmless=_SCORED),
+    functools.partial(bert_keys.roberta_config, harmless=_SCORED),
     Bert,
-    roberta_key_map,
-    roberta_classifier_key_map,
-    unplaced=roberta_padding,
+    bert_keys.roberta_key_map,
+    bert_keys.roberta_classifier_key_map,
+    unplaced=bert_keys.roberta_padding,
 )
 _DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=_decoder_rows)
 FAMILIES: Mapping[str, Family] = {
     "bert": Family(
-        functools.partial(bert_config, harmless=_SCORED),
+        functools.partial(bert_keys.bert_config, harmless=_SCORED),
         Bert,
-        bert_key_map,
-        bert_classifier_key_map,
+        bert_keys.bert_key_map,
+        bert_keys.bert_classifier_key_map,
     ),
     "xlm-roberta": _ROBERTA,
     "roberta": _ROBERTA,

@@ -10,19 +10,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.modified_resnet.network import STRIDE, ModifiedResNetConfig
 from mmqa_jax.models.two_towers.openai import head_width, open_clip_file
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import CONV, CONV_1X1, KeyMap, Rule, linear_rules, untied_source
-from mmqa_jax.weights.layouts import (
-    OPEN_CLIP_CONFIG,
-    Checkpoint,
-    Published,
-    open_source,
-    own_config,
-    read_own_config,
-    renames,
-    shapes_of,
-    with_prefixes,
-)
 
 _TOWER = r"^(?=(?:conv\d|bn\d|layer\d|attnpool)\.)"  # keys of the image tower by itself
 # The rest of a whole CLIP; the last three are sizes that OpenAI's archives keep.
@@ -58,14 +48,14 @@ def modified_resnet_key_map(config: ModifiedResNetConfig) -> KeyMap:
             rules += linear_rules(f"visual.attnpool.{theirs}", f"pool/{ours}")
     return KeyMap(
         rules=rules,
-        rename=[(_TOWER, "visual."), *renames(_prefixes(config))],
+        rename=[(_TOWER, "visual."), *layouts.renames(_prefixes(config))],
         ignore=[r"\.num_batches_tracked$", *_TEXT, *([] if config.attention_pool else [_POOL])],
     )
 
 
 def modified_resnet_config(source: TensorSource) -> ModifiedResNetConfig:
     """The config that the shapes of a CLIP or its image tower determine (OpenAI's build_model)."""
-    shapes = shapes_of(source, [(_TOWER, "visual.")])
+    shapes = layouts.shapes_of(source, [(_TOWER, "visual.")])
     for key in (_FIRST_CONV, _POOL_POSITIONS, _POOL_OUT):
         if key not in shapes:
             raise UserError(
@@ -86,33 +76,33 @@ def modified_resnet_config(source: TensorSource) -> ModifiedResNetConfig:
     )
 
 
-def open_modified_resnet(path: Path) -> Checkpoint:
+def open_modified_resnet(path: Path) -> layouts.Checkpoint:
     """The image tower of a CLIP with a ResNet: OpenAI's archive, a state dict, or safetensors.
 
     The file may hold the whole CLIP or its image tower.
     """
     if path.is_dir():
         path = open_clip_file(path) or path
-    source = open_source(path)
-    config = read_own_config(ModifiedResNetConfig, path) or modified_resnet_config(source)
+    source = layouts.open_source(path)
+    config = layouts.read_own_config(ModifiedResNetConfig, path) or modified_resnet_config(source)
 
     def check_heads(_: TensorSource, config: ModifiedResNetConfig) -> None:
         units = head_width(path.parent)
         if config.attention_pool and units != config.features // config.heads:
             raise UserError(
-                f"{path.parent / OPEN_CLIP_CONFIG}: head_width is {units}; only attention pools "
-                "with heads of 64 units are supported, leave the pool out with "
+                f"{path.parent / layouts.OPEN_CLIP_CONFIG}: head_width is {units}; only attention "
+                "pools with heads of 64 units are supported, leave the pool out with "
                 "`--set attention_pool=false`."
             )
 
-    return Checkpoint(config, modified_resnet_key_map, source, "openai", check_heads)
+    return layouts.Checkpoint(config, modified_resnet_key_map, source, "openai", check_heads)
 
 
-def publish_modified_resnet(config: ModifiedResNetConfig, state: nnx.State) -> Published:
+def publish_modified_resnet(config: ModifiedResNetConfig, state: nnx.State) -> layouts.Published:
     """OpenAI's keys (`visual.*`)."""
     source = untied_source(state, modified_resnet_key_map(config))
-    own = own_config("modified_resnet", config)
-    return Published(with_prefixes(source, _prefixes(config)), own)
+    own = layouts.own_config("modified_resnet", config)
+    return layouts.Published(layouts.with_prefixes(source, _prefixes(config)), own)
 
 
 _SHORTCUT = "stages/{}/first/shortcut/kernel"

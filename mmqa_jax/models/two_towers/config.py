@@ -11,14 +11,8 @@ from typing import Any, ClassVar, Protocol
 import jax
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.activations import ACTIVATIONS, by_platform
-from mmqa_jax.models.common.config_checks import (
-    check_divides,
-    check_known,
-    check_layers,
-    published_sizes,
-    with_fields,
-)
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -55,9 +49,9 @@ class BlockConfig(Protocol):
 
 def check_transformer(name: str, config: BlockConfig) -> None:
     """Checks a tower's config; `name` is of the tower in messages."""
-    check_layers(config, name, "layers")
-    check_divides(f"{name}.heads", config.heads, f"{name}.width", config.width)
-    check_known(f"{name}.activation", config.activation, BLOCK_ACTIVATIONS)
+    config_checks.check_layers(config, name, "layers")
+    config_checks.check_divides(f"{name}.heads", config.heads, f"{name}.width", config.width)
+    config_checks.check_known(f"{name}.activation", config.activation, BLOCK_ACTIVATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +89,9 @@ class VisionConfig:
 
     def __post_init__(self):
         check_transformer("vision", self)
-        check_divides("vision.patch_size", self.patch_size, "vision.image_size", self.image_size)
+        config_checks.check_divides(
+            "vision.patch_size", self.patch_size, "vision.image_size", self.image_size
+        )
 
     @property
     def patches(self) -> int:
@@ -339,4 +335,6 @@ SIGLIPS: dict[str, Callable[..., SiglipConfig]] = {
 
 def clip_vision(name: str, changes: Mapping[str, Any]) -> VisionConfig:
     """The vision tower of one of CLIPS, with the fields that differ."""
-    return with_fields(published_sizes("model.clip", name, CLIPS).vision, changes)
+    return config_checks.with_fields(
+        config_checks.published_sizes("model.clip", name, CLIPS).vision, changes
+    )

@@ -23,21 +23,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.array_layout import as_rows, pad_length
-from mmqa_jax.models.two_towers.config import (
-    BLOCK_ACTIVATIONS,
-    INITIAL_LOGIT_SCALE,
-    PIXEL_MEAN,
-    PIXEL_STD,
-    SIGLIP_LOGIT_BIAS,
-    SIGLIP_LOGIT_SCALE,
-    BlockConfig,
-    CLIPConfig,
-    SiglipConfig,
-    SiglipTextConfig,
-    SiglipVisionConfig,
-    TextConfig,
-    VisionConfig,
-)
+from mmqa_jax.models.two_towers import config as sizes
 
 # Pixels [B, S, S, 3]; of NaFlex patches [B, P, patch * patch * 3] and int32 [B, 2], their rows and
 # columns: what follows rows * columns is padding.
@@ -47,7 +33,7 @@ Pictures = jax.Array | tuple[jax.Array, jax.Array]
 class Block(nnx.Module):
     """Pre-LN transformer block: x + attn(ln_1(x)), then x + mlp(ln_2(x))."""
 
-    def __init__(self, config: BlockConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: sizes.BlockConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.mlp_width
         # OpenAI's text tower initialization, for both towers.
         inner = layers.normal_init(width**-0.5)
@@ -80,14 +66,14 @@ class Block(nnx.Module):
         same = {"mask": mask, "is_causal": is_causal, "biases": biases}
         y = layers.attention(q, k, v, implementation=self.config.attention, **same)
         x = x + self.out(layers.keep_kernel(layers.merge_heads(y)).reshape(x.shape))
-        activation = BLOCK_ACTIVATIONS[self.config.activation]
+        activation = sizes.BLOCK_ACTIVATIONS[self.config.activation]
         return (x + self.mlp_out(activation(self.mlp_in(self.ln_2(x))))).reshape(shape)
 
 
 class PoolingHead(nnx.Module):
     """A learned probe attends to all patches; then x + mlp(norm(x))."""
 
-    def __init__(self, config: SiglipVisionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: sizes.SiglipVisionConfig, *, rngs: nnx.Rngs):
         width, hidden = config.width, config.mlp_width
         init = layers.normal_init(width**-0.5)
         self.probe = layers.param(rngs, init, (width,), ("embed",))
@@ -112,17 +98,17 @@ class PoolingHead(nnx.Module):
         )
         seen = None if mask is None else mask[:, None, None, :]
         x = self.out(layers.merge_heads(layers.attention(q, k, v, mask=seen)))[:, 0]
-        activation = BLOCK_ACTIVATIONS[self.config.activation]
+        activation = sizes.BLOCK_ACTIVATIONS[self.config.activation]
         return x + self.mlp_out(activation(self.mlp_in(self.norm(x))))
 
 
 class VisionTower(nnx.Module):
     """Vision transformer; pictures must be normalized (`normalize`)."""
 
-    def __init__(self, config: VisionConfig | SiglipVisionConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: sizes.VisionConfig | sizes.SiglipVisionConfig, *, rngs: nnx.Rngs):
         width, of_patch = config.width, config.patch_size**2 * 3
         init = layers.normal_init(width**-0.5)
-        self.is_clip = isinstance(config, VisionConfig)
+        self.is_clip = isinstance(config, sizes.VisionConfig)
         self.patch = (
             layers.Linear(of_patch, width, ("patch", "embed"), use_bias=False, rngs=rngs)
             if self.is_clip
@@ -238,9 +224,9 @@ class TextTower(nnx.Module):
     CLIP's is causal and read at the end-of-text token, SigLIP's is read at the last one.
     """
 
-    def __init__(self, config: TextConfig | SiglipTextConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: sizes.TextConfig | sizes.SiglipTextConfig, *, rngs: nnx.Rngs):
         width = config.width
-        self.is_clip = isinstance(config, TextConfig)
+        self.is_clip = isinstance(config, sizes.TextConfig)
         init = layers.normal_init(width**-0.5)
         names = ("vocab", "embed")
         self.tokens = (
@@ -314,15 +300,15 @@ class TextTower(nnx.Module):
 class TwoTowers(nnx.Module):
     """Both towers and the learned temperature, of SigLIP a bias, too."""
 
-    def __init__(self, config: CLIPConfig | SiglipConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: sizes.CLIPConfig | sizes.SiglipConfig, *, rngs: nnx.Rngs):
         self.vision = VisionTower(config.vision, rngs=rngs)
         self.text = TextTower(config.text, rngs=rngs)
-        is_clip = isinstance(config, CLIPConfig)
-        scale = INITIAL_LOGIT_SCALE if is_clip else SIGLIP_LOGIT_SCALE
+        is_clip = isinstance(config, sizes.CLIPConfig)
+        scale = sizes.INITIAL_LOGIT_SCALE if is_clip else sizes.SIGLIP_LOGIT_SCALE
         constant = jax.nn.initializers.constant
         self.logit_scale = layers.param(rngs, constant(scale), (), ())
         if not is_clip:
-            self.logit_bias = layers.param(rngs, constant(SIGLIP_LOGIT_BIAS), (), ())
+            self.logit_bias = layers.param(rngs, constant(sizes.SIGLIP_LOGIT_BIAS), (), ())
         self.config = config
 
     def encode_image(self, pictures: Pictures) -> jax.Array:
@@ -343,7 +329,7 @@ class TwoTowers(nnx.Module):
         Of SigLIP less the bias: each pair's logit, whose sigmoid is P(they belong together).
         """
         texts = self.encode_text(input_ids, attention_mask)
-        if isinstance(self.config, CLIPConfig):
+        if isinstance(self.config, sizes.CLIPConfig):
             return jnp.exp(self.logit_scale[...]) * texts @ self.encode_image(pictures).T
         cosines = texts @ self.encode_image(pictures).T
         return jnp.exp(self.logit_scale[...]) * cosines + self.logit_bias[...]
@@ -370,8 +356,8 @@ def unfold_patches(pixels: jax.Array, patch: int) -> jax.Array:
 
 def normalize_pixels(
     pixels: jax.Array,
-    mean: tuple[float, ...] = PIXEL_MEAN,
-    std: tuple[float, ...] = PIXEL_STD,
+    mean: tuple[float, ...] = sizes.PIXEL_MEAN,
+    std: tuple[float, ...] = sizes.PIXEL_STD,
 ) -> jax.Array:
     """RGB as uint8 0..255 or float 0..1 -> float32 less mean, over deviation, per channel."""
     x = pixels.astype(jnp.float32)
@@ -404,7 +390,7 @@ def blocks_before(layer: int, total: int, key: str = "layer") -> int:
 
 def run_blocks(
     stack: Block,
-    config: BlockConfig,
+    config: sizes.BlockConfig,
     x: jax.Array,
     *,
     mask: jax.Array | None = None,

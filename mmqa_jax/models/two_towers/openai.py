@@ -29,23 +29,10 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.two_towers.config import (
-    PIXEL_MEAN,
-    PIXEL_STD,
-    CLIPConfig,
-    TextConfig,
-    VisionConfig,
-)
+from mmqa_jax.models.two_towers import config as sizes
+from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
-from mmqa_jax.weights.keymap import (
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    conv_patches,
-    norm_rules,
-    transformer_rules,
-)
 from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, Checkpoint, open_source
 
 UNIIR = "uniir"  # the layout of the record of a conversion
@@ -106,7 +93,7 @@ def open_openai(path: Path) -> Checkpoint | None:
     return Checkpoint(config, _key_map, tensors, layout, unknown=unknown, remedy=remedy)
 
 
-def usual_constants(config: CLIPConfig) -> dict[str, Any]:
+def usual_constants(config: sizes.CLIPConfig) -> dict[str, Any]:
     """What no tensor shows of a CLIP that is not OpenAI's own, with the values of most."""
     heads = _OTHER_HEADS.get(config.vision.width, config.vision.heads)
     return {
@@ -117,30 +104,32 @@ def usual_constants(config: CLIPConfig) -> dict[str, Any]:
     }
 
 
-def _key_map(config: CLIPConfig) -> KeyMap:
+def _key_map(config: sizes.CLIPConfig) -> keymap.KeyMap:
     """Key map of the keys of `_split_attention`."""
-    patches = conv_patches(config.vision.patch_size)
-    return KeyMap(
+    patches = keymap.conv_patches(config.vision.patch_size)
+    return keymap.KeyMap(
         rules=[
-            Rule("logit_scale", "logit_scale"),
-            Rule("visual.class_embedding", "vision/class_token"),
-            Rule(_PATCHES, "vision/patch/kernel", patches),
-            Rule(_POSITIONS, "vision/positions"),
-            *norm_rules("visual.ln_pre", "vision/ln_pre"),
+            keymap.Rule("logit_scale", "logit_scale"),
+            keymap.Rule("visual.class_embedding", "vision/class_token"),
+            keymap.Rule(_PATCHES, "vision/patch/kernel", patches),
+            keymap.Rule(_POSITIONS, "vision/positions"),
+            *keymap.norm_rules("visual.ln_pre", "vision/ln_pre"),
             *_block_rules(f"visual.{_BLOCK}{{layer}}.", "vision/layers"),
-            *norm_rules("visual.ln_post", "vision/ln_post"),
-            Rule("visual.proj", "vision/proj/kernel"),  # [in, out] here, unlike torch's Linear
-            Rule(_TOKENS, "text/tokens/table"),
-            Rule(_CONTEXT, "text/positions"),
+            *keymap.norm_rules("visual.ln_post", "vision/ln_post"),
+            keymap.Rule(
+                "visual.proj", "vision/proj/kernel"
+            ),  # [in, out] here, unlike torch's Linear
+            keymap.Rule(_TOKENS, "text/tokens/table"),
+            keymap.Rule(_CONTEXT, "text/positions"),
             *_block_rules(f"{_BLOCK}{{layer}}.", "text/layers"),
-            *norm_rules("ln_final", "text/ln_final"),
-            Rule(_PROJECTION, "text/proj/kernel"),
+            *keymap.norm_rules("ln_final", "text/ln_final"),
+            keymap.Rule(_PROJECTION, "text/proj/kernel"),
         ],
         ignore=_IGNORED,
     )
 
 
-def clip_openai_config(source: TensorSource) -> CLIPConfig:
+def clip_openai_config(source: TensorSource) -> sizes.CLIPConfig:
     """The config that a checkpoint's shapes determine, with QuickGELU and heads of 64."""
     shapes = {key: spec.shape for key, spec in source.specs().items()}
     if "visual.layer1.0.conv1.weight" in shapes:
@@ -157,8 +146,8 @@ def clip_openai_config(source: TensorSource) -> CLIPConfig:
     width, _, _, patch = shapes[_PATCHES]
     side = round((shapes[_POSITIONS][0] - 1) ** 0.5)  # patches
     text_width, embed_dim = shapes[_PROJECTION]
-    return CLIPConfig(
-        vision=VisionConfig(
+    return sizes.CLIPConfig(
+        vision=sizes.VisionConfig(
             image_size=side * patch,
             patch_size=patch,
             width=width,
@@ -167,7 +156,7 @@ def clip_openai_config(source: TensorSource) -> CLIPConfig:
             mlp_width=shapes[f"visual.{_INNER}"][0],
             embed_dim=embed_dim,
         ),
-        text=TextConfig(
+        text=sizes.TextConfig(
             vocab_size=shapes[_TOKENS][0],
             context=shapes[_CONTEXT][0],
             width=text_width,
@@ -200,13 +189,13 @@ def _read_third(source: TensorSource, key: str, third: int) -> np.ndarray:
     return np.split(source.read(key), 3)[third]
 
 
-def _block_rules(block: str, path: str) -> list[Rule]:
-    rules = transformer_rules(block, path, _LINEARS, _NORMS)
+def _block_rules(block: str, path: str) -> list[keymap.Rule]:
+    rules = keymap.transformer_rules(block, path, _LINEARS, _NORMS)
     for part in "qkv":
         weight, bias = (f"{block}attn.in_proj_{kind}[{part}]" for kind in ("weight", "bias"))
         rules += [
-            Rule(weight, f"{path}/{part}/kernel", TRANSPOSE),
-            Rule(bias, f"{path}/{part}/bias"),
+            keymap.Rule(weight, f"{path}/{part}/kernel", keymap.TRANSPOSE),
+            keymap.Rule(bias, f"{path}/{part}/bias"),
         ]
     return rules
 
@@ -267,7 +256,7 @@ def open_clip_file(path: Path) -> Path | None:
     return next((path / name for name in OPEN_CLIP_WEIGHTS if (path / name).is_file()), None)
 
 
-def open_clip_config(folder: Path) -> CLIPConfig | None:
+def open_clip_config(folder: Path) -> sizes.CLIPConfig | None:
     """The config in a folder's `open_clip_config.json`; None if there is none."""
     file = folder / OPEN_CLIP_CONFIG
     if not file.is_file():
@@ -327,8 +316,8 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
         )
     activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
     width, text_width = vision.get("width", 768), text.get("width", 512)
-    return CLIPConfig(
-        vision=VisionConfig(
+    return sizes.CLIPConfig(
+        vision=sizes.VisionConfig(
             image_size=image_size,
             patch_size=vision.get("patch_size", 16),
             width=width,
@@ -338,10 +327,10 @@ def open_clip_config(folder: Path) -> CLIPConfig | None:
             embed_dim=model["embed_dim"],
             activation=activation,
             eps=_eps(vision, f"{file}, vision_cfg"),
-            pixel_mean=_channels(preprocessing, "mean", PIXEL_MEAN, file),
-            pixel_std=_channels(preprocessing, "std", PIXEL_STD, file),
+            pixel_mean=_channels(preprocessing, "mean", sizes.PIXEL_MEAN, file),
+            pixel_std=_channels(preprocessing, "std", sizes.PIXEL_STD, file),
         ),
-        text=TextConfig(
+        text=sizes.TextConfig(
             vocab_size=text.get("vocab_size", 49408),
             context=text.get("context_length", 77),
             width=text_width,

@@ -15,13 +15,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.models.two_towers.config import (
-    PIXEL_MEAN,
-    PIXEL_STD,
-    SIGLIP_MEAN,
-    SIGLIP_STD,
-    SiglipVisionConfig,
-)
+from mmqa_jax.models.two_towers import config as sizes
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
 _STEPS = ("do_resize", "do_rescale", "do_normalize")
@@ -50,7 +44,7 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
     the model has another crop (LLaVA's).
     """
     for processor, file in _processors(folder):
-        _check(processor, file, "CLIP", PIXEL_MEAN, PIXEL_STD)
+        _check(processor, file, "CLIP", sizes.PIXEL_MEAN, sizes.PIXEL_STD)
         if _resample(processor, file, "CLIP", "bicubic") != "bicubic":
             raise _refusal(file, "resample", processor["resample"], "bicubic (3)", "CLIP")
         if image_size is not None:
@@ -60,12 +54,12 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
                 _check_sides(processor, file, key, image_size, "CLIP")
 
 
-def read_preparation(folder: Path, config: SiglipVisionConfig) -> Preparation:
+def read_preparation(folder: Path, config: sizes.SiglipVisionConfig) -> Preparation:
     """What the processor's file in a folder says; without one what transformers does without."""
     resample = "bilinear" if config.flexible else "bicubic"
     most = _MOST_PATCHES if config.flexible else 0
     for processor, file in _processors(folder):
-        _check(processor, file, "SigLIP", SIGLIP_MEAN, SIGLIP_STD)
+        _check(processor, file, "SigLIP", sizes.SIGLIP_MEAN, sizes.SIGLIP_STD)
         if processor.get("do_center_crop"):
             raise _refusal(file, "do_center_crop", True, False, "SigLIP")
         resample = _resample(processor, file, "SigLIP", resample)
