@@ -209,67 +209,28 @@ class LlamaConfig:
         return decoder_families.fields_to_hf(self)
 
 
-def llama_7b(**changes) -> LlamaConfig:
-    """LLaMA-1 7B (eps 1e-6, 2,048 positions)."""
-    return LlamaConfig(**{"eps": 1e-6, "positions": 2048, **changes})
-
-
-def llama_13b(**changes) -> LlamaConfig:
-    """LLaMA-1 13B."""
-    return llama2_13b(**{"eps": 1e-6, "positions": 2048, **changes})
-
-
-def llama2_7b(**changes) -> LlamaConfig:
-    """LLaMA-2 7B, chat or not, and Vicuna-1.5 7B (LLaVA-1.5)."""
-    return LlamaConfig(**changes)
-
-
-def llama2_13b(**changes) -> LlamaConfig:
-    """LLaMA-2 13B and Vicuna-1.5 13B."""
-    sizes = {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "mlp": 13824}
-    return LlamaConfig(**sizes | changes)
-
-
-def llama2_70b(**changes) -> LlamaConfig:
-    """LLaMA-2 70B."""
-    sizes = {"hidden": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "mlp": 28672}
-    return LlamaConfig(**sizes | changes)
-
-
-def llama3_8b(**changes) -> LlamaConfig:
-    """LLaMA-3 8B."""
-    sizes = LlamaConfig(
-        vocab_size=128256, kv_heads=8, mlp=14336, positions=8192, rope_theta=500000.0
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def llama31_8b(**changes) -> LlamaConfig:
-    """LLaMA-3.1 8B: LLaMA-3's sizes, 131,072 positions by llama3 scaling."""
-    return llama3_8b(**{"positions": 131072, "rope_scaling": RopeScaling("llama3", 8.0), **changes})
-
-
-def smollm2_135m(**changes) -> LlamaConfig:
-    """HuggingFaceTB/SmolLM2-135M-Instruct."""
-    sizes = LlamaConfig(
-        vocab_size=49152,
-        hidden=576,
-        layers=30,
-        heads=9,
-        kv_heads=3,
-        mlp=1536,
-        positions=8192,
-        rope_theta=100000.0,
-        tied=True,
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
 def _published(**sizes) -> Callable[..., LlamaConfig]:
     """A preset of a published model's sizes."""
     return lambda **changes: LlamaConfig(**sizes | changes)
 
 
+_13B = {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "mlp": 13824}
+llama_7b = _published(eps=1e-6, positions=2048)  # LLaMA-1
+llama_13b = _published(**_13B, eps=1e-6, positions=2048)
+llama2_7b = _published()  # chat or not, and Vicuna-1.5 (LLaVA-1.5)
+llama2_13b = _published(**_13B)
+llama2_70b = _published(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672)
+_LLAMA3_8B = {"vocab_size": 128256, "kv_heads": 8, "mlp": 14336, "rope_theta": 500000.0}
+llama3_8b = _published(**_LLAMA3_8B, positions=8192)
+llama31_8b = _published(**_LLAMA3_8B, positions=131072, rope_scaling=RopeScaling("llama3", 8.0))
+smollm2_135m = _published(
+    vocab_size=49152, hidden=576, layers=30, heads=9, kv_heads=3, mlp=1536, positions=8192,
+    rope_theta=100000.0, tied=True,
+)  # fmt: skip
+# karpathy/tinyllamas stories260K: a 260 K-parameter story generator for tests.
+stories260k = _published(
+    vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
+)
 _LLAMA3 = {"vocab_size": 128256, "kv_heads": 8, "rope_theta": 5e5, "positions": 131072}
 _LLAMA32 = {**_LLAMA3, "rope_scaling": RopeScaling("llama3", 32.0), "tied": True, "mlp": 8192}
 _SMOLLM2 = {"vocab_size": 49152, "positions": 8192, "tied": True}
@@ -402,25 +363,11 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
 }  # fmt: skip
 
 
-def stories260k(**changes) -> LlamaConfig:
-    """karpathy/tinyllamas stories260K: a 260 K-parameter story generator for tests."""
-    sizes = LlamaConfig(
-        vocab_size=512, hidden=64, layers=5, heads=8, kv_heads=4, mlp=172, positions=512, tied=True
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
 PRESETS: Mapping[str, Callable[..., LlamaConfig]] = {
-    "smollm2": smollm2_135m,
-    "llama_7b": llama_7b,
-    "llama_13b": llama_13b,
-    "llama2_7b": llama2_7b,
-    "llama2_13b": llama2_13b,
-    "llama2_70b": llama2_70b,
-    "llama3_8b": llama3_8b,
-    "llama31_8b": llama31_8b,
-    "smollm2_135m": smollm2_135m,
-    "stories260k": stories260k,
+    **{"smollm2": smollm2_135m, "smollm2_135m": smollm2_135m, "stories260k": stories260k},
+    **{"llama_7b": llama_7b, "llama_13b": llama_13b, "llama2_7b": llama2_7b},
+    **{"llama2_13b": llama2_13b, "llama2_70b": llama2_70b},
+    **{"llama3_8b": llama3_8b, "llama31_8b": llama31_8b},
     **RELATIVES,
 }
 FREE = ("dtype", "attention", "attention_dropout", "remat", "unroll")
