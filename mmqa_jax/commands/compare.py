@@ -47,10 +47,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         check_out(Path(arguments.report), flag="--report")
     runs = [read_run(Path(folder)) for folder in arguments.workdirs]
     compared = compare_runs(
-        runs,
-        arguments.metric,
-        against_first=arguments.against_first,
-        shared=arguments.shared,
+        runs, arguments.metric, against_first=arguments.against_first, shared=arguments.shared
     )
     if arguments.report:
         write_comparison(Path(arguments.report), runs, compared)

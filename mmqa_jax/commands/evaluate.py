@@ -17,9 +17,7 @@ STORE_INPUTS = ("references", "sources", "predictions", "against", "bem")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.add_argument(
-        "dataset",
-        choices=("atlas", "webqa", *NAMES, "corpus"),
-        help="the benchmark",
+        "dataset", choices=("atlas", "webqa", *NAMES, "corpus"), help="the benchmark"
     )
     parser.add_argument(
         "--references",

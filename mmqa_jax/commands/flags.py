@@ -73,11 +73,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "scale, 6.2); above: all above it, possibly none (WebQA's restricted setting)",
     },
     "workdir": {"required": True, "help": "everything is written here"},
-    "limit": {
-        "type": int,
-        "metavar": "N",
-        "help": "only the first N questions of the split (all)",
-    },
+    "limit": {"type": int, "metavar": "N", "help": "only the first N questions of the split (all)"},
     "markdown": {"action": "store_true", "help": "tables as markdown, to paste"},
     "download": {
         "action": "store_true",

@@ -41,10 +41,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--host", default=default.host, help=f"address to listen at ({default.host})"
     )
     parser.add_argument(
-        "--port",
-        type=int,
-        default=default.port,
-        help=f"its port; 0: a free one ({default.port})",
+        "--port", type=int, default=default.port, help=f"its port; 0: a free one ({default.port})"
     )
     parser.add_argument(
         "--key_env",

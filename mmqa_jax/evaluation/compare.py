@@ -153,24 +153,14 @@ def compare_runs(
             "interval": [interval.low, interval.high],
         }
         summaries.append(summary | llm_use(run.scores))
-    return {
-        "metric": metric,
-        "against_first": against_first,
-        "runs": summaries,
-        "pairs": pairs,
-    }
+    return {"metric": metric, "against_first": against_first, "runs": summaries, "pairs": pairs}
 
 
 def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
     """The result of `compare_runs` as tables: the runs, then the pairs."""
     used, counts = llm_columns(compared["runs"])
     runs: list[list[Cell]] = [
-        [
-            run["name"],
-            run["n"],
-            significance.Interval(run["score"], *run["interval"]),
-            *asked,
-        ]
+        [run["name"], run["n"], significance.Interval(run["score"], *run["interval"]), *asked]
         for run, asked in zip(compared["runs"], counts, strict=True)
     ]
     pairs: list[list[Cell]] = [

@@ -140,10 +140,7 @@ def keyword_accuracy(answer: str, question: Question) -> float:
 
 
 def exact_match(
-    prediction: Sequence[str],
-    keywords: Sequence[str],
-    category: str,
-    wrong: Sequence[str] = (),
+    prediction: Sequence[str], keywords: Sequence[str], category: str, wrong: Sequence[str] = ()
 ) -> float:
     """1.0 if nothing is missing and, in the domain categories, nothing is extra.
 

@@ -469,10 +469,7 @@ def stage_table(stages: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def write_html(
-    path: Path,
-    results: Results,
-    scores: Mapping[str, Any],
-    stages: Mapping[str, Mapping[str, Any]],
+    path: Path, results: Results, scores: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]]
 ) -> None:
     """Writes report.html."""
     products = {kind.product: results.folder / task for task, kind in known_tasks().items()}

@@ -24,11 +24,7 @@ from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data import corpus as corpora
-from mmqa_jax.data.records.corpus_records import (
-    holds_corpus,
-    materials_of,
-    read_manifest,
-)
+from mmqa_jax.data.records.corpus_records import holds_corpus, materials_of, read_manifest
 from mmqa_jax.data.schema import Material, Prediction, Question, united
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.evaluation.webqa import check_installed

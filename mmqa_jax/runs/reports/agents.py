@@ -158,9 +158,7 @@ def _of_action(action: int, traces: Sequence[Mapping[str, Any]]) -> dict[str, An
     }
 
 
-def _left_out(
-    agents: Sequence[Mapping[str, Any]],
-) -> Iterable[tuple[Mapping[str, Any], str]]:
+def _left_out(agents: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], str]]:
     """Every agent, and what the others elect without it."""
     for agent in agents:
         others = [other for other in reversed(agents) if other is not agent]
