@@ -1,8 +1,6 @@
-"""What encoder-decoders (BART, T5) share: logits of given targets, by teacher forcing."""
+"""What encoder-decoders (BART, T5) share: relative positions, and logits of given targets."""
 
 from __future__ import annotations
-
-import abc
 
 import jax
 import jax.numpy as jnp
@@ -93,34 +91,10 @@ def shift_tokens_right(target_ids: jax.Array, pad: int, start: int) -> jax.Array
 class EncoderDecoder(nnx.Module):
     """An encoder, a decoder that reads what it gives, and an output head.
 
-    Its `config` has the token ids `pad` and `start`.
+    Its `config` has the token ids `pad` and `start`. A subclass defines `encode` (source tokens
+    [B, S] -> [B, S, H]), `decode` (target tokens [B, T] -> [B, T, H]) and `logits` ([..., H] ->
+    [..., V], float32), as `models.bart.network.Bart` does.
     """
-
-    @abc.abstractmethod
-    def encode(
-        self,
-        input_ids: jax.Array,
-        attention_mask: jax.Array,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """The encoded source, [B, S] -> [B, S, H]."""
-
-    @abc.abstractmethod
-    def decode(
-        self,
-        decoder_input_ids: jax.Array,
-        source: jax.Array,
-        attention_mask: jax.Array,
-        decoder_attention_mask: jax.Array | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Decoder states of given tokens, [B, T] -> [B, T, H]."""
-
-    @abc.abstractmethod
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Decoder states [..., H] -> token logits [..., V], float32."""
 
     def __call__(
         self,
