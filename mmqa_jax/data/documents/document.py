@@ -197,9 +197,7 @@ class Content:
             return
         if self._bare is not None and level <= self._bare[0]:
             self._end_heading()
-        above = [
-            one for one in self.open if one.level < level or (one in around and not one.is_left)
-        ]
+        above = [h for h in self.open if h.level < level or (h in around and not h.is_left)]
         if len(text) > _LONGEST_HEADING or len(above) >= _MOST_HEADINGS:
             self.add(text, places=places)
         else:

@@ -242,8 +242,7 @@ class _Word(office.Reading):
                 self.held += letters(heading)
                 self.begin(1, heading)
             line = f"{paragraph.header}: {paragraph.text}" if paragraph.header else paragraph.text
-            self.held += letters(line)
-            self.say(line, is_row=paragraph.is_row)
+            self.hold(line, paragraph.is_row)
 
     def _leave_out(self, cause: str, element: Any) -> None:
         self.left_out[cause] += held_letters(element, *_TEXT)

@@ -68,6 +68,16 @@ def read_html(data: bytes) -> document.Document:
     return page.document()
 
 
+def parsed(data: bytes, encoding: str | None) -> Any:
+    """The tree of HTML in an encoding of those that browsers know, or else the one it declares."""
+    import turbohtml
+
+    try:
+        return turbohtml.parse(data, encoding=encoding, detect_encoding=True, positions=False)
+    except LookupError:
+        return turbohtml.parse(data, detect_encoding=True, positions=False)
+
+
 @dataclasses.dataclass
 class _Cell:
     """A cell: its columns, and how many more rows it covers."""
@@ -177,10 +187,7 @@ class Page(document.Content):
         """Adds HTML in the encoding that is stated beside it, or else that it declares."""
         import turbohtml
 
-        try:
-            tree = turbohtml.parse(data, encoding=encoding, detect_encoding=True, positions=False)
-        except LookupError:  # none that browsers know
-            tree = turbohtml.parse(data, detect_encoding=True, positions=False)
+        tree = parsed(data, encoding)
         if tree.encoding_confidence != "certain":
             if b"\0" in data[:1024]:
                 raise DocumentError("no HTML that can be read (it holds bytes of no text)")
@@ -201,6 +208,7 @@ class Page(document.Content):
         """Adds a tree of turbohtml's, whose text nodes are all counted."""
         import turbohtml
 
+        begun = self.open
         self.held += _letters(root)
         if (title := root.select_one("head > title")) is not None:
             if self.title:
@@ -229,7 +237,7 @@ class Page(document.Content):
             elif isinstance(node, turbohtml.Document):
                 stack += [(child, False) for child in reversed(node.children)]
         self._flush()
-        self.leave([])
+        self.leave(begun)
 
     def add_text(self, text: str) -> None:
         """Adds paragraphs between blank lines, whose letters are yet to be counted."""
@@ -457,11 +465,8 @@ def _is_alone(element: Any) -> bool:
     import turbohtml
 
     beside = itertools.chain(element.previous_siblings, element.next_siblings)
-    is_text = (turbohtml.Text, turbohtml.CData)
-    return not any(
-        isinstance(node, turbohtml.Element) or (isinstance(node, is_text) and node.data.strip())
-        for node in beside
-    )
+    said = (node for node in beside if not isinstance(node, turbohtml.Comment))
+    return not any(isinstance(node, turbohtml.Element) or node.text.strip() for node in said)
 
 
 def _cause(element: Any) -> str:

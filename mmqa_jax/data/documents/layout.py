@@ -300,12 +300,9 @@ def _is_header(table: Sequence[Line]) -> bool:
         return False
     if not all(segment.size for cell in first.cells for segment in cell):
         return False  # a value that was filled in
-    digits = [any(map(str.isdigit, _text(row))) for row in table]
+    texts = ["".join(segment.text for cell in row.cells for segment in cell) for row in table]
+    digits = [any(map(str.isdigit, text)) for text in texts]
     is_bold = all(segment.bold for cell in first.cells for segment in cell)
     return (is_bold and not others[0].first.bold) or (
         len(first.cells) > 2 and not digits[0] and all(digits[1:])
     )
-
-
-def _text(line: Line) -> str:
-    return " ".join(segment.text for cell in line.cells for segment in cell)

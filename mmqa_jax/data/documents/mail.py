@@ -12,7 +12,7 @@ from typing import Any
 
 from mmqa_jax.data.documents import document
 from mmqa_jax.data.documents.document import DocumentError, letters, one_line
-from mmqa_jax.data.documents.html import Page
+from mmqa_jax.data.documents.html import Page, parsed
 
 _HEADERS = ("From", "To", "Cc", "Date")
 _OTHER_FORM = "the same text in another form"
@@ -136,10 +136,4 @@ def _bytes(part: EmailMessage) -> bytes:
 
 def _text(part: Any) -> str:
     """A part's plain text in the encoding that it states, of those that browsers know."""
-    import turbohtml
-
-    data, encoding = b"<plaintext>" + _bytes(part), part.get_content_charset()
-    try:
-        return turbohtml.parse(data, encoding=encoding, detect_encoding=True, positions=False).text
-    except LookupError:
-        return turbohtml.parse(data, detect_encoding=True, positions=False).text
+    return parsed(b"<plaintext>" + _bytes(part), part.get_content_charset()).text

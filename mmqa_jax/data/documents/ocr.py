@@ -21,9 +21,8 @@ _DOTS = 200  # per inch, of the picture that is read
 _MOST_PIXELS = 3000 * 4000
 _POINTS = 72.0  # of an inch
 _SIZE = 0.75  # of letters, of the height of their line
-_ALIKE = (
-    0.25  # heights of lines of one size differ by less, for the letters that they happen to have
-)
+# Heights of lines of one size differ by less, for the letters that they happen to have.
+_ALIKE = 0.25
 _BELOW = 0.2  # of a line's height, below the base of its letters
 
 

@@ -253,10 +253,10 @@ class Reading(document.Content):
                 self.caption(figure, text)
         self._uncaptioned = []
 
-    def hold(self, text: str) -> None:
+    def hold(self, text: str, is_row: bool = False) -> None:
         """Adds a paragraph whose letters are yet to be counted."""
         self.held += letters(one_line(text))
-        self.say(text)
+        self.say(text, is_row=is_row)
 
     def edge(self, text: str, held: int, known: set[str], add: Callable[[], None]) -> None:
         """Adds a header or a footer: each text once, and none that is a page's number alone."""

@@ -151,9 +151,7 @@ class _Reading:
         if title.casefold() not in one_line(opening).casefold():
             title = ""  # programs write names of files and templates there
         for page, heads in zip(self._pages, _running_heads(self._pages), strict=True):
-            self._content.left_out["running heads"] += sum(
-                letters(segment.text) for segment in heads
-            )
+            content.left_out["running heads"] += sum(letters(segment.text) for segment in heads)
             left = set(map(id, heads))
             page.segments = [segment for segment in page.segments if id(segment) not in left]
         usual = _usual_size(self._pages)
@@ -176,8 +174,7 @@ class _Reading:
                 continue
             texts.append(text)
             if document.is_caption(text):
-                boxes = [place.box for place in places if place.box]
-                captions.append((document.around(boxes), text))
+                captions.append((document.around([p.box for p in places if p.box]), text))
             is_large = first.size >= _HEADING_SIZE * usual and len(text.split()) <= _HEADING_WORDS
             is_slanted = first.first.turn >= layout.SLANTED  # DRAFT, across the page
             if is_large and not (first.is_row or is_slanted or document.is_caption(text)):
@@ -226,11 +223,9 @@ class _Reading:
                     self._content.held += letters(text)
                     self._content.left_out["hidden notes"] += letters(text)
                 elif text:
-                    rectangle = pdfium.FS_RECTF()
-                    pdfium.FPDFAnnot_GetRect(note, rectangle)
-                    box = frame.box(
-                        rectangle.left, rectangle.bottom, rectangle.right, rectangle.top
-                    )
+                    edges = pdfium.FS_RECTF()
+                    pdfium.FPDFAnnot_GetRect(note, edges)
+                    box = frame.box(edges.left, edges.bottom, edges.right, edges.top)
                     # Text of some 10 points stands in the middle of a field, or at its top.
                     base = box[1] + min((box[3] - box[1]) / 2, 10.0) + 3.5
                     yield Segment(text, 0.0, box, base)
@@ -279,11 +274,8 @@ def _note_text(note: Any, forms: Any) -> str:
     field = pdfium.FPDFAnnot_GetFormFieldType(forms, note)
     if field in (pdfium.FPDF_FORMFIELD_CHECKBOX, pdfium.FPDF_FORMFIELD_RADIOBUTTON):
         return "☑ checked" if pdfium.FPDFAnnot_IsChecked(forms, note) else "☐"
-    if field in (
-        pdfium.FPDF_FORMFIELD_TEXTFIELD,
-        pdfium.FPDF_FORMFIELD_COMBOBOX,
-        pdfium.FPDF_FORMFIELD_LISTBOX,
-    ):
+    texts = (pdfium.FPDF_FORMFIELD_TEXTFIELD, pdfium.FPDF_FORMFIELD_COMBOBOX)
+    if field in (*texts, pdfium.FPDF_FORMFIELD_LISTBOX):
         return _string(lambda *to: pdfium.FPDFAnnot_GetFormFieldValue(forms, note, *to))
     return ""
 
@@ -333,11 +325,12 @@ def _apart(box: Box, other: Box) -> float:
 
 def _outside(seen: Sequence[Segment], segments: Sequence[Segment]) -> list[Segment]:
     """The segments that OCR saw without those that the page has as text."""
-
-    def is_text(box: Box) -> bool:
-        return any(2 * _area(_common(box, text.box)) > _area(box) for text in segments)
-
-    return [segment for segment in seen if not is_text(segment.box)]
+    boxes = [segment.box for segment in segments]
+    return [
+        segment
+        for segment in seen
+        if not any(2 * _area(_common(segment.box, box)) > _area(segment.box) for box in boxes)
+    ]
 
 
 def _encoded(image: Any, raw: bytes, place: str) -> bytes:
@@ -452,12 +445,16 @@ def _whole(text: str) -> str:
 
 
 def _usual_size(pages: Iterable[_Page]) -> float:
-    """The size of most letters."""
-    sizes: Counter[float] = Counter()
-    for segment in (segment for page in pages for segment in page.segments):
-        if segment.size:
-            sizes[round(segment.size, 1)] += len(segment.text)
-    return sizes.most_common(1)[0][0] if sizes else 0.0
+    segments = (segment for page in pages for segment in page.segments if segment.size)
+    return _of_most_letters((round(segment.size, 1), segment) for segment in segments)
+
+
+def _of_most_letters(segments: Iterable[tuple[float, Segment]]) -> Any:
+    """The size, or the turn, that most letters have."""
+    counts: Counter[float] = Counter()
+    for value, segment in segments:
+        counts[value] += len(segment.text)
+    return counts.most_common(1)[0][0] if counts else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -490,10 +487,7 @@ class _Edge:
 
 
 def _main_turn(page: _Page) -> int:
-    turns: Counter[int] = Counter()
-    for segment in page.segments:
-        turns[segment.turn] += len(segment.text)
-    return turns.most_common(1)[0][0] if turns else 0
+    return _of_most_letters((segment.turn, segment) for segment in page.segments)
 
 
 def _edges(index: int, page: _Page) -> Iterator[_Edge]:

@@ -43,8 +43,8 @@ class _Workbook(office.Reading):
         parts = {kind: package.xml(part) for kind, part in self.targets("sharedStrings", "styles")}
         self._strings = [_text(item) for item in parts.get("sharedStrings", ())]
         self._formats = _formats(parts["styles"]) if "styles" in parts else []
-        properties = self._root.find("workbookPr")
-        self._from_1904 = properties is not None and attribute(properties, "date1904") in _TRUE
+        properties = self._root.iterfind("workbookPr")
+        self._from_1904 = any(attribute(about, "date1904") in _TRUE for about in properties)
 
     def read(self) -> Document:
         for sheet in self._root.iterfind("sheets/*"):
