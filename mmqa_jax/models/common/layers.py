@@ -34,7 +34,6 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import column_shards, gather_features, on_device, platform, split_rows
 from mmqa_jax.models.attention import flash
-from mmqa_jax.models.attention.fused import drop_bits_of
 from mmqa_jax.models.attention.masked import MASKED, Window, capped
 from mmqa_jax.models.common.config_checks import check_known
 
@@ -335,6 +334,8 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     if key is None or kept == 65536:
         return x
     if platform() == "tpu":
+        from mmqa_jax.models.attention.fused import drop_bits_of  # imports Pallas: half a second
+
         drawn = drop_bits_of(key, x.shape) < kept
     else:
         drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < kept)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,6 @@ from mmqa_jax.models.common.layers import (
     zeros_init,
 )
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import llama_rules
 from mmqa_jax.models.llama.network import LINEARS, Llama, LlamaLayer
 from mmqa_jax.models.llama.quantize import (
     QuantizedLinear,
@@ -41,9 +40,11 @@ from mmqa_jax.models.llama.quantize import (
     rounded_product,
     unrounded,
 )
-from mmqa_jax.weights.adapters import Adapter
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, abstract_of
 from mmqa_jax.weights.registry import architecture_of, nouns
+
+if TYPE_CHECKING:
+    from mmqa_jax.weights.adapters import Adapter  # its files are read by torch
 
 # Regular expression over the names of the added parameters.
 ADDED = r"/lora_[ab]$"
@@ -382,6 +383,8 @@ def peft_linears(config: LlamaConfig | None = None) -> Mapping[str, str]:
 
 def _kernels(config: LlamaConfig) -> list[Rule]:
     """The rules of a layer's projections, of transformers' layout."""
+    from mmqa_jax.models.llama.keys import llama_rules  # imports torch, to read its files
+
     return [
         rule
         for rule in llama_rules(config)
