@@ -301,5 +301,6 @@ BENCHMARK = Benchmark(
     read_predictions=read_aokvqa_predictions,
     has_reference=has_answers,
     score=score_aokvqa,
+    verdicts=("a_okvqa_mc/official", "a_okvqa_da/official"),
     write_submission=write_aokvqa_submission,
 )

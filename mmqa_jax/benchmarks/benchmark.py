@@ -36,6 +36,8 @@ class Benchmark:
         choices may be needed to read an answer.
       has_reference: whether a question's answer is published.
       score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
+      verdicts: the scorers that tell right from wrong on a row's page, the best first; others: the
+        first that there is.
       write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
         benchmark has none.
       submission: the name of that file in a row's workdir.
@@ -58,6 +60,7 @@ class Benchmark:
     read_predictions: Callable[[Path, Sequence[Question]], list[Prediction]]
     has_reference: Callable[[Question], bool]
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
+    verdicts: tuple[str, ...] = ()
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
     submission: str = "submission.json"
     holds_references: Callable[[Path], bool] = lambda path: False

@@ -344,5 +344,6 @@ BENCHMARK = Benchmark(
     read_predictions=read_evqa_predictions,
     has_reference=has_answers,
     score=score_evqa,
+    verdicts=("evqa/bem", "evqa/exact_match"),
     judged=True,
 )

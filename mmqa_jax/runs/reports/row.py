@@ -49,16 +49,8 @@ _HEADLINE = (
         "choice_accuracy",
     ),
 )
-# Dataset -> the scorers that tell right from wrong, the best first; of others the first there is.
-_VERDICTS = {
-    "scienceqa": ("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter
-    "aokvqa": ("a_okvqa_mc/official", "a_okvqa_da/official"),
-    "mmbench": ("mmbench/vanilla",),  # circular: of all passes, of which one is shown
-    "evqa": ("evqa/bem", "evqa/exact_match"),
-    "seedbench": ("seed_bench/likelihood", "seed_bench/letter"),
-    "mmmu": ("mmmu/unparsed_wrong",),
-}
-_CHOSEN = ("scienceqa/recorded_choice",)  # before them, where options were ranked
+# Before a benchmark's own verdicts, where options were ranked.
+_CHOSEN = ("scienceqa/recorded_choice",)
 _REFUSED = "refused/"  # scores of all questions of their kind
 _RANKINGS = ("relevance", "candidates")
 
@@ -177,7 +169,7 @@ def verdict_scorer(dataset: str, evaluation: Evaluation, predictions: Sequence[P
     that a model ranked, the choice itself counts.
     """
     known = [name for scores in evaluation.scored for name in scores.per_question]
-    preferred = _VERDICTS.get(dataset, ())
+    preferred = open_benchmark(dataset).verdicts if dataset in NAMES else ()
     if any("option_scores" in prediction.trace for prediction in predictions):
         preferred = (*_CHOSEN, *preferred)
     return next((name for name in (*preferred, *known) if name in known), "")
