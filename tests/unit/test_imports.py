@@ -33,12 +33,20 @@ def test_no_import_initializes_a_jax_backend():
     assert fork.returncode == 0, said
 
 
-def test_light_modules_do_not_import_jax():
-    code = (
-        "import sys, mmqa_jax.core.config, mmqa_jax.core.progress, mmqa_jax.core.workdir, "
-        "mmqa_jax.core.hosts.distributed, mmqa_jax.core.metrics, mmqa_jax.runs.jobs, "
-        "mmqa_jax.runs.status; "
-        "print([m for m in ('jax', 'orbax', 'flax', 'torch', 'tensorboardX') if m in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "core.config core.progress core.workdir core.hosts.distributed core.metrics runs.jobs "
+            "runs.status",
+            ("jax", "orbax", "flax", "torch", "tensorboardX"),
+        ),
+        # Kernels, and what reads torch's files, are imported where they are used.
+        ("decoding.engine decoding.t5_engine", ("torch", "jax.experimental.pallas.tpu")),
+    ],
+)
+def test_light_modules_import_nothing_heavy(modules, heavy):
+    names = ", ".join(f"mmqa_jax.{module}" for module in modules.split())
+    code = f"import sys, {names}; print([m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
