@@ -301,6 +301,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_aokvqa_predictions,
     has_reference=has_answers,
     score=score_aokvqa,
+    headline="a_okvqa",
     verdicts=("a_okvqa_mc/official", "a_okvqa_da/official"),
     write_submission=write_aokvqa_submission,
 )

@@ -36,6 +36,7 @@ class Benchmark:
         choices may be needed to read an answer.
       has_reference: whether a question's answer is published.
       score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
+      headline: what the scores that a row's page shows large begin with, beside those of any row.
       verdicts: the scorers that tell right from wrong on a row's page, the best first; others: the
         first that there is.
       write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
@@ -60,6 +61,7 @@ class Benchmark:
     read_predictions: Callable[[Path, Sequence[Question]], list[Prediction]]
     has_reference: Callable[[Question], bool]
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
+    headline: str = ""
     verdicts: tuple[str, ...] = ()
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
     submission: str = "submission.json"

@@ -344,6 +344,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_evqa_predictions,
     has_reference=has_answers,
     score=score_evqa,
+    headline="evqa",
     verdicts=("evqa/bem", "evqa/exact_match"),
     judged=True,
 )

@@ -295,5 +295,6 @@ BENCHMARK = Benchmark(
     read_predictions=read_infoseek_predictions,
     has_reference=has_typed_answer,
     score=score_infoseek,
+    headline="infoseek",
     write_submission=write_infoseek_submission,
 )

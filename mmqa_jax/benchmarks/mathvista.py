@@ -346,6 +346,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_mathvista_predictions,
     has_reference=has_answers,
     score=score_mathvista,
+    headline="mathvista",
     write_submission=write_mathvista_submission,
     split_names={"testmini": "val"},
 )

@@ -477,6 +477,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_mbeir_runs,
     has_reference=has_positives,
     score=score_mbeir,
+    headline="mbeir/official",
     write_submission=write_mbeir_run,
     submission="mbeir_run.txt",
     ranks=True,

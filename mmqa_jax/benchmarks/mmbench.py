@@ -470,6 +470,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_mmbench_predictions,
     has_reference=multiple_choice.has_answer,
     score=score_mmbench,
+    headline="mmbench",
     verdicts=("mmbench/vanilla",),  # circular: of all passes, of which one is shown
     write_submission=write_mmbench_submission,
     submission="submission.xlsx",

@@ -318,6 +318,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_mmmu_predictions,
     has_reference=has_answers,
     score=score_mmmu,
+    headline="mmmu",
     verdicts=("mmmu/unparsed_wrong",),
     write_submission=write_mmmu_submission,
     split_names={"dev": "train", "validation": "val"},

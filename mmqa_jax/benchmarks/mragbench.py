@@ -226,6 +226,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_mragbench_predictions,
     has_reference=has_answer,
     score=score_mragbench,
+    headline="mragbench",
     write_submission=write_mragbench_submission,
     submission="submission.jsonl",
 )

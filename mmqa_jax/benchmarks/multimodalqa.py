@@ -382,6 +382,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_multimodalqa_predictions,
     has_reference=has_answer_list,
     score=score_multimodalqa,
+    headline="multimodalqa",
     write_submission=write_multimodalqa_submission,
     split_names={"dev": "val"},
 )

@@ -525,6 +525,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_scienceqa_predictions,
     has_reference=has_answer,
     score=score_scienceqa,
+    headline="scienceqa",
     verdicts=("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter
     write_submission=write_scienceqa_submission,
 )

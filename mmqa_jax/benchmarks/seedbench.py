@@ -237,6 +237,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_seed_bench_predictions,
     has_reference=has_answer,
     score=score_seed_bench,
+    headline="seed_bench",
     verdicts=("seed_bench/likelihood", "seed_bench/letter"),
     write_submission=write_seed_bench_submission,
     submission="submission.jsonl",

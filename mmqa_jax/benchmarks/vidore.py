@@ -339,6 +339,7 @@ BENCHMARK = Benchmark(
     read_predictions=read_found,
     has_reference=has_positives,
     score=score_vidore,
+    headline="vidore/official",
     write_submission=write_vidore_results,
     ranks=True,
 )

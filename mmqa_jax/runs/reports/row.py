@@ -31,23 +31,10 @@ from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
 from mmqa_jax.runs.status import finished_rows
 
+# What the scores that are shown large begin with, beside a benchmark's own.
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
-    *(
-        "a_okvqa",
-        "scienceqa",
-        "mmbench",
-        "seed_bench",
-        "multimodalqa",
-        "infoseek",
-        "evqa",
-        "mbeir/official",
-        "vidore/official",
-        "mmmu",
-        "mragbench",
-        "mathvista",
-        "choice_accuracy",
-    ),
+    "choice_accuracy",
 )
 # Before a benchmark's own verdicts, where options were ranked.
 _CHOSEN = ("scienceqa/recorded_choice",)
@@ -94,6 +81,9 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
         for name, value in scores["scores"].items()
         if name.startswith("recall@")
     }
+    large = _HEADLINE
+    if scores["dataset"] in NAMES:
+        large += tuple(filter(None, [open_benchmark(scores["dataset"]).headline]))
     cards = row_cards(run, scorer)
     how_many = "" if len(cards) == count else f"{len(cards):,} of them are shown."
     data = report.ReportData(
@@ -101,7 +91,7 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
         description=f"{count:,} questions. {how_many}",
         notice="; ".join(scores["notes"]),
         headline={
-            name: value for name, value in scores["scores"].items() if name.startswith(_HEADLINE)
+            name: value for name, value in scores["scores"].items() if name.startswith(large)
         },
         cards=cards,
         card_note=verdict_note(scorer),
