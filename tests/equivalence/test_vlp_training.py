@@ -30,7 +30,6 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.layers import dropout
-from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.keys import start_vlp, vlp_key_map
 from mmqa_jax.models.vlp.network import VLP, VLPInputs
 from mmqa_jax.tasks.objectives import AnswerObjective, RerankObjective
@@ -234,7 +233,7 @@ def test_every_dropout_site_is_the_originals(x101, monkeypatch, run):
 
     def one_site(x: dict, key: jax.Array, site: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         spy = DropsAtOneSite(site)
-        for module in (layers, bert, vlp):
+        for module in (layers, bert):
             monkeypatch.setattr(module, "dropout", spy)
         found = run(ours, x, key)
         rates[:] = spy.rates

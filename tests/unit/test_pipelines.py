@@ -308,7 +308,7 @@ def test_unchanged_texts_are_not_tokenized_again(reader, packer, monkeypatch):
         FeedConfig(8, augment=lambda raw, rng: dataclasses.replace(raw), threads=0)
     )
     calls = []
-    monkeypatch.setattr(reader.tokenizer, "encode", lambda text: calls.append(text) or [])
+    monkeypatch.setattr(reader.tokenizer.pieces, "encode_texts", calls.append)
     for _ in range(6):
         next(iterator)
     assert calls == []

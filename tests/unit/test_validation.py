@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import numpy as np
 import pytest
@@ -169,7 +171,9 @@ def test_the_report_of_a_run_shows_its_validation(run):
     for name in ("source F1", "source F1 at threshold 0.2", "threshold"):
         assert f"validation: {name}<" in page
     assert "loss" in page
-    assert page.count('id="best-source-selector-') == page.count('id="curve-source-selector-')
+    curves = re.findall(r'id="curve-source-selector-(\d+)"', page)
+    assert curves
+    assert re.findall(r'id="curve-source-selector-(\d+)-best"', page) == curves
     assert "best step" in page
     assert "in steps that count" in page
 
