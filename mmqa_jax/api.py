@@ -43,18 +43,8 @@ from mmqa_jax.prompting.llm_reader import (
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, RankFusion, check_weight
 from mmqa_jax.retrieval.rankings import Retriever as Ranker
+from mmqa_jax.runs import ask_folder
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, answer_notes, shown_sources
-from mmqa_jax.runs.ask_folder import (
-    MINILM,
-    AskOptions,
-    FolderAnswer,
-    FolderAnswerer,
-    Passages,
-    open_encoded,
-    open_folder,
-    open_passages,
-    open_words,
-)
 from mmqa_jax.runs.parts import LLMSpec, RetrieverSpec, open_bm25
 from mmqa_jax.runs.parts import open_llm as open_cached
 from mmqa_jax.runs.prepare import folder_notes
@@ -101,7 +91,7 @@ def open_corpus(
                 "folder; put the text into a list, or leave them out."
             )
     options = None if pages is None else FolderOptions(pages=pages)
-    corpus = open_folder(Path(texts), options=options, flag="open_corpus: texts")
+    corpus = ask_folder.open_folder(Path(texts), options=options, flag="open_corpus: texts")
     for line in folder_notes(corpus.manifest["origin"]):
         warnings.warn(line, stacklevel=2)
     return corpus
@@ -116,7 +106,7 @@ class Retriever:
       passages: the retrievers of the other rooms, which take Questions.
     """
 
-    def __init__(self, corpus: AskedCorpus, encoder: str, passages: Passages):
+    def __init__(self, corpus: AskedCorpus, encoder: str, passages: ask_folder.Passages):
         self.corpus, self.encoder, self.passages = corpus, encoder, passages
 
     def search(
@@ -160,7 +150,7 @@ def open_retriever(
     corpus: AskedCorpus,
     method: Method = "fused",
     *,
-    encoder: str | os.PathLike = MINILM,
+    encoder: str | os.PathLike = ask_folder.MINILM,
     weight: float = DEFAULT_WEIGHT,
     reranker: Reranker | str | os.PathLike | None = None,
     candidates: int = _CANDIDATES,
@@ -195,16 +185,18 @@ def open_retriever(
     if method == "bm25":
         spec = RetrieverSpec("bm25", index=os.fspath(index))
         on_disk = open_bm25(corpus, spec, asks=True)
-        words = open_words(corpus) if on_disk is None else BM25Retriever(corpus, on_disk)
-        passages = Passages(words, None)
+        words = ask_folder.open_words(corpus) if on_disk is None else BM25Retriever(corpus, on_disk)
+        passages = ask_folder.Passages(words, None)
     else:
         distributed.start(join=False)  # programs are kept between runs
         if method == "fused":
-            passages = open_passages(corpus, encoder, weight)
+            passages = ask_folder.open_passages(corpus, encoder, weight)
         else:
-            dense = open_encoded(corpus, encoder)
-            ranked = dense if method == "dense" else RankFusion([open_words(corpus), dense])
-            passages = Passages(ranked, dense)
+            dense = ask_folder.open_encoded(corpus, encoder)
+            ranked = (
+                dense if method == "dense" else RankFusion([ask_folder.open_words(corpus), dense])
+            )
+            passages = ask_folder.Passages(ranked, dense)
     if isinstance(reranker, str | os.PathLike):
         reranker = open_reranker(corpus, reranker)
     if reranker is not None:
@@ -266,7 +258,7 @@ class Reader:
             ranking = Ranking(asked.id, names, scores)
             (prediction,) = self.reader.answer([asked], [ranking])
         text = prediction.answer.strip()
-        answer = FolderAnswer(text, text not in ("", NOT_FOUND), prediction, ranking)
+        answer = ask_folder.FolderAnswer(text, text not in ("", NOT_FOUND), prediction, ranking)
         return _answer(self.corpus, answer)
 
     def close(self) -> None:
@@ -357,7 +349,7 @@ def ask(
     reader: Reader,
     *,
     picture: PictureOf | None = None,
-    top_k: int = AskOptions.top_k,
+    top_k: int = ask_folder.AskOptions.top_k,
     least_similarity: float | None = None,
 ) -> Answer:
     """Answers a question from the corpus of a retriever and a reader, as `mmqa ask --data` does.
@@ -378,10 +370,12 @@ def ask(
         raise UserError("ask: retriever and reader are of two corpora; open both over the same.")
     _check_query(question, "ask")
     _check_top_k(top_k)
-    options = AskOptions(
+    options = ask_folder.AskOptions(
         retriever.encoder, min(top_k, len(retriever.corpus)), least_similarity=least_similarity
     )
-    answerer = FolderAnswerer(retriever.corpus, reader.reader, options, retriever.passages)
+    answerer = ask_folder.FolderAnswerer(
+        retriever.corpus, reader.reader, options, retriever.passages
+    )
     return _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
 
 
@@ -399,7 +393,7 @@ class _Reranked:
         return [top(ranking, top_k) for ranking in self.reranker.score(questions, found)]
 
 
-def _answer(corpus: AskedCorpus, answer: FolderAnswer) -> Answer:
+def _answer(corpus: AskedCorpus, answer: ask_folder.FolderAnswer) -> Answer:
     cited, scores = answer.prediction.sources, answer.prediction.source_scores
     return Answer(
         answer.text,

@@ -32,13 +32,7 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import PictureColumns, hub_tables, parquet_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.multiple_choice import (
-    LETTERS,
-    chosen_by,
-    has_answer,
-    mmmu_choice,
-    right_choices,
-)
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.prediction_lines import read_answers_by
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
@@ -170,11 +164,17 @@ SCORER = "mragbench/rule"
 def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
     by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer, "a published answer")
-    chosen = chosen_by(scored, by_id, lambda text, q: mmmu_choice(text.strip(), len(q.choices)))
+    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
+    chosen = multiple_choice.chosen_by(
+        scored, by_id, lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices))
+    )
     unparsed = sum(q.id in by_id and one is None for q, one in zip(scored, chosen, strict=True))
     scores = scores_of(
-        questions, scored, by_id, {SCORER: right_choices(scored, chosen)}, _groups(scored)
+        questions,
+        scored,
+        by_id,
+        {SCORER: multiple_choice.right_choices(scored, chosen)},
+        _groups(scored),
     )
     return Evaluation([scores], has_modalities=False, unparsed={SCORER: unparsed})
 
@@ -207,7 +207,7 @@ def write_mragbench_submission(
                 "qs_id": question.id,
                 "output": by_id[question.id].answer if question.id in by_id else "",
                 "gt_answer": question.choices[question.answer_index],
-                "gt_choice": LETTERS[question.answer_index],
+                "gt_choice": multiple_choice.LETTERS[question.answer_index],
                 "scenario": question.category,
                 ASPECT: question.extra.get(ASPECT, ""),
             }
@@ -224,7 +224,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats='predictions.jsonl, or the official lines {"qs_id", "output"}',
     read_predictions=read_mragbench_predictions,
-    has_reference=has_answer,
+    has_reference=multiple_choice.has_answer,
     score=score_mragbench,
     headline="mragbench",
     write_submission=write_mragbench_submission,

@@ -39,14 +39,8 @@ from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
 from mmqa_jax.data.formats import official, parquet
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.multiple_choice import (
-    chosen_by,
-    has_answer,
-    read_choice_lines,
-    right_choices,
-    unparsed_choices,
-)
 from mmqa_jax.evaluation.prediction_lines import id_of
 from mmqa_jax.evaluation.scores import (
     NO_OPTION,
@@ -353,7 +347,7 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
     answer without a letter.
     """
     if _holds_lines(path):
-        predictions = read_choice_lines(path, questions)
+        predictions = multiple_choice.read_choice_lines(path, questions)
     else:
         known = {question.id for question in questions}
         predictions = _scienceqa_object(path, read_json(path, unique_keys=True), known)
@@ -463,9 +457,13 @@ def write_scienceqa_submission(
 def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """ScienceQA's accuracy overall and in its nine columns, which overlap."""
     by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer, "a published answer")
-    strict = chosen_by(scored, by_id, lambda text, q: rules.gpt3_choice(text, len(q.choices)))
-    lenient = chosen_by(scored, by_id, lambda text, q: rules.llava_choice(text, len(q.choices)))
+    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
+    strict = multiple_choice.chosen_by(
+        scored, by_id, lambda text, q: rules.gpt3_choice(text, len(q.choices))
+    )
+    lenient = multiple_choice.chosen_by(
+        scored, by_id, lambda text, q: rules.llava_choice(text, len(q.choices))
+    )
     failed = [q.id in by_id and choice is None for q, choice in zip(scored, strict, strict=True)]
     drawn = [
         rules.random_choice(q.id, len(q.choices)) if fails else choice
@@ -473,19 +471,23 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
     ]
     chance = np.array([1 / len(question.choices) for question in scored])
     per_question = {
-        "scienceqa/letter_or_random": right_choices(scored, drawn),
-        "scienceqa/letter_or_expected": np.where(failed, chance, right_choices(scored, strict)),
-        "scienceqa/letter_or_wrong": right_choices(scored, lenient),
+        "scienceqa/letter_or_random": multiple_choice.right_choices(scored, drawn),
+        "scienceqa/letter_or_expected": np.where(
+            failed, chance, multiple_choice.right_choices(scored, strict)
+        ),
+        "scienceqa/letter_or_wrong": multiple_choice.right_choices(scored, lenient),
     }
     unparsed = {
         "scienceqa/letter_or_random": sum(failed),
         "scienceqa/letter_or_expected": sum(failed),
-        "scienceqa/letter_or_wrong": unparsed_choices(scored, by_id, lenient),
+        "scienceqa/letter_or_wrong": multiple_choice.unparsed_choices(scored, by_id, lenient),
     }
     if any(prediction.choice is not None for prediction in predictions):
         recorded = [by_id[q.id].choice if q.id in by_id else None for q in scored]
-        per_question["scienceqa/recorded_choice"] = right_choices(scored, recorded)
-        unparsed["scienceqa/recorded_choice"] = unparsed_choices(scored, by_id, recorded)
+        per_question["scienceqa/recorded_choice"] = multiple_choice.right_choices(scored, recorded)
+        unparsed["scienceqa/recorded_choice"] = multiple_choice.unparsed_choices(
+            scored, by_id, recorded
+        )
     scores = scores_of(questions, scored, by_id, per_question, scienceqa_columns(scored))
     evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
     known = sum(bool(question.category) for question in scored)
@@ -523,7 +525,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats='predictions.jsonl, {"results": {pid: index}} as JSON, or LLaVA\'s lines',
     read_predictions=read_scienceqa_predictions,
-    has_reference=has_answer,
+    has_reference=multiple_choice.has_answer,
     score=score_scienceqa,
     headline="scienceqa",
     verdicts=("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter

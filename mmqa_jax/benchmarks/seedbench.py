@@ -35,14 +35,8 @@ from mmqa_jax.core.files import read_json, write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.schema import Material, Prediction, Question
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.multiple_choice import (
-    by_choice,
-    has_answer,
-    read_choice_lines,
-    right_choices,
-    unparsed_choices,
-)
 from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
 from mmqa_jax.evaluation.scoring import Evaluation
 
@@ -172,7 +166,7 @@ def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dic
 
 def read_seed_bench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
     """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl."""
-    return read_choice_lines(path, questions)
+    return multiple_choice.read_choice_lines(path, questions)
 
 
 def write_seed_bench_submission(
@@ -203,14 +197,14 @@ def score_seed_bench(
     and the notes say which it has.
     """
     by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer, "a published answer")
+    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
     chosen = {}
     if any(prediction.choice is not None for prediction in predictions):
         chosen["seed_bench/likelihood"] = [
             by_id[q.id].choice if q.id in by_id else None for q in scored
         ]
     answered = [q for q in scored if q.id in by_id and by_id[q.id].answer]
-    if not chosen or not all(by_choice(by_id[q.id], q) for q in answered):
+    if not chosen or not all(multiple_choice.by_choice(by_id[q.id], q) for q in answered):
         chosen["seed_bench/letter"] = [
             rules.exact_letter_choice(by_id[q.id].answer, len(q.choices)) if q.id in by_id else None
             for q in scored
@@ -222,8 +216,13 @@ def score_seed_bench(
     }
     for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
         groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
-    per_question = {name: right_choices(scored, choices) for name, choices in chosen.items()}
-    unparsed = {name: unparsed_choices(scored, by_id, choices) for name, choices in chosen.items()}
+    per_question = {
+        name: multiple_choice.right_choices(scored, choices) for name, choices in chosen.items()
+    }
+    unparsed = {
+        name: multiple_choice.unparsed_choices(scored, by_id, choices)
+        for name, choices in chosen.items()
+    }
     scores = scores_of(questions, scored, by_id, per_question, groups)
     notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
     return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
@@ -235,7 +234,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats="predictions.jsonl, or lines of {question_id, prediction} as JSON",
     read_predictions=read_seed_bench_predictions,
-    has_reference=has_answer,
+    has_reference=multiple_choice.has_answer,
     score=score_seed_bench,
     headline="seed_bench",
     verdicts=("seed_bench/likelihood", "seed_bench/letter"),

@@ -11,19 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from mmqa_jax.core import paths
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.locks import alone
-from mmqa_jax.core.paths import (
-    as_path,
-    check_store,
-    filesystem,
-    in_store,
-    key_of,
-    listing,
-    named_errors,
-)
 from mmqa_jax.core.progress import Progress
 
 REGION_CACHE = "region_cache"  # in a run's workdir, what its detector has found (tasks.vlp)
@@ -50,13 +42,13 @@ def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
     Raises:
       RunError: the disk has no room for it.
     """
-    path = as_path(place)
-    if not in_store(path):
+    path = paths.as_path(place)
+    if not paths.in_store(path):
         return path
     name = os.fspath(path)
-    objects = listing(name)
+    objects = paths.listing(name)
     if not objects:
-        check_store(name)
+        paths.check_store(name)
         raise UserError(f"{name}: no such object, and none below it; check the name.")
     wanted = {
         key: about
@@ -66,7 +58,7 @@ def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
     # Each place has a folder of its own: places may lie within each other.
     folder = cache_dir() / "store" / hashlib.sha256(name.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    copy = folder / "copy" / key_of(name).rpartition("/")[2]
+    copy = folder / "copy" / paths.key_of(name).rpartition("/")[2]
     with alone(folder / "lock"):
         _update(name, copy, wanted, folder / "objects.json", stream)
     return copy
@@ -79,7 +71,7 @@ def with_local_copies(config: Any, *, stream: bool = False) -> Any:
 
     def local(value: Any) -> Any:
         if isinstance(value, str):
-            return str(local_copy(value, stream=stream)) if in_store(value) else value
+            return str(local_copy(value, stream=stream)) if paths.in_store(value) else value
         if isinstance(value, Mapping):
             return {key: local(inner) for key, inner in value.items()}
         if isinstance(value, list | tuple):
@@ -136,8 +128,8 @@ def _update(
         target = copy / key
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary = target.with_name(f".{target.name}.part")
-        with named_errors(name, RunError):
-            filesystem(name).get_file(f"{name.rstrip('/')}/{key}".rstrip("/"), str(temporary))
+        with paths.named_errors(name, RunError):
+            paths.filesystem(name).get_file(f"{name.rstrip('/')}/{key}".rstrip("/"), str(temporary))
         os.replace(temporary, target)
         return todo[key]
 

@@ -17,17 +17,9 @@ from tokenizers import Tokenizer as Pipeline
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import decode_text, read_json, read_text
 from mmqa_jax.core.paths import as_path
-from mmqa_jax.data import tokenizer_files
+from mmqa_jax.data import tokenizer_files, tokenizers
 from mmqa_jax.data.question_words import QuestionWords, read_words
 from mmqa_jax.data.tokenizer_files import FILE, SETTINGS, SPIECE, spelling
-from mmqa_jax.data.tokenizers import (
-    MarkedTokenizer,
-    Preprocessing,
-    SentencePieces,
-    Tokenizer,
-    digest,
-    load_tokenizer,
-)
 
 _PROBE = "a"
 
@@ -36,7 +28,7 @@ _PROBE = "a"
 
 def load_encoder_tokenizer(
     folder: str | os.PathLike, vocab_size: int, *, lowercase: bool = False, pairs: bool = True
-) -> Tokenizer:
+) -> tokenizers.Tokenizer:
     """The tokenizer of a published encoder's folder.
 
     Args:
@@ -59,7 +51,7 @@ def load_encoder_tokenizer(
 
 def published_tokenizer(
     pipeline: Pipeline, settings: Mapping[str, Any], where: str, *, lowercase=False, pairs=False
-) -> Tokenizer:
+) -> tokenizers.Tokenizer:
     """The tokenizer of a pipeline and a tokenizer_config.json; see `load_encoder_tokenizer`.
 
     Messages name the file by `where`.
@@ -93,16 +85,16 @@ def published_tokenizer(
         _put_in_lower_case(pipeline)
     longest = settings.get("model_max_length")
     is_length = isinstance(longest, int | float) and 0 < longest < 1 << 30  # 1e30: not said
-    pieces = MarkedTokenizer(pipeline)
+    pieces = tokenizers.MarkedTokenizer(pipeline)
     # Nothing sees what is behind a text: any token will do where a decoder names none.
     pad = 0 if pad is None else pad
     ends = [*before, *after, pad, *between, second_type] if pairs else [before, after, pad]
     content = json.loads(pipeline.to_str())
     parts = [content[name] for name in ("model", "normalizer", "pre_tokenizer", "added_tokens")]
-    return Tokenizer(
+    return tokenizers.Tokenizer(
         "published",
         pieces,
-        digest([*parts, ends]),
+        tokenizers.digest([*parts, ends]),
         before=before,
         after=after,
         pad_id=pad,
@@ -157,7 +149,7 @@ def _put_in_lower_case(pipeline: Pipeline) -> None:
     pipeline.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
 
 
-def _within(tokenizer: Tokenizer, vocab_size: int, place: Path) -> Tokenizer:
+def _within(tokenizer: tokenizers.Tokenizer, vocab_size: int, place: Path) -> tokenizers.Tokenizer:
     """The tokenizer; UserError where it has ids that a model's table lacks."""
     if tokenizer.vocab_size > vocab_size:
         raise UserError(
@@ -183,8 +175,10 @@ _RECORD = "model.json"  # of a folder of `mmqa convert`
 
 
 def _clip_tokenizer(
-    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], preprocessing: Preprocessing
-) -> Tokenizer:
+    vocabulary: dict[str, int],
+    merges: Sequence[tuple[str, str]],
+    preprocessing: tokenizers.Preprocessing,
+) -> tokenizers.Tokenizer:
     """CLIP's tokenizer of a vocabulary (token -> id) and of pairs in order of their rank."""
     pipeline = Pipeline(
         models.BPE(
@@ -204,10 +198,12 @@ def _clip_tokenizer(
         ]
     )
     start, end = vocabulary[START], vocabulary[END]
-    return Tokenizer(
+    return tokenizers.Tokenizer(
         "CLIP",
-        MarkedTokenizer(pipeline),
-        digest([sorted(vocabulary.items()), [list(pair) for pair in merges], preprocessing]),
+        tokenizers.MarkedTokenizer(pipeline),
+        tokenizers.digest(
+            [sorted(vocabulary.items()), [list(pair) for pair in merges], preprocessing]
+        ),
         before=[start],
         after=[end],
         pad_id=end,
@@ -216,8 +212,8 @@ def _clip_tokenizer(
 
 
 def load_clip_tokenizer(
-    folder: str | os.PathLike, preprocessing: Preprocessing | None = None
-) -> Tokenizer:
+    folder: str | os.PathLike, preprocessing: tokenizers.Preprocessing | None = None
+) -> tokenizers.Tokenizer:
     """Reads the files published with CLIP: vocab.json and merges.txt, tokenizer.json, or OpenAI's
     bpe_simple_vocab_16e6.txt.gz.
 
@@ -255,7 +251,7 @@ def load_clip_tokenizer(
     return _clip_tokenizer(vocabulary, list(map(tuple, merges)), preprocessing or "transformers")
 
 
-def published_preprocessing(folder: str | os.PathLike) -> Preprocessing | None:
+def published_preprocessing(folder: str | os.PathLike) -> tokenizers.Preprocessing | None:
     """Whose code prepared the inputs of the CLIP in a folder of `mmqa convert`; None: not said.
 
     The record of a conversion names it, or (of older versions) the layout of the source.
@@ -266,10 +262,10 @@ def published_preprocessing(folder: str | os.PathLike) -> Preprocessing | None:
         return None
     usual = "transformers" if record["layout"] == "transformers" else "openai"
     named = record.get("preprocessing") or usual
-    if named not in get_args(Preprocessing):
+    if named not in (known := get_args(tokenizers.Preprocessing)):
         raise UserError(
-            f"{file}: preprocessing is {named!r}: expected one of "
-            f"{', '.join(get_args(Preprocessing))}; correct it or convert the model again."
+            f"{file}: preprocessing is {named!r}: expected one of {', '.join(known)}; correct it "
+            "or convert the model again."
         )
     return named
 
@@ -278,7 +274,7 @@ def _merges(text: str) -> list[list[str]]:
     return [line.split() for line in text.split("\n") if line and not line.startswith("#version")]
 
 
-def _from_openai(path: Path, preprocessing: Preprocessing) -> Tokenizer:
+def _from_openai(path: Path, preprocessing: tokenizers.Preprocessing) -> tokenizers.Tokenizer:
     """The tokenizer of openai/CLIP clip/simple_tokenizer.py; its ids follow from the merges."""
     try:
         with gzip.open(path) as file:
@@ -314,27 +310,27 @@ def _byte_symbols() -> list[str]:
 _SAVED = "siglip"  # the key of a file that `save` wrote
 
 
-def siglip_tokenizer(saved: Mapping[str, Any]) -> Tokenizer:
+def siglip_tokenizer(saved: Mapping[str, Any]) -> tokenizers.Tokenizer:
     """SigLIP's tokenizer, of what `save` writes.
 
     That is `spiece` (base64) with `lowercase`, whether texts are put in lower case, or `tokenizer`
     (a tokenizer.json); and the ids `end` and `pad`.
     """
     if "spiece" in saved:
-        pieces = SentencePieces(base64.b64decode(saved["spiece"]), saved["lowercase"])
+        pieces = tokenizers.SentencePieces(base64.b64decode(saved["spiece"]), saved["lowercase"])
     else:
-        pieces = MarkedTokenizer(Pipeline.from_str(saved["tokenizer"]))
-    return Tokenizer(
+        pieces = tokenizers.MarkedTokenizer(Pipeline.from_str(saved["tokenizer"]))
+    return tokenizers.Tokenizer(
         "SigLIP",
         pieces,
-        digest(dict(sorted(saved.items()))),
+        tokenizers.digest(dict(sorted(saved.items()))),
         after=[saved["end"]],
         pad_id=saved["pad"],
         saved=json.dumps({_SAVED: saved}),
     )
 
 
-def load_siglip_tokenizer(folder: str | os.PathLike, vocab_size: int) -> Tokenizer:
+def load_siglip_tokenizer(folder: str | os.PathLike, vocab_size: int) -> tokenizers.Tokenizer:
     """Reads the files published with a SigLIP: spiece.model, or SigLIP 2's tokenizer.json.
 
     No id may exceed the model's `vocab_size`.
@@ -367,7 +363,7 @@ def _of_pieces(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
             "correct it."
         )
     try:
-        pieces = SentencePieces(model, lowercase)
+        pieces = tokenizers.SentencePieces(model, lowercase)
     except (RuntimeError, OSError) as error:
         raise UserError(f"{file}: not a SentencePiece model ({error}); fetch it again.") from None
     saved = {"spiece": base64.b64encode(model).decode(), "lowercase": lowercase}
@@ -398,7 +394,7 @@ def _of_gemma(file: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"tokenizer": pipeline.to_str(), "end": after[0], "pad": pad}
 
 
-def open_tokenizer(path: str | os.PathLike) -> Tokenizer | QuestionWords:
+def open_tokenizer(path: str | os.PathLike) -> tokenizers.Tokenizer | QuestionWords:
     """Opens a tokenizer of texts: a file, or the folder of a CLIP or SigLIP.
 
     The file is a WordPiece's or CLIP's tokenizer.json, what `save` wrote, or openvqa's words.
@@ -422,4 +418,4 @@ def open_tokenizer(path: str | os.PathLike) -> Tokenizer | QuestionWords:
         model = content.get("model") if isinstance(content, dict) else None
         if isinstance(model, dict) and model.get("type") == "BPE":
             return load_clip_tokenizer(path.parent)
-    return load_tokenizer(path)
+    return tokenizers.load_tokenizer(path)

@@ -29,14 +29,7 @@ from mmqa_jax.models.onevision.network import (
     TiledPicture,
     tile_features,
 )
-from mmqa_jax.models.qwen_vl.network import (
-    Grid,
-    PatchBatch,
-    QwenVLConfig,
-    bucket_of,
-    grid_of,
-    lay_out,
-)
+from mmqa_jax.models.qwen_vl import network
 
 # Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
 # would compute the padding.
@@ -44,7 +37,7 @@ _AT_ONCE = (1, 8)
 _AT_ONCE_ON_CPU = (1,)
 # Pictures of a usual size, for plans: 1,008 x 1,008 pixels for Qwen2.5-VL, 2 x 2 of OneVision's
 # tiles.
-_SHOWN, _SHOWN_TILES = Grid(36, 36), 2
+_SHOWN, _SHOWN_TILES = network.Grid(36, 36), 2
 
 Run = Callable[..., Any]  # calls a program on its mesh
 
@@ -233,21 +226,25 @@ class QwenTower(SizedTower):
     """Qwen-VL's; a bucket holds so many patches (`qwen_vl.network.lay_out`)."""
 
     def __init__(
-        self, tower: nnx.Dict, config: QwenVLConfig, rows: Sharding, mesh: Mesh | None = None
+        self,
+        tower: nnx.Dict,
+        config: network.QwenVLConfig,
+        rows: Sharding,
+        mesh: Mesh | None = None,
     ):
         graphdef, dtype = nnx.graphdef(tower), config.llama.dtype
 
-        def of_pictures(state, pictures: PatchBatch):
+        def of_pictures(state, pictures: network.PatchBatch):
             return nnx.merge(graphdef, state).vision(pictures).astype(dtype)
 
         super().__init__(of_pictures, config.vision.features, dtype, rows, mesh)
         self._vision = config.vision
 
     def kind(self, picture: np.ndarray) -> Hashable:
-        return bucket_of(grid_of(picture.shape, self._vision), self._vision)
+        return network.bucket_of(network.grid_of(picture.shape, self._vision), self._vision)
 
-    def laid(self, pictures: Sequence[np.ndarray]) -> PatchBatch:
-        return lay_out(pictures, self._vision, self.kind(pictures[0]))
+    def laid(self, pictures: Sequence[np.ndarray]) -> network.PatchBatch:
+        return network.lay_out(pictures, self._vision, self.kind(pictures[0]))
 
     def length(self, kind: Hashable) -> int:
         return kind
@@ -300,7 +297,7 @@ def tower_programs_of(
       rows, mesh: see TowerPrograms.
     """
     kinds = {
-        QwenVLConfig: QwenTower,
+        network.QwenVLConfig: QwenTower,
         OnevisionConfig: OnevisionTower,
         LlavaConfig: LlavaTower,
     }

@@ -29,15 +29,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.decode import PictureError, decode_upright, upright_size_of
 from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.regions import RegionError
-from mmqa_jax.models.detection.faster_rcnn import (
-    DetectorConfig,
-    FasterRCNN,
-    Pictures,
-    Regions,
-    bottom_up_r101,
-    vinvl_x152c4,
-    vlp_x101,
-)
+from mmqa_jax.models.detection import faster_rcnn
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
@@ -54,21 +46,21 @@ class DetectorKind(NamedTuple):
     """
 
     name: str
-    config: DetectorConfig
+    config: faster_rcnn.DetectorConfig
     pictures: detector_pictures.DetectorPictures
 
 
 KINDS = tuple(
     DetectorKind(preset.__name__, preset(), pictures)
     for preset, pictures in (
-        (vlp_x101, detector_pictures.VLP),
-        (vinvl_x152c4, detector_pictures.VINVL),
-        (bottom_up_r101, detector_pictures.BOTTOM_UP),
+        (faster_rcnn.vlp_x101, detector_pictures.VLP),
+        (faster_rcnn.vinvl_x152c4, detector_pictures.VINVL),
+        (faster_rcnn.bottom_up_r101, detector_pictures.BOTTOM_UP),
     )
 )
 
 
-def kind_of(config: DetectorConfig) -> DetectorKind:
+def kind_of(config: faster_rcnn.DetectorConfig) -> DetectorKind:
     """The original that a config is of: told by the pyramid and by Caffe's first pool."""
     vlp, vinvl, bottom_up = KINDS
     if config.pyramid:
@@ -77,17 +69,19 @@ def kind_of(config: DetectorConfig) -> DetectorKind:
 
 
 @functools.lru_cache(maxsize=8)  # detectors of one config share their programs
-def make_find(graphdef: nnx.GraphDef) -> Callable[[nnx.State, Pictures], Regions]:
+def make_find(
+    graphdef: nnx.GraphDef,
+) -> Callable[[nnx.State, faster_rcnn.Pictures], faster_rcnn.Regions]:
     """The jitted function that finds the regions of a batch.
 
     On a mesh (that of `jax.set_mesh`) each device has a copy of the weights and pictures of its
     own: XLA would gather the batch in front of convolutions of groups.
     """
 
-    def regions(state: nnx.State, pictures: Pictures) -> Regions:
+    def regions(state: nnx.State, pictures: faster_rcnn.Pictures) -> faster_rcnn.Regions:
         return nnx.merge(graphdef, state).regions(pictures)
 
-    def find(state: nnx.State, pictures: Pictures) -> Regions:
+    def find(state: nnx.State, pictures: faster_rcnn.Pictures) -> faster_rcnn.Regions:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.shape:
             return regions(state, pictures)
@@ -125,13 +119,13 @@ class RegionDetector:
 
     def __init__(
         self,
-        model: FasterRCNN,
+        model: faster_rcnn.FasterRCNN,
         pictures: detector_pictures.DetectorPictures | None = None,
         batch_size: BatchSize = AUTO,
         *,
         beside_training: bool = False,
     ):
-        self.config: DetectorConfig = model.config
+        self.config: faster_rcnn.DetectorConfig = model.config
         self.kind = kind_of(self.config)
         self.pictures = pictures or self.kind.pictures
         graphdef, self._state = nnx.split(model)
@@ -179,7 +173,7 @@ class RegionDetector:
         results: list[region_records.DetectedRegions | PictureError | None] = [None] * len(sizes)
         groups = self._groups(sizes)
         with ThreadPoolExecutor(processors()) as pool:
-            running: tuple[list[int], Regions, list[tuple[int, int]]] | None = None
+            running: tuple[list[int], faster_rcnn.Regions, list[tuple[int, int]]] | None = None
             coming: list[Future] = []
             for turn, (shape, numbers) in enumerate(groups):
                 loads = coming or _submitted(pool, load, numbers)
@@ -221,7 +215,7 @@ class RegionDetector:
         self,
         prepared: Sequence[tuple[int, detector_pictures.DetectorPicture]],
         shape: tuple[int, int],
-    ) -> tuple[list[int], Regions, list[tuple[int, int]]] | None:
+    ) -> tuple[list[int], faster_rcnn.Regions, list[tuple[int, int]]] | None:
         """A batch whose computation has begun; None where no picture could be prepared."""
         if not prepared:
             return None
@@ -229,7 +223,7 @@ class RegionDetector:
         size = self.serving.size_for(len(made))
         batch = detector_pictures.detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
         placement = self.serving.placement
-        placed = placement.put(Pictures(*batch))
+        placed = placement.put(faster_rcnn.Pictures(*batch))
         computed = placement.call(self._find, self._state, placed)
         return numbers, computed, [picture.original for picture in made]
 
@@ -255,7 +249,7 @@ def _result(
 def _collect(
     results: list[region_records.DetectedRegions | PictureError | None],
     numbers: Sequence[int],
-    regions: Regions,
+    regions: faster_rcnn.Regions,
     sizes: Sequence[tuple[int, int]],
 ) -> None:
     """Puts what a batch gave where it belongs."""
@@ -264,7 +258,9 @@ def _collect(
         results[number] = detected(regions, row, size)
 
 
-def detected(regions: Regions, row: int, size: tuple[int, int]) -> region_records.DetectedRegions:
+def detected(
+    regions: faster_rcnn.Regions, row: int, size: tuple[int, int]
+) -> region_records.DetectedRegions:
     """One picture's regions of a batch on the host; `size` is its height and width."""
     count = int(np.sum(regions.valid[row]))  # those there are come first
     arrays = {
@@ -279,7 +275,9 @@ def detected(regions: Regions, row: int, size: tuple[int, int]) -> region_record
     return region_records.DetectedRegions(size=size, **arrays)
 
 
-def detector_cost(config: DetectorConfig, pictures: detector_pictures.DetectorPictures) -> RowCost:
+def detector_cost(
+    config: faster_rcnn.DetectorConfig, pictures: detector_pictures.DetectorPictures
+) -> RowCost:
     """The cost of a picture: a dozen of the widest maps, half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)
@@ -287,7 +285,11 @@ def detector_cost(config: DetectorConfig, pictures: detector_pictures.DetectorPi
 
 # Opens a detector: its published file, a converted folder, or a preset of random weights.
 
-_PRESETS = {"vlp_x101": vlp_x101, "vinvl": vinvl_x152c4, "bua": bottom_up_r101}
+_PRESETS = {
+    "vlp_x101": faster_rcnn.vlp_x101,
+    "vinvl": faster_rcnn.vinvl_x152c4,
+    "bua": faster_rcnn.bottom_up_r101,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +315,7 @@ class DetectorChoice:
     key: str = "--model"
     unrectified_key: str = "--unrectified"
 
-    def changed(self, config: DetectorConfig) -> DetectorConfig:
+    def changed(self, config: faster_rcnn.DetectorConfig) -> faster_rcnn.DetectorConfig:
         """The config with these rules; UserError where they do not fit the detector."""
         if self.unrectified and not config.head:
             raise UserError(
@@ -352,7 +354,7 @@ def open_detector(
     return RegionDetector(model, pictures, batch_size, beside_training=beside_training)
 
 
-def _opened(choice: DetectorChoice, placed: Mesh | None) -> FasterRCNN:
+def _opened(choice: DetectorChoice, placed: Mesh | None) -> faster_rcnn.FasterRCNN:
     path = Path(choice.model)
     if choice.model in _PRESETS and not path.exists():
         if choice.random is None:
@@ -363,8 +365,8 @@ def _opened(choice: DetectorChoice, placed: Mesh | None) -> FasterRCNN:
             )
         config = choice.changed(_PRESETS[choice.model]())
 
-        def build() -> FasterRCNN:
-            return FasterRCNN(config, rngs=nnx.Rngs(choice.random))
+        def build() -> faster_rcnn.FasterRCNN:
+            return faster_rcnn.FasterRCNN(config, rngs=nnx.Rngs(choice.random))
 
         return build() if placed is None else init_sharded(build, placed)
     if choice.random is not None:
@@ -388,7 +390,9 @@ def _opened(choice: DetectorChoice, placed: Mesh | None) -> FasterRCNN:
     return _read_published(path, choice, placed)
 
 
-def _read_published(path: Path, choice: DetectorChoice, mesh: Mesh | None) -> FasterRCNN:
+def _read_published(
+    path: Path, choice: DetectorChoice, mesh: Mesh | None
+) -> faster_rcnn.FasterRCNN:
     from mmqa_jax.models.detection.keys import open_detector as open_checkpoint
 
     config = choice.changed(open_checkpoint(path).config)

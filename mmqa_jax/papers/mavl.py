@@ -35,15 +35,8 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
+from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.examples.side_files import (
-    AnswerHeuristics,
-    Captions,
-    ShotSelection,
-    caption_sentence,
-    traced,
-    with_captions,
-)
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 
 Role = Literal["junior", "senior", "manager"]
@@ -118,7 +111,7 @@ def _answer_template(used: Actions) -> few_shot.PromptTemplate:
 def _answer_fields(question: Question, outputs: Outputs, used: Actions) -> dict[str, str]:
     """The fields of a question or shot; a tool that was not used, or gave nothing, has no line."""
     fields = {
-        "context": caption_sentence(question),
+        "context": side_files.caption_sentence(question),
         "question": question.question,
         "answer": few_shot.majority_answer(question),
     }
@@ -170,7 +163,7 @@ class Tools:
       steps: question id -> what tools were asked and found, and why they gave nothing; extended.
     """
 
-    heuristics: AnswerHeuristics
+    heuristics: side_files.AnswerHeuristics
     knowledge: KnowledgeBase | None
     llm: Backend
     candidates: int
@@ -211,7 +204,7 @@ class Tools:
 
     def _searched(self, question: Question) -> list[str]:
         """What Tool_2 searches for; where there is no key word, caption and question."""
-        texts = caption_sentence(question), question.question
+        texts = side_files.caption_sentence(question), question.question
         return key_words_of(texts, self.key_words) or [" ".join(texts)]
 
     def generate_knowledge(self, questions: Sequence[Question]) -> dict[str, str]:
@@ -220,7 +213,10 @@ class Tools:
         decoding = Decoding(max_new_tokens=self.new_tokens, stop=("\n",))
         queries = []
         for question in questions:
-            fields = {"context": caption_sentence(question), "question": question.question}
+            fields = {
+                "context": side_files.caption_sentence(question),
+                "question": question.question,
+            }
             queries.append(Completion(question.id, template.render([], fields), decoding))
         answers = answer_all(self.llm, queries, "Generating knowledge")
         for query in queries:
@@ -551,9 +547,9 @@ def answer_mavl(
     questions: Sequence[Question],
     llm: Backend,
     library: ExampleLibrary,
-    heuristics: AnswerHeuristics,
+    heuristics: side_files.AnswerHeuristics,
     knowledge: KnowledgeBase | None = None,
-    captions: Captions | None = None,
+    captions: side_files.Captions | None = None,
     planner: Backend | None = None,
     *,
     agents: tuple[Role, ...] = tuple(ROLES),
@@ -562,7 +558,7 @@ def answer_mavl(
     weighting: Weighting = "level",
     shots: Count = 8,
     candidates: Count = 5,
-    similarity: ShotSelection = "answer_aware",
+    similarity: side_files.ShotSelection = "answer_aware",
     order: few_shot.Order = "most_similar_first",
     task: Literal["prompt", "test_input"] = "prompt",
     plan_reading: PlanReading = "strict",
@@ -608,7 +604,7 @@ def answer_mavl(
     check_team(agents, votes)
     check_oracle(questions, plans)
     chosen = heuristics.select(questions, library, shots, similarity, seed=seed)
-    questions, chosen = with_captions(questions, chosen, captions)
+    questions, chosen = side_files.with_captions(questions, chosen, captions)
     shots_of = dict(zip((question.id for question in questions), chosen, strict=True))
     steps: dict[str, Steps] = collections.defaultdict(Steps)
     # p_a = G_T(P_0)
@@ -667,7 +663,7 @@ def answer_mavl(
         predictions.append(
             elect(question, team, weighting, case.record(), heuristics.best(question))
         )
-    return traced(predictions, questions, captions)
+    return side_files.traced(predictions, questions, captions)
 
 
 def _seed_of(question: Question, role: Role, seed: int) -> int:

@@ -18,15 +18,8 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Decoding
+from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
-from mmqa_jax.prompting.examples.side_files import (
-    AnswerHeuristics,
-    Captions,
-    ShotSelection,
-    caption_sentence,
-    traced,
-    with_captions,
-)
 from mmqa_jax.prompting.multiple_choice import Normalization, choose_options
 
 _TEMPLATE = "prophet.okvqa"
@@ -36,13 +29,13 @@ def answer_prophet(
     questions: Sequence[Question],
     llm: Backend,
     library: ExampleLibrary,
-    heuristics: AnswerHeuristics,
-    captions: Captions | None = None,
+    heuristics: side_files.AnswerHeuristics,
+    captions: side_files.Captions | None = None,
     *,
     shots: Count = 20,
     candidates: Count = 10,
     ensemble: int = 5,
-    similarity: ShotSelection = "answer_aware",
+    similarity: side_files.ShotSelection = "answer_aware",
     max_new_tokens: int = 8,
     seed: Count = 0,
 ) -> list[Prediction]:
@@ -58,7 +51,7 @@ def answer_prophet(
     """
     decoding = Decoding(max_new_tokens=max_new_tokens, stop=("\n",), logprobs=True)
     nearest = heuristics.select(questions, library, shots * ensemble, similarity, seed=seed)
-    captioned, nearest = with_captions(questions, nearest, captions)
+    captioned, nearest = side_files.with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
     replies = few_shot.ask(
         captioned, few_shot.several_prompts(captioned, chosen, shots, ensemble), llm,
@@ -69,19 +62,19 @@ def answer_prophet(
         _elected(question, replies_to_it, heuristics.best(question))
         for question, replies_to_it in zip(questions, replies, strict=True)
     ]
-    return traced(predictions, questions, captions)
+    return side_files.traced(predictions, questions, captions)
 
 
 def choose_prophet(
     questions: Sequence[Question],
     llm: Backend,
     library: ExampleLibrary,
-    heuristics: AnswerHeuristics,
-    captions: Captions | None = None,
+    heuristics: side_files.AnswerHeuristics,
+    captions: side_files.Captions | None = None,
     *,
     shots: Count = 20,
     candidates: Count = 10,
-    similarity: ShotSelection = "answer_aware",
+    similarity: side_files.ShotSelection = "answer_aware",
     score: Normalization = "sum",
     calibrated: bool = False,
     seed: Count = 0,
@@ -90,7 +83,7 @@ def choose_prophet(
     summed or per token, if calibrated less its log-probability after a prompt without question and
     context. The captions stand in place of the questions' own."""
     nearest = heuristics.select(questions, library, shots, similarity, seed=seed)
-    captioned, nearest = with_captions(questions, nearest, captions)
+    captioned, nearest = side_files.with_captions(questions, nearest, captions)
     chosen = [_shuffled(near, q, seed) for q, near in zip(captioned, nearest, strict=True)]
     options = {q.id: tuple(f" {choice}" for choice in q.choices) for q in questions}
     blank = {"context": few_shot.NO_CONTEXT, "question": few_shot.NO_CONTEXT, "candidates": ""}
@@ -99,22 +92,22 @@ def choose_prophet(
         few_shot.load_template(_TEMPLATE), _fields_of(heuristics, candidates),
         score=score, blank=blank if calibrated else None,
     )  # fmt: skip
-    return traced(predictions, questions, captions)
+    return side_files.traced(predictions, questions, captions)
 
 
 def answer_first_candidate(
-    questions: Sequence[Question], heuristics: AnswerHeuristics
+    questions: Sequence[Question], heuristics: side_files.AnswerHeuristics
 ) -> list[Prediction]:
     """The VQA model alone: its first candidate."""
     heuristics.check(questions)
     return [Prediction(q.id, prep_ans(heuristics.best(q))) for q in questions]
 
 
-def _fields_of(heuristics: AnswerHeuristics, count: int) -> few_shot.Fields:
+def _fields_of(heuristics: side_files.AnswerHeuristics, count: int) -> few_shot.Fields:
     def fields(question: Question) -> Mapping[str, str]:
         listed = heuristics.listed(question, count)
         return {
-            "context": caption_sentence(question),
+            "context": side_files.caption_sentence(question),
             "question": question.question,
             "candidates": f"===\nCandidates: {listed}\n" if listed else "",
             "answer": few_shot.majority_answer(question),

@@ -17,16 +17,9 @@ from mmqa_jax.data.pictures import decode, resize
 from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig, PictureConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.prompting import llava_prompt
+from mmqa_jax.prompting import llava_prompt, text_tokenizer
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question
-from mmqa_jax.prompting.text_tokenizer import (
-    ChatFormat,
-    ChatTemplate,
-    Fields,
-    TextTokenizer,
-    VicunaV1,
-)
 
 
 class Shown(NamedTuple):
@@ -51,7 +44,7 @@ class PictureFormat(Protocol):
         none.
     """
 
-    chat_format: ChatFormat | None
+    chat_format: text_tokenizer.ChatFormat | None
     placeholder: str
     video: str | None
 
@@ -78,7 +71,7 @@ class LlavaFormat:
 
     placeholder, video = PLACEHOLDER, None
 
-    def __init__(self, config: LlavaConfig, tokenizer: TextTokenizer):
+    def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
         self.chat_format = _conversation(config, tokenizer)
         self._config, self._tokenizer = config, tokenizer
         self._has_token = tokenizer.encode_plain(PLACEHOLDER) == [config.image_token]
@@ -120,7 +113,7 @@ class OnevisionFormat(LlavaFormat):
     Pictures are turned as EXIF says, as by transformers' load_image; LLaVA's original does not.
     """
 
-    def __init__(self, config: OnevisionConfig, tokenizer: TextTokenizer):
+    def __init__(self, config: OnevisionConfig, tokenizer: text_tokenizer.TextTokenizer):
         super().__init__(config, tokenizer)
         self._config: OnevisionConfig = config
         self.video = tokenizer.decode([config.video_token]) or None
@@ -150,11 +143,13 @@ class OnevisionFormat(LlavaFormat):
         return 1 + rows * columns
 
 
-def _conversation(config: LlavaConfig, tokenizer: TextTokenizer) -> ChatFormat | None:
+def _conversation(
+    config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer
+) -> text_tokenizer.ChatFormat | None:
     if config.image_token != ORIGINAL_IMAGE_TOKEN and tokenizer.template is not None:
         return PictureTemplate(tokenizer.template)
     is_known = config.image_token == ORIGINAL_IMAGE_TOKEN or config.llama.family == "llama"
-    return VicunaV1(tokenizer.shield) if is_known else None
+    return text_tokenizer.VicunaV1(tokenizer.shield) if is_known else None
 
 
 def _with_places(
@@ -173,9 +168,9 @@ class QwenFormat:
     load_image.
     """
 
-    def __init__(self, config: QwenVLConfig, tokenizer: TextTokenizer):
+    def __init__(self, config: QwenVLConfig, tokenizer: text_tokenizer.TextTokenizer):
         vision = config.vision
-        self.chat_format: ChatFormat | None = tokenizer.template
+        self.chat_format: text_tokenizer.ChatFormat | None = tokenizer.template
         self._tokenizer = tokenizer
         self._sizes = resize.PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
         self.placeholder, self.video, before, after = (
@@ -218,7 +213,7 @@ class QwenFormat:
         return resize.qwen_pixels(image, self._sizes, picture.name)
 
 
-def picture_format(config: PictureConfig, tokenizer: TextTokenizer) -> PictureFormat:
+def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenizer) -> PictureFormat:
     """Finds the picture format of a model."""
     kinds = {
         QwenVLConfig: QwenFormat,
@@ -243,7 +238,7 @@ class PictureTemplate:
 
     before_answer = ""
 
-    def __init__(self, template: ChatTemplate):
+    def __init__(self, template: text_tokenizer.ChatTemplate):
         self._template = template
         self._takes_parts = _takes_parts(template)
 
@@ -252,7 +247,7 @@ class PictureTemplate:
         fields = self._template.in_parts if self._takes_parts else self._in_words
         return self._template.written(request_id, map(fields, messages))
 
-    def _in_words(self, message: Message) -> Fields:
+    def _in_words(self, message: Message) -> text_tokenizer.Fields:
         count = len(message.pictures)
         if not count:
             return self._template.fields(message)
@@ -260,7 +255,7 @@ class PictureTemplate:
         return {"role": message.role, "content": content}
 
 
-def _takes_parts(template: ChatTemplate) -> bool:
+def _takes_parts(template: text_tokenizer.ChatTemplate) -> bool:
     """Whether a template shows both parts of a message, the picture and the words."""
     parts = [{"type": "image"}, {"type": "text", "text": _WORD}]
     try:

@@ -24,18 +24,7 @@ from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.pictures.bounds import check_bytes
 from mmqa_jax.decoding.requests import Candidate, Result, Scores
-from mmqa_jax.prompting.backends import (
-    Around,
-    Backend,
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Message,
-    Picture,
-    Query,
-    answer_of,
-)
+from mmqa_jax.prompting import backends
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, answer_all, request_key
 from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
 from mmqa_jax.prompting.backends.openai_requests import Fields, read_chat
@@ -82,7 +71,7 @@ def run_prompts(
     """
     began = time.monotonic()
     check_prompt_config(config)
-    decoding = Decoding(**config.decoding)
+    decoding = backends.Decoding(**config.decoding)
     lines = read_prompts(prompts, decoding)
     served = open_backend(backend, model, tokenizer, config)
     if served.takes_messages and not raw:
@@ -130,12 +119,12 @@ def run_prompts(
 
 
 def _answer(
-    job: Job, lines: Sequence[Line], backend: Backend, cache: Path | None, out: Path
+    job: Job, lines: Sequence[Line], backend: backends.Backend, cache: Path | None, out: Path
 ) -> dict[str, Any]:
     """Answers this process's share, and writes the file if nothing of the others' is missing; else
     it returns what the verb says of a job that waits for others."""
     with job, contextlib.ExitStack() as opened:
-        served: Backend | Cached = backend
+        served: backends.Backend | Cached = backend
         if cache is not None:
             served = Cached(backend, opened.enter_context(contextlib.closing(ResponseCache(cache))))
 
@@ -173,7 +162,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
-        row |= {"answer": answer_of(answer.candidates[0].text or "")}
+        row |= {"answer": backends.answer_of(answer.candidates[0].text or "")}
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:
@@ -192,7 +181,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return row
 
 
-def _scored(request: Choices, answer: Scores) -> dict[str, Any]:
+def _scored(request: backends.Choices, answer: Scores) -> dict[str, Any]:
     scores = [
         {"text": text, "logprob": score.total, "mean": score.mean, "greedy": score.greedy}
         for text, score in zip(request.continuations, answer.scores, strict=True)
@@ -229,15 +218,15 @@ def leads(what: Any) -> bool:
     return distributed.process_index() == 0
 
 
-class Leading(Around):
+class Leading(backends.Around):
     """The backend of process 0, whose calls the others follow (see backends.Backend); `queries` are
     all that may be asked for, the same as the others `follow` with."""
 
-    def __init__(self, backend: Backend, queries: Sequence[Query]):
+    def __init__(self, backend: backends.Backend, queries: Sequence[backends.Query]):
         super().__init__(backend)
         self._places = {query.id: place for place, query in enumerate(queries)}
 
-    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+    def answer(self, queries: Iterable[backends.Query]) -> Iterator[Result | Scores]:
         """The backend's; to be read to its end, as the others do."""
         queries = list(queries)
         distributed.gather(_NAME, [self._places[query.id] for query in queries])
@@ -248,7 +237,7 @@ class Leading(Around):
         distributed.gather(_NAME, None)
 
 
-def follow(backend: Backend, queries: Sequence[Query]) -> None:
+def follow(backend: backends.Backend, queries: Sequence[backends.Query]) -> None:
     """Computes what process 0 answers with `Leading`, until it ends; the answers are its own."""
     while (places := distributed.gather(_NAME, None)[0]) is not None:
         for _ in backend.answer([queries[place] for place in places]):
@@ -311,14 +300,14 @@ class Line:
     copied to the answer."""
 
     where: str
-    request: Query
+    request: backends.Query
     meta: Any = None
 
 
-def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> list[Line]:
+def read_prompts(path: str | os.PathLike, decoding: backends.Decoding | None = None) -> list[Line]:
     """Reads a file of prompts, `.jsonl` or plain text, and their images, from paths relative to the
     file. `decoding` is the default for prompts that do not override it."""
-    path, decoding = Path(path), decoding or Decoding()
+    path, decoding = Path(path), decoding or backends.Decoding()
     with _errors_at("config section decoding"):
         decoding.request("the default")  # rejects values out of range, before a model is loaded
     if path.suffix == ".jsonl":
@@ -330,7 +319,7 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
     else:
         texts = enumerate(read_text(path).split("\n"), start=1)
         lines = [
-            Line(f"{path}, line {number}", Completion(number, text.rstrip("\r"), decoding))
+            Line(f"{path}, line {number}", backends.Completion(number, text.rstrip("\r"), decoding))
             for number, text in texts
             if text.strip()
         ]
@@ -350,16 +339,16 @@ def read_prompts(path: str | os.PathLike, decoding: Decoding | None = None) -> l
 def as_message(line: Line) -> Line:
     """A line whose text is to be continued, as the message of a user with its pictures."""
     query = line.request
-    if not isinstance(query, Completion):
+    if not isinstance(query, backends.Completion):
         return line
     plain = query.prompt.replace(MARK, " ")
     is_placed = plain.count(IMAGE) == len(query.images)
     marked = plain.replace(IMAGE, MARK) if is_placed else MARK * len(query.images) + plain
     messages, _ = as_prompt(marked, query.images, chat=True)
-    return dataclasses.replace(line, request=Chat(query.id, messages, query.decoding))
+    return dataclasses.replace(line, request=backends.Chat(query.id, messages, query.decoding))
 
 
-def check_line(line: Line, check: Callable[[Query], None]) -> None:
+def check_line(line: Line, check: Callable[[backends.Query], None]) -> None:
     """Runs a backend's `check` on a line; errors name file and line."""
     with _errors_at(line.where):
         check(line.request)
@@ -377,7 +366,7 @@ def _errors_at(where: str) -> Iterator[None]:
         ) from error
 
 
-def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Path) -> Line:
+def _read_row(where: str, number: int, row: Any, decoding: backends.Decoding, folder: Path) -> Line:
     if not isinstance(row, dict):
         raise UserError("not a JSON object; write {...} with `prompt` or `messages`.")
     if "custom_id" in row:
@@ -402,21 +391,23 @@ def _read_row(where: str, number: int, row: Any, decoding: Decoding, folder: Pat
     decoding = dataclasses.replace(decoding, **changes)
     decoding.request(request_id)  # rejects values out of range
     images = tuple(_read_picture(folder / name) for name in row.get("images", ()))
-    query: Query
+    query: backends.Query
     if "choices" in row:
         choices = tuple(row["choices"])
         if "messages" in row:
-            query = Choices(request_id, _messages(row["messages"], images, folder), choices)
+            query = backends.Choices(
+                request_id, _messages(row["messages"], images, folder), choices
+            )
         else:
-            query = Choices(request_id, row["prompt"], choices, images)
+            query = backends.Choices(request_id, row["prompt"], choices, images)
     elif "messages" in row:
-        query = Chat(request_id, _messages(row["messages"], images, folder), decoding)
+        query = backends.Chat(request_id, _messages(row["messages"], images, folder), decoding)
     else:
-        query = Completion(request_id, row["prompt"], decoding, images)
+        query = backends.Completion(request_id, row["prompt"], decoding, images)
     return Line(where, query, row.get("meta"))
 
 
-def _batch_row(row: Mapping[str, Any], default: Decoding) -> Query:
+def _batch_row(row: Mapping[str, Any], default: backends.Decoding) -> backends.Query:
     """A line of an OpenAI batch file. Its model is that of --model, whatever it names."""
     fields = Fields(row)
     name = fields.take("custom_id", str)
@@ -428,10 +419,14 @@ def _batch_row(row: Mapping[str, Any], default: Decoding) -> Query:
     if asked.form.stream:
         raise UserError("stream has no meaning in a file; leave it out.")
     most = default.max_new_tokens if asked.most is None else asked.most
-    return Chat(name, asked.messages, dataclasses.replace(asked.decoding, max_new_tokens=most))
+    return backends.Chat(
+        name, asked.messages, dataclasses.replace(asked.decoding, max_new_tokens=most)
+    )
 
 
-def _messages(rows: list[Any], images: tuple[Picture, ...], folder: Path) -> tuple[Message, ...]:
+def _messages(
+    rows: list[Any], images: tuple[backends.Picture, ...], folder: Path
+) -> tuple[backends.Message, ...]:
     """Messages of a row; its `images` go to the front of the last one."""
     messages = []
     for row in rows:
@@ -443,14 +438,14 @@ def _messages(rows: list[Any], images: tuple[Picture, ...], folder: Path) -> tup
             raise UserError(
                 "a message's role must be a string, its content a string or a list of parts."
             )
-        messages.append(Message(row["role"], tuple(_part(part, folder) for part in parts)))
+        messages.append(backends.Message(row["role"], tuple(_part(part, folder) for part in parts)))
     if images:
         last = messages[-1]
-        messages[-1] = Message(last.role, (*images, *last.content))
+        messages[-1] = backends.Message(last.role, (*images, *last.content))
     return tuple(messages)
 
 
-def _part(part: Any, folder: Path) -> str | Picture:
+def _part(part: Any, folder: Path) -> str | backends.Picture:
     """A text, {"type": "text", "text": ...} or {"type": "image", "image": path}."""
     if isinstance(part, str):
         return part
@@ -464,13 +459,13 @@ def _part(part: Any, folder: Path) -> str | Picture:
     return value if kind == "text" else _read_picture(folder / value)
 
 
-def _read_picture(path: Path) -> Picture:
+def _read_picture(path: Path) -> backends.Picture:
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):  # /dev/zero has no end, a pipe perhaps no beginning
             raise UserError(f"image {path}: is no file; name a picture's file.")
         check_bytes(status.st_size, str(path))
-        return Picture(path.read_bytes(), str(path))
+        return backends.Picture(path.read_bytes(), str(path))
     except OSError as error:
         raise UserError(
             f"image {path}: cannot be read ({error.strerror}); paths are relative to the prompts "

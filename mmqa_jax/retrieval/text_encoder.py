@@ -31,13 +31,7 @@ from mmqa_jax.models.encoders.text_encoders import (
     model_type_of,
 )
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.retrieval.embedder import (
-    FULL_LENGTH,
-    Embedder,
-    TextEncoderConfig,
-    text_cost,
-    token_limit,
-)
+from mmqa_jax.retrieval import embedder
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 
@@ -46,7 +40,7 @@ _BUCKETS = (*range(16, 128, 16), *range(128, 256, 32), *(2**power for power in r
 
 def load_text_embedder(
     folder: Path, *, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
-) -> Embedder:
+) -> embedder.Embedder:
     """The embedder of a published encoder's folder; it takes texts alone.
 
     Args:
@@ -89,7 +83,7 @@ def load_text_embedder(
     graphdef, state = nnx.split(whole)
     if devices is not None:
         state = jax.device_put(state, state_shardings(state, devices))
-    return Embedder(
+    return embedder.Embedder(
         graphdef,
         state,
         tokenizer,
@@ -108,9 +102,9 @@ def load_text_embedder(
     )
 
 
-def encoder_cost(config: TextEncoderConfig, longest: int, unit: str) -> RowCost:
+def encoder_cost(config: embedder.TextEncoderConfig, longest: int, unit: str) -> RowCost:
     """What a text costs a published encoder; a call has fewer long ones (`rows_of_length`)."""
-    cost = text_cost(config, min(longest, FULL_LENGTH))
+    cost = embedder.text_cost(config, min(longest, embedder.FULL_LENGTH))
     return dataclasses.replace(cost, unit=unit)
 
 
@@ -127,7 +121,7 @@ _TOKENS = 256  # the authors' max_seq_length
 
 
 @functools.cache
-def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
+def load_minilm_embedder(batch_size: BatchSize = AUTO) -> embedder.Embedder:
     """The embedder of the installed package; it takes texts alone.
 
     `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
@@ -138,14 +132,14 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
     mesh = loading_mesh()
     if mesh is not None:
         state = jax.device_put(state, state_shardings(state, mesh))
-    return Embedder(
+    return embedder.Embedder(
         graphdef,
         state,
         minilm_tokenizer(),
         image_size=0,
         buckets=length_buckets(_TOKENS, bert.config.positions),
         batch_size=batch_size,
-        cost=text_cost(bert.config, _TOKENS),
+        cost=embedder.text_cost(bert.config, _TOKENS),
     )
 
 
@@ -153,6 +147,6 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> Embedder:
 def minilm_token_limit() -> TokenLimit | None:
     """`Embedder.token_limit` of MiniLM without its weights; None where it is not installed."""
     try:
-        return token_limit(minilm_tokenizer(), _TOKENS - 2)  # [CLS] and [SEP]
+        return embedder.token_limit(minilm_tokenizer(), _TOKENS - 2)  # [CLS] and [SEP]
     except UserError:
         return None

@@ -22,14 +22,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
+from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import TEXTS
-from mmqa_jax.prompting.examples.side_files import (
-    AnswerHeuristics,
-    Captions,
-    load_answer_aware,
-    load_candidates,
-    open_captions,
-)
 from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.prompting.llm_reader import (
     LLMReader,
@@ -621,10 +615,10 @@ class HeuristicsSpec(Part):
     candidates: str
     examples: str = ""
 
-    def open(self, row: OpenedParts) -> AnswerHeuristics:
+    def open(self, row: OpenedParts) -> side_files.AnswerHeuristics:
         """The answer heuristics; UserError for a file that is malformed."""
-        examples = load_answer_aware(self.examples) if self.examples else {}
-        return AnswerHeuristics(load_candidates(self.candidates), examples)
+        examples = side_files.load_answer_aware(self.examples) if self.examples else {}
+        return side_files.AnswerHeuristics(side_files.load_candidates(self.candidates), examples)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -671,9 +665,9 @@ class CaptionsSpec(Part):
     captions: str
     tags: str = ""
 
-    def open(self, row: OpenedParts) -> Captions:
+    def open(self, row: OpenedParts) -> side_files.Captions:
         """Captions and tags by name."""
-        return open_captions(self.captions, self.tags, row.corpus.questions())
+        return side_files.open_captions(self.captions, self.tags, row.corpus.questions())
 
 
 # The parts of the tables' trained baselines: KAT's and Multimodal-CoT's.

@@ -36,25 +36,14 @@ from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Picture, Que
 from mmqa_jax.prompting.backends.openai_requests import read_picture
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.runs.prepare import folder_notes
-from mmqa_jax.serve import ServeOptions
-from mmqa_jax.serve.door import (
-    ApiError,
-    Door,
-    Entrance,
-    Metrics,
-    Pieces,
-    Visit,
-    refusal,
-    too_long,
-    visit_of,
-)
+from mmqa_jax.serve import ServeOptions, door
 from mmqa_jax.serve.systems import Asking, Parts
 
 
 class OpenAIApi:
     """Answers the routes under /v1 with the parts."""
 
-    def __init__(self, parts: Parts, metrics: Metrics):
+    def __init__(self, parts: Parts, metrics: door.Metrics):
         self._parts, self._metrics = parts, metrics
         self._started = int(time.time())
 
@@ -71,7 +60,7 @@ class OpenAIApi:
 
     async def completions(self, request: Request) -> Response:
         """Continues texts, or scores them (echo)."""
-        visit = visit_of(request)
+        visit = door.visit_of(request)
         asked = openai_requests.read_completion(await visit.fields())
         model = self._llm(asked.model)
         _check_form(model, asked.form)
@@ -109,13 +98,13 @@ class OpenAIApi:
 
     async def chat(self, request: Request) -> Response:
         """The next message of a conversation, by a language model or a system."""
-        visit = visit_of(request)
+        visit = door.visit_of(request)
         fields = await visit.fields()
         named = fields.names()
         asked = openai_requests.read_chat(fields)
         if asked.model in self._parts.systems:
             for key in sorted(named & _DECODING):
-                raise ApiError(
+                raise door.ApiError(
                     400, f"{asked.model} decodes as it is set up; leave {key} out.", param=key
                 )
             return await self._chat_with_system(visit, asked)
@@ -143,12 +132,12 @@ class OpenAIApi:
 
     async def embeddings(self, request: Request) -> Response:
         """The vectors of texts."""
-        visit = visit_of(request)
+        visit = door.visit_of(request)
         asked = openai_requests.read_embedding(await visit.fields())
         self._check_name(asked.model, [self._parts.embedder_name])
         for number, text in enumerate(asked.texts):
             if len(text) > _LONGEST_TEXT:
-                raise ApiError(
+                raise door.ApiError(
                     400,
                     f"input[{number}] has {len(text):,} characters, up to {_LONGEST_TEXT:,} are "
                     "embedded; cut it into passages.",
@@ -164,21 +153,27 @@ class OpenAIApi:
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": asked.model, "usage": usage})
 
-    async def _chat_with_system(self, visit: Visit, asked: openai_requests.ChatRequest) -> Response:
+    async def _chat_with_system(
+        self, visit: door.Visit, asked: openai_requests.ChatRequest
+    ) -> Response:
         """The last message is the question; earlier ones are no part of it."""
         system = self._parts.systems[asked.model]
         last = asked.messages[-1]
         if last.role != "user":
-            raise ApiError(400, "the last message is not the user's; ask in it.", param="messages")
+            raise door.ApiError(
+                400, "the last message is not the user's; ask in it.", param="messages"
+            )
         pictures = last.pictures
         if len(pictures) > 1:
-            raise ApiError(
+            raise door.ApiError(
                 400, "a question has at most one picture here; send one.", param="messages"
             )
         if pictures and not system.takes_pictures:
-            raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="messages")
+            raise door.ApiError(
+                400, f"{system.label} takes no pictures; remove it.", param="messages"
+            )
         picture = pictures[0].data if pictures else None
-        pieces = Pieces()
+        pieces = door.Pieces()
         asking = system.ask(last.text, picture, lambda kind, value: pieces.put((kind, value)))
         visit.works(asking)
         envelope = Envelope("chat.completion", asked.model)
@@ -196,10 +191,10 @@ class OpenAIApi:
         decoding: Decoding,
         form: openai_requests.Form,
         name: str,
-        visit: Visit,
+        visit: door.Visit,
     ) -> StreamingResponse:
         """An answer in pieces."""
-        pieces = Pieces()
+        pieces = door.Pieces()
         listener = _listener(model, decoding, pieces)
         pending = await asyncio.to_thread(lambda: visit.works(model.submit(query, listener)))
         is_chat = isinstance(query, Chat)
@@ -231,7 +226,7 @@ class OpenAIApi:
                     yield _event(envelope.piece([], usage_of(result.prompt_tokens, new_tokens)))
                 yield _DONE
             except Exception as error:
-                yield _event(refusal(error).to_json())
+                yield _event(door.refusal(error).to_json())
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
@@ -244,7 +239,7 @@ class OpenAIApi:
     def _check_name(self, name: str, known: Sequence[str]) -> None:
         if name not in known:
             names = ", ".join(known) or "none"
-            raise ApiError(
+            raise door.ApiError(
                 404,
                 f"no model {name!r:.80} answers this; these do: {names}.",
                 param="model",
@@ -269,7 +264,7 @@ _DECODING = {
 
 
 async def _system_pieces(
-    asking: Asking, pieces: Pieces, envelope: Envelope, visit: Visit
+    asking: Asking, pieces: door.Pieces, envelope: Envelope, visit: door.Visit
 ) -> AsyncIterator[str]:
     sent = False
     try:
@@ -283,7 +278,7 @@ async def _system_pieces(
         end = envelope.piece([_delta(0, None, "stop")], sources=row["sources"])
         yield _event(end) + _DONE
     except Exception as error:
-        yield _event(refusal(error).to_json())
+        yield _event(door.refusal(error).to_json())
 
 
 def _event(value: Any) -> str:
@@ -294,7 +289,7 @@ def _check_form(model: ServedModel, form: openai_requests.Form) -> None:
     """ApiError for a form that the model cannot answer in."""
     for key, reason in model.backend.cannot.items():
         if getattr(form, key):
-            raise ApiError(400, f"{key}: {reason}.", param=key)
+            raise door.ApiError(400, f"{key}: {reason}.", param=key)
 
 
 def _check_length(model: ServedModel, texts: Iterable[str]) -> None:
@@ -303,7 +298,7 @@ def _check_length(model: ServedModel, texts: Iterable[str]) -> None:
     most = backend.length * backend.tokenizer.longest_token
     for text in texts:
         if len(text) > most:
-            raise too_long(
+            raise door.too_long(
                 f"the prompt has {len(text):,} characters, more than the model's context of "
                 f"{backend.length:,} tokens can hold ({most:,}); shorten it."
             )
@@ -326,7 +321,7 @@ def _sized(model: ServedModel, asked: openai_requests.ChatRequest) -> Chat:
 
 
 def _submit_all(
-    model: ServedModel, asked: openai_requests.CompletionRequest, visit: Visit
+    model: ServedModel, asked: openai_requests.CompletionRequest, visit: door.Visit
 ) -> list[Pending]:
     """Submits each prompt's scores, if it is echoed, and its continuations."""
     pending: list[Pending] = []
@@ -350,7 +345,7 @@ def _prompt_scoring(model: ServedModel, prompt: openai_requests.Prompt) -> Scori
     """Scores all tokens of a prompt behind the first."""
     tokens = _prompt_tokens(model, prompt)
     if len(tokens) < 2:
-        raise ApiError(400, "echo: the prompt has one token, which nothing precedes.")
+        raise door.ApiError(400, "echo: the prompt has one token, which nothing precedes.")
     return Scoring(0, tokens[:1], [tokens[1:]])
 
 
@@ -363,7 +358,7 @@ def _echoed(model: ServedModel, prompt: openai_requests.Prompt, scores: Scores) 
 
 
 def _listener(
-    model: ServedModel, decoding: Decoding, pieces: Pieces
+    model: ServedModel, decoding: Decoding, pieces: door.Pieces
 ) -> Callable[[GeneratedSequence], None]:
     """Puts (draw, text, token, finish) for each token."""
     streams: dict[int, TextStream] = {}
@@ -521,10 +516,10 @@ def embedding(vector: np.ndarray, index: int, *, as_base64: bool) -> dict[str, A
 _THREADS = 64  # that read requests, hand them to the model, and read pictures
 
 
-def make_app(parts: Parts, options: ServeOptions) -> Door:
+def make_app(parts: Parts, options: ServeOptions) -> door.Door:
     """Makes the ASGI application. The parts that it answers with are closed when the server ends,
     after its last answer."""
-    metrics = Metrics(lambda: parts.unfinished)
+    metrics = door.Metrics(lambda: parts.unfinished)
 
     async def health(request: Request) -> Response:
         if parts.is_serving:
@@ -543,37 +538,37 @@ def make_app(parts: Parts, options: ServeOptions) -> Door:
 
     page, api = PageApi(parts), OpenAIApi(parts, metrics)
     entrances = [
-        Entrance("/", page.page, is_open=True),
-        Entrance("/page/{name}", page.file, is_open=True),
-        Entrance("/healthz", health, is_open=True),
-        Entrance("/metrics", measured),
-        Entrance("/api/about", page.about),
-        Entrance("/api/source/{name:path}", page.source),
-        Entrance("/api/picture/{name:path}", page.picture),
-        Entrance("/api/ask", page.ask, is_queued=True),
-        Entrance("/v1/models", api.models),
-        Entrance("/v1/models/{name:path}", api.model),
-        Entrance("/v1/completions", api.completions, is_queued=True),
-        Entrance("/v1/chat/completions", api.chat, is_queued=True),
-        Entrance("/v1/embeddings", api.embeddings, is_queued=True),
+        door.Entrance("/", page.page, is_open=True),
+        door.Entrance("/page/{name}", page.file, is_open=True),
+        door.Entrance("/healthz", health, is_open=True),
+        door.Entrance("/metrics", measured),
+        door.Entrance("/api/about", page.about),
+        door.Entrance("/api/source/{name:path}", page.source),
+        door.Entrance("/api/picture/{name:path}", page.picture),
+        door.Entrance("/api/ask", page.ask, is_queued=True),
+        door.Entrance("/v1/models", api.models),
+        door.Entrance("/v1/models/{name:path}", api.model),
+        door.Entrance("/v1/completions", api.completions, is_queued=True),
+        door.Entrance("/v1/chat/completions", api.chat, is_queued=True),
+        door.Entrance("/v1/embeddings", api.embeddings, is_queued=True),
     ]
-    refused = (ApiError, UserError, QueueFull, Closed)
+    refused = (door.ApiError, UserError, QueueFull, Closed)
     app = Starlette(
         routes=entrances,
         exception_handlers={**dict.fromkeys(refused, _refused), HTTPException: _http_error},
         lifespan=lifespan,
     )
-    return Door(app, entrances, options, metrics)
+    return door.Door(app, entrances, options, metrics)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
-    return refusal(error).response()
+    return door.refusal(error).response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     sentence = {404: "no such path", 405: "not with this method"}.get(error.status_code)
-    return ApiError(error.status_code, f"{sentence or error.detail}.").response()
+    return door.ApiError(error.status_code, f"{sentence or error.detail}.").response()
 
 
 # What the page asks for: the systems, an answer as it comes, a source with its surroundings.
@@ -602,7 +597,7 @@ class PageApi:
         """A file of the page: one of few, by name."""
         name = request.path_params["name"]
         if name not in _FILES:
-            raise ApiError(404, "no such file.")
+            raise door.ApiError(404, "no such file.")
         return Response(self._files[name], media_type=_FILES[name], headers=_HEADERS)
 
     async def about(self, request: Request) -> Response:
@@ -631,18 +626,18 @@ class PageApi:
 
     async def ask(self, request: Request) -> Response:
         """An answer as server-sent events: those of `systems.py`, then `answer` or `error`."""
-        pieces, visit = Pieces(), visit_of(request)
+        pieces, visit = door.Pieces(), door.visit_of(request)
         fields = await visit.fields()
         question, name = fields.take("question", str), fields.take("system", str)
         url = fields.take("image", str, "")
         fields.end()
         if name not in self._parts.systems:
             known = ", ".join(self._parts.systems)
-            raise ApiError(404, f"no system {name!r:.80}; there are: {known}.", param="system")
+            raise door.ApiError(404, f"no system {name!r:.80}; there are: {known}.", param="system")
         system = self._parts.systems[name]
         picture = (await asyncio.to_thread(read_picture, url, "image")).data if url else None
         if picture is not None and not system.takes_pictures:
-            raise ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
+            raise door.ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
         asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
         visit.works(asking)
 
@@ -652,7 +647,7 @@ class PageApi:
                     yield _sent_event(kind, value)
                 yield _sent_event("answer", await asyncio.wrap_future(asking.future))
             except Exception as error:
-                yield _sent_event("error", refusal(error).to_json()["error"])
+                yield _sent_event("error", door.refusal(error).to_json()["error"])
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=_HEADERS)
 
@@ -682,11 +677,13 @@ class PageApi:
         assert self._parts.corpus is not None
         data = await asyncio.to_thread(self._parts.corpus.picture, row)
         if data is None:
-            raise ApiError(404, "this source has no picture.")
+            raise door.ApiError(404, "this source has no picture.")
         try:
             media_type = Picture(data).media_type
         except Exception as error:
-            raise ApiError(415, "the picture is of a kind that browsers do not show.") from error
+            raise door.ApiError(
+                415, "the picture is of a kind that browsers do not show."
+            ) from error
         headers = {**_HEADERS, "Content-Security-Policy": "default-src 'none'"}
         return Response(data, media_type=media_type, headers=headers)
 
@@ -694,7 +691,7 @@ class PageApi:
         """A source is looked up by its id in the corpus: no path reaches the file system."""
         corpus = self._parts.corpus
         if corpus is None or name not in corpus.row:
-            raise ApiError(404, "no such source.")
+            raise door.ApiError(404, "no such source.")
         return corpus.row[name]
 
 

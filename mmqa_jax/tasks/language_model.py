@@ -16,14 +16,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.typed import changes_of
+from mmqa_jax.data.batches import language_model
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.language_model import (
-    RowSize,
-    TokenExample,
-    language_model_batches,
-    pack_rows,
-    packed_batch,
-)
 from mmqa_jax.data.batches.packing import Packed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.chats import is_chat
@@ -82,8 +76,8 @@ class LanguageModel(solved_questions.SolvedQuestions):
     batches: RowBatches
 
     @property
-    def size(self) -> RowSize:
-        return RowSize(self.batches.length, self.batches.targets)
+    def size(self) -> language_model.RowSize:
+        return language_model.RowSize(self.batches.length, self.batches.targets)
 
     @property
     def row_length(self) -> int:
@@ -115,7 +109,7 @@ class LanguageModel(solved_questions.SolvedQuestions):
             encode_text(tokenizer),
             encode_chat=self._encode_chat(tokenizer),
         )
-        batches = language_model_batches(
+        batches = language_model.language_model_batches(
             examples.versions,
             examples.shares,
             self.feed(),
@@ -134,14 +128,16 @@ class LanguageModel(solved_questions.SolvedQuestions):
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
+        def make_score(examples: Sequence[language_model.TokenExample]) -> solved_questions.Score:
             sizes = np.array([(len(example.tokens), example.targets) for example in examples])
 
             def pack(rows: solved_questions.Rows) -> tuple[Packed, np.ndarray]:
-                batch = packed_batch([[examples[i] for i in row] for row in rows], self.size)
+                batch = language_model.packed_batch(
+                    [[examples[i] for i in row] for row in rows], self.size
+                )
                 return batch, batch["target_segments"]
 
-            rows = pack_rows(sizes, self.size)
+            rows = language_model.pack_rows(sizes, self.size)
             return solved_questions.row_scores(
                 model, rows, self.inference.batch_size, pack, target_log_probs
             )

@@ -33,16 +33,7 @@ from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.models.qwen_vl.network import (
-    Grid,
-    PatchBatch,
-    QwenVisionConfig,
-    QwenVLConfig,
-    bucket_of,
-    expand_pictures,
-    grid_of,
-    lay_out,
-)
+from mmqa_jax.models.qwen_vl import network
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
@@ -65,7 +56,7 @@ class VisionLanguageSection:
     """
 
     changes: Mapping[str, Any] = changes_of(LlamaConfig)
-    vision: Mapping[str, Any] = mapping(spec_of(QwenVisionConfig, minimum=0, partial=True))
+    vision: Mapping[str, Any] = mapping(spec_of(network.QwenVisionConfig, minimum=0, partial=True))
     lora: LoraConfig | None
     tower: Literal["frozen", "trained"] = "frozen"
 
@@ -157,12 +148,14 @@ class VisionLanguage(solved_questions.SolvedQuestions):
             )
         return pictures.readable(few, decode=decode)
 
-    def _encode_chat(self, tokenizer: Any, config: QwenVLConfig) -> solved_questions.EncodeChat:
+    def _encode_chat(
+        self, tokenizer: Any, config: network.QwenVLConfig
+    ) -> solved_questions.EncodeChat:
         turns, token = self.examples.turns, config.image_token
         return lambda question: chat_example(tokenizer, question, turns, token)
 
     def _pictures(
-        self, corpus: Corpus, tokenizer: Any, config: QwenVLConfig
+        self, corpus: Corpus, tokenizer: Any, config: network.QwenVLConfig
     ) -> tuple[QwenFormat, TrainingPictures]:
         picture_format = QwenFormat(config, tokenizer)
         return picture_format, TrainingPictures(
@@ -269,7 +262,7 @@ class TrainingPictures:
         self,
         corpus: Corpus,
         pictures: QwenFormat,
-        config: QwenVLConfig,
+        config: network.QwenVLConfig,
         max_broken: int | None = None,
     ):
         self._corpus, self._format, self._vision = corpus, pictures, config.vision
@@ -363,8 +356,8 @@ class TrainingPictures:
     def bucket(self, example: TokenExample) -> Bucket:
         """The smallest shape that holds an example: `pictures`, as many as its own or the next
         power of two, and `text`, the units of each in the tower with the windows' padding."""
-        grids = (grid_of(self.shape(name), self._vision) for name in example.pictures)
-        units = max((bucket_of(grid, self._vision) for grid in grids), default=0)
+        grids = (network.grid_of(self.shape(name), self._vision) for name in example.pictures)
+        units = max((network.bucket_of(grid, self._vision) for grid in grids), default=0)
         count = len(example.pictures)
         return Bucket(1 << (count - 1).bit_length() if count else 0, units)
 
@@ -377,7 +370,7 @@ class PicturedRows(NamedTuple):
     """Makes batches of one example a row, of `size` tokens beside its pictures'."""
 
     size: RowSize
-    config: QwenVLConfig
+    config: network.QwenVLConfig
     pictures: TrainingPictures
 
     def batch(self, examples: Sequence[TokenExample | None], bucket: Bucket) -> Packed:
@@ -405,7 +398,7 @@ class PicturedRows(NamedTuple):
             for row, of_row in zip(rows, shown, strict=True)
         ]
         shapes = [[picture.shape for picture in of_row] for of_row in pixels]
-        expanded = expand_pictures(
+        expanded = network.expand_pictures(
             [[] if row is None else row.tokens for row in rows],
             shapes,
             self.config,
@@ -434,18 +427,18 @@ class PicturedRows(NamedTuple):
             blank = np.zeros((vision.unit, vision.unit, 3), np.uint8)
             slots = [of_row[n] if n < len(of_row) else blank
                      for of_row in pixels for n in range(bucket.pictures)]  # fmt: skip
-            made |= {"rows": expanded.rows, **vars(lay_out(slots, vision, units))}
+            made |= {"rows": expanded.rows, **vars(network.lay_out(slots, vision, units))}
         return made
 
 
-def largest_bucket(vision: QwenVisionConfig, pictures: int = 1) -> Bucket:
+def largest_bucket(vision: network.QwenVisionConfig, pictures: int = 1) -> Bucket:
     """Returns the bucket of so many of the largest square pictures."""
     side = math.isqrt(vision.most_units)
-    return Bucket(pictures, bucket_of(Grid(side, side), vision))
+    return Bucket(pictures, network.bucket_of(network.Grid(side, side), vision))
 
 
 def pictured_shapes(
-    rows: int, size: RowSize, bucket: Bucket, vision: QwenVisionConfig
+    rows: int, size: RowSize, bucket: Bucket, vision: network.QwenVisionConfig
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch of pictures, M = bucket.pictures in a row.
 
@@ -462,7 +455,7 @@ def pictured_shapes(
         return jax.ShapeDtypeStruct((count, *shape), dtype)
 
     count = rows * bucket.pictures
-    laid = PatchBatch(
+    laid = network.PatchBatch(
         of(patches, vision.patch**2 * 3, count=count, dtype=np.uint8),
         of(patches, 2, count=count),
         of(2, count=count),

@@ -25,7 +25,7 @@ from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.host import peak_rss_mib
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.weights import keymap
+from mmqa_jax.weights import keymap, output_folder
 from mmqa_jax.weights.adapters import Adapter, is_peft, open_peft, write_peft
 from mmqa_jax.weights.config_json import with_changes
 from mmqa_jax.weights.folder import (
@@ -42,13 +42,6 @@ from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, all_zero, load_into, model_source
 from mmqa_jax.weights.layouts import require_given
-from mmqa_jax.weights.output_folder import (
-    WRITTEN_BY,
-    check_paths,
-    copy_companions,
-    name_paths,
-    whole_folder,
-)
 from mmqa_jax.weights.published import with_fresh, write_published
 from mmqa_jax.weights.record import RECORD, WEIGHTS, is_weights_folder
 from mmqa_jax.weights.registry import Architecture, architecture, model_of
@@ -114,8 +107,8 @@ def convert(
         raise UserError(
             "--preprocessing: is kept with a CLIP's converted weights alone; leave it out."
         )
-    with name_paths(source), jax.default_device(jax.devices("cpu")[0]):
-        check_paths(source, out, overwrite)
+    with output_folder.name_paths(source), jax.default_device(jax.devices("cpu")[0]):
+        output_folder.check_paths(source, out, overwrite)
         if is_weights_folder(source):
             made = _export_converted(entry, source, out, dtype, export, changes)
         elif is_peft(source):
@@ -170,8 +163,8 @@ def _convert_published(
         "parameters": sum(math.prod(array.shape) for array in arrays.values()),
         "bytes": size,
     }
-    with whole_folder(out, size) as folder:
-        copied = copy_companions(folder_of, folder)
+    with output_folder.whole_folder(out, size) as folder:
+        copied = output_folder.copy_companions(folder_of, folder)
         if write_more is not None:
             copied += write_more(path, folder)
         with Progress(f"Converting {path.name}", total // MIB, "MiB") as progress:
@@ -185,7 +178,12 @@ def _convert_published(
         tokens = _token_ids(folder_of) if checkpoint.layout == "transformers" else {}
         if export is None:
             versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
-            more = {**facts, "token_ids": tokens, WRITTEN_BY: _writer(), "versions": versions}
+            more = {
+                **facts,
+                "token_ids": tokens,
+                output_folder.WRITTEN_BY: _writer(),
+                "versions": versions,
+            }
             if preprocessing is not None:
                 more["preprocessing"] = preprocessing
             write_json(folder / RECORD, {**describe_model(entry, config, dtype), **more})
@@ -223,11 +221,15 @@ def _convert_adapter(
     key_map = entry.additions.peft_map(config, adapter.targets)
     arrays = _streamed(additions, key_map, source)
     facts = {"layout": "peft", "dtype": "float32", "bytes": sum(a.nbytes for a in arrays.values())}
-    with whole_folder(out, facts["bytes"]) as folder:
-        copied = copy_companions(base if base.is_dir() else base.parent, folder)
-        copied += copy_companions(path, folder)
+    with output_folder.whole_folder(out, facts["bytes"]) as folder:
+        copied = output_folder.copy_companions(base if base.is_dir() else base.parent, folder)
+        copied += output_folder.copy_companions(path, folder)
         write_weights(folder / WEIGHTS, arrays)
-        more = {"adapter": dataclasses.asdict(adapter), **facts, WRITTEN_BY: _writer()}
+        more = {
+            "adapter": dataclasses.asdict(adapter),
+            **facts,
+            output_folder.WRITTEN_BY: _writer(),
+        }
         write_json(folder / RECORD, {**describe_model(entry, config, "float32"), **more})
         write_converted_sums(folder)
     return {**facts, "base": str(base), "files": sorted(set(copied))}
@@ -247,8 +249,8 @@ def _export_adapter(path: Path, out: Path) -> dict[str, Any]:
     state = nnx.from_flat_state(
         [(tuple(name.split("/")), nnx.Param(array)) for name, array in arrays.items()]
     )
-    with whole_folder(out, size) as folder:
-        copied = copy_companions(path, folder)
+    with output_folder.whole_folder(out, size) as folder:
+        copied = output_folder.copy_companions(path, folder)
         parts = description.architecture.additions
         published = model_source(state, parts.peft_map(description.config, adapter.targets))
         copied += write_peft(folder, adapter, published, parts.peft_linears(description.config))
@@ -280,8 +282,8 @@ def _export_converted(
     _, whole = abstract_of(description.architecture.build, description.config)
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(whole))
     size = parameters * np.dtype(dtype).itemsize
-    with whole_folder(out, size) as folder:
-        copied = copy_companions(path, folder)
+    with output_folder.whole_folder(out, size) as folder:
+        copied = output_folder.copy_companions(path, folder)
         state = nnx.state(load_converted(path, param_dtype=dtype))
         tokens = description.record.get("token_ids", {})
         _write_hf(folder, f"Writing {out.name}", entry, config, state, tokens)
@@ -299,7 +301,7 @@ def _write_hf(
 ) -> None:
     published = entry.publish(config, state)
     total = sum(_bytes(spec) for spec in published.source.specs().values())
-    more = {**tokens, WRITTEN_BY: _writer()}
+    more = {**tokens, output_folder.WRITTEN_BY: _writer()}
     # What the config itself says (BART's pad, CLIP's end of text) takes precedence.
     more = {key: value for key, value in more.items() if key not in published.config}
     with Progress(title, total // MIB, "MiB") as progress:

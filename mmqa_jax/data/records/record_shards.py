@@ -24,16 +24,8 @@ from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.shards import WHOLE, PartState, Shard, Unfinished
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
+from mmqa_jax.data.records import picture_records
 from mmqa_jax.data.records.corpus_records import column_of, open_records
-from mmqa_jax.data.records.picture_records import (
-    DatasetFiles,
-    ShardNotes,
-    ShardSize,
-    finish_folder,
-    inputs_signature,
-    recorded_inputs,
-    unfinished_folder,
-)
 
 MANIFEST = "manifest.json"
 PROGRESS = "progress.json"
@@ -169,7 +161,7 @@ def write_records(
       RunError: too many broken pictures.
     """
     ids = list(pictures)
-    signature = inputs_signature([str(i) for i in ids], *facts, shard)
+    signature = picture_records.inputs_signature([str(i) for i in ids], *facts, shard)
     parts = [ids[start : start + shard] for start in range(0, len(ids), shard)]
     own = range(part.index, len(parts), part.count)
 
@@ -188,11 +180,15 @@ def write_records(
         return all_kept()
     _check_place(folder, kind, signature, overwrite)
     shared = part.count > 1
-    with unfinished_folder(folder, signature, finished if shared else None) as complete:
+    with picture_records.unfinished_folder(
+        folder, signature, finished if shared else None
+    ) as complete:
         if complete:
             return all_kept()
-        files = DatasetFiles(folder / kind.dataset, kind.column, text=False, module=kind.module)
-        shard_notes = ShardNotes(folder)
+        files = picture_records.DatasetFiles(
+            folder / kind.dataset, kind.column, text=False, module=kind.module
+        )
+        shard_notes = picture_records.ShardNotes(folder)
         size = {"pictures": len(ids), "shard": shard, "processes": part.count}
         write_json(folder / PROGRESS, size)
         notes = {number: shard_notes.read(number, files.path(_SPLIT, number)) for number in own}
@@ -212,7 +208,13 @@ def write_records(
                     return False
                 notes[number] = note
             in_order = [notes[number] for number in range(len(parts))]
-            files.finish({_SPLIT: [ShardSize(len(n["pictures"]), n["bytes"]) for n in in_order]})
+            files.finish(
+                {
+                    _SPLIT: [
+                        picture_records.ShardSize(len(n["pictures"]), n["bytes"]) for n in in_order
+                    ]
+                }
+            )
             manifest = {
                 "what": kind.what,
                 **about,
@@ -222,13 +224,13 @@ def write_records(
             }
             write_sealed(folder / MANIFEST, manifest)
             (folder / PROGRESS).unlink()
-            finish_folder(folder)
+            picture_records.finish_folder(folder)
     return True
 
 
 def read_unfinished(folder: Path) -> Unfinished | None:
     """How far the job in `folder` is; None: its records are complete."""
-    if (folder / MANIFEST).is_file() and recorded_inputs(folder) is None:
+    if (folder / MANIFEST).is_file() and picture_records.recorded_inputs(folder) is None:
         return None
     size = read_json(folder / PROGRESS)
     names = ("pictures", "shard", "processes")
@@ -236,7 +238,7 @@ def read_unfinished(folder: Path) -> Unfinished | None:
     if not all(isinstance(value, int) and value >= 1 for value in sizes) or not sizes:
         raise UserError(f"{folder / PROGRESS}: is damaged; start the job again, which writes it.")
     pictures, shard, processes = sizes
-    notes = ShardNotes(folder)
+    notes = picture_records.ShardNotes(folder)
     parts = [
         PartState(min(shard, pictures - start), notes.written(number))
         for number, start in enumerate(range(0, pictures, shard))
@@ -248,7 +250,7 @@ def _check_place(folder: Path, kind: RecordKind, signature: str, overwrite: bool
     """UserError if starting here would remove what nobody meant to lose."""
     if not folder.is_dir() or not any(folder.glob("[!.]*")):
         return
-    recorded = recorded_inputs(folder)
+    recorded = picture_records.recorded_inputs(folder)
     if recorded is None and not kind.is_at(folder):
         raise UserError(
             f"{folder}: holds other files than {kind.title}; name a folder that is empty or not "
@@ -262,7 +264,7 @@ def _check_place(folder: Path, kind: RecordKind, signature: str, overwrite: bool
 
 
 def _write_shard(
-    files: DatasetFiles,
+    files: picture_records.DatasetFiles,
     number: int,
     pictures: Mapping[Any, str],
     encode: Callable[[Sequence[str]], Sequence[bytes | PictureError]],

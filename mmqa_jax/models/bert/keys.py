@@ -16,18 +16,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
-from mmqa_jax.weights import layouts
+from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
-from mmqa_jax.weights.keymap import (
-    KeyMap,
-    Rule,
-    Transform,
-    linear_rules,
-    load_model,
-    norm_rules,
-    transformer_rules,
-    untied_source,
-)
 
 _LINEARS = {
     "attention.self.query": "query",
@@ -59,25 +49,29 @@ OLD_NAMES = ((r"LayerNorm\.gamma$", "LayerNorm.weight"), (r"LayerNorm\.beta$", "
 BUFFERS = r"embeddings\.(position_ids|token_type_ids)$"
 
 
-def bert_rules(prefix: str = "", path: str = "") -> list[Rule]:
+def bert_rules(prefix: str = "", path: str = "") -> list[keymap.Rule]:
     """Rules of the encoder without its pooler; `prefix` of the keys and `path` end in . and /."""
     embeddings = f"{prefix}embeddings."
     return [
-        Rule(f"{embeddings}word_embeddings.weight", f"{path}embeddings/word/table"),
-        Rule(f"{embeddings}position_embeddings.weight", f"{path}embeddings/position/table"),
-        Rule(f"{embeddings}token_type_embeddings.weight", f"{path}embeddings/token_type/table"),
-        *norm_rules(f"{embeddings}LayerNorm", f"{path}embeddings/norm"),
-        *transformer_rules(f"{prefix}encoder.layer.{{layer}}.", f"{path}layers", _LINEARS, _NORMS),
+        keymap.Rule(f"{embeddings}word_embeddings.weight", f"{path}embeddings/word/table"),
+        keymap.Rule(f"{embeddings}position_embeddings.weight", f"{path}embeddings/position/table"),
+        keymap.Rule(
+            f"{embeddings}token_type_embeddings.weight", f"{path}embeddings/token_type/table"
+        ),
+        *keymap.norm_rules(f"{embeddings}LayerNorm", f"{path}embeddings/norm"),
+        *keymap.transformer_rules(
+            f"{prefix}encoder.layer.{{layer}}.", f"{path}layers", _LINEARS, _NORMS
+        ),
     ]
 
 
-def mlm_rules(path: str) -> list[Rule]:
+def mlm_rules(path: str) -> list[keymap.Rule]:
     """Rules of the masked-LM head; its decoder is the embedding table (see `mlm_tied`)."""
     head = "cls.predictions."
     return [
-        Rule(f"{head}bias", f"{path}/bias"),
-        *linear_rules(f"{head}transform.dense", f"{path}/dense"),
-        *norm_rules(f"{head}transform.LayerNorm", f"{path}/norm"),
+        keymap.Rule(f"{head}bias", f"{path}/bias"),
+        *keymap.linear_rules(f"{head}transform.dense", f"{path}/dense"),
+        *keymap.norm_rules(f"{head}transform.LayerNorm", f"{path}/norm"),
     ]
 
 
@@ -89,26 +83,26 @@ def mlm_tied(prefix: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def bert_key_map(config: BertConfig) -> KeyMap:
+def bert_key_map(config: BertConfig) -> keymap.KeyMap:
     """Key map of transformers' BertModel; keys may start with `bert.`.
 
     Heads of BertForPreTraining and, if the config has none, the pooler are ignored.
     """
-    pooler = linear_rules("pooler.dense", "pooler") if config.pooler else []
-    return KeyMap(
+    pooler = keymap.linear_rules("pooler.dense", "pooler") if config.pooler else []
+    return keymap.KeyMap(
         rules=[*bert_rules(), *pooler],
         rename=[(r"^bert\.", ""), *OLD_NAMES],
         ignore=[BUFFERS, r"^cls\."] + ([] if config.pooler else [r"^pooler\."]),
     )
 
 
-def bert_classifier_key_map(config: BertConfig) -> KeyMap:
+def bert_classifier_key_map(config: BertConfig) -> keymap.KeyMap:
     """Key map of transformers' classifier of sequences and our CrossEncoder."""
-    return KeyMap(
+    return keymap.KeyMap(
         rules=[
             *bert_rules("bert.", "bert/"),
-            *linear_rules("bert.pooler.dense", "bert/pooler"),
-            *linear_rules("classifier", "classifier"),
+            *keymap.linear_rules("bert.pooler.dense", "bert/pooler"),
+            *keymap.linear_rules("classifier", "classifier"),
         ],
         rename=OLD_NAMES,
         ignore=[rf"^bert\.{BUFFERS}"],
@@ -204,7 +198,7 @@ def open_bert(path: Path) -> layouts.Checkpoint:
 
 def publish_bert(config: BertConfig, state: nnx.State) -> layouts.Published:
     """BertModel, without a pooler if the model has none (transformers makes a new one then)."""
-    return layouts.Published(untied_source(state, bert_key_map(config)), bert_to_hf(config))
+    return layouts.Published(keymap.untied_source(state, bert_key_map(config)), bert_to_hf(config))
 
 
 def bert_size_keys(prefix: str) -> tuple[str, ...]:
@@ -259,18 +253,18 @@ def fill_bert(
     constants = ("heads", "activation", "eps")
     key_map = bert_key_map(model.config)
     key_map = fit_trunk(key_map, model.config, published, folder, num_layers, rows, constants)
-    load_model(model, key_map, layouts.open_source(folder))
+    keymap.load_model(model, key_map, layouts.open_source(folder))
 
 
 def fit_trunk(
-    key_map: KeyMap,
+    key_map: keymap.KeyMap,
     ours: BertConfig,
     published: BertConfig,
     folder: str | os.PathLike,
     num_layers: int | None,
     rows: np.ndarray | None,
     constants: tuple[str, ...],
-) -> KeyMap:
+) -> keymap.KeyMap:
     """The map that takes the first `num_layers` layers and `rows` of the embedding table."""
     wanted = published.layers if num_layers is None else num_layers
     if wanted != ours.layers:
@@ -295,7 +289,7 @@ def fit_trunk(
         ignore = (*key_map.ignore, rf"encoder\.layer\.({dropped})\.")
         key_map = dataclasses.replace(key_map, ignore=ignore)
     if rows is not None:
-        pick = Transform(lambda table: table[rows], None)
+        pick = keymap.Transform(lambda table: table[rows], None)
         key_map = key_map.with_transform("embeddings.word_embeddings.weight", pick)
     return key_map
 
@@ -333,27 +327,27 @@ def without_first_positions(config: BertConfig, padding: Any, where: str) -> Ber
     return dataclasses.replace(config, positions=config.positions - padding - 1)
 
 
-def last_rows(count: int) -> Transform:
+def last_rows(count: int) -> keymap.Transform:
     """The last `count` rows of a table."""
-    return Transform(lambda table: table[-count:], None)
+    return keymap.Transform(lambda table: table[-count:], None)
 
 
-def roberta_key_map(config: BertConfig) -> KeyMap:
+def roberta_key_map(config: BertConfig) -> keymap.KeyMap:
     """Key map of the encoder; keys may start with `roberta.`. Heads and the pooler are ignored."""
-    return KeyMap(
+    return keymap.KeyMap(
         rules=bert_rules(),
         rename=[(r"^roberta\.", "")],
         ignore=[BUFFERS, r"^(pooler|lm_head|classifier)\."],
     ).with_transform(POSITIONS, last_rows(config.positions))
 
 
-def roberta_classifier_key_map(config: BertConfig) -> KeyMap:
+def roberta_classifier_key_map(config: BertConfig) -> keymap.KeyMap:
     """Key map of transformers' classifier of sequences and our CrossEncoder."""
-    return KeyMap(
+    return keymap.KeyMap(
         rules=[
             *bert_rules("roberta.", "bert/"),
-            *linear_rules("classifier.dense", "bert/pooler"),
-            *linear_rules("classifier.out_proj", "classifier"),
+            *keymap.linear_rules("classifier.dense", "bert/pooler"),
+            *keymap.linear_rules("classifier.out_proj", "classifier"),
         ],
         ignore=[rf"^roberta\.{BUFFERS}"],
     ).with_transform(POSITIONS, last_rows(config.positions))

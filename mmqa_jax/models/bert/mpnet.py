@@ -12,17 +12,9 @@ from flax import nnx
 from mmqa_jax.models.attention.masked import MASKED
 from mmqa_jax.models.bert import keys as bert_keys
 from mmqa_jax.models.bert.network import BertConfig, BertLayer
+from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.encoder_decoder import biased_attention, pair_buckets
-from mmqa_jax.models.common.layers import (
-    Embedding,
-    LayerNorm,
-    dropout,
-    normal_init,
-    scan_layers,
-    split_key,
-    stack_layers,
-)
 from mmqa_jax.weights.keymap import KeyMap, Rule, norm_rules, transformer_rules
 
 BUCKETS = 32  # of relative positions, half of them for each direction
@@ -33,19 +25,23 @@ class MPNetEmbeddings(nnx.Module):
     """Word + position embeddings, LayerNorm, dropout."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
-        init = normal_init(config.init_stddev)
+        init = layers.normal_init(config.init_stddev)
         size = config.hidden
-        self.word = Embedding(config.vocab_size, size, ("vocab", "embed"), rngs=rngs, init=init)
-        self.position = Embedding(
+        self.word = layers.Embedding(
+            config.vocab_size, size, ("vocab", "embed"), rngs=rngs, init=init
+        )
+        self.position = layers.Embedding(
             config.positions, size, ("positions", "embed"), rngs=rngs, init=init
         )
-        self.norm = LayerNorm(size, config.eps, rngs=rngs)
+        self.norm = layers.LayerNorm(size, config.eps, rngs=rngs)
         self.config = config
 
     def __call__(self, input_ids: jax.Array, dropout_key: jax.Array | None = None) -> jax.Array:
         """ids [B, L] -> [B, L, H] in the compute dtype."""
         x = self.word(input_ids) + self.position.table[: input_ids.shape[1]]
-        return dropout(self.norm(x), self.config.dropout, dropout_key).astype(self.config.dtype)
+        return layers.dropout(self.norm(x), self.config.dropout, dropout_key).astype(
+            self.config.dtype
+        )
 
 
 class MPNetLayer(BertLayer):
@@ -61,7 +57,7 @@ class MPNetLayer(BertLayer):
 
         The bias is MASKED where a column is not seen.
         """
-        first, second = split_key(dropout_key, 2)
+        first, second = layers.split_key(dropout_key, 2)
         q, k, v = self.project(x)  # [B, L, heads, head_dim]
         attended = biased_attention(
             q,
@@ -80,10 +76,14 @@ class MPNet(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         self.embeddings = MPNetEmbeddings(config, rngs=rngs)
-        self.layers = stack_layers(lambda r: MPNetLayer(config, rngs=r), config.layers, rngs)
+        self.layers = layers.stack_layers(lambda r: MPNetLayer(config, rngs=r), config.layers, rngs)
         # One table for all layers.
-        self.relative = Embedding(
-            BUCKETS, config.heads, (None, "heads"), rngs=rngs, init=normal_init(config.init_stddev)
+        self.relative = layers.Embedding(
+            BUCKETS,
+            config.heads,
+            (None, "heads"),
+            rngs=rngs,
+            init=layers.normal_init(config.init_stddev),
         )
         self.config = config
 
@@ -103,20 +103,20 @@ class MPNet(nnx.Module):
             x = layer(x, bias, key)
             return x, x
 
-        return scan_layers(self.layers, embedded, body)[1]
+        return layers.scan_layers(self.layers, embedded, body)[1]
 
     def __call__(
         self, input_ids: jax.Array, mask: jax.Array, *, dropout_key: jax.Array | None = None
     ) -> jax.Array:
         """input_ids int[B, L], mask bool[B, L] -> hidden states of the last layer [B, L, H]."""
         check_length(input_ids.shape[1], self.config.positions)
-        first, second = split_key(dropout_key, 2)
+        first, second = layers.split_key(dropout_key, 2)
         embedded, bias = self.embeddings(input_ids, first), self.bias(mask)
 
         def body(layer: MPNetLayer, x, _, key):
             return layer(x, bias, key), None
 
-        return scan_layers(
+        return layers.scan_layers(
             self.layers,
             embedded,
             body,

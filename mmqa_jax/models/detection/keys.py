@@ -22,18 +22,8 @@ from mmqa_jax.models.detection.faster_rcnn import (
     vinvl_x152c4,
     vlp_x101,
 )
-from mmqa_jax.weights import layouts
+from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource
-from mmqa_jax.weights.keymap import (
-    CONV,
-    CONV_1X1,
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    Transform,
-    linear_rules,
-    untied_source,
-)
 
 _STATISTICS = {
     "weight": "scale",
@@ -151,7 +141,7 @@ def open_detector(path: Path) -> layouts.Checkpoint:
 
 def publish_detector(config: DetectorConfig, state: nnx.State) -> layouts.Published:
     """The project's keys (see the module)."""
-    source = untied_source(state, detector_key_map(config))
+    source = keymap.untied_source(state, detector_key_map(config))
     return layouts.Published(
         layouts.with_prefixes(source, _prefixes(config)), layouts.own_config("detector", config)
     )
@@ -217,7 +207,7 @@ def detector_config(source: TensorSource) -> DetectorConfig:
     return dataclasses.replace(preset, backbone=backbone, rpn=rpn, **sizes)
 
 
-def detector_key_map(config: DetectorConfig) -> KeyMap:
+def detector_key_map(config: DetectorConfig) -> keymap.KeyMap:
     """Key map of the project that a config is of."""
     layout = _layout(config)
     rules = _conv_rules(layout, *layout.stem, "backbone/conv1", "backbone/bn1")
@@ -246,7 +236,7 @@ def detector_key_map(config: DetectorConfig) -> KeyMap:
                 tied += [(theirs + ending, ours + ending) for ending in endings]
     else:
         rules += _detectron2_rules()
-    return KeyMap(
+    return keymap.KeyMap(
         rules=rules,
         rename=[(r"^module\.", ""), *layouts.renames(_prefixes(config))],
         ignore=layout.ignore,
@@ -290,74 +280,80 @@ def _prefixes(config: DetectorConfig) -> dict[str, str]:
     return table
 
 
-def _conv_rules(layout: _Layout, conv: str, norm: str, path: str, norm_path: str) -> list[Rule]:
-    rules = [Rule(conv + layout.weight, f"{path}/kernel", CONV)]
+def _conv_rules(
+    layout: _Layout, conv: str, norm: str, path: str, norm_path: str
+) -> list[keymap.Rule]:
+    rules = [keymap.Rule(conv + layout.weight, f"{path}/kernel", keymap.CONV)]
     return rules + [
-        Rule(norm + ending, f"{norm_path}/{ours}") for ending, ours in layout.norm.items()
+        keymap.Rule(norm + ending, f"{norm_path}/{ours}") for ending, ours in layout.norm.items()
     ]
 
 
-def _with_bias(weight: str, bias: str, path: str, transform: Transform) -> list[Rule]:
-    return [Rule(weight, f"{path}/kernel", transform), Rule(bias, f"{path}/bias")]
+def _with_bias(weight: str, bias: str, path: str, transform: keymap.Transform) -> list[keymap.Rule]:
+    return [keymap.Rule(weight, f"{path}/kernel", transform), keymap.Rule(bias, f"{path}/bias")]
 
 
-def _pyramid_rules(config: DetectorConfig) -> list[Rule]:
+def _pyramid_rules(config: DetectorConfig) -> list[keymap.Rule]:
     """Detectron's: the pyramid, its RPN, and the two linears."""
     rules = []
     for stage, blocks in enumerate(config.backbone.blocks):
         name = f"res{stage + 2}_{blocks - 1}_sum"
         inner = f"fpn_inner_{name}" + ("" if stage == 3 else "_lateral")
-        rules += _with_bias(f"{inner}_w", f"{inner}_b", f"fpn/lateral/{stage}", CONV)
-        rules += _with_bias(f"fpn_{name}_w", f"fpn_{name}_b", f"fpn/output/{stage}", CONV)
+        rules += _with_bias(f"{inner}_w", f"{inner}_b", f"fpn/lateral/{stage}", keymap.CONV)
+        rules += _with_bias(f"fpn_{name}_w", f"fpn_{name}_b", f"fpn/output/{stage}", keymap.CONV)
     bins, channels = config.bins, config.pyramid
 
     # A pooled region is flattened channel by channel there, cell by cell here.
-    fc6 = Transform(
+    fc6 = keymap.Transform(
         lambda x: x.reshape(-1, channels, bins, bins).transpose(2, 3, 1, 0).reshape(-1, x.shape[0]),
         lambda x: x.reshape(bins, bins, channels, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1),
     )
     for theirs, ours, transform in (
-        ("conv_rpn_fpn2", "rpn/conv", CONV),
-        ("rpn_cls_logits_fpn2", "rpn/objectness", CONV_1X1),
-        ("rpn_bbox_pred_fpn2", "rpn/deltas", CONV_1X1),
+        ("conv_rpn_fpn2", "rpn/conv", keymap.CONV),
+        ("rpn_cls_logits_fpn2", "rpn/objectness", keymap.CONV_1X1),
+        ("rpn_bbox_pred_fpn2", "rpn/deltas", keymap.CONV_1X1),
         ("fc6", "head/fc6", fc6),
-        ("fc7", "head/fc7", TRANSPOSE),
-        ("cls_score", "score", TRANSPOSE),
-        ("bbox_pred", "deltas", TRANSPOSE),
+        ("fc7", "head/fc7", keymap.TRANSPOSE),
+        ("cls_score", "score", keymap.TRANSPOSE),
+        ("bbox_pred", "deltas", keymap.TRANSPOSE),
     ):
         rules += _with_bias(f"{theirs}_w", f"{theirs}_b", ours, transform)
     return rules
 
 
-def _rpn_rules(conv: str, scores: str, deltas: str) -> list[Rule]:
+def _rpn_rules(conv: str, scores: str, deltas: str) -> list[keymap.Rule]:
     rules = []
-    names = ((conv, "conv", CONV), (scores, "objectness", CONV_1X1), (deltas, "deltas", CONV_1X1))
+    names = (
+        (conv, "conv", keymap.CONV),
+        (scores, "objectness", keymap.CONV_1X1),
+        (deltas, "deltas", keymap.CONV_1X1),
+    )
     for theirs, ours, transform in names:
         rules += _with_bias(f"{theirs}.weight", f"{theirs}.bias", f"rpn/{ours}", transform)
     return rules
 
 
-def _maskrcnn_rules() -> list[Rule]:
+def _maskrcnn_rules() -> list[keymap.Rule]:
     attribute = "roi_heads.attribute.predictor."
     return [
         *_rpn_rules("rpn.head.conv", "rpn.head.cls_logits", "rpn.head.bbox_pred"),
-        *linear_rules("roi_heads.box.predictor.cls_score", "score"),
-        *linear_rules("roi_heads.box.predictor.bbox_pred", "deltas"),
-        Rule(f"{attribute}cls_embedding.weight", "attributes/classes/table"),
-        *linear_rules(f"{attribute}fc_attr", "attributes/hidden"),
-        *linear_rules(f"{attribute}attr_score", "attributes/score"),
+        *keymap.linear_rules("roi_heads.box.predictor.cls_score", "score"),
+        *keymap.linear_rules("roi_heads.box.predictor.bbox_pred", "deltas"),
+        keymap.Rule(f"{attribute}cls_embedding.weight", "attributes/classes/table"),
+        *keymap.linear_rules(f"{attribute}fc_attr", "attributes/hidden"),
+        *keymap.linear_rules(f"{attribute}attr_score", "attributes/score"),
     ]
 
 
-def _detectron2_rules() -> list[Rule]:
+def _detectron2_rules() -> list[keymap.Rule]:
     rpn, box = "proposal_generator.rpn_head.", "roi_heads.box_predictor."
     return [
         *_rpn_rules(f"{rpn}conv", f"{rpn}objectness_logits", f"{rpn}anchor_deltas"),
-        *linear_rules(f"{box}cls_score", "score"),
-        *linear_rules(f"{box}bbox_pred", "deltas"),
-        Rule(f"{box}cls_embed.weight", "attributes/classes/table"),
-        *linear_rules(f"{box}attr_linear1", "attributes/hidden"),
-        *linear_rules(f"{box}attr_linear2", "attributes/score"),
+        *keymap.linear_rules(f"{box}cls_score", "score"),
+        *keymap.linear_rules(f"{box}bbox_pred", "deltas"),
+        keymap.Rule(f"{box}cls_embed.weight", "attributes/classes/table"),
+        *keymap.linear_rules(f"{box}attr_linear1", "attributes/hidden"),
+        *keymap.linear_rules(f"{box}attr_linear2", "attributes/score"),
     ]
 
 

@@ -21,16 +21,8 @@ from jax.nn.initializers import Initializer
 
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.config_checks import check_divides, check_known, check_stages
-from mmqa_jax.models.common.layers import (
-    Names,
-    ones_init,
-    param,
-    product,
-    scan_layers,
-    stack_layers,
-    zeros_init,
-)
 
 _NORMS = ("statistics", "affine")
 _POOLS = ("bordered", "caffe")
@@ -86,8 +78,8 @@ class Affine(nnx.Module):
     """A scale and a shift of each channel, computed in float32, returned in x's dtype."""
 
     def __init__(self, channels: int, name: str, *, rngs: nnx.Rngs):
-        self.scale = param(rngs, ones_init, (channels,), (name,))
-        self.bias = param(rngs, zeros_init, (channels,), (name,))
+        self.scale = layers.param(rngs, layers.ones_init, (channels,), (name,))
+        self.bias = layers.param(rngs, layers.zeros_init, (channels,), (name,))
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., channels]
         return (x.astype(jnp.float32) * self.scale[...] + self.bias[...]).astype(x.dtype)
@@ -103,10 +95,10 @@ class BatchNorm(nnx.Module):
         name: str,
         *,
         rngs: nnx.Rngs,
-        scale_init: Initializer = ones_init,
+        scale_init: Initializer = layers.ones_init,
     ):
-        self.scale = param(rngs, scale_init, (channels,), (name,))
-        self.bias = param(rngs, zeros_init, (channels,), (name,))
+        self.scale = layers.param(rngs, scale_init, (channels,), (name,))
+        self.bias = layers.param(rngs, layers.zeros_init, (channels,), (name,))
         statistic = functools.partial(nnx.BatchStat, out_sharding=(name,), eager_sharding=False)
         self.mean = statistic(jnp.zeros(channels, jnp.float32))
         self.variance = statistic(jnp.ones(channels, jnp.float32))
@@ -186,7 +178,9 @@ class Stage(nnx.Module):
         self.first = Bottleneck(config, stage, in_channels, rngs=rngs, stride=self.stride)
         blocks, channels = config.blocks[stage], config.channels(stage)
         self.rest = (
-            stack_layers(lambda r: Bottleneck(config, stage, channels, rngs=r), blocks - 1, rngs)
+            layers.stack_layers(
+                lambda r: Bottleneck(config, stage, channels, rngs=r), blocks - 1, rngs
+            )
             if blocks > 1
             else None
         )
@@ -204,7 +198,9 @@ class Stage(nnx.Module):
             return block(x, extent), None
 
         config = self.config
-        return scan_layers(self.rest, x, body, remat=config.remat, unroll=config.unroll)[0], extent
+        return layers.scan_layers(self.rest, x, body, remat=config.remat, unroll=config.unroll)[
+            0
+        ], extent
 
 
 class ResNeXt(nnx.Module):
@@ -331,7 +327,7 @@ class Conv(nnx.Module):
         in_channels: int,
         out_channels: int,
         size: int,
-        names: Names,
+        names: layers.Names,
         *,
         rngs: nnx.Rngs,
         stride: int = 1,
@@ -340,15 +336,17 @@ class Conv(nnx.Module):
         use_bias: bool = False,
     ):
         shape = (size, size, in_channels // groups, out_channels)
-        self.kernel = param(rngs, conv_init, shape, (None, None, *names))
-        self.bias = param(rngs, zeros_init, (out_channels,), names[1:]) if use_bias else None
+        self.kernel = layers.param(rngs, conv_init, shape, (None, None, *names))
+        self.bias = (
+            layers.param(rngs, layers.zeros_init, (out_channels,), names[1:]) if use_bias else None
+        )
         self.stride, self.dilation, self.groups = stride, dilation, groups
         self.border = dilation * (size - 1) // 2
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, in] -> [B, H/s, W/s, out]
         kernel = self.kernel[...].astype(x.dtype)
         if kernel.shape[0] == 1 and self.groups == 1 and platform() == "cpu":
-            y = product(x[:, :: self.stride, :: self.stride], kernel[0, 0], 0)
+            y = layers.product(x[:, :: self.stride, :: self.stride], kernel[0, 0], 0)
         else:
             y = self._convolved(x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)

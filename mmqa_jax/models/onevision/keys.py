@@ -21,16 +21,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.keys import to_published_tensors, to_rule_tensors
-from mmqa_jax.models.llava.keys import (
-    HF_HARMLESS,
-    HF_READ,
-    LLAMA_PREFIX,
-    STACKS,
-    fields_from_hf,
-    llava_key_map,
-    llava_to_hf,
-    run_pictured,
-)
+from mmqa_jax.models.llava import keys
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SIGLIP_STD
 from mmqa_jax.models.two_towers.processor import read_preparation
@@ -39,7 +30,7 @@ from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 
 _NEWLINE = "image_newline"
-_READ = HF_READ | kinds(
+_READ = keys.HF_READ | kinds(
     integer="video_token_index video_token_id",
     list_or_null="image_grid_pinpoints",
     name="vision_aspect_ratio",
@@ -50,7 +41,7 @@ _FIXED = {"use_image_newline_parameter": (True,)}  # of old versions
 
 def onevision_key_map(config: onevision.OnevisionConfig) -> KeyMap:
     """Key map of every layout, see the module."""
-    llava = llava_key_map(config)
+    llava = keys.llava_key_map(config)
     return dataclasses.replace(
         llava,
         rules=[*llava.rules, Rule(_NEWLINE, "newline")],
@@ -74,7 +65,7 @@ def open_onevision(path: Path) -> layouts.Checkpoint:
 def publish_onevision(config: onevision.OnevisionConfig, state: nnx.State) -> layouts.Published:
     """LlavaOnevisionForConditionalGeneration."""
     source = untied_source(state, onevision_key_map(config))
-    source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
+    source = to_published_tensors(source, config.llama, keys.LLAMA_PREFIX)
     return layouts.Published(source, onevision_to_hf(config))
 
 
@@ -83,10 +74,10 @@ def onevision_config(
 ) -> onevision.OnevisionConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     layouts.check_model_type(published, where, "llava_onevision")
-    check_keys(published, where, read=_READ, harmless=HF_HARMLESS, fixed=_FIXED)
+    check_keys(published, where, read=_READ, harmless=keys.HF_HARMLESS, fixed=_FIXED)
     resolutions = published.get("image_grid_pinpoints") or onevision.RESOLUTIONS
     return onevision.OnevisionConfig(
-        **fields_from_hf(published, where, onevision.OnevisionConfig, onevision.SIGLIP),
+        **keys.fields_from_hf(published, where, onevision.OnevisionConfig, onevision.SIGLIP),
         resolutions=_resolutions(resolutions, where),
         most_tiles=_most_tiles(published.get("vision_aspect_ratio", f"{_ANYRES}9"), where),
         video_token=published.get("video_token_index", published.get("video_token_id", 151647)),
@@ -95,7 +86,7 @@ def onevision_config(
 
 def onevision_to_hf(config: onevision.OnevisionConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but the placeholders'."""
-    entries = llava_to_hf(config)
+    entries = keys.llava_to_hf(config)
     del entries["image_seq_length"]
     return {
         **entries,
@@ -177,7 +168,7 @@ def _inputs(config: onevision.OnevisionConfig) -> dict[str, np.ndarray]:
 def _run(model: onevision.Onevision, inputs: Mapping[str, Any]) -> comparison.Outputs:
     batch = onevision.TileBatch(inputs["pixels"], inputs["rows"], inputs["weights"])
     pixels = model.vision.normalize(batch.pixels[0])
-    return run_pictured(model, inputs["ids"], batch, pixels)
+    return keys.run_pictured(model, inputs["ids"], batch, pixels)
 
 
 def _given(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -191,5 +182,10 @@ def _given(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 CHECK = comparison.Check(
-    "LlavaOnevisionForConditionalGeneration", _run, {"logits": "logits"}, STACKS, _inputs, _given
+    "LlavaOnevisionForConditionalGeneration",
+    _run,
+    {"logits": "logits"},
+    keys.STACKS,
+    _inputs,
+    _given,
 )

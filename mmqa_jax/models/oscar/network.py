@@ -22,13 +22,7 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.bert.network import (
-    Bert,
-    BertConfig,
-    MlmHead,
-    bert_base_uncased,
-    bert_large_uncased,
-)
+from mmqa_jax.models.bert import network
 from mmqa_jax.models.common.layers import LayerNorm, Linear, dropout, normal_init, split_key
 from mmqa_jax.models.vlp.network import (
     Prefix,
@@ -51,7 +45,7 @@ class OscarConfig:
     img_layer_norm_eps) follows the linear map.
     """
 
-    bert: BertConfig
+    bert: network.BertConfig
     region_features: int = 2054
     region_norm: bool = False
     region_eps: float = 1e-12
@@ -71,12 +65,12 @@ class OscarConfig:
 
 def oscar_plus_base(**trunk) -> OscarConfig:
     """Oscar+ base on bert-base-uncased (VinVL_MODEL_ZOO.md, coco_captioning_base_*)."""
-    return OscarConfig(bert_base_uncased(**trunk))
+    return OscarConfig(network.bert_base_uncased(**trunk))
 
 
 def oscar_plus_large(**trunk) -> OscarConfig:
     """Oscar+ large on bert-large-uncased (VinVL_MODEL_ZOO.md, coco_captioning_large_*)."""
-    return OscarConfig(bert_large_uncased(**trunk))
+    return OscarConfig(network.bert_large_uncased(**trunk))
 
 
 @flax.struct.dataclass
@@ -108,7 +102,7 @@ class Oscar(nnx.Module):
 
     def __init__(self, config: OscarConfig, *, rngs: nnx.Rngs):
         bert = config.bert
-        self.bert = Bert(bert, rngs=rngs)
+        self.bert = network.Bert(bert, rngs=rngs)
         self.region_embedding = Linear(
             config.region_features,
             bert.hidden,
@@ -119,7 +113,7 @@ class Oscar(nnx.Module):
         self.region_norm = (
             LayerNorm(bert.hidden, config.region_eps, rngs=rngs) if config.region_norm else None
         )
-        self.mlm_head = MlmHead(bert, rngs=rngs)
+        self.mlm_head = network.MlmHead(bert, rngs=rngs)
         self.config = config
 
     def embed(self, inputs: OscarInputs, *, dropout_key: jax.Array | None = None) -> jax.Array:

@@ -23,6 +23,7 @@ from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import scan_layers
 from mmqa_jax.models.t5.config import FAMILIES, MultimodalT5Config, T5Config
 from mmqa_jax.models.t5.network import T5, T5Stack
+from mmqa_jax.weights import layouts
 from mmqa_jax.weights.formats.gguf import (
     GGUFSource,
     check_metadata,
@@ -33,15 +34,6 @@ from mmqa_jax.weights.formats.gguf import (
 )
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, untied_source
-from mmqa_jax.weights.layouts import (
-    Checkpoint,
-    Published,
-    config_file,
-    gguf_file,
-    open_source,
-    read_hf_config,
-    shapes_of,
-)
 
 # T5, Flan-T5 and mT5 in llama.cpp's GGUF files: the config, and names of tensors.
 #
@@ -224,34 +216,38 @@ def _gguf_key_map(config: T5Config) -> KeyMap:
     return t5_key_map(config, gguf_names(config))
 
 
-def open_t5(path: Path) -> Checkpoint:
+def open_t5(path: Path) -> layouts.Checkpoint:
     """A T5, Flan-T5 or mT5 of transformers or llama.cpp (GGUF), or Fusion-in-Decoder's."""
-    gguf = gguf_file(path) if path.exists() else None
+    gguf = layouts.gguf_file(path) if path.exists() else None
     if gguf is not None:
         source = GGUFSource(gguf)
         config, unknown = t5_gguf_config(source)
-        return Checkpoint(config, _gguf_key_map, source, "gguf", check_head, unknown)
-    published = read_hf_config(path, *FAMILIES)
-    source = open_source(path)
+        return layouts.Checkpoint(config, _gguf_key_map, source, "gguf", check_head, unknown)
+    published = layouts.read_hf_config(path, *FAMILIES)
+    source = layouts.open_source(path)
     has_head = _HEAD in source.specs()
-    config = T5Config.from_hf(published, str(config_file(path)), has_head=has_head)
+    config = T5Config.from_hf(published, str(layouts.config_file(path)), has_head=has_head)
     if not any(key.startswith(_WRAPPED) for key in source.specs()):
-        return Checkpoint(config, t5_key_map, source, "transformers")
+        return layouts.Checkpoint(config, t5_key_map, source, "transformers")
     if _BETWEEN in source.specs() and np.any(source.read(_BETWEEN)):
         config = dataclasses.replace(config, between=True)
-    return Checkpoint(config, functools.partial(t5_key_map, rename=_UNWRAPPED), source, "FiD")
+    return layouts.Checkpoint(
+        config, functools.partial(t5_key_map, rename=_UNWRAPPED), source, "FiD"
+    )
 
 
-def publish_t5(config: T5Config, state: nnx.State) -> Published:
+def publish_t5(config: T5Config, state: nnx.State) -> layouts.Published:
     """T5ForConditionalGeneration, or MT5ForConditionalGeneration; FiDT5 of one with `between`."""
     source, published = untied_source(state, t5_key_map(config)), config.to_hf()
     if not config.between:
-        return Published(source, published)
+        return layouts.Published(source, published)
     tensors = {
         _wrapped(key): (spec, functools.partial(source.read, key))
         for key, spec in source.specs().items()
     }
-    return Published(DerivedSource(source.name, tensors), {**published, "architectures": ["FiDT5"]})
+    return layouts.Published(
+        DerivedSource(source.name, tensors), {**published, "architectures": ["FiDT5"]}
+    )
 
 
 def _wrapped(key: str) -> str:
@@ -326,7 +322,7 @@ def multimodal_t5_key_map(config: MultimodalT5Config, fused: bool = True) -> Key
     return dataclasses.replace(plain, rules=[*plain.rules, *rules], rename=_OLDER)
 
 
-def open_multimodal_t5(path: Path) -> Checkpoint:
+def open_multimodal_t5(path: Path) -> layouts.Checkpoint:
     """A checkpoint of Multimodal-CoT, or a T5 without pictures."""
     plain = open_t5(path)
     if plain.layout == "gguf":
@@ -334,7 +330,7 @@ def open_multimodal_t5(path: Path) -> Checkpoint:
             f"{path}: a GGUF file; give the T5's folder, or convert the file by `mmqa convert "
             "--model=t5 --export=hf` and give what it makes."
         )
-    shapes = shapes_of(plain.source, _OLDER)
+    shapes = layouts.shapes_of(plain.source, _OLDER)
     fields = {
         field.name: getattr(plain.config, field.name) for field in dataclasses.fields(T5Config)
     }
@@ -342,12 +338,14 @@ def open_multimodal_t5(path: Path) -> Checkpoint:
         key_map = functools.partial(multimodal_t5_key_map, fused=False)
         config = MultimodalT5Config(**fields)
         unknown = {"features": MultimodalT5Config.features}
-        return Checkpoint(config, key_map, plain.source, "transformers' T5", unknown=unknown)
+        return layouts.Checkpoint(
+            config, key_map, plain.source, "transformers' T5", unknown=unknown
+        )
     config = MultimodalT5Config(**fields, features=shapes[_PICTURE][1])
-    return Checkpoint(config, multimodal_t5_key_map, plain.source, "mm-cot")
+    return layouts.Checkpoint(config, multimodal_t5_key_map, plain.source, "mm-cot")
 
 
-def publish_multimodal_t5(config: MultimodalT5Config, state: nnx.State) -> Published:
+def publish_multimodal_t5(config: MultimodalT5Config, state: nnx.State) -> layouts.Published:
     """T5ForMultimodalGeneration."""
     published = {**config.to_hf(), "architectures": ["T5ForMultimodalGeneration"]}
-    return Published(untied_source(state, multimodal_t5_key_map(config)), published)
+    return layouts.Published(untied_source(state, multimodal_t5_key_map(config)), published)

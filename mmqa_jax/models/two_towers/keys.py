@@ -26,18 +26,8 @@ from mmqa_jax.models.two_towers.config import (
 )
 from mmqa_jax.models.two_towers.openai import open_openai
 from mmqa_jax.models.two_towers.processor import check_processor, read_preparation
+from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import check_keys, kinds
-from mmqa_jax.weights.keymap import (
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    Transform,
-    conv_patches,
-    linear_rules,
-    norm_rules,
-    transformer_rules,
-    untied_source,
-)
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, read_hf_config
 
 FIXED, FLEXIBLE = "siglip", "siglip2"  # SigLIP's model types of transformers
@@ -78,76 +68,76 @@ _SIGLIP_TEXT = _TOWER | kinds(
 _TRAINING = ("attention_dropout", "dropout")
 _OF_CLIP_ALONE = ("projection_dim", "vocab_size")
 # Of the key maps of SigLIP: one number, and a probe [1, 1, width].
-_SCALAR = Transform(lambda x: x.reshape(()), lambda x: x.reshape(1))
-_PROBE = Transform(lambda x: x.reshape(-1), lambda x: x.reshape(1, 1, -1))
+_SCALAR = keymap.Transform(lambda x: x.reshape(()), lambda x: x.reshape(1))
+_PROBE = keymap.Transform(lambda x: x.reshape(-1), lambda x: x.reshape(1, 1, -1))
 # torch's MultiheadAttention: (3 * out, in) <-> [in, 3, out].
-_IN_KERNEL = Transform(
+_IN_KERNEL = keymap.Transform(
     lambda x: x.T.reshape(x.shape[1], 3, -1), lambda x: x.reshape(x.shape[0], -1).T
 )
-_IN_BIAS = Transform(lambda x: x.reshape(3, -1), lambda x: x.reshape(-1))
+_IN_BIAS = keymap.Transform(lambda x: x.reshape(3, -1), lambda x: x.reshape(-1))
 
 
-def key_map(config: CLIPConfig | SiglipConfig) -> KeyMap:
+def key_map(config: CLIPConfig | SiglipConfig) -> keymap.KeyMap:
     """Key map of transformers' CLIPModel, SiglipModel and Siglip2Model."""
     is_clip = isinstance(config, CLIPConfig)
-    scalars = [Rule("logit_scale", "logit_scale")]
+    scalars = [keymap.Rule("logit_scale", "logit_scale")]
     if not is_clip:
-        scalars = [Rule(name, name, _SCALAR) for name in ("logit_scale", "logit_bias")]
-    projection = [Rule("visual_projection.weight", "vision/proj/kernel", TRANSPOSE)]
-    return KeyMap(
+        scalars = [keymap.Rule(name, name, _SCALAR) for name in ("logit_scale", "logit_bias")]
+    projection = [keymap.Rule("visual_projection.weight", "vision/proj/kernel", keymap.TRANSPOSE)]
+    return keymap.KeyMap(
         rules=[
             *scalars,
             *vision_rules(config.vision),
             *(projection if is_clip else []),
-            Rule(f"{_TEXT}embeddings.token_embedding.weight", "text/tokens/table"),
-            Rule(f"{_TEXT}embeddings.position_embedding.weight", "text/positions"),
-            *transformer_rules(
+            keymap.Rule(f"{_TEXT}embeddings.token_embedding.weight", "text/tokens/table"),
+            keymap.Rule(f"{_TEXT}embeddings.position_embedding.weight", "text/positions"),
+            *keymap.transformer_rules(
                 f"{_TEXT}encoder.layers.{{layer}}.", "text/layers", _BLOCK_LINEARS, _BLOCK_NORMS
             ),
-            *norm_rules(f"{_TEXT}final_layer_norm", "text/ln_final"),
+            *keymap.norm_rules(f"{_TEXT}final_layer_norm", "text/ln_final"),
             *(
-                [Rule("text_projection.weight", "text/proj/kernel", TRANSPOSE)]
+                [keymap.Rule("text_projection.weight", "text/proj/kernel", keymap.TRANSPOSE)]
                 if is_clip
-                else linear_rules(f"{_TEXT}head", "text/proj")
+                else keymap.linear_rules(f"{_TEXT}head", "text/proj")
             ),
         ],
         ignore=[r"embeddings\.position_ids$"],  # a buffer of old versions
     )
 
 
-def vision_rules(config: VisionConfig | SiglipVisionConfig) -> list[Rule]:
+def vision_rules(config: VisionConfig | SiglipVisionConfig) -> list[keymap.Rule]:
     """Rules of the vision tower but CLIP's projection (its `pre_layrnorm` is spelled so)."""
     is_clip, embeddings = isinstance(config, VisionConfig), f"{_VISION}embeddings."
     flexible = not is_clip and config.flexible
     rules = [
-        Rule(
+        keymap.Rule(
             f"{embeddings}patch_embedding.weight",
             "vision/patch/kernel",
-            TRANSPOSE if flexible else conv_patches(config.patch_size),
+            keymap.TRANSPOSE if flexible else keymap.conv_patches(config.patch_size),
         ),
-        Rule(f"{embeddings}position_embedding.weight", "vision/positions"),
+        keymap.Rule(f"{embeddings}position_embedding.weight", "vision/positions"),
     ]
     if is_clip:
-        rules.insert(0, Rule(f"{embeddings}class_embedding", "vision/class_token"))
-        rules += norm_rules(f"{_VISION}pre_layrnorm", "vision/ln_pre")
+        rules.insert(0, keymap.Rule(f"{embeddings}class_embedding", "vision/class_token"))
+        rules += keymap.norm_rules(f"{_VISION}pre_layrnorm", "vision/ln_pre")
     else:
-        rules.insert(1, Rule(f"{embeddings}patch_embedding.bias", "vision/patch/bias"))
-    rules += transformer_rules(
+        rules.insert(1, keymap.Rule(f"{embeddings}patch_embedding.bias", "vision/patch/bias"))
+    rules += keymap.transformer_rules(
         f"{_VISION}encoder.layers.{{layer}}.", "vision/layers", _BLOCK_LINEARS, _BLOCK_NORMS
     )
-    rules += norm_rules(f"{_VISION}post_layernorm", "vision/ln_post")
+    rules += keymap.norm_rules(f"{_VISION}post_layernorm", "vision/ln_post")
     if is_clip or not config.head:
         return rules
     head = f"{_VISION}head."
     return [
         *rules,
-        Rule(f"{head}probe", "vision/head/probe", _PROBE),
-        Rule(f"{head}attention.in_proj_weight", "vision/head/kernel", _IN_KERNEL),
-        Rule(f"{head}attention.in_proj_bias", "vision/head/bias", _IN_BIAS),
-        *linear_rules(f"{head}attention.out_proj", "vision/head/out"),
-        *norm_rules(f"{head}layernorm", "vision/head/norm"),
-        *linear_rules(f"{head}mlp.fc1", "vision/head/mlp_in"),
-        *linear_rules(f"{head}mlp.fc2", "vision/head/mlp_out"),
+        keymap.Rule(f"{head}probe", "vision/head/probe", _PROBE),
+        keymap.Rule(f"{head}attention.in_proj_weight", "vision/head/kernel", _IN_KERNEL),
+        keymap.Rule(f"{head}attention.in_proj_bias", "vision/head/bias", _IN_BIAS),
+        *keymap.linear_rules(f"{head}attention.out_proj", "vision/head/out"),
+        *keymap.norm_rules(f"{head}layernorm", "vision/head/norm"),
+        *keymap.linear_rules(f"{head}mlp.fc1", "vision/head/mlp_in"),
+        *keymap.linear_rules(f"{head}mlp.fc2", "vision/head/mlp_out"),
     ]
 
 
@@ -337,7 +327,7 @@ def open_siglip(path: Path) -> Checkpoint:
 
 def publish_clip(config: CLIPConfig | SiglipConfig, state: nnx.State) -> Published:
     """CLIPModel; of SigLIP SiglipModel or Siglip2Model."""
-    return Published(untied_source(state, key_map(config)), to_hf(config))
+    return Published(keymap.untied_source(state, key_map(config)), to_hf(config))
 
 
 publish_siglip = publish_clip

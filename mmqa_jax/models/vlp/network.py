@@ -24,14 +24,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.typed import changes_of
 from mmqa_jax.models.attention.masked import Ancestry
-from mmqa_jax.models.bert.network import (
-    Bert,
-    BertConfig,
-    BertLayer,
-    MlmHead,
-    minilm_l6,
-    trunk_config,
-)
+from mmqa_jax.models.bert import network
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.two_towers.config import VisionConfig, clip_vision
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before, normalize_pixels
@@ -74,7 +67,9 @@ class WrittenCache:
         )
 
 
-def empty_cache(config: BertConfig, rows: int, beams: int, max_new_tokens: int) -> WrittenCache:
+def empty_cache(
+    config: network.BertConfig, rows: int, beams: int, max_new_tokens: int
+) -> WrittenCache:
     """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `rows` prefixes."""
     shape = (config.layers, rows, beams * max_new_tokens, config.hidden)
     zeros = jnp.zeros(shape, config.dtype), jnp.zeros(shape, config.dtype)
@@ -82,7 +77,7 @@ def empty_cache(config: BertConfig, rows: int, beams: int, max_new_tokens: int) 
 
 
 def encode_prefix(
-    bert: Bert, embedded: jax.Array, mask: jax.Array
+    bert: network.Bert, embedded: jax.Array, mask: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Runs the encoder without dropout and returns its keys and values too.
 
@@ -90,7 +85,7 @@ def encode_prefix(
     keys and values [layers, B, L, H] each.
     """
 
-    def body(layer: BertLayer, x, _, __):
+    def body(layer: network.BertLayer, x, _, __):
         query, key, value = layer.project(x)
         attended = layer.attend(query, key, value, mask)
         return layer.finish(x, attended), (layers.merge_heads(key), layers.merge_heads(value))
@@ -102,7 +97,7 @@ def encode_prefix(
 
 
 def append_mask(
-    bert: Bert,
+    bert: network.Bert,
     prefix: Prefix,
     cache: WrittenCache,
     generated: jax.Array,
@@ -158,7 +153,7 @@ def append_mask(
             mask=mask[:, None],
         )
 
-    def body(layer: BertLayer, x, past, _):
+    def body(layer: network.BertLayer, x, past, _):
         # The beams of a prefix are rows of one product: [B, 2 K, heads, head_dim].
         projected = layer.project(x)
         query, key, value = (p.reshape(prefixes, -1, *p.shape[2:]) for p in projected)
@@ -180,7 +175,7 @@ def append_mask(
     return x.reshape(prefixes, beams, 2, -1)[:, :, 1], cache
 
 
-def _in_kernel(config: BertConfig, x: jax.Array, caches: tuple[jax.Array, ...]) -> bool:
+def _in_kernel(config: network.BertConfig, x: jax.Array, caches: tuple[jax.Array, ...]) -> bool:
     """Whether beams attend in the TPU's kernel, which reads the caches of all layers in place."""
     if platform() != "tpu" or x.dtype != jnp.bfloat16 or config.attention != "auto":
         return False
@@ -203,7 +198,7 @@ class VLPConfig:
     the standard deviations `content_stddev` and `place_stddev` and biases 0.
     """
 
-    bert: BertConfig
+    bert: network.BertConfig
     region_features: int = 2048
     region_positions: int = 1607
     visual_hidden: tuple[int, ...] = (2048,)
@@ -223,8 +218,8 @@ class VLPConfig:
         )
 
 
-def _vlp_trunk(**changes) -> BertConfig:
-    return dataclasses.replace(BertConfig(types=6, eps=1e-5), **changes)
+def _vlp_trunk(**changes) -> network.BertConfig:
+    return dataclasses.replace(network.BertConfig(types=6, eps=1e-5), **changes)
 
 
 def vlp_base_x101(**trunk) -> VLPConfig:
@@ -305,7 +300,7 @@ class VLP(nnx.Module):
     def __init__(self, config: VLPConfig, *, rngs: nnx.Rngs):
         bert = config.bert
         self.config = config
-        self.bert = Bert(bert, rngs=rngs)
+        self.bert = network.Bert(bert, rngs=rngs)
         self.region_content = config.make_region_content(rngs)
         self.region_place = RegionEncoder(
             config.region_positions,
@@ -316,7 +311,7 @@ class VLP(nnx.Module):
             stddev=config.place_stddev,
         )
         self.source_head = layers.torch_linear(bert.hidden, 2, ("embed", None), rngs=rngs)
-        self.mlm_head = MlmHead(bert, rngs=rngs)
+        self.mlm_head = network.MlmHead(bert, rngs=rngs)
 
     def _embed_content(self, inputs: VLPInputs, dropout_key: jax.Array | None) -> jax.Array:
         """The regions' content, [B, R, H]."""
@@ -432,7 +427,7 @@ _PATCH_STDDEVS = {"content_stddev": 0.01, "place_stddev": 0.03}
 def vlp_patches(
     patch: int,
     *,
-    bert: BertConfig | None = None,
+    bert: network.BertConfig | None = None,
     visual_hidden: tuple[int, ...] = (),
     region_positions: int = 6,
     **trunk,
@@ -443,7 +438,7 @@ def vlp_patches(
     Atlas corpus, where no detector runs.
     """
     return VLPConfig(
-        dataclasses.replace(bert or minilm_l6(types=6), **trunk),
+        dataclasses.replace(bert or network.minilm_l6(types=6), **trunk),
         region_features=patch * patch * 3,
         region_positions=region_positions,
         visual_hidden=tuple(visual_hidden),
@@ -452,7 +447,11 @@ def vlp_patches(
 
 
 def vlp_clip(
-    vision: VisionConfig, *, bert: BertConfig, layer: int = -2, visual_hidden: tuple[int, ...] = ()
+    vision: VisionConfig,
+    *,
+    bert: network.BertConfig,
+    layer: int = -2,
+    visual_hidden: tuple[int, ...] = (),
 ) -> ClipVLPConfig:
     """Regions are CLIP's patch features, made on the fly; positions are the patches' box values."""
     return ClipVLPConfig(
@@ -541,7 +540,7 @@ class VLPModel:
 
     trunk: str
     frontend: Frontend
-    changes: Mapping[str, Any] = changes_of(BertConfig)
+    changes: Mapping[str, Any] = changes_of(network.BertConfig)
     clip: str = ""
     vision: Mapping[str, Any] = changes_of(VisionConfig)
     vision_layer: int = -2
@@ -560,7 +559,7 @@ class VLPModel:
           vocab_size: of the tokenizer.
           region_positions: values of a patch's position.
         """
-        trunk = trunk_config(self.trunk, self.changes, vocab_size, types=6)
+        trunk = network.trunk_config(self.trunk, self.changes, vocab_size, types=6)
         if self.frontend == "patches":
             assert self.patch is not None
             return vlp_patches(
@@ -581,5 +580,5 @@ class VLPModel:
 
     def clip_vision(self) -> VisionConfig:
         """The vision tower of the frontend clip."""
-        dtype = self.changes.get("dtype", BertConfig.dtype)
+        dtype = self.changes.get("dtype", network.BertConfig.dtype)
         return clip_vision(self.clip, {"dtype": dtype, **self.vision})

@@ -28,16 +28,7 @@ from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import HEAD, Store, read_head
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, Unanswerable
-from mmqa_jax.prompting.backends import (
-    Around,
-    Backend,
-    Chat,
-    Choices,
-    Failure,
-    Message,
-    Picture,
-    Query,
-)
+from mmqa_jax.prompting import backends
 
 _WHAT = {"kind": "answers of language models", "version": 2}
 _OTHER = "with --cache (of a row: parts.llm.cache)"  # how to name another place
@@ -179,7 +170,7 @@ class Work:
         )
 
 
-class Cached(Around):
+class Cached(backends.Around):
     """A backend with a response cache.
 
     A query's key is made of the backend's fingerprint, the decoding parameters and the whole query,
@@ -194,7 +185,7 @@ class Cached(Around):
       work: of all answers that were given, kept ones included.
     """
 
-    def __init__(self, backend: Backend, cache: ResponseCache):
+    def __init__(self, backend: backends.Backend, cache: ResponseCache):
         super().__init__(backend)
         self._cache = cache
         self.work = Work()
@@ -203,10 +194,10 @@ class Cached(Around):
         """Closes the cache's files."""
         self._cache.close()
 
-    def find(self, request: Query) -> Result | Scores | None:
+    def find(self, request: backends.Query) -> Result | Scores | None:
         """The cached answer to a query, or None; one that cannot be read counts as missing."""
         restored = self._kept(request_key(self.fingerprint, request), request)
-        if restored is None and not isinstance(request, Choices):
+        if restored is None and not isinstance(request, backends.Choices):
             older = self._kept(request_key(self.fingerprint, request, of_text=False), request)
             restored = older if _is_of_text(older) else None
         if restored is None:
@@ -215,7 +206,7 @@ class Cached(Around):
         self.work.add(restored)
         return restored
 
-    def _kept(self, key: str, request: Query) -> Result | Scores | None:
+    def _kept(self, key: str, request: backends.Query) -> Result | Scores | None:
         value = self._cache.get(key)
         self.usage.unreadable += self._cache.newly_damaged()
         try:
@@ -224,12 +215,12 @@ class Cached(Around):
             self.usage.unreadable += 1
             return None
 
-    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+    def answer(self, queries: Iterable[backends.Query]) -> Iterator[Result | Scores]:
         """Cached answers first, then the backend's, which are stored.
 
         An answer of the backend's that cannot be kept is a failure.
         """
-        missing: dict[Any, Query] = {}
+        missing: dict[Any, backends.Query] = {}
         for query in queries:
             cached = self.find(query)
             if cached is None:
@@ -244,7 +235,7 @@ class Cached(Around):
                     value = keep(query, result)
                 except Unkeepable as error:
                     reason = f"its answer cannot be written ({error})"
-                    self.failures.append(Failure(query.id, reason))
+                    self.failures.append(backends.Failure(query.id, reason))
                     self.usage.failures += 1
                     continue
                 self._cache.put(key, value)
@@ -252,17 +243,17 @@ class Cached(Around):
                 yield result
 
 
-def request_key(fingerprint: str, request: Query, *, of_text: bool = True) -> str:
+def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = True) -> str:
     """Makes the SHA-256 of all that an answer depends on. Without `of_text` it is the key of older
     caches, whose totals hold an end token's or a stop string's log-probability as well."""
     parts: dict[str, Any] = {"kind": type(request).__name__}
-    if isinstance(request, Chat):
+    if isinstance(request, backends.Chat):
         parts["messages"] = _messages(request.messages)
     else:
         text = isinstance(request.prompt, str)
         parts["prompt"] = request.prompt if text else _messages(request.prompt)
         parts["images"] = [picture.digest for picture in request.images]
-    if isinstance(request, Choices):
+    if isinstance(request, backends.Choices):
         parts["continuations"] = list(request.continuations)
     else:
         decoding = dataclasses.asdict(request.decoding)
@@ -285,8 +276,8 @@ def _is_of_text(older: Result | Scores | None) -> bool:
     )
 
 
-def _messages(messages: Iterable[Message]) -> list[Any]:
-    def part(content: str | Picture):
+def _messages(messages: Iterable[backends.Message]) -> list[Any]:
+    def part(content: str | backends.Picture):
         return content if isinstance(content, str) else {"picture": content.digest}
 
     return [[message.role, [part(content) for content in message.content]] for message in messages]
@@ -302,7 +293,7 @@ class Unkeepable(Exception):
     """A text is no answer to the query, or an answer cannot be written; the message says why."""
 
 
-def keep(request: Query, answer: Result | Scores) -> dict[str, Any]:
+def keep(request: backends.Query, answer: Result | Scores) -> dict[str, Any]:
     """An answer as a JSON value, without its id.
 
     Raises:
@@ -318,7 +309,7 @@ def keep(request: Query, answer: Result | Scores) -> dict[str, Any]:
     return value
 
 
-def restore(key: str, request: Query, kept: Any) -> Result | Scores:
+def restore(key: str, request: backends.Query, kept: Any) -> Result | Scores:
     """Reads the answer to a query from the JSON value that a key holds, or from the text of an
     older version, with a checksum of both in it or without; Unkeepable where it holds none, or is
     damaged."""
@@ -326,7 +317,11 @@ def restore(key: str, request: Query, kept: Any) -> Result | Scores:
     if not isinstance(value, dict):
         raise Unkeepable("it is no object")
     try:
-        return _scores(request, value) if isinstance(request, Choices) else _result(request, value)
+        return (
+            _scores(request, value)
+            if isinstance(request, backends.Choices)
+            else _result(request, value)
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise Unkeepable(f"it is no answer ({type(error).__name__}: {error})") from error
 
@@ -356,7 +351,7 @@ def _plain(answer: Result | Scores) -> dict[str, Any]:
     return {name: plain, "prompt_tokens": answer.prompt_tokens}
 
 
-def _scores(request: Choices, value: dict[str, Any]) -> Scores:
+def _scores(request: backends.Choices, value: dict[str, Any]) -> Scores:
     _check(value.keys() <= {"scores", "prompt_tokens"}, "its keys")
     _check(len(value["scores"]) == len(request.continuations), "another number of scores")
     scores = []
@@ -370,7 +365,7 @@ def _scores(request: Choices, value: dict[str, Any]) -> Scores:
     return Scores(request.id, tuple(scores), tokens)
 
 
-def _result(request: Query, value: dict[str, Any]) -> Result:
+def _result(request: backends.Query, value: dict[str, Any]) -> Result:
     _check(value.keys() == {"candidates", "prompt_tokens"}, "its keys")
     _check(_is_count(value["prompt_tokens"]), "its tokens")
     _check(isinstance(value["candidates"], list) and value["candidates"] != [], "no candidates")
@@ -423,8 +418,8 @@ class Answers(NamedTuple):
 
 
 def answer_all(
-    backend: Backend | Cached,
-    queries: Sequence[Query],
+    backend: backends.Backend | Cached,
+    queries: Sequence[backends.Query],
     title: str = "Answering",
     *,
     checked: bool = False,
@@ -466,9 +461,9 @@ def answer_all(
     return Answers(answers, not_sent | reasons, not_sent.keys())
 
 
-def text_of(query: Query) -> str:
+def text_of(query: backends.Query) -> str:
     """A query's whole text, without its pictures."""
-    content = query.messages if isinstance(query, Chat) else query.prompt
+    content = query.messages if isinstance(query, backends.Chat) else query.prompt
     if isinstance(content, str):
         return content
-    return "\n".join(message.text for message in content if isinstance(message, Message))
+    return "\n".join(message.text for message in content if isinstance(message, backends.Message))

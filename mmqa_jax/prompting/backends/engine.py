@@ -17,17 +17,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import MESH_AXES
 from mmqa_jax.data.pictures import decode
 from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.requests import (
-    Request,
-    Result,
-    Scores,
-    Scoring,
-    Throughput,
-    TooLong,
-    Unanswerable,
-    check_one_end,
-)
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.models.llava.network import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
@@ -85,8 +76,8 @@ class EngineBackend:
         self._chat_format = tokenizer.template if pictures is None else self._pictures.chat_format
         self.takes_pictures = pictures is not None
         self.takes_messages = self._chat_format is not None
-        self._throughput = Throughput()  # the engine's, once it is made
-        self._warm = Throughput()  # at the first result: most of it compiling
+        self._throughput = requests.Throughput()  # the engine's, once it is made
+        self._warm = requests.Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
         self._checked = Demand(0, 0)
         self.usage = Usage()
@@ -144,7 +135,7 @@ class EngineBackend:
         """Tokens per second of prefill and decoding, measured from the first result on (before it
         the engine compiles) if anything follows it."""
         pairs = zip(vars(self._throughput).items(), vars(self._warm).values(), strict=True)
-        since = Throughput(**{name: now - then for (name, now), then in pairs})
+        since = requests.Throughput(**{name: now - then for (name, now), then in pairs})
         measured = since if since.prefill_tokens and since.steps else self._throughput
         return {"prefill": measured.prefill_rate, "decode": measured.decode_rate}
 
@@ -154,19 +145,21 @@ class EngineBackend:
         picture, or a continuation that adds no token."""
         prompt = self._prompt(request)
         if not prompt.tokens:
-            raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
+            raise requests.Unanswerable(
+                f"request {request.id!r}: its prompt is empty; give some text."
+            )
         for picture in shown(prompt.pictures):
             try:
                 decode.verify(picture.picture.data, picture.picture.name)
                 self._pictures.tokens(picture)
             except decode.PictureError as error:
-                raise Unanswerable(str(error)) from error
+                raise requests.Unanswerable(str(error)) from error
         if not isinstance(request, Choices):
             asked = request.decoding.request(request.id, images=prompt.pictures)
-            check_one_end(asked, self.tokenizer.end_ids)
+            requests.check_one_end(asked, self.tokenizer.end_ids)
         count, more, _ = self._count_tokens(request, prompt)
         if count + more > self.length:
-            raise TooLong(request.id, count, more, self.length)
+            raise requests.TooLong(request.id, count, more, self.length)
         sequences = self._checked.sequences + _sequences(request)
         self._checked = Demand(sequences, max(self._checked.tokens, self._needs(request, prompt)))
 
@@ -187,7 +180,7 @@ class EngineBackend:
         count, _, together = self._count_tokens(request, prompt)
         return min(count + together, self.length)
 
-    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+    def answer(self, queries: Iterable[Query]) -> Iterator[requests.Result | requests.Scores]:
         """See Backend. Continuations of a conversation begin the assistant's next message.
 
         Pictures are decoded ahead in threads, as many as the engine reads requests at once. A query
@@ -198,7 +191,7 @@ class EngineBackend:
             return
         for result in self._prepared(prompts).serve(self._requests(prompts)):
             self._count()
-            if isinstance(result, Result):
+            if isinstance(result, requests.Result):
                 self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
             yield result
 
@@ -220,17 +213,19 @@ class EngineBackend:
         of_pictures = [self._pictures.tokens(picture) - 1 for picture in shown(prompt.pictures)]
         return len(prompt.tokens) + sum(of_pictures)
 
-    def engine_request(self, query: Query) -> Request | Scoring:
+    def engine_request(self, query: Query) -> requests.Request | requests.Scoring:
         """Makes the engine's request of a checked query, with its pictures decoded; Unanswerable
         for one that is broken behind its header."""
         prompt = self._prompt(query)
         try:
             pixels = [self._pictures.read(picture) for picture in shown(prompt.pictures)]
         except decode.PictureError as error:
-            raise Unanswerable(str(error)) from error
+            raise requests.Unanswerable(str(error)) from error
         return self._request(query, prompt, pixels)
 
-    def _requests(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Iterator[Request | Scoring]:
+    def _requests(
+        self, prompts: Sequence[tuple[Query, _Prompt]]
+    ) -> Iterator[requests.Request | requests.Scoring]:
         if self._pictures is None:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)
             return
@@ -246,11 +241,11 @@ class EngineBackend:
 
     def _request(
         self, request: Query, prompt: _Prompt, pixels: Sequence[np.ndarray]
-    ) -> Request | Scoring:
+    ) -> requests.Request | requests.Scoring:
         if not isinstance(request, Choices):
             return request.decoding.request(request.id, prompt.tokens, pixels)
         start, rows = self._continuations(request, prompt)
-        return Scoring(request.id, start, rows, images=pixels)
+        return requests.Scoring(request.id, start, rows, images=pixels)
 
     def _continuations(
         self, request: Choices, prompt: _Prompt
@@ -268,7 +263,7 @@ class EngineBackend:
             whole = prompt.encode(prompt.text + added)
             rows.append(whole[len(start) :])
             if not rows[-1] or not (is_text or whole[: len(start)] == start):
-                raise Unanswerable(
+                raise requests.Unanswerable(
                     f"request {request.id!r}: continuation {continuation!r} adds no token to its "
                     "prompt, or merges with its last one; begin it with a new word."
                 )
@@ -316,7 +311,7 @@ class EngineBackend:
     def _no_video(self, request_id: Hashable, text: str) -> None:
         video = self._pictures.video
         if video is not None and video in text:
-            raise Unanswerable(
+            raise requests.Unanswerable(
                 f"request {request_id!r}: its text has {video}, which stands for a video, and "
                 "videos are not read here; give frames of it as pictures."
             )
