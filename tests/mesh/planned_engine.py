@@ -58,8 +58,6 @@ def of(folder: Path, changes: dict) -> dict:
     texts = [f"{'abc' * (n % 3 * 12)} {'xyz'[: n % 4]} {n % 7 * 'q'}" for n in range(39)]
     texts.append("w" * (LENGTH - NEW))
     queries = [Completion(n, text, decoding) for n, text in enumerate(texts)]
-    for query in queries:
-        backend.check(query)
     answers, *_ = answer_all(backend, queries)
     engine = backend.engine
     candidates = [answers[n].candidates[0] for n in range(len(queries))]
