@@ -710,7 +710,7 @@ class FusionReaderSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FactsSpec(Part):
-    """What KAT knows of questions: its authors' files, see data/kat_knowledge.py.
+    """What KAT knows of questions: its authors' files, see data/formats/kat_knowledge.py.
 
     Attributes:
       entities: explicit knowledge; "": none.
@@ -739,7 +739,7 @@ class MultimodalT5Spec(Part):
 
     Attributes:
       model: workdir of a multimodal_cot run, or mm-cot's folder, published or converted.
-      vectors, names: of the questions' pictures, see data/picture_vectors.py.
+      vectors, names: of the questions' pictures, see data/pictures/vectors.py.
     """
 
     reads: ClassVar = ("model", "vectors", "names")

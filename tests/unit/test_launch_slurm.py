@@ -113,7 +113,7 @@ def free_job() -> int:
 def test_two_tasks_check_the_machine_and_join(slurm, cli_cache, tmp_path):
     """As a run's tasks do; steps of two processes are test_two_processes.py's."""
     run = (  # one write each: the tasks' lines do not mix
-        "import jax, os; from mmqa_jax.core import distributed as d; d.start(); "
+        "import jax, os; from mmqa_jax.core.hosts import distributed as d; d.start(); "
         "line = f'task {d.gather(\"of\", d.process_index())} {len(jax.devices())}\\n'; "
         "os.write(1, line.encode())"
     )
