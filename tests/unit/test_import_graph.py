@@ -6,13 +6,19 @@ Read from the source, so that imports inside functions and under TYPE_CHECKING c
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import mmqa_jax
 
@@ -183,3 +189,51 @@ def test_what_runs_on_a_bare_accelerator_image(name):
         if room(module) == name:
             chains = reachable(module, at_load=True)
             assert [" -> ".join(chains[heavy]) for heavy in HEAVY & chains.keys()] == []
+
+
+# What needs an extra as soon as it is imported: the page of `mmqa serve`, and readers that are
+# imported where the first file of their kind is read.
+OF_EXTRAS = ("mmqa_jax.serve", "mmqa_jax.data.documents.pdf", "mmqa_jax.data.documents.tex")
+IMPORTS_ALL = """
+import importlib, sys
+names, modules = (text.split() for text in sys.argv[1:])
+sys.modules |= dict.fromkeys(names)  # as if they were not installed
+for module in modules:
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        print(f"{module} imports {error.name}")
+"""
+
+
+def of_extras_alone() -> set[str]:
+    """Top-level modules of distributions that extras name, and a plain installation lacks."""
+    waiting, plain, extras = ["mmqa-jax"], set(), set()
+    while waiting:
+        name = canonicalize_name(waiting.pop())
+        if name in plain:
+            continue
+        plain.add(name)
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            for requirement in map(Requirement, metadata.requires(name) or ()):
+                if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                    waiting.append(requirement.name)
+                elif name == "mmqa-jax":
+                    extras.add(canonicalize_name(requirement.name))
+    owners = metadata.packages_distributions().items()
+    return {
+        module
+        for module, names in owners
+        if {canonicalize_name(name) for name in names} <= extras - plain
+    }
+
+
+@pytest.mark.slow
+def test_a_plain_installation_imports_every_module():
+    absent = of_extras_alone() | {"pyarrow"}  # which launch/setup.sh takes out again
+    assert {"torch", "pypdfium2", "starlette"} <= absent
+    assert not {"jax", "numpy", "transformers"} & absent
+    names = [name for name in modules() if not name.startswith(OF_EXTRAS)]
+    command = [sys.executable, "-c", IMPORTS_ALL, " ".join(absent), " ".join(names)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert ended.stdout == ""

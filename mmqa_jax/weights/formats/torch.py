@@ -11,14 +11,16 @@ import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-import torch
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import SHARED, check_claim
+
+if TYPE_CHECKING:
+    import torch  # an extra: plain installations lack it
 
 TORCH_SUFFIXES = (".bin", ".pkl", ".pt", ".pth")
 
@@ -219,17 +221,17 @@ def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
 # nested objects of classes `__torch__.*` (pytorch torch/csrc/jit/docs/serialization.md).
 
 
-_STORAGES = {
-    "BFloat16Storage": torch.bfloat16,
-    "BoolStorage": torch.bool,
-    "ByteStorage": torch.uint8,
-    "CharStorage": torch.int8,
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "IntStorage": torch.int32,
-    "LongStorage": torch.int64,
-    "ShortStorage": torch.int16,
+_STORAGES = {  # name of a class -> dtype, an attribute of torch
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ShortStorage": "int16",
 }
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip entry: lengths of name and extra field
 
@@ -248,7 +250,7 @@ def torchscript_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     with zipfile.ZipFile(path) as archive, open(path, "rb") as file:
         entry = next(n for n in archive.namelist() if n.count("/") == 1 and n.endswith("/data.pkl"))
-        mapping = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+        mapping = _torch(path).UntypedStorage.from_file(str(path), False, path.stat().st_size)
         storages = {}
         for info in archive.infolist():
             folder, _, key = info.filename.rpartition("/")
@@ -282,7 +284,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch.jit._pickle":  # a list or dict with the type of its items
             return lambda value, *types: value
         if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
+            return getattr(_torch(), _STORAGES[name])
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
             return _tensor
         if (module, name) == ("collections", "OrderedDict"):
@@ -296,12 +298,12 @@ class _Unpickler(pickle.Unpickler):
 
 def _tensor(storage, offset, size, stride, *_) -> torch.Tensor:
     data, dtype = storage
-    return torch.empty(0, dtype=dtype).set_(data, offset, tuple(size), tuple(stride))
+    return _torch().empty(0, dtype=dtype).set_(data, offset, tuple(size), tuple(stride))
 
 
 def _tensors(module: _Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     for name, value in vars(module).items():
-        if isinstance(value, torch.Tensor):
+        if _torch().is_tensor(value):
             yield f"{prefix}{name}", value
         elif isinstance(value, _Module):
             yield from _tensors(value, f"{prefix}{name}.")
