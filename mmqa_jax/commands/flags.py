@@ -155,7 +155,7 @@ def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def stage_files(arguments: argparse.Namespace, shard: Shard) -> StageFiles:
-    """Where the questions of `search`, `rerank` or `answer` come from, and where its rows go."""
+    """Returns the files that `search`, `rerank` or `answer` reads and writes, by its flags."""
     from mmqa_jax.core.paths import as_path
     from mmqa_jax.runs.verbs.one_stage import StageFiles
 

@@ -53,7 +53,7 @@ _OLDER = b'{"job": '  # how a part of an older version begins
 
 
 class Part(NamedTuple):
-    """What a chunk became: JSON values, and more about the chunk as a whole."""
+    """The results of a chunk: a JSON value for each item, and facts about the chunk as a whole."""
 
     rows: Sequence[Any]
     notes: Mapping[str, Any] = {}

@@ -375,7 +375,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def _deep_position(text: str) -> int:
-    """Where the first bracket of more than DEEPEST open ones stands."""
+    """Returns the place of the first bracket that is nested deeper than DEEPEST."""
     depth = 0
     for match in _BRACKET.finditer(text):
         if match[1] or match[2]:

@@ -47,7 +47,7 @@ class TokenExample(NamedTuple):
 
 
 class RowSize(NamedTuple):
-    """What a row holds: so many tokens, and so many of them learned."""
+    """A row holds so many tokens, and so many of them are learned."""
 
     length: int
     targets: int

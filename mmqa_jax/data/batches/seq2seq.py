@@ -15,7 +15,7 @@ from mmqa_jax.data.truncation import cut_before_end
 
 
 class PairSize(NamedTuple):
-    """What a row holds: a prompt of `length` tokens, and an answer of `targets`."""
+    """A row holds a prompt of `length` tokens and an answer of `targets`."""
 
     length: int
     targets: int
@@ -156,7 +156,7 @@ Tokens = Sequence[int]
 
 
 class PassagesSize(NamedTuple):
-    """What a row holds: `count` passages of `length` tokens, and an answer of `targets`."""
+    """A row holds `count` passages of `length` tokens and an answer of `targets`."""
 
     count: int
     length: int

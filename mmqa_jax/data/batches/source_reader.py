@@ -78,7 +78,7 @@ class SourceReader:
 
     @property
     def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
+        """Returns the counters of pictures that could not be read."""
         counters = (getattr(self.regions, "missing", None), getattr(self.pictures, "broken", None))
         return tuple(count for count in counters if count is not None)
 

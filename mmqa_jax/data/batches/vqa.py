@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, UInt8
@@ -84,19 +85,29 @@ def vqa_batches(
 # `truncated` int32[B] the tokens that did not fit; `lost` counts them without reading a picture.
 
 
-class VQAInputs(Protocol):
-    """Questions -> the arrays of a batch."""
+class VQAInputs(abc.ABC):
+    """Questions -> the arrays of a batch.
 
-    @property
-    def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
+    Attributes:
+      broken: the counters of pictures that could not be read.
+    """
 
-    def __call__(self, questions: Sequence[Question]) -> Packed: ...
+    broken: tuple[BrokenPictures, ...] = ()
 
-    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]: ...
+    @abc.abstractmethod
+    def __call__(self, questions: Sequence[Question]) -> Packed:
+        """Returns the arrays of a batch."""
+
+    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
+        """How many tokens, or words, of each question do not fit."""
+        return self._tokens(questions)[1]
+
+    @abc.abstractmethod
+    def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns `question_ids`, and how many tokens each question loses."""
 
 
-class GridInputs:
+class GridInputs(VQAInputs):
     """Inputs of Prophet's MCAN: `image` float32[B, cells, F], zeros for absent features.
 
     Args:
@@ -107,23 +118,18 @@ class GridInputs:
 
     def __init__(self, tokenizer: Tokenizer, features: PictureFeatures, length: int):
         self._tokenizer, self._features, self._length = tokenizer, features, length
-
-    @property
-    def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
-        return (self._features.missing,)
+        self.broken = (features.missing,)
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
-        ids, lost = _question_ids([q.question for q in questions], self._length, self._tokenizer)
+        ids, lost = self._tokens(questions)
         image = self._features.batch([image_id(question) for question in questions])
         return {"question_ids": ids, "image": image, "truncated": lost}
 
-    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
-        """How many tokens of each question do not fit."""
-        return _question_ids([q.question for q in questions], self._length, self._tokenizer)[1]
+    def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
+        return _question_ids([q.question for q in questions], self._length, self._tokenizer)
 
 
-class PatchInputs:
+class PatchInputs(VQAInputs):
     """Inputs of MCAN on raw pictures: `image` has `pixels` and `shown`, see `stacked`.
 
     Args:
@@ -136,11 +142,7 @@ class PatchInputs:
     def __init__(self, tokenizer: Tokenizer, pictures: QuestionPictures, length: int, slots: int):
         self._tokenizer, self._pictures = tokenizer, pictures
         self._length, self._slots = length, slots
-
-    @property
-    def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
-        return (self._pictures.missing,)
+        self.broken = (pictures.missing,)
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
         return self.encode([self.raw(question) for question in questions])
@@ -157,12 +159,11 @@ class PatchInputs:
         image = stacked(pixels, self._slots, self._pictures.store.size)
         return {"question_ids": ids, "image": image, "truncated": lost}
 
-    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
-        """How many tokens of each question do not fit."""
-        return _question_ids([q.question for q in questions], self._length, self._tokenizer)[1]
+    def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
+        return _question_ids([q.question for q in questions], self._length, self._tokenizer)
 
 
-class RegionInputs:
+class RegionInputs(VQAInputs):
     """Inputs of openvqa's MCAN: `image` float32[B, slots, F], zeros behind the last region.
 
     Args:
@@ -173,22 +174,14 @@ class RegionInputs:
 
     def __init__(self, words: QuestionWords, features: PictureFeatures, length: int):
         self._words, self._features, self._length = words, features, length
-
-    @property
-    def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
-        return (self._features.missing,)
+        self.broken = (features.missing,)
 
     def __call__(self, questions: Sequence[Question]) -> Packed:
-        ids, lost = self._words_of(questions)
+        ids, lost = self._tokens(questions)
         image = self._features.batch([image_id(question) for question in questions])
         return {"question_ids": ids, "image": image, "truncated": lost}
 
-    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
-        """How many words of each question do not fit."""
-        return self._words_of(questions)[1]
-
-    def _words_of(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((len(questions), self._length), np.int32)
         lost = np.zeros(len(questions), np.int32)
         for row, question in enumerate(questions):
@@ -199,7 +192,7 @@ class RegionInputs:
         return ids, lost
 
 
-class CaptionInputs:
+class CaptionInputs(VQAInputs):
     """Inputs of MCAN on captions, pairs of texts; `image` bool[B, L] marks the caption.
 
     Half of the tokens are the question's at most. Without a caption, its part is [SEP] alone.
@@ -212,12 +205,15 @@ class CaptionInputs:
     def __init__(self, tokenizer: Tokenizer, length: int):
         self._tokenizer, self._length = tokenizer, length
 
-    @property
-    def broken(self) -> tuple[BrokenPictures, ...]:
-        """What counts the pictures that could not be read."""
-        return ()
-
     def __call__(self, questions: Sequence[Question]) -> Packed:
+        ids, image, lost = self._pairs(questions)
+        return {"question_ids": ids, "image": image, "truncated": lost}
+
+    def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
+        ids, _, lost = self._pairs(questions)
+        return ids, lost
+
+    def _pairs(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         tokenizer = self._tokenizer
         asked = tokenizer.encode_batch([plain(q.question) for q in questions])
         captions = tokenizer.encode_batch([str(q.extra.get(CAPTION, "")) for q in questions])
@@ -230,12 +226,7 @@ class CaptionInputs:
         first = np.array([2 + len(question) for question in shown])  # of the caption's part
         for row, (whole, kept) in enumerate(zip(asked, shown, strict=True)):
             lost[row] += len(whole) - len(kept)
-        image = real & (np.arange(self._length) >= first[:, None])
-        return {"question_ids": ids, "image": image, "truncated": lost}
-
-    def lost(self, questions: Sequence[Question]) -> Int32[np.ndarray, " n"]:
-        """How many tokens of each question and caption do not fit."""
-        return self(questions)["truncated"]
+        return ids, real & (np.arange(self._length) >= first[:, None]), lost
 
 
 def _question_ids(
