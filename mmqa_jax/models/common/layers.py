@@ -318,6 +318,20 @@ class Embedding(nnx.Module):
         return product(x, self.table[:first].astype(x.dtype), 1)
 
 
+def word_head(config: Any, init: Initializer, rngs: nnx.Rngs) -> Linear | None:
+    """The product with all words, [..., hidden] -> [..., vocab_size]; None where it is tied."""
+    if config.tied:
+        return None
+    return Linear(
+        config.hidden,
+        config.vocab_size,
+        ("embed", "vocab"),
+        rngs=rngs,
+        use_bias=False,
+        kernel_init=init,
+    )
+
+
 def split_key(key: jax.Array | None, count: int) -> list[jax.Array | None]:
     """`count` independent keys, or `count` times None when there is no dropout."""
     return [None] * count if key is None else list(jax.random.split(key, count))

@@ -40,6 +40,7 @@ from mmqa_jax.models.common.layers import (
     scan_layers,
     split_heads,
     stack_layers,
+    word_head,
     zeros_init,
 )
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
@@ -382,18 +383,7 @@ class Llama(nnx.Module):
         )
         self.layers = stack_layers(lambda r: LlamaLayer(config, rngs=r), config.layers, rngs)
         self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
-        self.head = (
-            None
-            if config.tied
-            else Linear(
-                config.hidden,
-                config.vocab_size,
-                ("embed", "vocab"),
-                rngs=rngs,
-                use_bias=False,
-                kernel_init=init,
-            )
-        )
+        self.head = word_head(config, init, rngs)
         self.config = config
 
     def embed(self, input_ids: jax.Array) -> jax.Array:

@@ -39,6 +39,7 @@ from mmqa_jax.models.common.layers import (
     stack_layers,
     torch_linear,
     uniform_init,
+    word_head,
 )
 from mmqa_jax.models.llama.network import RMSNorm
 from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
@@ -255,18 +256,7 @@ class T5(EncoderDecoder):
         )
         self.encoder = T5Stack(config, config.encoder_layers, causal=False, rngs=rngs)
         self.decoder = T5Stack(config, config.decoder_layers, causal=True, rngs=rngs)
-        self.head = (
-            None
-            if config.tied
-            else Linear(
-                config.hidden,
-                config.vocab_size,
-                ("embed", "vocab"),
-                rngs=rngs,
-                use_bias=False,
-                kernel_init=init,
-            )
-        )
+        self.head = word_head(config, init, rngs)
         self.config = config
 
     def embed(self, ids: jax.Array) -> jax.Array:
