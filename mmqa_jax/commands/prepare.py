@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  become overlapping chunks, figures and pictures are sources with their captions, and\n"
         "  `file`, `page` and `heading` of each are kept; --pages=pictures takes a PDF's pages as\n"
         "  pictures, for an encoder that sees;\n"
-        "  --overwrite reads only the files that have changed; see mmqa_jax/data/README.md\n"
+        "  --overwrite reads only the files that have changed; see mmqa_jax/data/FOLDER.md\n"
         "chat: conversations in OpenAI's format (`messages` as JSON lines, pictures and tools)\n"
         "  of a file, or of train.jsonl, val.jsonl, test.jsonl in a folder; for training\n"
         "hf, webdataset: Parquet files or a saved data set of Hugging Face, tar shards; --columns\n"
