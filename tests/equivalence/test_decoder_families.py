@@ -140,6 +140,65 @@ CASES = {
             "rope_parameters": _YARN,
         },
     ),
+    "olmoe": Case(
+        "Olmoe",
+        {
+            "num_key_value_heads": 3,
+            "num_experts": 7,
+            "num_experts_per_tok": 3,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "mixtral": Case(
+        "Mixtral",
+        {
+            "head_dim": 12,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "sliding_window": 61,
+            "rope_parameters": _THETA,
+        },
+    ),
+    "granitemoe": Case(
+        "GraniteMoe",
+        {
+            "embedding_multiplier": 5.5,
+            "attention_multiplier": 0.21,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "attention_bias": True,
+            "rope_parameters": _THETA,
+        },
+    ),
+    "seed_oss": Case(
+        "SeedOss", {"head_dim": 12, "mlp_bias": True, "rope_parameters": _THETA, **TOKENS}
+    ),
+    "seed_oss, biases otherwise": Case(
+        "SeedOss", {"attention_bias": False, "attention_out_bias": True, "head_dim": 10, **TOKENS}
+    ),
+    "ernie4_5": Case(
+        "Ernie4_5", {"head_dim": 12, "use_bias": True, "rope_parameters": _THETA, **TOKENS}
+    ),
+    "exaone4": Case(
+        "Exaone4",
+        {
+            "num_hidden_layers": 3,
+            "sliding_window": 41,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": _THETA,
+        },
+    ),
+    "exaone4, no windows": Case(
+        "Exaone4",
+        {"sliding_window": None, "layer_types": ["full_attention"] * 2, "rope_parameters": _YARN},
+    ),
+    "glm4": Case(
+        "Glm4",
+        {"head_dim": 12, "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}, **TOKENS},
+    ),
     "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0], "mlp_bias": True, **TOKENS}),
     "smollm3, windows, dynamic": Case(
         "SmolLM3",
@@ -571,7 +630,7 @@ REFUSED = [
     ("qwen3_moe", {"num_experts": 0}, "num_experts is 0, expected a whole number of at least 1"),
     ("qwen3_moe", {"num_experts": 4}, "active_experts is 8: expected 1 to model.experts = 4"),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
-    ("mixtral", {}, "model_type is 'mixtral', expected one of llama, "),
+    ("cohere", {}, "model_type is 'cohere', expected one of llama, "),
     ("gemma", {}, "model_type is 'gemma', expected one of llama, "),
 ]
 

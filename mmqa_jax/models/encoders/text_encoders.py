@@ -28,7 +28,7 @@ from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, Yes
 from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.models.llama.keys import Fused, apart, llama_key_map, phi3_rows
+from mmqa_jax.models.llama.keys import Fused, apart, fused_rows, llama_key_map
 from mmqa_jax.models.modernbert.keys import (
     modernbert_classifier_key_map,
     modernbert_config,
@@ -93,10 +93,6 @@ def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
     return for_reading(config, platform())
 
 
-def _decoder_rows(config: LlamaConfig) -> Fused:
-    return phi3_rows(config) if DECODERS[config.family].fused else {}
-
-
 def _decoder_key_map(config: LlamaConfig) -> KeyMap:
     """Maps keys of a decoder that may lack `model.`, as those saved without their head."""
     key_map = llama_key_map(config)
@@ -118,7 +114,7 @@ _ROBERTA = Family(
     bert_keys.roberta_classifier_key_map,
     unplaced=bert_keys.roberta_padding,
 )
-_DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=_decoder_rows)
+_DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=fused_rows)
 FAMILIES: Mapping[str, Family] = {
     "bert": Family(
         functools.partial(bert_keys.bert_config, harmless=_SCORED),

@@ -326,6 +326,33 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         rope_theta=1e7, tied=True, embedding_scale=12.0, residual_scale=0.22,
         attention_scale=0.0078125, logit_divisor=16.0,
     ),
+    "olmoe_7b": _published(
+        family="olmoe", vocab_size=50304, hidden=2048, layers=16, heads=16, kv_heads=16, mlp=1024,
+        qk_norm="whole", experts=64, active_experts=8,
+    ),
+    "mixtral_8x7b": _published(
+        family="mixtral", kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6, experts=8,
+        active_experts=2, normed_experts=True,
+    ),
+    "seed_oss_36b": _published(
+        family="seed_oss", vocab_size=155136, hidden=5120, layers=64, heads=80, kv_heads=8,
+        head_dim=128, mlp=27648, positions=524288, rope_theta=1e7, eps=1e-6, attention_bias=True,
+        out_bias=False,
+    ),
+    "ernie45_03b": _published(
+        family="ernie4_5", vocab_size=103424, hidden=1024, layers=18, heads=16, kv_heads=2,
+        head_dim=128, mlp=3072, positions=131072, rope_theta=5e5, tied=True,
+    ),
+    "exaone4_32b": _published(
+        family="exaone4", vocab_size=102400, hidden=5120, layers=64, heads=40, kv_heads=8,
+        mlp=27392, positions=131072, rope_theta=1e6, rope_scaling=RopeScaling("llama3", 16.0),
+        qk_norm="head", norms="after", windows=(4096, 4096, 4096, 0) * 16,
+        rotated=(True, True, True, False) * 16,
+    ),
+    "glm4_9b": _published(
+        family="glm4", vocab_size=151552, layers=40, kv_heads=2, mlp=13696, positions=32768,
+        norms="both", attention_bias=True, out_bias=False, rotary_fraction=0.5,
+    ),
     "phi3_mini": _published(  # of 4,096 tokens
         family="phi3", vocab_size=32064, hidden=3072, mlp=8192, windows=(2047,) * 32
     ),

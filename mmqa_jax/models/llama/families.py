@@ -42,6 +42,7 @@ _PLAIN = {
     "attention_cap": ("attn_logit_softcapping", None),
     "logit_cap": ("final_logit_softcapping", None),
     "bidirectional": ("use_bidirectional_attention", False),
+    "out_bias": ("attention_out_bias", None),
     "experts": ("num_experts", None),
     "active_experts": ("num_experts_per_tok", None),
     "normed_experts": ("norm_topk_prob", False),
@@ -89,6 +90,8 @@ _GEMMA_DEFAULTS = {
 }
 # cache_implementation is transformers', hidden_act is not read by these classes.
 _GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
+# Of the loss that balances experts, which output_router_logits turns on.
+_BALANCING = ("output_router_logits", "router_aux_loss_coef")
 # Fields that are ours, or have another form in a config.json.
 _OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
 _SLIDING, _FULL = "sliding_attention", "full_attention"
@@ -111,7 +114,7 @@ class Family:
       harmless: keys that change nothing in inference.
       fixed: keys that its class does not read or that have only these values here.
       partial: whether it may rotate a part of each head.
-      fused: whether its checkpoints keep q, k and v as one tensor, and gate and up.
+      fused: what its checkpoints keep as one tensor: "qkv" and "gate_up".
       names: its keys in the place of common ones.
       scaled: whether embeddings are multiplied by the root of their size.
       scales_all: whether its decoder scales whatever it is given, not the words alone: what comes
@@ -121,6 +124,10 @@ class Family:
       renamed: its keys that version 5 of transformers writes under another name -> that name.
       local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
         part `sliding_attention` of `rope_parameters` say.
+      near_rotates: whether the layers with a window alone rotate, in a model that has a window.
+      neighbours: whether a rotary pair is two neighbouring rows in its checkpoints.
+      tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
+      experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
     """
 
     title: str
@@ -131,13 +138,17 @@ class Family:
     harmless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[Any, ...]] = _none()
     partial: bool = False
-    fused: bool = False
+    fused: tuple[str, ...] = ()
     names: Mapping[str, str] = _none()
     scaled: bool = False
     scales_all: bool = False
     full_every: int = 0
     renamed: Mapping[str, str] = _none()
     local: bool = False
+    near_rotates: bool = False
+    neighbours: bool = False
+    tensors: Mapping[str, str] = _none()
+    experts_paired: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -218,12 +229,8 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
         },
         computes={"qk_norm": "head"},
-        # intermediate_size is that of layers without experts. The coefficient is of the balancing
-        # loss, which output_router_logits turns on.
-        harmless=(
-            *("intermediate_size", "sliding_window", "max_window_layers"),
-            *("output_router_logits", "router_aux_loss_coef"),
-        ),
+        # intermediate_size is that of layers without experts.
+        harmless=("intermediate_size", "sliding_window", "max_window_layers", *_BALANCING),
         fixed={
             "mlp_only_layers": ([],),
             "decoder_sparse_step": (1,),
@@ -231,6 +238,124 @@ FAMILIES: Mapping[str, Family] = {
         },
         names={"intermediate_size": "moe_intermediate_size"},
         renamed={"num_experts": "num_local_experts"},
+    ),
+    "olmoe": Family(
+        title="OLMoE",
+        architecture="OlmoeForCausalLM",
+        keys=kinds(flag="attention_bias norm_topk_prob", size="num_experts num_experts_per_tok"),
+        defaults={
+            "vocab_size": 50304,
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        computes={"qk_norm": "whole"},
+        harmless=_BALANCING,
+        fixed={"clip_qkv": ()},
+    ),
+    "mixtral": Family(
+        title="Mixtral",
+        architecture="MixtralForCausalLM",
+        keys={**_WINDOW, **kinds(size="num_local_experts num_experts_per_tok")},
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        computes={"normed_experts": True},
+        harmless=(*_BALANCING, "router_jitter_noise"),
+        names={"num_experts": "num_local_experts"},
+        tensors={
+            "block_sparse_moe.": "mlp.",
+            **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
+        },
+    ),
+    "seed_oss": Family(
+        title="Seed-OSS",
+        architecture="SeedOssForCausalLM",
+        keys={**_BIASES, **kinds(flag="attention_out_bias")},
+        defaults={
+            "vocab_size": 155136,
+            "intermediate_size": 27648,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 80,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 524288,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "attention_dropout": 0.1,
+        },
+        harmless=("pretraining_tp", "residual_dropout"),
+    ),
+    "ernie4_5": Family(
+        title="ERNIE 4.5, without experts",
+        architecture="Ernie4_5ForCausalLM",
+        keys=kinds(flag="use_bias"),
+        defaults={
+            "vocab_size": 103424,
+            "hidden_size": 1024,
+            "intermediate_size": 3072,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+        neighbours=True,
+    ),
+    "exaone4": Family(
+        title="EXAONE 4",
+        architecture="Exaone4ForCausalLM",
+        keys={**_WINDOW, **kinds(list_or_null="layer_types")},
+        defaults={
+            "vocab_size": 102400,
+            "intermediate_size": 16384,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": 4096,
+        },
+        computes={"qk_norm": "head", "norms": "after"},
+        fixed={"sliding_window_pattern": (4, 0, "LLLG")},  # layer_types say it
+        full_every=4,
+        near_rotates=True,
+    ),
+    "glm4": Family(
+        title="GLM-4 of April 2025 (0414), GLM-Z1",
+        architecture="Glm4ForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={
+            "vocab_size": 151552,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1.5625e-7,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        computes={"norms": "both", "out_bias": False},
+        partial=True,
+        fused=("gate_up",),
+        neighbours=True,
+        tensors={
+            "post_attention_layernorm": "pre_feedforward_layernorm",
+            "post_self_attn_layernorm": "post_attention_layernorm",
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
     ),
     "smollm3": Family(
         title="SmolLM3",
@@ -292,13 +417,34 @@ FAMILIES: Mapping[str, Family] = {
             **dict.fromkeys(("full_attn_mod", "interpolate_factor"), (1,)),  # Phi-4-mini's
         },
         partial=True,
-        fused=True,
+        fused=("qkv", "gate_up"),
     ),
     "granite": Family(
         title="Granite 3",
         architecture="GraniteForCausalLM",
         keys={**_BIASES, **_MULTIPLIERS},
         scales_all=True,
+    ),
+    "granitemoe": Family(
+        title="Granite 3, mixtures of experts",
+        architecture="GraniteMoeForCausalLM",
+        keys={
+            **_MULTIPLIERS,
+            **kinds(flag="attention_bias", size="num_local_experts num_experts_per_tok"),
+        },
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+        computes={"normed_experts": True},
+        harmless=_BALANCING,
+        names={"num_experts": "num_local_experts"},
+        scales_all=True,
+        tensors={
+            "block_sparse_moe.router.layer.": "mlp.gate.",
+            "block_sparse_moe.router.": "mlp.gate.",
+            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+            "block_sparse_moe.experts.": "mlp.experts.",
+        },
+        experts_paired=True,
     ),
     "gemma2": Family(
         title="Gemma 2",
@@ -362,7 +508,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     for key, newer in family.renamed.items():
         if newer in published:
             published.setdefault(key, published.pop(newer))
-    if published.get("output_router_logits") and "num_experts" in read:
+    if published.get("output_router_logits") and "num_experts_per_tok" in read:
         raise UserError(
             f"{where}: output_router_logits is true, with which training adds a loss that balances "
             "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
@@ -382,7 +528,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     near: Mapping[str, Any] = {}
     if family.local:
         rope, near = _both_ropes(published, rope)
-    partial = rope.get("partial_rotary_factor", published.get("partial_rotary_factor"))
+    partial = rope.get("partial_rotary_factor", value("partial_rotary_factor"))
     if partial not in (None, 1.0) and not family.partial:
         raise UserError(
             f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
@@ -414,6 +560,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields["windows"] = _windows(slides, window, fields["positions"])
         if family.local:
             fields["local"] = slides if any(slides) else ()
+        if family.near_rotates and window and not all(slides):
+            fields["rotated"] = slides
     if family.local:
         if scaling_from_hf(near, None, fields["positions"], where) is not None:
             raise UserError(
@@ -570,9 +718,12 @@ def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
     if "use_sliding_window" in read:
         published["use_sliding_window"] = bool(sizes)
     if "layer_types" in read:
-        near = config.local or config.windows or (0,) * config.layers
-        published["layer_types"] = [_SLIDING if one else _FULL for one in near]
-        if any(config.local) and not sizes:  # it is no smaller than the positions
+        near = config.local or config.windows
+        if FAMILIES[config.family].near_rotates:
+            near = config.rotated
+        near = near or (0,) * config.layers
+        published["layer_types"] = [_SLIDING if slides else _FULL for slides in near]
+        if any(near) and not sizes:  # it is no smaller than the positions
             published["sliding_window"] = (1 + config.bidirectional) * config.positions
     if "max_window_layers" in read:
         published["max_window_layers"] = config.layers  # layer_types say it

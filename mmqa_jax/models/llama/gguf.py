@@ -64,7 +64,7 @@ ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")},
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
 }
-# Families whose rows of queries and keys llama.cpp turns (`llama.interleaved_rows`).
+# Families whose rows of queries and keys llama.cpp turns (`keys.rotary_rows`).
 TURNED = ("llama", "granite", "smollm3")
 # Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
 _LARGEST = {"gemma2": 46, "gemma3": 62}

@@ -74,31 +74,17 @@ LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
 SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
 
 
-def interleaved_rows(heads: int) -> Transform:
-    """Rows of a query or key projection as Meta and llama.cpp keep them, to our kernel.
-
-    Within each head their rows 2n and 2n + 1 are a rotary pair; in ours (transformers') n and
-    n + head_dim / 2 are. Takes a weight (heads * head_dim, in) or a bias (heads * head_dim).
-    """
-
-    def forward(x):
-        halves = x.reshape(heads, -1, 2, *x.shape[1:]).swapaxes(1, 2)
-        return halves.reshape(x.shape).T
-
-    def inverse(x):
-        x = x.T
-        return x.reshape(heads, 2, -1, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
-
-    return Transform(forward, inverse)
-
-
-def split_rows(heads: int, size: int, rotated: int) -> Transform:
+def rotary_rows(heads: int, size: int, rotated: int, *, neighbours: bool) -> Transform:
     """Rows of a query or key projection of which the first `rotated` of each head's `size` are
-    rotated, to our kernel, in which rotary pairs are the halves of the whole head."""
-    half = rotated // 2
-    rest = np.arange(rotated, size)
-    ours = np.concatenate([np.arange(half), rest[: len(rest) // 2]])
-    ours = np.concatenate([ours, np.arange(half, rotated), rest[len(rest) // 2 :]])
+    rotated, to our kernel, in which rotary pairs are the halves of the whole head.
+
+    neighbours: pairs are the rows 2n and 2n + 1 (Meta, llama.cpp), not n and n + rotated / 2.
+    Takes a weight (heads * size, in) or a bias (heads * size).
+    """
+    turning, rest = np.arange(rotated), np.arange(rotated, size)
+    first, second = (turning[0::2], turning[1::2]) if neighbours else np.split(turning, 2)
+    middle = len(rest) // 2
+    ours = np.concatenate([first, rest[:middle], second, rest[middle:]])
 
     def taken(x, order):
         return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
@@ -137,10 +123,11 @@ def llama_rules(
         rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale", of_norms))
     turns: dict[str, Transform] = {}
     for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
-        if layout == "meta" or (layout == "gguf" and config.family in TURNED):
-            turns[linear] = interleaved_rows(heads)
-        elif config.rotary_size != config.head_size:
-            turns[linear] = split_rows(heads, config.head_size, config.rotary_size)
+        neighbours = FAMILIES[config.family].neighbours or layout == "meta"
+        neighbours |= layout == "gguf" and config.family in TURNED
+        sizes = config.head_size, config.rotary_size
+        if neighbours or len({*sizes}) > 1:
+            turns[linear] = rotary_rows(heads, *sizes, neighbours=neighbours)
     for linear in config.linears:
         turned = turns.get(linear)
         key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
@@ -246,8 +233,10 @@ def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
 
     Fused tensors (Phi-3's) are apart, and those of all experts of a layer are one.
     """
-    if FAMILIES[config.family].fused:
-        source = apart(source, phi3_rows(config))
+    family = FAMILIES[config.family]
+    source = renamed(source, family.tensors)
+    if family.fused:
+        source = apart(source, fused_rows(config))
     return experts_together(source, config.experts) if config.experts else source
 
 
@@ -255,9 +244,29 @@ def to_published_tensors(
     source: TensorSource, config: LlamaConfig, prefix: str = ""
 ) -> TensorSource:
     """The reverse of `to_rule_tensors`; `prefix` is in front of the decoder's keys."""
-    if FAMILIES[config.family].fused:
-        source = together(source, phi3_rows(config), prefix)
-    return experts_apart(source) if config.experts else source
+    family = FAMILIES[config.family]
+    if family.fused:
+        source = together(source, fused_rows(config), prefix)
+    if family.experts_paired:
+        source = experts_paired(source)
+    elif config.experts:
+        source = experts_apart(source)
+    published: dict[str, str] = {}
+    for theirs, ours in family.tensors.items():
+        published.setdefault(ours, theirs)  # the first of two is the one that is published
+    return renamed(source, published)
+
+
+def renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
+    """The tensors under other names: each part of `names` that a name holds is replaced, once."""
+    if not names:
+        return source
+    part = re.compile("|".join(map(re.escape, names)))
+    tensors = {
+        part.sub(lambda match: names[match[0]], key): (spec, functools.partial(source.read, key))
+        for key, spec in source.specs().items()
+    }
+    return DerivedSource(source.name, tensors)
 
 
 def publish_llama(config: LlamaConfig, state: nnx.State) -> layouts.Published:
@@ -354,6 +363,26 @@ def experts_apart(source: TensorSource) -> TensorSource:
     return DerivedSource(source.name, tensors)
 
 
+def experts_paired(source: TensorSource) -> TensorSource:
+    """The reverse, as transformers 5 holds them in memory: gate and up of all experts in one."""
+    tensors = {}
+    for key, spec in source.specs().items():
+        if not _STACKED.fullmatch(key):
+            tensors[key] = spec, functools.partial(source.read, key)
+        elif key.endswith("gate_proj.weight"):
+            pair = [key, key.replace("gate_proj", "up_proj")]
+            shape = (spec.shape[0], 2 * spec.shape[1], spec.shape[2])
+            read = functools.partial(
+                lambda pair: np.concatenate([*map(source.read, pair)], 1), pair
+            )
+            name = key.replace("gate_proj.weight", "gate_up_proj")
+            tensors[name] = jax.ShapeDtypeStruct(shape, spec.dtype), read
+        elif key.endswith("down_proj.weight"):
+            name = key.removesuffix(".weight")
+            tensors[name] = spec, functools.partial(source.read, key)
+    return DerivedSource(source.name, tensors)
+
+
 def _rows(source: TensorSource, key: str, rows: slice) -> np.ndarray:
     return source.read(key)[:, rows]
 
@@ -440,10 +469,10 @@ Fused = Mapping[str, Mapping[str, int]]
 _KINDS = ("weight", "bias")
 
 
-def phi3_rows(config: LlamaConfig) -> Fused:
-    """Phi-3's."""
+def fused_rows(config: LlamaConfig) -> Fused:
+    """Of a family, as transformers calls them."""
     of_keys = config.kv_heads * config.head_size
-    return {
+    wholes = {
         "self_attn.qkv_proj": {
             "self_attn.q_proj": config.heads * config.head_size,
             "self_attn.k_proj": of_keys,
@@ -451,11 +480,17 @@ def phi3_rows(config: LlamaConfig) -> Fused:
         },
         "mlp.gate_up_proj": {"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp},
     }
+    fused = FAMILIES[config.family].fused
+    return {
+        name: parts
+        for name, parts in wholes.items()
+        if name.split(".")[1].removesuffix("_proj") in fused
+    }
 
 
 def phi3_gguf_rows(config: LlamaConfig) -> Fused:
     """Phi-3's in llama.cpp's names."""
-    of_heads, of_gate = phi3_rows(config).values()
+    of_heads, of_gate = fused_rows(config).values()
     parts = zip(("attn_q", "attn_k", "attn_v"), of_heads.values(), strict=True)
     gate, up = of_gate.values()
     return {"attn_qkv": dict(parts), "ffn_up": {"ffn_gate": gate, "ffn_up": up}}
