@@ -42,6 +42,8 @@ class DenseRetriever:
         self.asks = asks
         # Texts and pictures of the questions that were embedded last, and their vectors.
         self._last: tuple[list[tuple[str, str | None]] | None, np.ndarray] = None, np.zeros((0, 0))
+        # The vectors that were searched for last, and their rows and scores [n, k].
+        self._last_search = None, (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first."""
@@ -63,8 +65,12 @@ class DenseRetriever:
     def _nearest(
         self, questions: Sequence[Question], vectors: np.ndarray, top_k: int
     ) -> list[Ranking]:
-        nearest = self.index.search(vectors, min(top_k, len(self.corpus)))
-        return self._rankings(questions, vectors, nearest)
+        top_k = min(top_k, len(self.corpus))
+        searched, (rows, scores) = self._last_search
+        if searched is not vectors or rows.shape[1] < top_k:
+            rows, scores = self.index.search(vectors, top_k)
+            self._last_search = vectors, (rows, scores)
+        return self._rankings(questions, vectors, (rows[:, :top_k], scores[:, :top_k]))
 
     def _within(
         self, questions: Sequence[Question], vectors: np.ndarray, candidates: Sequence[Ranking]

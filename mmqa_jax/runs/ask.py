@@ -121,9 +121,10 @@ class Answerer:
 
     def _answer(self, question: Question, picture: bytes | None) -> Answer:
         if picture is None:
-            (nearest,) = self._dense.search([question], 1)
+            # As many as are read afterwards, so that the index is searched once.
+            (nearest,) = self._dense.search([question], self._top_k)
             if nearest.scores[0] < self._least_similarity:
-                shown = Prediction(question.id, "", nearest.sources, nearest.scores)
+                shown = Prediction(question.id, "", nearest.sources[:1], nearest.scores[:1])
                 return Answer(NOT_FOUND, False, shown, (question.question,), None)
         heard = _Heard(self._dense, self._reranker)
         (prediction,) = webqa.answer_full_scale(

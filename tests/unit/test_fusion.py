@@ -24,6 +24,7 @@ from mmqa_jax.retrieval.fusion import (
     reciprocal_rank_fusion,
 )
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.runs.ask_folder import Passages
 
 
 def ranking(question, *sources):
@@ -121,6 +122,16 @@ def restated(question, corpus, dense, bm25, weight, depth):
         + (1 - weight) * counts[i] / bm25_most
         for i in best
     }
+
+
+def test_the_index_is_searched_once_for_fused_and_nearest_sources(monkeypatch):
+    _, questions, dense, bm25 = collection()
+    nearest = dense.search(questions, 1)
+    searched, search = [], dense.index.search
+    monkeypatch.setattr(dense.index, "search", lambda *a: [searched.append(a), search(*a)][1])
+    passages = Passages(ScoreFusion(HybridSearch(dense, bm25), 0.5), dense)
+    assert [found.nearest for found in passages.find(questions[1:], 3)] == nearest[1:]
+    assert len(searched) == 1
 
 
 @pytest.mark.parametrize("weight", [0.15, 0.5, 0.9])

@@ -9,7 +9,8 @@ from mmqa_jax.core.checkpoints.checksums import write_sums
 from mmqa_jax.core.disk_errors import find_disk_failure
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
+from mmqa_jax.retrieval.indexes import exact as exact_room
 from mmqa_jax.retrieval.indexes import index as index_room
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import (
@@ -75,6 +76,34 @@ def test_equal_vectors_come_in_row_order():
     vectors = np.tile(unit(np.ones((1, 8))), (50, 1))
     index = ExactIndex(Embeddings(vectors, "m", "c"), block_rows=7)
     assert index.search(vectors[:1], 20)[0].tolist() == [list(range(20))]
+
+
+@pytest.mark.parametrize("room, copied", [(np.inf, [3, 0]), (8 * 2 * 17 * 4, [3, 1]), (0, [3, 3])])
+def test_blocks_stay_on_the_device_while_they_fit(room, copied, monkeypatch):
+    """Of 50 rows in three blocks of 17, by what a quarter of the free memory holds."""
+    embeddings, queries = clustered(50, dim=8, queries=1)
+    put, blocks = jax.device_put, []
+    monkeypatch.setattr(exact_room, "free_bytes", lambda device: 4 * room)
+    monkeypatch.setattr(jax, "device_put", lambda x: [blocks.append(np.shape(x)), put(x)][1])
+    index = ExactIndex(embeddings, block_rows=20)
+    for count in copied:
+        blocks.clear()
+        rows, _ = index.search(queries, 30)
+        assert blocks.count((17, 8)) == count
+        np.testing.assert_array_equal(rows, plain_search(embeddings.vectors, queries, 30)[0])
+
+
+def test_a_cpu_scores_the_array_of_the_host(tmp_path):
+    """Kept vectors, and those in a file, are not copied."""
+    vectors = clustered(100, dim=16)[0].vectors
+    contents = [str(row) for row in range(100)]
+    kept = cached_vectors(tmp_path / "kept", "m", contents, lambda rows: vectors[rows], block=30)
+    np.testing.assert_array_equal(kept, vectors)
+    np.save(tmp_path / "file.npy", vectors)
+    for held in (kept, np.load(tmp_path / "file.npy", mmap_mode="r")):
+        index = ExactIndex(Embeddings(held, "m", "c"), block_rows=30)
+        for start in (0, 25, 75):
+            assert index._block(start).unsafe_buffer_pointer() == held[start:].ctypes.data
 
 
 def test_exact_allowed_rows_across_blocks():

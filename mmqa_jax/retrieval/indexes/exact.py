@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy as np
 from jaxtyping import Float32, Int32
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.serving import free_bytes
 from mmqa_jax.retrieval.embeddings import BROKEN, Embeddings, check_finite
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 
 INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
+_SHARE = 0.25  # of a device's free memory, for blocks: readers and encoders may come after them
 
 
 class DenseIndex:
@@ -84,9 +87,11 @@ class DenseIndex:
 
 
 class ExactIndex(DenseIndex):
-    """Dot products with every row, in blocks: the reference, and fast enough for small corpora.
-    Larger ones are streamed from disk, `block_rows` at a time; `query_batch` queries are scored at
-    once (one query alone is not padded)."""
+    """Dot products with every row, in blocks of at most `block_rows`: the reference, and fast enough
+    for small corpora. Of the blocks, those stay on the device that fit into a quarter of the memory
+    that is free at the first search; the others are streamed from the host. A CPU scores the host's
+    array itself, also one that is mapped from disk, and copies it once where its rows are not
+    aligned to 64 bytes. `query_batch` queries are scored at once (one query alone is not padded)."""
 
     kind = "exact"
     is_exact = True
@@ -95,8 +100,11 @@ class ExactIndex(DenseIndex):
         check_embeddings(embeddings)
         self.embeddings = embeddings
         self._query_batch = query_batch
-        self._block_rows = min(block_rows, len(embeddings.vectors))
-        self._only_block: jax.Array | None = None
+        # Blocks of one length, so that one program scores all: the last begins inside the one
+        # before it, and its mask leaves out the rows that both have.
+        blocks = -(-len(self) // block_rows)
+        self._block_rows = -(-len(self) // blocks)
+        self._on_device: dict[int, jax.Array] = {}  # row of a block's first vector -> block
 
     def _search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
@@ -111,8 +119,9 @@ class ExactIndex(DenseIndex):
         padded = np.zeros((len(best), size, queries.shape[1]), np.float32)
         padded.reshape(-1, queries.shape[1])[: len(queries)] = queries
         batches = [jax.device_put(batch) for batch in padded]
-        for start in range(0, len(self), self._block_rows):
-            block, mask = self._block(start), self._mask(start, allowed)
+        for scored in range(0, len(self), self._block_rows):
+            start = min(scored, len(self) - self._block_rows)
+            block, mask = self._block(start), self._mask(start, scored, allowed)
             # Read a block while the previous one is scored, but no further ahead, or a million
             # rows would be in memory with all their scores.
             jax.block_until_ready(best)
@@ -124,21 +133,26 @@ class ExactIndex(DenseIndex):
         rows = [jax.device_get(state[1]) for state in best] or [np.zeros((0, top_k), np.int32)]
         return np.concatenate(rows)[: len(queries)], np.concatenate(scores)[: len(queries)]
 
-    def _block(self, start: int) -> jax.Array:
-        if self._only_block is not None:
-            return self._only_block
-        block = np.asarray(self.embeddings.vectors[start : start + self._block_rows], np.float32)
-        if len(block) < self._block_rows:  # the last one
-            block = np.pad(block, ((0, self._block_rows - len(block)), (0, 0)))
-        on_device = jax.device_put(block)
-        if self._block_rows == len(self):
-            self._only_block = on_device
-        return on_device
+    def _block(self, start: int) -> jax.Array:  # [block_rows, D]
+        if (held := self._on_device.get(start)) is not None:
+            return held
+        rows = self.embeddings.vectors[start : start + self._block_rows]
+        block = jax.device_put(np.asarray(rows, np.float32))
+        if (len(self._on_device) + 1) * block.nbytes <= self._room:
+            self._on_device[start] = block
+        return block
 
-    def _mask(self, start: int, allowed: np.ndarray | None) -> jax.Array:
-        rows = min(self._block_rows, len(self) - start)
-        mask = np.zeros(self._block_rows, bool)
-        mask[:rows] = True if allowed is None else allowed[start : start + rows]
+    @functools.cached_property
+    def _room(self) -> float:
+        """Bytes of the device for blocks; no limit on a CPU."""
+        return _SHARE * free_bytes(jax.local_devices()[0])
+
+    def _mask(self, start: int, scored: int, allowed: np.ndarray | None) -> jax.Array:
+        """Which rows of the block from `start` may be returned: those before `scored` were."""
+        mask = np.ones(self._block_rows, bool)
+        if allowed is not None:
+            mask[:] = allowed[start : start + self._block_rows]
+        mask[: scored - start] = False
         return jax.device_put(mask)
 
 
