@@ -55,6 +55,7 @@ def comparison_table(title: str, compared: Mapping[str, Mapping[str, float]]) ->
 
 # Fields of scores.json in which compared runs agree.
 SAME = ("dataset", "split", "limit")
+_LEAST_P = 1e-300  # smaller p-values underflow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +116,8 @@ def compare_runs(
 
     Pairs are compared by the paired bootstrap and, if all scores are 0 or 1, by McNemar's exact
     test, whose p-value is then the one reported; p_holm is corrected over these pairs (Holm 1979).
+    Below 1e-300 a p-value is given as 1e-300; `log10_p` is McNemar's as it is.
+
     `against_first` compares every other run with the first, instead of every pair; `shared` takes
     only the questions that all runs were scored on, instead of refusing others.
     """
@@ -135,13 +138,14 @@ def compare_runs(
             "test": "bootstrap",
         }
         if binary:
-            pair |= {"p": significance.mcnemar(aligned[a], aligned[b]), "test": "McNemar"}
+            p_value, logarithm = significance.mcnemar(aligned[a], aligned[b])
+            pair |= {"p": p_value, "log10_p": logarithm, "test": "McNemar"}
             pair["p_bootstrap"] = bootstrap.p_value
         pairs.append(pair)
     for pair, corrected in zip(
         pairs, significance.holm([pair["p"] for pair in pairs]), strict=True
     ):
-        pair["p_holm"] = corrected
+        pair |= {"p": max(pair["p"], _LEAST_P), "p_holm": max(corrected, _LEAST_P)}
     summaries = []
     for run in runs:
         x = aligned[run.name]
@@ -167,8 +171,8 @@ def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
         [
             f"{pair['a']} - {pair['b']}",
             significance.Interval(pair["difference"], *pair["interval"]),
-            _p(pair["p"]),
-            _p(pair["p_holm"]),
+            format_p(pair["p"]),
+            format_p(pair["p_holm"]),
             pair["test"],
         ]
         for pair in compared["pairs"]
@@ -252,5 +256,6 @@ def _pairs(names: Sequence[str], against_first: bool) -> list[tuple[str, str]]:
     return list(itertools.combinations(names, 2))
 
 
-def _p(value: float) -> str:
-    return f"{value:.2g}" if value >= 1e-4 else "< 0.0001"
+def format_p(value: float) -> str:
+    """A p-value of `compare_runs` as pages and tables show it."""
+    return f"{value:.2g}" if value > _LEAST_P else f"< {_LEAST_P:g}"

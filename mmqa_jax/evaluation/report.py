@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import hashlib
 import io
+import itertools
 import json
 import math
 import os
@@ -51,7 +52,9 @@ if TYPE_CHECKING:
 # so that thousands of questions can be searched. Long texts and sources are kept once.
 
 
-MOST_CARDS = 5_000
+MOST_CARDS = 5_000  # with sources and traces
+_BRIEF_CHARACTERS = 16_000_000  # of the other questions: a hundred thousand short ones
+_BRIEF_TEXT = 300  # characters of a question, an answer, a reference
 RIGHT = 0.999  # from this score on an answer is right; some scorers average thirds
 _MOST_PICTURES = 300  # of sources; more would make a page that no browser likes
 _SHOWN = 6  # sources of a ranking
@@ -121,6 +124,8 @@ class Card:
       details: (name, text) shown on request: prompts, shots.
       picture: encoded bytes of the question's picture.
       tree: steps of agents, shown as a tree.
+      is_brief: whether it stands after all others, and nothing but question, answers and `rows` is
+        shown.
     """
 
     question: str
@@ -132,6 +137,7 @@ class Card:
     details: Sequence[tuple[str, str]] = ()
     tree: Sequence[TraceNode] = ()
     id: str = ""
+    is_brief: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,19 +204,64 @@ def best_first(
 
 
 def _in_turn(groups: Mapping[str, Sequence[int]]) -> Iterator[int]:
-    for place in range(max(map(len, groups.values()))):
+    for place in range(max(map(len, groups.values()), default=0)):
         for name in sorted(groups):
             if place < len(groups[name]):
                 yield groups[name][place]
 
 
-def evenly_by_category(questions: Sequence[Question], count: int) -> list[int]:
-    """Indices of about `count` questions: the first few of each category, equally many."""
-    groups: dict[str, list[int]] = {}
-    for i, question in enumerate(questions):
-        groups.setdefault(question.category, []).append(i)
-    per_category = -(-count // max(len(groups), 1))
-    return [i for category in sorted(groups) for i in groups[category][:per_category]]
+def in_turn(kinds: Sequence[Any], count: int) -> list[int]:
+    """Indices of `count` questions, or of all: the kinds in turn, so that all of a rare kind are
+    among them."""
+    groups: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        groups.setdefault(kind, []).append(i)
+    return list(itertools.islice(_in_turn(groups), count))
+
+
+def brief_card(
+    question: Question, answers: Sequence[CardAnswer], rows: Iterable[tuple[str, str]]
+) -> Card:
+    """The card of a question beyond MOST_CARDS, without sources and traces; long texts are cut."""
+    return Card(
+        _cut(question.question),
+        [CardAnswer(reply.system, _cut(reply.answer), reply.score) for reply in answers],
+        question.category,
+        [(name, _cut(text)) for name, text in rows],
+        id=question.id,
+        is_brief=True,
+    )
+
+
+def that_fit(cards: Iterable[Card]) -> list[Card]:
+    """The first brief cards, as many as a page can hold beside the others."""
+    cards = list(cards)
+    sizes = itertools.accumulate(len(json.dumps(_brief(card))) for card in cards)
+    return cards[: sum(size <= _BRIEF_CHARACTERS for size in sizes)]
+
+
+def how_many(cards: Sequence[Card], count: int) -> str:
+    """What a page of fewer or shorter cards than `count` questions says of that."""
+    brief = sum(card.is_brief for card in cards)
+    if len(cards) == count and not brief:
+        return ""
+    text = f" {len(cards) - brief:,} of them have their sources here, {brief:,} follow in brief"
+    if left_out := count - len(cards):
+        text += f", {left_out:,} are left out: see per_question.jsonl"
+    return f"{text}."
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _BRIEF_TEXT else f"{text[:_BRIEF_TEXT]}…"
+
+
+def _brief(card: Card) -> list[Any]:
+    """What the page has of a brief card: id, question, category, answers with scores, rows."""
+    answers = [
+        [reply.system, reply.answer, None if reply.score is None else round(reply.score, 4)]
+        for reply in card.answers
+    ]
+    return [card.id, card.question, card.category, answers, card.rows]
 
 
 class CardMaker:
@@ -349,9 +400,11 @@ def cards_json(cards: Sequence[Card], filters: Sequence[CardFilter]) -> str:
             "tree": list(map(node, card.tree)),
         }
         for card in cards
+        if not card.is_brief
     ]
     data = {
         "cards": rows,
+        "brief": [_brief(card) for card in cards if card.is_brief],
         "sources": [about for _, about in sources.values()],
         "pictures": [uri for _, uri in pictures.values()],
         "lines": list(lines),

@@ -8,6 +8,7 @@ distribution from far fewer random numbers.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -101,18 +102,24 @@ def permutation_test(
     return (1 + extreme) / (1 + resamples)
 
 
-def mcnemar(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+def mcnemar(
+    first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray
+) -> tuple[float, float]:
     """Two-sided p-value of McNemar's exact test; scores are 0 or 1, paired by question.
 
     Under the null hypothesis, when exactly one system is right, it is equally likely to be either.
+
+    Returns:
+      The p-value, which is 0 below 1e-308, and its logarithm to base 10.
     """
+    import scipy.special
     import scipy.stats
 
     difference = _paired(first, second)
     wins, losses = int((difference > 0).sum()), int((difference < 0).sum())
-    if wins + losses == 0:
-        return 1.0
-    return float(scipy.stats.binomtest(wins, wins + losses).pvalue)
+    tail = scipy.stats.binom.logpmf(np.arange(min(wins, losses) + 1), wins + losses, 0.5)
+    log_p = min(0.0, math.log(2) + float(scipy.special.logsumexp(tail)))
+    return math.exp(log_p), log_p / math.log(10)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -527,7 +527,7 @@ def _cards(results: Results) -> list[report.Card]:
         questions,
         predictions,
         scores["full"][_SCORER].tolist(),
-        report.evenly_by_category(questions, results.examples),
+        report.in_turn([question.category for question in questions], results.examples),
     )
     return [
         maker.card(

@@ -68,11 +68,23 @@ def test_mcnemar_against_a_hand_computation():
     first = [1] * 8 + [0] * 2 + [1] * 5 + [0] * 5
     second = [0] * 8 + [1] * 2 + [1] * 5 + [0] * 5
     by_hand = 2 * (1 + 10 + 45) / 2**10
-    assert mcnemar(first, second) == pytest.approx(by_hand)
-    assert mcnemar(second, first) == pytest.approx(by_hand)
-    assert mcnemar([1] * 6 + [0], [0] * 6 + [0]) == pytest.approx(2 / 2**6)
-    assert mcnemar([1, 0, 1], [1, 0, 1]) == 1.0
-    assert mcnemar([1, 0], [0, 1]) == 1.0
+    assert mcnemar(first, second) == pytest.approx((by_hand, math.log10(by_hand)))
+    assert mcnemar(second, first) == pytest.approx((by_hand, math.log10(by_hand)))
+    assert mcnemar([1] * 6 + [0], [0] * 6 + [0])[0] == pytest.approx(2 / 2**6)
+    assert mcnemar([1, 0, 1], [1, 0, 1]) == (1.0, 0.0)
+    assert mcnemar([1, 0], [0, 1]) == (1.0, 0.0)
+
+
+def test_a_p_value_that_underflows_is_no_zero(tmp_path):
+    """5,000 questions that only the first run gets: p is 2 / 2**5000."""
+    folders = [write_run(tmp_path / str(x), {ACC: [x] * 5000}, limit=None) for x in (1.0, 0.0)]
+    page = tmp_path / "page.html"
+    compared = done("compare", *folders, f"--report={page}")
+    (pair,) = compared["pairs"]
+    assert (pair["p"], pair["p_holm"]) == (1e-300, 1e-300)
+    assert pair["log10_p"] == pytest.approx(-4999 * math.log10(2))
+    assert "p &lt; 1e-300 (McNemar)" in page.read_text()
+    assert "| < 1e-300 | < 1e-300 | McNemar |" in mmqa("compare", *folders, "--markdown").out
 
 
 def test_three_runs(runs):

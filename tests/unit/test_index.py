@@ -78,7 +78,9 @@ def test_equal_vectors_come_in_row_order():
     assert index.search(vectors[:1], 20)[0].tolist() == [list(range(20))]
 
 
-@pytest.mark.parametrize("room, copied", [(np.inf, [3, 0]), (8 * 2 * 17 * 4, [3, 1]), (0, [3, 3])])
+@pytest.mark.parametrize(
+    ("room", "copied"), [(np.inf, [3, 0]), (8 * 2 * 17 * 4, [3, 1]), (0, [3, 3])]
+)
 def test_blocks_stay_on_the_device_while_they_fit(room, copied, monkeypatch):
     """Of 50 rows in three blocks of 17, by what a quarter of the free memory holds."""
     embeddings, queries = clustered(50, dim=8, queries=1)

@@ -18,12 +18,14 @@ from typing import Any, NamedTuple
 import pytest
 from PIL import Image
 
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.report import (
     Card,
     CardAnswer,
     CardFilter,
     CardSource,
     ReportData,
+    brief_card,
     render_report,
 )
 from mmqa_jax.evaluation.tables import Table
@@ -51,7 +53,7 @@ class Looked(NamedTuple):
 
 
 def large() -> Looked:
-    """5,000 questions: what each filter shows, and how many questions are elements of the page."""
+    """5,000 questions, 1,000 of them in brief: what each filter shows, and how many questions are elements of the page."""
     cards = [
         Card(
             f"question {n} ?",
@@ -60,7 +62,14 @@ def large() -> Looked:
             [("reference", "red")],
             details=[("prompt", f"Context: picture {n}.\n" + "Q: which color ?\nA: red\n\n" * 8)],
         )
-        for n in range(5000)
+        for n in range(4000)
+    ]
+    asked = [
+        Question(f"q{n}", "", f"question {n} ?", category=f"cat{n % 10}") for n in range(4000, 5000)
+    ]
+    cards += [
+        brief_card(question, [CardAnswer("", "blue", float(n % 3) / 2)], [("reference", "red")])
+        for n, question in enumerate(asked, 4000)
     ]
     script = """
       const count = () => document.getElementById("card-count").textContent;
@@ -71,7 +80,10 @@ def large() -> Looked:
       category.value = "cat3";
       category.dispatchEvent(new Event("change"));
       found.push(count(), document.querySelectorAll("details").length);
-      tell(found);
+      const search = document.getElementById("card-search");
+      search.value = "question 4983 ?";
+      search.dispatchEvent(new Event("input"));
+      setTimeout(() => tell([...found, count(), document.querySelector("article h3").textContent]), 400);
     """
     return Looked(ReportData("large", cards=cards), script)
 
@@ -232,11 +244,12 @@ def browsed(tmp_path_factory) -> Browsed:
 
 
 def test_filters_of_5000_questions(browsed):
-    everything, wrong, in_category, details = browsed.found["large"]
+    everything, wrong, in_category, details, *found = browsed.found["large"]
     assert everything == "5 of 5000 shown"
     assert wrong == f"5 of {sum(n % 3 == 0 for n in range(5000))} shown"
     assert in_category == f"5 of {sum(n % 3 == 0 and n % 10 == 3 for n in range(5000))} shown"
     assert details < 100  # only the questions of a page are elements
+    assert found == ["1 of 1 shown", "question 4983 ?"]
 
 
 def test_the_policy_blocks_all_that_is_not_the_pages_own(browsed, tmp_path):

@@ -143,8 +143,9 @@ def test_tests_are_symmetric_and_know_no_order(pairs, random):
 def test_mcnemar_counts_the_questions_that_one_system_has_right(pairs):
     first, second = np.array(pairs, float).T
     wins, losses = int((first > second).sum()), int((first < second).sum())
-    p_value = mcnemar(first, second)
-    assert mcnemar(second, first) == pytest.approx(p_value)
+    p_value, logarithm = mcnemar(first, second)
+    assert mcnemar(second, first) == pytest.approx((p_value, logarithm))
+    assert 10**logarithm == pytest.approx(p_value)
     # Twice the smaller tail of a fair coin.
     tail = scipy.stats.binom.cdf(min(wins, losses), wins + losses, 0.5)
     assert p_value == pytest.approx(min(1.0, 2 * tail))

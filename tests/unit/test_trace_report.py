@@ -10,7 +10,15 @@ from report_pages import card_data, cards_of
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, render_report
+from mmqa_jax.evaluation.report import (
+    Card,
+    CardAnswer,
+    ReportData,
+    brief_card,
+    how_many,
+    render_report,
+    that_fit,
+)
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.runs.reports.row import RowRun, row_cards
@@ -62,6 +70,56 @@ def test_traces_are_data():
     assert ["reference", "b"] in two["rows"]
     assert ["failed", "timed out"] in two["rows"]
     assert ["caption", "A map."] in two["rows"]
+
+
+def row_of(count, wrong):
+    """A row over so many questions of two categories, right but for those in `wrong`."""
+    questions = [
+        Question(f"q{n}", "val", f"question {n} ?", category="ab"[n % 2], answers=("red",))
+        for n in range(count)
+    ]
+    predictions = [Prediction(question.id, f"answer {n}", trace={"prompts": ["Q"]})
+                   for n, question in enumerate(questions)]  # fmt: skip
+    values = np.array([float(n not in wrong) for n in range(count)])
+    ids, categories = zip(
+        *((question.id, question.category) for question in questions), strict=True
+    )
+    scored = Scores(ids, categories, {"exact": values})
+    return RowRun(Corpus([], questions), questions, predictions, {}, Evaluation([scored]))
+
+
+def test_every_question_of_20000_is_on_the_page():
+    """Rare wrong answers in full; of many the others come first in brief."""
+    cards = row_cards(row_of(20_000, {19_998}), "exact")
+    assert len(cards) == len({card.id for card in cards}) == 20_000
+    (wrong,) = [card for card in cards if card.answers[0].score == 0]
+    assert (wrong.id, wrong.is_brief, bool(wrong.details)) == ("q19998", False, True)
+    assert how_many(cards, 20_000) == (
+        " 5,000 of them have their sources here, 15,000 follow in brief."
+    )
+    page = render_report(ReportData("run", cards=cards))
+    data = card_data(page)
+    assert (len(data["cards"]), len(data["brief"])) == (5_000, 15_000)
+    assert ["q19999", "question 19999 ?", "b", [["", "answer 19999", 1.0]],
+            [["reference", "red"]]] in data["brief"]  # fmt: skip
+    assert [button["count"] for button in data["filters"]] == [20_000, 19_999, 0, 1]
+    assert len(page) < 5_000_000
+    cards = row_cards(row_of(12_000, set(range(0, 12_000, 3))), "exact")
+    brief = [card.answers[0].score for card in cards if card.is_brief]
+    assert brief == sorted(brief)
+    assert brief[0] == 0
+
+
+def test_a_page_holds_a_bounded_number_of_brief_questions():
+    cards = [
+        brief_card(Question(f"q{n}", "val", "long " * 100), [CardAnswer("", "x" * 10_000)], [])
+        for n in range(40_000)
+    ]
+    held = that_fit(cards)
+    assert held == cards[: len(held)]
+    page = render_report(ReportData("run", cards=held))
+    assert 15_000_000 < len(page) < 17_000_000
+    assert f", {40_000 - len(held):,} are left out: see per_question" in how_many(held, 40_000)
 
 
 def test_reports_without_questions_have_no_cards():

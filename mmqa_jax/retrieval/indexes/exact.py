@@ -87,11 +87,13 @@ class DenseIndex:
 
 
 class ExactIndex(DenseIndex):
-    """Dot products with every row, in blocks of at most `block_rows`: the reference, and fast enough
-    for small corpora. Of the blocks, those stay on the device that fit into a quarter of the memory
-    that is free at the first search; the others are streamed from the host. A CPU scores the host's
-    array itself, also one that is mapped from disk, and copies it once where its rows are not
-    aligned to 64 bytes. `query_batch` queries are scored at once (one query alone is not padded)."""
+    """Dot products with every row, in blocks: the reference, and fast enough for small corpora.
+
+    Blocks of at most `block_rows` stay on the device while they fit into a quarter of the memory
+    that is free at the first search; the others are streamed from the host. A CPU scores the
+    host's array itself, also one that is mapped from disk, and copies it once where it is not
+    aligned to 64 bytes. `query_batch` queries are scored at once (one query alone is not padded).
+    """
 
     kind = "exact"
     is_exact = True

@@ -13,7 +13,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Question, united
 from mmqa_jax.evaluation import report
-from mmqa_jax.evaluation.compare import ScoredRun, compare_tables
+from mmqa_jax.evaluation.compare import ScoredRun, compare_tables, format_p
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import score_name
 from mmqa_jax.runs.traces import reference_rows
@@ -48,27 +48,26 @@ def write_comparison(path: Path, runs: Sequence[ScoredRun], compared: Mapping[st
     scored = [name for name in runs[0].per_question if None not in values(name)]
     scored.sort(key=lambda name: min(values(name)) - max(values(name)))
     graded = any(0 < value < report.RIGHT for name in scored for value in values(name))
-    maker, cards = report.CardMaker(corpus), []
-    for name in scored[: report.MOST_CARDS]:
+    maker, cards, others = report.CardMaker(corpus), [], []
+    for number, name in enumerate(scored):
         question = asked.get(name, Question(name, "", name))
         replies = [of_run.get(name, ("", ())) for of_run in answers]
-        cards.append(
-            maker.card(
-                question,
-                [
-                    report.CardAnswer(letter, text, score, run.per_question[name])
-                    for letter, run, score, (text, _) in zip(
-                        letters, runs, values(name), replies, strict=True
-                    )
-                ],
-                None,
-                [cited for _, cited in replies],
-                rows=reference_rows(question) if question.answers or question.choices else (),
+        of_runs = [
+            report.CardAnswer(letter, text, score, run.per_question[name])
+            for letter, run, score, (text, _) in zip(
+                letters, runs, values(name), replies, strict=True
             )
-        )
+        ]
+        rows = reference_rows(question) if question.answers or question.choices else ()
+        if number < report.MOST_CARDS:
+            cited = [names for _, names in replies]
+            cards.append(maker.card(question, of_runs, None, cited, rows=rows))
+        else:
+            others.append(report.brief_card(question, of_runs, rows))
+    cards += report.that_fit(others)
     data = report.ReportData(
         title=", ".join(map(": ".join, zip(letters, _short(runs), strict=True))),
-        description=_summary(compared, letters, len(scored)),
+        description=_summary(compared, letters, len(scored)) + report.how_many(cards, len(scored)),
         notice=lacking,
         headline={
             f"{letter}: {score_name(metric)}": run["score"]
@@ -95,10 +94,11 @@ def _summary(compared: Mapping[str, Any], letters: Sequence[str], count: int) ->
     if len(letters) == 2:
         (pair,) = compared["pairs"]
         low, high = pair["interval"]
+        p_value = format_p(pair["p"])
         order = letters if pair["a"] == compared["runs"][0]["name"] else letters[::-1]
         text += (
             f" {' − '.join(order)}: {pair['difference']:+.3f} [{low:+.3f}, {high:+.3f}], "
-            f"p = {pair['p']:.2g} ({pair['test']})."
+            f"p {'' if p_value.startswith('<') else '= '}{p_value} ({pair['test']})."
         )
     return text
 

@@ -85,10 +85,9 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
     if scores["dataset"] in NAMES:
         large += tuple(filter(None, [open_benchmark(scores["dataset"]).headline]))
     cards = row_cards(run, scorer)
-    how_many = "" if len(cards) == count else f"{len(cards):,} of them are shown."
     data = report.ReportData(
         title=row_title(scores),
-        description=f"{count:,} questions. {how_many}",
+        description=f"{count:,} questions.{report.how_many(cards, count)}",
         notice="; ".join(scores["notes"]),
         headline={
             name: value for name, value in scores["scores"].items() if name.startswith(large)
@@ -107,24 +106,31 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
 def row_cards(run: RowRun, scorer: str) -> list[report.Card]:
     """The questions of a row, the best first; of more than MOST_CARDS some of every category.
 
-    The `scorer` tells right from wrong.
+    These are right, wrong and partly right ones in turn; the others follow in brief, the wrong
+    ones first. The `scorer` tells right from wrong.
     """
     questions, predictions = run.questions, run.predictions
     ranked = next((run.rankings[name] for name in _RANKINGS if run.rankings.get(name)), None)
     per_question = run.evaluation.per_question()
     scored = [per_question.get(question.id, {}) for question in questions]
-    picked: Sequence[int] = range(len(questions))
-    if len(questions) > report.MOST_CARDS:
-        picked = report.evenly_by_category(questions, report.MOST_CARDS)
+    scores = [of_question.get(scorer) for of_question in scored]
+    kinds = [
+        (report.verdict(score), question.category)
+        for score, question in zip(scores, questions, strict=True)
+    ]
+    picked = report.in_turn(kinds, report.MOST_CARDS)
+
+    def answer(i: int) -> report.CardAnswer:
+        return report.CardAnswer("", answer_text(predictions[i]), scores[i], scored[i])
+
     maker = report.CardMaker(run.corpus)
     cards = []
-    for i in maker.best_first(questions, predictions, [x.get(scorer) for x in scored], picked):
+    for i in maker.best_first(questions, predictions, scores, picked):
         question, prediction = questions[i], predictions[i]
-        answer = report.CardAnswer("", answer_text(prediction), scored[i].get(scorer), scored[i])
         cards.append(
             maker.card(
                 question,
-                [answer],
+                [answer(i)],
                 ranked[i] if ranked else None,
                 [prediction.sources],
                 prediction.read,
@@ -137,7 +143,11 @@ def row_cards(run: RowRun, scorer: str) -> list[report.Card]:
                 tree=row_traces.trace_tree(prediction),
             )
         )
-    return cards
+    others = sorted({*range(len(questions))} - {*picked}, key=lambda i: (scores[i] or 0, i))
+    return cards + report.that_fit(
+        report.brief_card(questions[i], [answer(i)], row_traces.reference_rows(questions[i]))
+        for i in others
+    )
 
 
 def answer_text(prediction: Prediction) -> str:
