@@ -116,7 +116,8 @@ def run(
 
     Args:
       state: what the search has so far.
-      propose: (state, cache) -> log-probabilities [B, K, V] of the next token, and the cache.
+      propose: (state, cache) -> log-probabilities [B * K, V] of the next token, and the cache. XLA
+        for TPUs sorts the whole vocabulary for the best of three dimensions, of two it does not.
       advance: (state, log-probabilities) -> the next state and parents [B, K].
       complete: state -> bool [B]: this row can stop.
     """
@@ -140,7 +141,7 @@ def forbid_repeats(
 ) -> jax.Array:
     """VLP's forbid_duplicate_ngrams: no token that would complete an n-gram a second time.
 
-    log_probs [B, K, V] of the next token, tokens [B, K, T] of which `step` are generated. Returns
+    log_probs [B * K, V] of the next token, tokens [B, K, T] of which `step` are generated. Returns
     log_probs, 10,000 less at the forbidden tokens.
     """
     windows = tokens.shape[2] - ngram + 1
@@ -152,23 +153,23 @@ def forbid_repeats(
     for offset in range(ngram - 1):
         same = tokens[:, :, offset : offset + windows] == tail[:, :, offset, None]
         seen = seen & same  # [B, K, windows]
-    questions, beams = tokens.shape[:2]
-    rows = (jnp.arange(questions)[:, None, None], jnp.arange(beams)[:, None])
-    closing = tokens[:, :, ngram - 1 :]  # [B, K, windows]
-    return log_probs.at[*rows, closing].add(jnp.where(seen, -1e4, 0.0))
+    closing = tokens[:, :, ngram - 1 :].reshape(len(log_probs), -1)  # [B * K, windows]
+    less = jnp.where(seen, -1e4, 0.0).reshape(closing.shape)
+    return log_probs.at[jnp.arange(len(closing))[:, None], closing].add(less)
 
 
 def advance(
     state: BeamState, log_probs: jax.Array, *, end_id: int, length_penalty: float = 0.0
 ) -> tuple[BeamState, jax.Array]:
-    """One step: log_probs [B, K, V] of the next token -> new state and parents.
+    """One step: log_probs [B * K, V] of the next token -> new state and parents.
 
     parents [B, K] int: which beam of the old state each new beam continues (reorder caches by
     it). A candidate's score is its summed log-probability + length_penalty * length.
     """
     questions, beams, max_new_tokens = state.tokens.shape
-    best, proposed = jax.lax.top_k(log_probs.astype(jnp.float32), beams)  # [B, K, K]
-    totals = best + (state.scores + jnp.where(state.ended, ENDED, 0.0))[:, :, None]
+    best, proposed = jax.lax.top_k(log_probs.astype(jnp.float32), beams)  # [B * K, K]
+    before = state.scores + jnp.where(state.ended, ENDED, 0.0)
+    totals = best.reshape(questions, beams, -1) + before[:, :, None]  # [B, K, K]
     scores, choice = jax.lax.top_k(totals.reshape(questions, -1), beams)  # [B, K] of K * K
     parents = choice // beams
     chosen = jnp.take_along_axis(proposed.reshape(questions, -1), choice, axis=1)  # [B, K]
@@ -202,7 +203,7 @@ def advance_hypotheses(
     closing: Callable[[jax.Array, jax.Array], jax.Array],
     stored: int | None = None,
 ) -> tuple[BeamState, jax.Array]:
-    """One step of a search that keeps hypotheses: log_probs [B, K, V] -> new state and parents.
+    """One step of a search that keeps hypotheses: log_probs [B * K, V] -> new state and parents.
 
     `final_*` hold the K best hypotheses; among equal scores earlier ones are kept. A slot whose
     beam cannot continue is `ended`, with score -inf.
@@ -214,10 +215,12 @@ def advance_hypotheses(
       stored: the token in a hypothesis's last place; None: the one that was chosen.
     """
     rows, beams, most = state.tokens.shape
-    vocabulary, step = log_probs.shape[-1], state.step + 1
-    totals = (state.scores[:, :, None] + log_probs).reshape(rows, -1)  # [B, K * V]
-    scores, choice = jax.lax.top_k(totals, candidates)  # [B, C]
-    parents, chosen = choice // vocabulary, choice % vocabulary
+    step = state.step + 1
+    totals = state.scores.reshape(-1, 1) + log_probs  # [B * K, V]
+    best, proposed = jax.lax.top_k(totals, candidates)  # [B * K, C]: of each beam
+    scores, choice = jax.lax.top_k(best.reshape(rows, -1), candidates)  # [B, C] of K * C
+    parents = choice // candidates
+    chosen = jnp.take_along_axis(proposed.reshape(rows, -1), choice, axis=1)
     ending = jnp.isin(chosen, jnp.array(ends))
     past = jnp.take_along_axis(state.tokens, parents[:, :, None], axis=1)  # [B, C, T]
 

@@ -211,7 +211,7 @@ def beam_search(
         log_probs, cache = _decode(model, prefix, mask, lengths, cache, tokens, step, of_beams)
         return log_probs, cache
 
-    log_probs = jnp.broadcast_to(first[:, None], (prompts, num_beams, first.shape[-1]))
+    log_probs = jnp.repeat(first, num_beams, axis=0)
     begun, _ = advance(beam.start(prompts, num_beams, max_new_tokens), log_probs)
     return beam.run(
         begun,
@@ -275,5 +275,5 @@ def _decode(
         attended = ungroup_queries(attended, config.heads)
         x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
         written.append(of_beams)
-    log_probs = jax.nn.log_softmax(model.logits(model.norm(x)).reshape(*size, -1))
+    log_probs = jax.nn.log_softmax(model.logits(model.norm(x)[0]))  # [B * K, V]
     return log_probs, WrittenCache(tuple(written), ancestry)

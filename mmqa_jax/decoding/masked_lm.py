@@ -55,8 +55,7 @@ def search(
 
     def propose(beams, cache):
         generated = beams.tokens.reshape(rows * num_beams, -1)  # [B * K, T]
-        log_probs, cache = model.decode_step(prefix, cache, generated, beams.step, **tokens)
-        return log_probs.reshape(rows, num_beams, -1), cache
+        return model.decode_step(prefix, cache, generated, beams.step, **tokens)
 
     return beam.run(
         beam.start(rows, num_beams, max_new_tokens),
@@ -215,7 +214,7 @@ def write_captions(
 def advance(
     state: BeamState, log_probs: jax.Array, *, ends: tuple[int, ...], length_penalty: float
 ) -> tuple[BeamState, jax.Array]:
-    """One step: log_probs [B, K, V] of the next token -> new state and parents [B, K].
+    """One step: log_probs [B * K, V] of the next token -> new state and parents [B, K].
 
     `ends` are the tokens that end a caption; the first of them is what is stored.
     """

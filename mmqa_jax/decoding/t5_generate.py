@@ -56,7 +56,7 @@ class _Decoder:
     def step(
         self, cache: WrittenCache, tokens: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, WrittenCache]:
-        """Logits [B, K, V] behind tokens [B, K], the `step`-th decoder inputs, and the cache."""
+        """Logits [B * K, V] behind tokens [B, K], the `step`-th decoder inputs, and the cache."""
         model, beams, most = self._model, tokens.shape[1], len(self._buckets)
         ancestry = cache.ancestry.written(step)
         seen = ancestry.visible(step + 1)[:, None]  # [B, 1, K, T * K]
@@ -79,7 +79,7 @@ class _Decoder:
             x = x + layer.cross.attend(q, *of_source, between, self._mask)
             x = x + layer.feed_forward(x)
             written.append(own)
-        logits = model.logits(model.decoder.norm(x))
+        logits = model.logits(model.decoder.norm(x).reshape(tokens.size, -1))
         return logits, WrittenCache(tuple(written), ancestry)
 
 
@@ -124,7 +124,7 @@ def draw(
         number, last, drawn, ended, cache = carry
         logits, cache = decoder.step(cache, last[:, None], number)
         counts = jnp.full(rows, number)
-        tokens, log_probs = choose(logits[:, 0], parameters, counts, ~ended)
+        tokens, log_probs = choose(logits, parameters, counts, ~ended)
         place = (0, number)
         drawn = Drawn(
             jax.lax.dynamic_update_slice(drawn.tokens, tokens[:, None], place),
@@ -202,7 +202,7 @@ def advance(
     length_penalty: float = 0.0,
     early_stopping: bool = False,
 ) -> tuple[BeamState, jax.Array]:
-    """One step: log_probs [B, K, V] of the next token -> new state and parents [B, K].
+    """One step: log_probs [B * K, V] of the next token -> new state and parents [B, K].
 
     Those among the first K of the 2 K best continuations that end become hypotheses. V is at least
     2 K. A row that is complete stays so: its beams get the score -inf. Original: transformers

@@ -68,7 +68,7 @@ def our_search(questions, vocab, beams, steps, length_penalty, only_best=False):
     while used < steps and not np.all(
         complete(state, only_best=only_best, length_penalty=length_penalty)
     ):
-        log_probs = np.stack(
+        log_probs = np.concatenate(
             [
                 [toy_log_probs(tuple(np.asarray(s[:used]).tolist()), q, vocab) for s in row]
                 for q, row in enumerate(np.asarray(state.tokens))
@@ -112,7 +112,7 @@ def test_only_best_stops_earlier_with_the_same_best_answer(penalty):
 
 def test_first_step_takes_different_words_and_ended_beams_give_way():
     state = start(1, 2, 4)
-    log_probs = np.log([[[0.1, 0.2, 0.6, 0.1]] * 2]).astype(np.float32)
+    log_probs = np.log([[0.1, 0.2, 0.6, 0.1]] * 2).astype(np.float32)
     state, _ = advance(state, log_probs, end_id=END)
     assert np.asarray(state.tokens)[0, :, 0].tolist() == [2, 1]
     state, parents = advance(state, log_probs, end_id=END)
@@ -125,7 +125,7 @@ def test_no_ngram_is_completed_a_second_time():
     rng, ngram = np.random.default_rng(3), 3
     tokens = rng.integers(0, 3, (4, 2, 9))
     for step in range(10):
-        changed = forbid_repeats(jnp.zeros((4, 2, 3)), tokens, step, ngram)
+        changed = forbid_repeats(jnp.zeros((8, 3)), tokens, step, ngram).reshape(4, 2, 3)
         for row in np.ndindex(4, 2):
             written = tokens[row][:step].tolist()
             begun = {tuple(written[i : i + ngram]) for i in range(step - ngram + 1)}

@@ -430,19 +430,14 @@ def fused_prefix_attention(
     Returns [B, R, heads, D]. On the mesh of `jax.set_mesh` questions are split as a batch is.
     """
     questions, rows, heads, size = query.shape
-    group = max(size, LANES)
-    each = group // size  # heads in a register
-    width, number = heads * size, past[0].shape[2]
-    lanes = jnp.arange(width) % group // size == jnp.arange(each)[:, None]  # [each, H]
+    number = past[0].shape[2]
 
     def flat(x):
-        return x.reshape(questions, rows, width)
+        return x.reshape(questions, rows, heads * size)
 
-    # The rows once for each head of a register, the other heads' lanes zero: [B, each * R, H].
-    apart = jnp.where(lanes[:, None], flat(query)[:, None], 0).reshape(questions, -1, width)
-    seen = jnp.tile(mask, (1, each, 1)).astype(jnp.int8)
+    seen = mask.astype(jnp.int8)
     arrays = (
-        apart,
+        flat(query),
         *prefix,
         *past,
         *map(flat, own),
@@ -465,13 +460,11 @@ def fused_prefix_attention(
             out_specs=of_rows,
             check_vma=False,
         )
-    read = attend(layer.reshape(1), *arrays).reshape(questions, each, rows, width)
-    read = jnp.where(lanes[:, None], read, 0).sum(axis=1).astype(query.dtype)
-    return read.reshape(query.shape)
+    return attend(layer.reshape(1), *arrays).reshape(query.shape)
 
 
 def _prefix_call(layer, arrays, size, interpret):
-    """Runs the kernel over questions: [B, each * R, H] of which a head's lanes count."""
+    """Runs the kernel over questions: [B, R, H]."""
     questions, _, width = arrays[0].shape
 
     def block(x):
@@ -480,7 +473,7 @@ def _prefix_call(layer, arrays, size, interpret):
         return pl.BlockSpec((1, 1, *x.shape[2:]), lambda row, layer: (layer[0], row, 0, 0))
 
     columns = sum(x.shape[-2] for x in (arrays[1], arrays[3], arrays[5]))
-    flops = 4 * questions * arrays[5].shape[1] * columns * width
+    flops = 4 * questions * arrays[0].shape[1] * columns * width
     read = sum(x.size // (1 if x.ndim == 3 else len(x)) * x.dtype.itemsize for x in arrays)
     return pl.pallas_call(
         functools.partial(_kernel, size),
@@ -503,15 +496,20 @@ def _kernel(size, layer, query, *refs):
     """Body of the kernel: one question."""
     del layer  # the blocks are of it
     keys, values, masks, out = refs[0:6:2], refs[1:6:2], refs[6:9], refs[9]
-    seen = [x[0].astype(jnp.int32) != 0 for x in masks]  # [1 or rows, columns] each
     group = max(size, LANES)
+    each = group // size  # heads in a register
+    seen = [x[0].astype(jnp.int32) for x in masks]  # [1 or R, columns] each
+    seen = [(x if len(x) == 1 else jnp.concatenate([x] * each)) != 0 for x in seen]
+    head = jax.lax.broadcasted_iota(jnp.int32, (query.shape[1], group), 1) // size
 
     def one(number, _):
         lanes = pl.ds(number * group, group)
-        scores = []
+        rows, scores = query[0, :, lanes], []
+        # The rows once for each head of a register, the other heads' lanes zero: [each * R, group].
+        apart = jnp.concatenate([jnp.where(head == n, rows, 0) for n in range(each)])
         for key, there in zip(keys, seen, strict=True):
             score = jax.lax.dot_general(
-                query[0, :, lanes],
+                apart,
                 _read(key, lanes),
                 (((1,), (1,)), ((), ())),
                 preferred_element_type=jnp.float32,
@@ -527,7 +525,9 @@ def _kernel(size, layer, query, *refs):
             )
             for weight, value in zip(weights, values, strict=True)
         )
-        out[0, :, lanes] = (read / total).astype(out.dtype)
+        parts = jnp.split(read / total, each)  # [R, group] each, of which its head's lanes count
+        merged = sum(jnp.where(head == n, part, 0.0) for n, part in enumerate(parts))
+        out[0, :, lanes] = merged.astype(out.dtype)
         return _
 
     jax.lax.fori_loop(0, query.shape[2] // group, one, 0)

@@ -165,8 +165,7 @@ class Oscar(nnx.Module):
         hidden, cache = append_mask(
             self.bert, prefix, cache, generated, step, mask_id=mask_id, token_type=token_type
         )
-        log_probs = jax.nn.log_softmax(self.token_logits(hidden))
-        return log_probs.reshape(len(generated), -1), cache
+        return jax.nn.log_softmax(self.token_logits(hidden)), cache
 
 
 # Captions, labels and regions in columns, as Oscar was trained on them.

@@ -251,9 +251,10 @@ class AtlasVLP(vlp.VLP):
         """Computes one step as VLP does."""
         ids = {"mask_id": mask_id, "token_type": token_type}
         hidden, cache = vlp.append_mask(self.bert, prefix.encoded, cache, generated, step, **ids)
-        said = None
+        prefixes, beams, _ = cache.ancestry.slots.shape
+        hidden, said = hidden.reshape(prefixes, beams, -1), None
         if prefix.context is not None:
-            answer = generated.reshape(*hidden.shape[:2], -1)  # [B, beams, T]
+            answer = generated.reshape(prefixes, beams, -1)  # [B, beams, T]
             same = answer[..., None] == prefix.context.ids[:, None, None]  # [B, beams, T, L]
             written = jnp.arange(answer.shape[2]) < step
             said = (same & written[:, None]).any(axis=2)  # [B, beams, L]

@@ -109,8 +109,8 @@ def append_mask(
     """Feeds [last token, [MASK]] and returns the hidden state at [MASK].
 
     `generated` [N, T] int are the tokens so far, `step` is their number (the rest is ignored);
-    N = B * K, with the K beams of one prefix next to each other. Returns hidden states [B, K, H]
-    and the cache with the last token added.
+    N = B * K, with the K beams of one prefix next to each other. Returns hidden states [N, H] and
+    the cache with the last token added.
     """
     prefixes, beams, _ = cache.ancestry.slots.shape
     previous = generated[:, jnp.maximum(step - 1, 0)]
@@ -159,8 +159,8 @@ def append_mask(
         query, key, value = (p.reshape(prefixes, -1, *p.shape[2:]) for p in projected)
         attended = attend(query, key, value, past).reshape(projected[0].shape)
         return layer.finish(x, attended), (
-            layers.merge_heads(key[:, ::2]),
-            layers.merge_heads(value[:, ::2]),
+            layers.merge_heads(key)[:, ::2],
+            layers.merge_heads(value)[:, ::2],
         )
 
     x, (key, value) = layers.scan_layers(
@@ -172,7 +172,7 @@ def append_mask(
     )
     # Step 0 writes token 0, which step 1 overwrites.
     cache = cache.write(key, value, jnp.maximum(step - 1, 0))
-    return x.reshape(prefixes, beams, 2, -1)[:, :, 1], cache
+    return x.reshape(prefixes * beams, 2, -1)[:, 1], cache
 
 
 def _in_kernel(config: network.BertConfig, x: jax.Array, caches: tuple[jax.Array, ...]) -> bool:
@@ -412,8 +412,7 @@ class VLP(nnx.Module):
         """
         ids = {"mask_id": mask_id, "token_type": token_type}
         hidden, cache = append_mask(self.bert, prefix, cache, generated, step, **ids)
-        log_probs = jax.nn.log_softmax(self.mlm_logits(hidden))  # [B, beams, V]
-        return log_probs.reshape(len(generated), -1), cache
+        return jax.nn.log_softmax(self.mlm_logits(hidden)), cache
 
 
 # VLP on pictures without a detector (ours): regions are patches of pixels, or CLIP's of them.
