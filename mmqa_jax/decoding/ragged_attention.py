@@ -1,11 +1,9 @@
-"""Attention of one token per slot to its cached columns: a Pallas kernel for TPU.
+"""Attention of new tokens of every slot to the slot's pages of the cache: a Pallas kernel for TPU.
 
-Each slot's own columns are read, in blocks, whatever the longest slot's length; blocks of all slots
-form one list, so that the next one is fetched while this one is computed with (flash decoding's
-running softmax, Dao et al. 2023, in the order of columns). JAX's own kernels for paged caches do
-not serve: `paged_attention` takes scales of int8 keys repeated along the head, five bytes for each
-that is stored, and gives no way to add a token that is not cached yet; `ragged_paged_attention`
-wants keys and values interleaved, one scale for a whole cache and heads of 128.
+Each slot's own columns are read, in blocks, whatever the longest slot's length, and no more of them
+than a window reaches (flash decoding's running softmax, Dao et al. 2023, in the order of columns).
+The kernel starts its copies by itself, several blocks ahead and across slots: Pallas' own pipeline
+takes 650 instructions a block. Other kernels for paged caches do not serve (PROGRAMS.md).
 
 A file of its own because Pallas takes half a second to import.
 """
@@ -17,12 +15,11 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
@@ -30,28 +27,16 @@ from mmqa_jax.models.llama.network import NO_TRAITS, LayerTraits
 
 _LANES = 128  # columns of a block are a multiple of this
 _LARGEST = 1024  # columns of a block
-_BLOCK_BYTES = 2**19  # of one block's keys; four such lie in VMEM, of keys and values, two each
-
-
-@flax.struct.dataclass
-class Work:
-    """The blocks that are read, slot by slot; W is as many as there are.
-
-    The last of a slot holds the column where its token goes: all of a slot without columns is
-    masked.
-    """
-
-    slot: jax.Array  # int32 [W]
-    block: jax.Array  # int32 [W], ascending in a slot
-    count: jax.Array  # int32 [1]: how many of W count; [devices that split the slots] on a mesh
-    columns: jax.Array  # int32 [S], of each slot
-    active: jax.Array  # int32 [S]: 1 where the token is written
+_BLOCK_BYTES = 2**19  # of one block's keys
+_AHEAD_BYTES = 3 * 2**20  # of the blocks that lie in VMEM, of which all but one are on their way
+_ROWS = 4096  # of queries that lie in VMEM at once
+_WRITES = 4  # tiles that are on their way to the cache
 
 
 def attend_on(
     cache: Any,
+    table: jax.Array,
     positions: jax.Array,
-    active: jax.Array,
     angles: jax.Array,
     *,
     factor: Any = None,
@@ -61,13 +46,15 @@ def attend_on(
     specs: Any,
     interpret: bool = False,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """The attention of one token of every slot, for all layers.
+    """The attention of L tokens of every slot, for all layers.
 
     Args:
-      cache: a `scanned_cache.ScannedCache`, [N, S, kv_heads, T, D], T a multiple of 128.
-      positions: int32 [S], the column of each slot's token: it sees those before.
-      active: bool [S], slots whose token is written.
-      angles: float32 [S, D / 2], by which each slot's query and key are rotated; [S, D] where some
+      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D], P a multiple of 128.
+      table: int32 [S, most], the pages of each slot in the order of their columns, as the device
+        that holds the slot counts them; those behind its last token are not read. Below 0: page 0
+        is read, and none is written.
+      positions: int32 [S], the column of each slot's first token: all see those before.
+      angles: float32 [S, L, D / 2], by which each query and key is rotated; [S, L, D] where some
         layers are local, see `LayerTraits.turned`.
       factor: float32, as many, by which the rotation of each pair is multiplied; None is 1.
       cap: of `layers.attention`.
@@ -77,31 +64,27 @@ def attend_on(
       interpret: run without a TPU, slowly, for tests.
 
     Returns:
-      A function of q [S, 1, heads, D], k and v [S, 1, kv_heads, D], which the token sees as well
-      (q and k before their rotation), the cache, the layer's number and its traits; it gives
-      [S, 1, heads, D] and the cache with the token of each slot in its column, in place.
+      A function of q [S, L, heads, D], k and v [S, L, kv_heads, D] (q and k not rotated), which each
+      token and those after it see as well, the cache, the layer's number and its traits; it gives
+      [S, L, heads, D] and the cache with the tokens of each slot in their columns, in place.
     """
-    shape = cache.key.shape
-    if mesh is not None:
-        shape = NamedSharding(mesh, specs.key).shard_shape(shape)
-    block = _block_columns(shape[3], shape[2] * shape[4] * cache.key.dtype.itemsize)
-
-    def listing(lengths: jax.Array, active: jax.Array) -> Work:
-        return work(lengths, active, shape[3], block)
 
     def attend(*arguments: Any) -> tuple[jax.Array, Any]:
-        return ragged_attention(*arguments, block=block, read=read, cap=cap, interpret=interpret)
+        return ragged_attention(*arguments, read=read, cap=cap, interpret=interpret)
 
     if mesh is not None:  # XLA does not split a kernel by itself
-        of_slots, of_heads = PartitionSpec(specs.key[1]), PartitionSpec(*specs.key[1:3])
-        split = functools.partial(jax.shard_map, mesh=mesh, check_vma=False)
-        listing = split(listing, in_specs=(of_slots, of_slots), out_specs=of_slots)
-        arguments = (*[of_heads] * 3, of_slots, specs, PartitionSpec(), of_slots)
-        attend = split(attend, in_specs=arguments, out_specs=(of_heads, specs))
-    listed = listing(positions, active)
-    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)  # [S, 2, D / 2]
+        of_slots, of_all = PartitionSpec(specs.key[1]), PartitionSpec()
+        of_heads = PartitionSpec(specs.key[1], None, specs.key[2])
+        attend = jax.shard_map(
+            attend,
+            mesh=mesh,
+            in_specs=(*[of_heads] * 3, of_slots, specs, of_all, of_all, of_slots, of_slots),
+            out_specs=(of_heads, specs),
+            check_vma=False,
+        )
+    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=2)  # [S, L, 2, D / 2]
     turns = turns if factor is None else turns * factor
-    whole = jnp.concatenate([turns, turns], axis=2)  # [S, 2, D], for both halves of a head
+    whole = jnp.concatenate([turns, turns], axis=3)  # [S, L, 2, D], for both halves of a head
 
     def of_layer(
         q: jax.Array,
@@ -111,33 +94,24 @@ def attend_on(
         layer: jax.Array,
         traits: LayerTraits = NO_TRAITS,
     ) -> tuple[jax.Array, Any]:
-        own = whole
+        of_tokens = whole
         if traits.rotated is not None or traits.local is not None:
-            own = jnp.stack(traits.turned(turns[:, 0], turns[:, 1]), axis=1)
-            own = jnp.concatenate([own, own], axis=2)
-        out, cache = attend(q[:, 0], k[:, 0], v[:, 0], own, cache, layer, listed)
-        return out[:, None], cache
+            of_tokens = jnp.stack(traits.turned(turns[:, :, 0], turns[:, :, 1]), axis=2)
+            of_tokens = jnp.concatenate([of_tokens, of_tokens], axis=3)
+        return attend(q, k, v, of_tokens, cache, layer, traits.window, table, positions)
 
     return of_layer
 
 
-def _block_columns(columns: int, column_bytes: int) -> int:
-    """How many columns one block has, of `columns` with `column_bytes` of keys each."""
-    most = max(_LANES, min(_LARGEST, _BLOCK_BYTES // column_bytes))
-    sizes = range(_LANES, columns + 1, _LANES)
-    return max(size for size in sizes if columns % size == 0 and size <= most)
+def _block_columns(page: int, most: int, column_bytes: int) -> int:
+    """How many columns one block has, of `most` pages, with `column_bytes` of keys each.
 
-
-def work(lengths: jax.Array, active: jax.Array, columns: int, block: int) -> Work:
-    """The blocks of slots of int32 [S] `lengths`, of a cache of `columns`, on one device."""
-    blocks = lengths // block + 1  # [S]
-    ends = jnp.cumsum(blocks)
-    number = jnp.arange(len(lengths) * (columns // block))  # [W]
-    slot = jnp.sum(number[:, None] >= ends, axis=1, dtype=jnp.int32)  # [W]
-    slot = jnp.minimum(slot, len(lengths) - 1)
-    of_slot = number - (ends - blocks)[slot]
-    count = ends[-1:].astype(jnp.int32)
-    return Work(slot, of_slot.astype(jnp.int32), count, lengths, active.astype(jnp.int32))
+    A block is several pages, or a part of one.
+    """
+    largest = max(_LANES, min(_LARGEST, _BLOCK_BYTES // column_bytes))
+    if page <= largest:
+        return page * min(most, largest // page)
+    return max(n for n in range(_LANES, largest + 1, _LANES) if page % n == 0)
 
 
 def ragged_attention(
@@ -147,175 +121,300 @@ def ragged_attention(
     turns: jax.Array,
     cache: Any,
     layer: jax.Array,
-    listed: Work,
+    window: jax.Array | None,
+    table: jax.Array,
+    positions: jax.Array,
     *,
-    block: int,
     read: int,
     cap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
-    """Attends, on one device, from one token of every slot to its columns and to itself.
+    """Attends, on one device, from L tokens of every slot to its columns and to each other.
 
     Args:
-      q: [S, heads, D].
-      k, v: [S, kv_heads, D], of the tokens themselves; q and k are not rotated.
-      turns: float32 [S, 2, D], cosines and sines of their rotation (`models.llama.network.rotate`).
-      cache: a `scanned_cache.ScannedCache`, [N, S, kv_heads, T, D]; donate it.
+      q: [S, L, heads, D].
+      k, v: [S, L, kv_heads, D], of the tokens themselves; q and k are not rotated.
+      turns: float32 [S, L, 2, D], cosines and sines of their rotation (`llama.network.rotate`).
+      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D]; donate it.
       layer: int32 [], which of the N.
-      listed: from `work`.
-      block: columns of a block.
+      window: int32 [], how many tokens each sees, itself included; None is all.
+      table, positions: see `attend_on`.
       read: columns of each slot that the kernel's stated costs are those of.
       cap: of `layers.attention`.
       interpret: run without a TPU, slowly, for tests.
 
     Returns:
-      [S, heads, D], and the cache with the tokens of active slots.
+      [S, L, heads, D], and the cache with the tokens.
     """
-    slots, heads, size = q.shape
-    kv_heads = k.shape[1]
+    slots, length, heads, size = q.shape
+    kv_heads = k.shape[2]
     arrays, structure = jax.tree.flatten(cache)
-    scaled = cache.key_scale is not None
-
-    def of_slot(n, layer, slot, *_):
-        return slot[n], 0, 0
-
-    def columns_of(x: jax.Array, width: int, number: Callable[..., Any]) -> pl.BlockSpec:
-        """`width` columns of one slot, the `number`-th such."""
-
-        def at(n, layer, slot, *rest):
-            return layer[0], slot[n], 0, number(n, slot, *rest), *(0,) * (x.ndim - 4)
-
-        return pl.BlockSpec((None, None, kv_heads, width, *x.shape[4:]), at)
+    page, most = arrays[0].shape[3], table.shape[1]
+    block = _block_columns(page, most, kv_heads * size * arrays[0].dtype.itemsize)
+    of_column = [kv_heads * math.prod(x.shape[4:]) * x.dtype.itemsize for x in arrays]
+    depth = max(2, min(8, _AHEAD_BYTES // (block * sum(of_column))))
+    of_grid = max(n for n in range(1, slots + 1) if slots % n == 0 and n * length * heads <= _ROWS)
 
     def tile(x: jax.Array) -> int:  # the fewest columns that are written
         return _LANES if x.ndim == 4 else 32 // x.dtype.itemsize
 
-    counts = (heads, kv_heads, kv_heads, 2)
-    token = [pl.BlockSpec((None, count, size), of_slot) for count in counts]
-    read_ = [columns_of(x, block, lambda n, slot, block, *_: block[n]) for x in arrays]
+    def of_tokens(*shape: int) -> pl.BlockSpec:
+        return pl.BlockSpec((of_grid, length, *shape), lambda n, *_: (n, 0, 0, 0))
 
-    def written(x: jax.Array) -> pl.BlockSpec:
-        width = tile(x)
-        return columns_of(x, width, lambda n, slot, _, columns, *__: columns[slot[n]] // width)
+    def buffers(count: int, width: Callable[[jax.Array], int]) -> list[Any]:
+        return [pltpu.VMEM((count, kv_heads, width(x), *x.shape[4:]), x.dtype) for x in arrays]
 
-    of_column = [kv_heads * math.prod(x.shape[4:]) * x.dtype.itemsize for x in arrays]
+    anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(arrays)
+    tokens = [of_tokens(count, size) for count in (heads, kv_heads, kv_heads, 2)]
     moved = sum(n * (read + tile(x)) for n, x in zip(of_column, arrays, strict=True))
     call = pl.pallas_call(
-        functools.partial(_kernel, block=block, scaled=scaled, cap=cap),
+        functools.partial(
+            _kernel, count=len(arrays), block=block, windowed=window is not None, cap=cap
+        ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *arrays)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(listed.count[0],),
-            in_specs=[*token, *read_],
-            out_specs=[token[0], *map(written, arrays)],
+            num_scalar_prefetch=4,
+            grid=(slots // of_grid,),
+            in_specs=[*tokens, *anywhere],
+            out_specs=[tokens[0], *anywhere],
             scratch_shapes=[
-                pltpu.VMEM((heads, size), q.dtype),
-                pltpu.VMEM((kv_heads, size), k.dtype),
-                pltpu.VMEM((heads, 1), jnp.float32),
-                pltpu.VMEM((heads, 1), jnp.float32),
-                pltpu.VMEM((heads, size), jnp.float32),
+                *buffers(depth, lambda _: block),
+                *buffers(_WRITES, tile),
+                pltpu.VMEM((heads * length, size), q.dtype),
+                pltpu.VMEM((length, kv_heads, size), k.dtype),
+                pltpu.SMEM((1,), jnp.int32),
+                pltpu.SemaphoreType.DMA((depth,)),
+                pltpu.SemaphoreType.DMA((_WRITES,)),
             ],
         ),
-        input_output_aliases={9 + n: 1 + n for n in range(len(arrays))},
+        input_output_aliases={8 + n: 1 + n for n in range(len(arrays))},
         cost_estimate=pl.CostEstimate(
-            flops=4 * slots * heads * size * read,
-            transcendentals=slots * heads * read,
+            flops=4 * q.size * read,
+            transcendentals=slots * length * heads * read,
             bytes_accessed=slots * moved + 2 * q.nbytes + k.nbytes + v.nbytes + turns.nbytes,
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), disable_bounds_checks=True
+        ),
         interpret=interpret,
         name="ragged_attention",
     )
-    prefetched = (layer[None], listed.slot, listed.block, listed.columns, listed.active)
+    size_of_window = jnp.full(1, 0 if window is None else window, jnp.int32)
+    prefetched = (layer[None], size_of_window, positions, table.reshape(-1))
     out, *arrays = call(*prefetched, q, k, v, turns, *arrays)
     return out, jax.tree.unflatten(structure, arrays)
 
 
 def _kernel(
-    _, slot_ref, block_ref, columns_ref, active_ref, q_ref, k_ref, v_ref, turns_ref, *refs,
-    block, scaled, cap,
+    layer_ref, window_ref, position_ref, table_ref,
+    q_ref, k_ref, v_ref, turns_ref, *refs, count, block, windowed, cap,
 ):  # fmt: skip
-    """One block: q [heads, D]; k, v [kv, D]; keys, values [kv, block, D]; scales [kv, block].
+    """Some slots: q [slots, L, heads, D]; k, v [slots, L, kv, D]; the cache's arrays in place."""
+    out_ref, cache = refs[count], refs[count + 1 : 2 * count + 1]
+    buffers, tiles = refs[2 * count + 1 : 3 * count + 1], refs[3 * count + 1 : 4 * count + 1]
+    query_ref, new_ref, written_ref, read_done, write_done = refs[4 * count + 1 :]
+    slots, length, heads, size = q_ref.shape
+    kv_heads, page = k_ref.shape[2], cache[0].shape[3]
+    groups, depth, layer = heads // kv_heads, buffers[0].shape[0], layer_ref[0]
+    rows, scaled = length * groups, count == 4  # rows: of queries of one key head
+    most = table_ref.shape[0] // position_ref.shape[0]
+    begin = pl.program_id(0) * slots
+    dtype = q_ref.dtype if scaled else jnp.promote_types(q_ref.dtype, cache[0].dtype)
 
-    Of each of the latter a tile is written back, the one with the token's column.
-    """
-    *refs, query_ref, new_ref, top_ref, total_ref, sum_ref = refs
-    held, (out_ref, *written) = refs[: len(refs) // 2], refs[len(refs) // 2 :]
-    n = pl.program_id(0)
-    slot, first = slot_ref[n], block_ref[n] * block
-    columns = columns_ref[slot]
-    (heads, size), kv_heads = q_ref.shape, k_ref.shape[0]
-    groups = heads // kv_heads
-    dtype = q_ref.dtype if scaled else jnp.promote_types(q_ref.dtype, held[0].dtype)
+    def first_block(slot: jax.Array) -> jax.Array:
+        if not windowed:
+            return jnp.int32(0)
+        return jnp.maximum(position_ref[slot] - window_ref[0] + 1, 0) // block
 
-    def repeated(x: jax.Array) -> jax.Array:  # [kv, ...] -> [heads, ...]
-        if groups == 1:
+    def last_block(slot: jax.Array) -> jax.Array:
+        return (position_ref[slot] + length - 1) // block
+
+    def copies(slot: jax.Array, number: jax.Array, n: jax.Array, act: str) -> None:
+        """Starts, or waits for, the pages of a slot's block `number`, the n-th that is read."""
+        place, width = n % depth, min(block, page)
+
+        def of_page(i: int) -> None:
+            column = number * block + i * page
+            x = jnp.maximum(table_ref[slot * most + column // page], 0)
+            for source, target in zip(cache, buffers, strict=True):
+                source = source.at[layer, x, :, pl.ds(column % page, width)]
+                target = target.at[place, :, pl.ds(i * page, width)]
+                getattr(pltpu.make_async_copy(source, target, read_done.at[place]), act)()
+
+        of_page(0)
+        for i in range(1, block // page):
+            pl.when(number * block + i * page < position_ref[slot] + length)(lambda i=i: of_page(i))
+
+    def start(at: tuple[jax.Array, jax.Array], n: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Starts the n-th block, `at` a slot and a number, if there is one; gives the next."""
+        slot, number = at
+
+        @pl.when(slot < begin + slots)
+        def _():
+            copies(slot, number, n, "start")
+
+        after = jnp.minimum(slot + 1, position_ref.shape[0] - 1)
+        ends = number == last_block(jnp.minimum(slot, after))
+        return jnp.where(ends, slot + 1, slot), jnp.where(ends, first_block(after), number + 1)
+
+    def repeated(x: jax.Array) -> jax.Array:  # [kv, ...] -> [heads * L, ...]
+        if rows == 1:
             return x
-        parts = [jnp.broadcast_to(x[h : h + 1], (groups, x.shape[1])) for h in range(kv_heads)]
+        parts = [jnp.broadcast_to(x[h : h + 1], (rows, x.shape[1])) for h in range(kv_heads)]
         return jnp.concatenate(parts, axis=0)
 
     def product(x: jax.Array, ref: Any, over: int) -> jax.Array:
-        """Every key head's rows of x [heads, K] times [block, D], along its axis `over`."""
+        """Every key head's rows of x [heads * L, K] times [block, D], along its axis `over`."""
         x, parts = x.astype(dtype), []
         for h in range(kv_heads):
-            part, y = x[h * groups : (h + 1) * groups], ref[h].astype(dtype)
+            part, y = x[h * rows : (h + 1) * rows], ref[h].astype(dtype)
             numbers = (((1,), (over,)), ((), ()))
             parts.append(jax.lax.dot_general(part, y, numbers, preferred_element_type=jnp.float32))
         return jnp.concatenate(parts, axis=0)
 
-    @pl.when(first == 0)
-    def _():  # the token itself
-        query_ref[...], new_ref[...] = _rotated(q_ref, turns_ref), _rotated(k_ref, turns_ref)
-        k = repeated(new_ref[...].astype(jnp.float32))
-        own = jnp.sum(query_ref[...].astype(jnp.float32) * k, axis=1, keepdims=True)
-        top_ref[...] = capped(own * size**-0.5, cap)
-        total_ref[...] = jnp.ones_like(total_ref)
-        sum_ref[...] = repeated(v_ref[...].astype(jnp.float32))
+    # Of each row, which of the slot's new tokens it is.
+    of_row = jax.lax.broadcasted_iota(jnp.int32, (heads * length, 1), 0) % rows // groups
 
-    scores = product(query_ref[...], held[0], 1) * size**-0.5  # [heads, block]
-    if scaled:
-        scores *= repeated(held[2][...])
-    column = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-    scores = jnp.where(column < columns, capped(scores, cap), MASKED)
-    top = top_ref[...]
-    new_top = jnp.maximum(top, scores.max(1, keepdims=True))
-    weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
-    top_ref[...] = new_top
-    total_ref[...] = total_ref[...] * decay + weights.sum(1, keepdims=True)
-    if scaled:
-        weights *= repeated(held[3][...])
-    sum_ref[...] = sum_ref[...] * decay + product(weights, held[1], 0)
+    def own(n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The softmax of a slot's new tokens alone, which are rotated."""
+        for t in range(length):
+            cos, sin = turns_ref[n, t, 0:1], turns_ref[n, t, 1:2]
+            turned = _rotated(q_ref[n, t], cos, sin)
+            new_ref[t] = _rotated(k_ref[n, t], cos, sin)
+            for h in range(kv_heads):
+                first = h * rows + t * groups
+                query_ref[first : first + groups] = turned[h * groups : (h + 1) * groups]
+        query = query_ref[...].astype(jnp.float32)
+        scores, values = [], []
+        for t in range(length):
+            key, value = (seen(x[...], t) for x in (new_ref.at[t], v_ref.at[n, t]))
+            score = capped(jnp.sum(query * key, axis=1, keepdims=True) * size**-0.5, cap)
+            visible = of_row >= t
+            if windowed:
+                visible &= of_row - t < window_ref[0]
+            scores.append(score if length == 1 else jnp.where(visible, score, MASKED))
+            values.append(value)
+        top = functools.reduce(jnp.maximum, scores)
+        weights = [jnp.exp(score - top) for score in scores]
+        return top, sum(weights), sum(x * y for x, y in zip(weights, values, strict=True))
 
-    @pl.when(first + block > columns)  # the slot's last block
-    def _():
-        out_ref[...] = (sum_ref[...] / total_ref[...]).astype(out_ref.dtype)
-        new = [new_ref[...], v_ref[...]]  # [kv, D]
+    def seen(x: jax.Array, t: int) -> jax.Array:
+        """New token `t`'s key or value [kv, D] by row: those after it see it as it is cached."""
+        exact = repeated(x.astype(jnp.float32))
+        if not scaled or length == 1:
+            return exact
+        x, scale = quantize(x, axis=1)
+        return jnp.where(of_row > t, repeated(x.astype(jnp.float32) * scale[:, None]), exact)
+
+    def add(slot: jax.Array, number: jax.Array, place: jax.Array, softmax: Any) -> Any:
+        """The softmax with a block's columns."""
+        top, total, summed = softmax
+        position, first = position_ref[slot], number * block
+        scores = product(query_ref[...], buffers[0].at[place], 1)  # [heads * L, block]
         if scaled:
-            pairs = [quantize(x, axis=1) for x in new]
-            new = [x for x, _ in pairs] + [scale for _, scale in pairs]
-        for x, source, target in zip(new, held, written, strict=True):
-            _put(x, source, target, columns - first, active_ref[slot] > 0)
+            scores *= repeated(buffers[2][place] * size**-0.5)
+        else:
+            scores *= size**-0.5
+        column = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+        visible = column < position
+        if windowed:
+            visible &= column > position + of_row - window_ref[0]
+        scores = jnp.where(visible, capped(scores, cap), MASKED)
+        new_top = jnp.maximum(top, scores.max(1, keepdims=True))
+        weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
+        total = total * decay + weights.sum(1, keepdims=True)
+        if scaled:
+            weights *= repeated(buffers[3][place])
+        return new_top, total, summed * decay + product(weights, buffers[1].at[place], 0)
+
+    def write(slot: jax.Array, number: jax.Array, place: jax.Array) -> None:
+        """The tiles of a block that hold the slot's new tokens."""
+        new = [[new_ref[t], v_ref[slot - begin, t]] for t in range(length)]  # [kv, D] each
+        if scaled:
+            quantized = [[quantize(x, axis=1) for x in pair] for pair in new]
+            new = [[x for x, _ in pairs] + [scale for _, scale in pairs] for pairs in quantized]
+        first = position_ref[slot] - number * block  # in the block
+        last = first + length - 1
+        put(slot, number, place, new, jnp.maximum(first, 0))
+        if length > 1:
+            before, end = jnp.maximum(first, 0) // tile_least, jnp.minimum(last, block - 1)
+            pl.when(end // tile_least != before)(lambda: put(slot, number, place, new, end))
+
+    tile_least = min(x.shape[2] for x in tiles)
+
+    def put(slot, number, place, new, column) -> None:
+        """The tiles with the column of a block."""
+        turn = written_ref[0] % _WRITES
+        pl.when(written_ref[0] >= _WRITES)(lambda: wait(turn))
+        first_of_all = number * block
+        x = table_ref[slot * most + (first_of_all + column) // page]
+        for n, (buffer, ring, target) in enumerate(zip(buffers, tiles, cache, strict=True)):
+            tile = ring.shape[2]
+            first = pl.multiple_of(column // tile * tile, tile)
+            old = buffer[place, :, pl.ds(first, tile)]
+            # 8 bits are not selected by a mask of 32.
+            wide = jnp.int32 if old.dtype == jnp.int8 else old.dtype
+            tile_ = old.astype(wide)
+            at = first + jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            for t, arrays in enumerate(new):
+                of_token = at == position_ref[slot] + t - first_of_all
+                tile_ = jnp.where(of_token, arrays[n].astype(wide)[:, None], tile_)
+            ring[turn] = tile_.astype(ring.dtype)
+            where = (first_of_all + first) % page
+            to = target.at[layer, x, :, pl.ds(pl.multiple_of(where, tile), tile)]
+            pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).start()
+        written_ref[0] += 1
+
+    def wait(turn: jax.Array) -> None:
+        for ring, target in zip(tiles, cache, strict=True):
+            to = target.at[0, 0, :, pl.ds(0, ring.shape[2])]
+            pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).wait()
+
+    for buffer in buffers:  # what no copy has reached is multiplied by zero
+        buffer[...] = jnp.zeros_like(buffer)
+    written_ref[0] = 0
+    ahead = (begin, first_block(begin))
+    for n in range(depth - 1):
+        ahead = start(ahead, jnp.int32(n))
+
+    def of_slot(index: jax.Array, carry: Any) -> Any:
+        slot = begin + index
+        blocks = first_block(slot), last_block(slot) + 1
+
+        def of_block(number: jax.Array, carry: Any) -> Any:
+            n, ahead, softmax = carry
+            place = n % depth
+            copies(slot, number, n, "wait")
+            ahead = start(ahead, n + depth - 1)
+            softmax = add(slot, number, place, softmax)
+
+            ends = (number + 1) * block > position_ref[slot]
+
+            @pl.when(ends & (table_ref[slot * most] >= 0))
+            def _():
+                write(slot, number, place)
+
+            return n + 1, ahead, softmax
+
+        n, ahead, (_, total, summed) = jax.lax.fori_loop(*blocks, of_block, (*carry, own(index)))
+        attended = (summed / total).astype(out_ref.dtype)
+        for t in range(length):
+            for h in range(kv_heads):
+                first = h * rows + t * groups
+                out_ref[index, t, h * groups : (h + 1) * groups] = attended[first : first + groups]
+        return n, ahead
+
+    jax.lax.fori_loop(0, slots, of_slot, (jnp.int32(0), ahead))
+    for n in range(_WRITES):
+        pl.when(written_ref[0] > n)(lambda n=n: wait(n))
 
 
-def _rotated(ref: Any, turns_ref: Any) -> jax.Array:
+def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """`llama.network.rotate` of [heads, D]; a product, which is exact, exchanges the halves."""
-    x, size = ref[...], ref.shape[1]
+    size = x.shape[1]
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     swap = jnp.where(column == row + size // 2, 1.0, 0.0)
     swap = jnp.where(column == row - size // 2, -1.0, swap).astype(x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     swapped = jnp.dot(x, swap, preferred_element_type=jnp.float32, precision=precision)
-    cos, sin = turns_ref[0:1], turns_ref[1:2]
     return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
-
-
-def _put(x: jax.Array, source: Any, target: Any, column: jax.Array, active: jax.Array) -> None:
-    """target [kv, tile, ...]: the tile of source [kv, block, ...] with x [kv, ...] in `column`."""
-    tile = target.shape[1]
-    first = pl.multiple_of(column // tile * tile, tile)
-    old = source[:, pl.ds(first, tile)]
-    own = jax.lax.broadcasted_iota(jnp.int32, old.shape, 1) == column - first
-    # 8 bits are not selected by a mask of 32.
-    wide = jnp.int32 if old.dtype == jnp.int8 else old.dtype
-    new = jnp.where(own & active, x.astype(wide)[:, None], old.astype(wide))
-    target[...] = new.astype(target.dtype)

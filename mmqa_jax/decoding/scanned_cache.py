@@ -143,17 +143,20 @@ def _decode_ragged(
     from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
 
     turned = positions if shifts is None else positions + shifts
-    angles = turned[:, None] * llama.inverse_frequencies(model.config)  # [S, D / 2]
+    angles = turned[:, None, None] * llama.inverse_frequencies(model.config)  # [S, 1, D / 2]
+    specs, rows = _specs(cache, mesh), cache.key.shape[1]
+    if mesh is not None:
+        rows = NamedSharding(mesh, specs.key).shard_shape(cache.key.shape)[1]
     attend = attend_on(
         cache,
-        positions,
-        active,
+        jnp.where(active, jnp.arange(len(positions)) % rows, -1)[:, None],  # a page for each slot
+        jnp.where(active, positions, 0),
         angles,
         factor=llama.rotary_factor(model.config),
         cap=model.config.attention_cap,
         read=limit,
         mesh=mesh,
-        specs=_specs(cache, mesh),
+        specs=specs,
     )
     graphdef, params = nnx.split(model.layers)
     traits = layer_traits(model.config, cache.key.shape[3])

@@ -9,9 +9,9 @@ import pytest
 
 from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
-from mmqa_jax.decoding.ragged_attention import attend_on, ragged_attention, work
+from mmqa_jax.decoding.ragged_attention import attend_on
 from mmqa_jax.decoding.scanned_cache import ScannedCache
-from mmqa_jax.models.llama.network import rotate
+from mmqa_jax.models.llama.network import LayerTraits, rotate
 
 pytestmark = pytest.mark.slow
 
@@ -19,60 +19,85 @@ SLOTS, LAYER = 5, 1
 QUANTIZED = jax.jit(quantize, static_argnums=1)
 
 
-def arrays(heads: int, kv_heads: int, columns: int, size: int, int8: bool):
-    """q [S, 1, heads, D], k and v [S, 1, kv_heads, D], and a cache of two layers."""
+def arrays(heads, kv_heads, columns, size, tokens, int8, rows=SLOTS):
+    """q [S, L, heads, D], k and v [S, L, kv_heads, D], and a cache of two layers."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
         return rng.normal(size=shape).astype(np.float32)  # JAX's own would be programs
 
-    held = (2, SLOTS, kv_heads, columns, size)
+    held = (2, rows, kv_heads, columns, size)
     key, value, scales = normal(*held), normal(*held), (None, None)
     if int8:
         (key, key_scale), (value, value_scale) = QUANTIZED(key, -1), QUANTIZED(value, -1)
         scales = (key_scale, value_scale)
-    token = [normal(SLOTS, 1, count, size) for count in (heads, kv_heads, kv_heads)]
+    token = [normal(SLOTS, tokens, count, size) for count in (heads, kv_heads, kv_heads)]
     return token, ScannedCache(key, value, *scales)
 
 
-def reference(token, cache, positions, active, angles, cap=None):
-    """By `_one_token` and `_write`, as where the kernel does not serve."""
-    (q, k, v), angles = token, angles[:, None, None]
-    q, k = (rotate(x, jnp.cos(angles), jnp.sin(angles)) for x in (q, k))
-    held = cache.map(lambda x: scanned_cache._layer(x, LAYER, x.shape[3]))
-    out = scanned_cache._one_token(q, k, v, held, positions, cap=cap)
-    only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
-    written = scanned_cache._write(cache, *only, None, active, positions, None)
-    return out, written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
+def reference(token, cache, positions, active, angles, window=None, cap=None):
+    """By `_one_token` and `_write`, token by token, as where the kernel does not serve."""
+    out = []
+    for number in range(token[0].shape[1]):
+        q, k, v = (x[:, number : number + 1] for x in token)
+        cos, sin = (f(angles[:, number, None, None]) for f in (jnp.cos, jnp.sin))
+        q, k, at = rotate(q, cos, sin), rotate(k, cos, sin), positions + number
+        held = cache.map(lambda x: scanned_cache._layer(x, LAYER, x.shape[3]))
+        out.append(scanned_cache._one_token(q, k, v, held, at, window, cap=cap))
+        only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
+        written = scanned_cache._write(cache, *only, None, active, at, None)
+        cache = written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
+    return jnp.concatenate(out, axis=1), cache
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "columns", "size", "cap", "int8"),
+    ("heads", "kv_heads", "size", "page", "pages", "tokens", "window", "cap", "int8"),
     [
-        (4, 4, 384, 64, None, False),
-        (8, 2, 256, 128, 1.5, False),
-        (8, 2, 256, 128, 1.5, True),
-        (3, 1, 2048, 64, None, False),
-        (3, 1, 2048, 64, None, True),
+        (4, 4, 64, 384, 1, 1, None, None, False),
+        (8, 2, 128, 128, 3, 1, None, 1.5, False),
+        (8, 2, 128, 128, 3, 1, 131, 1.5, True),
+        (3, 1, 64, 256, 8, 1, None, None, True),
+        (3, 1, 64, 2048, 1, 1, 700, None, False),
+        (4, 2, 64, 128, 9, 2, None, None, False),
+        (4, 2, 64, 128, 9, 3, 200, None, True),
     ],
 )
-def test_as_plain_products(heads, kv_heads, columns, size, cap, int8):
-    """Slots without a column, with one, with a whole block, with one more, and almost full."""
-    token, cache = arrays(heads, kv_heads, columns, size, int8)
-    positions = np.array([0, 1, 128, 129, columns - 1], np.int32)
+def test_as_plain_products(
+    heads, kv_heads, size, page, pages, tokens, window, cap, int8, monkeypatch
+):
+    """Slots without a column, with one, with a whole page, with one more, and almost full; blocks of
+    several pages, of one, and of a part of one."""
+    columns = page * pages
+    token, cache = arrays(heads, kv_heads, columns, size, tokens, int8)
+    positions = np.array([0, 1, 128 - tokens // 2, 129, columns - tokens], np.int32)
     active = np.array([True, True, True, False, True])
-    angles = np.random.default_rng(1).normal(size=(SLOTS, size // 2)).astype(np.float32)
+    order = np.random.default_rng(2).permutation(SLOTS * pages).reshape(SLOTS, pages)
+    table = np.where(active[:, None], order, -1).astype(np.int32)
+    angles = np.random.default_rng(1).normal(size=(SLOTS, tokens, size // 2)).astype(np.float32)
+    traits = LayerTraits(window=None if window is None else np.int32(window))
     options = {"cap": cap, "read": columns, "mesh": None, "specs": None, "interpret": True}
 
-    @jax.jit
-    def both(token, cache, positions, active, angles):
-        attend = attend_on(cache, positions, active, angles, **options)
-        plain = reference(token, cache, positions, active, angles, cap=cap)
-        return attend(*token, cache, jnp.int32(LAYER)), plain
+    def paged(x):  # [N, S, kv, T, ...] -> [N, pages, kv, P, ...]
+        parts = np.stack(
+            np.split(np.asarray(x), pages, axis=3), axis=2
+        )  # [N, S, pages, kv, P, ...]
+        target = np.empty((2, SLOTS * pages, *parts.shape[3:]), parts.dtype)
+        target[:, order] = parts
+        return target
 
-    found = jax.device_get(both(token, cache, positions, active, angles))
-    (got, written), (want, want_written) = found
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    def rows(x):
+        return np.concatenate(list(np.moveaxis(np.asarray(x)[:, order], 2, 0)), axis=3)
+
+    @jax.jit
+    def both(token, cache, held, table, positions, active, angles):
+        attend = attend_on(held, table, positions, angles, **options)
+        plain = reference(token, cache, positions, active, angles, traits.window, cap)
+        return attend(*token, held, jnp.int32(LAYER), traits), plain
+
+    found = both(token, cache, cache.map(paged), table, positions, active, angles)
+    (got, written), (want, want_written) = jax.device_get(found)
+    written = written.map(rows)
+    np.testing.assert_allclose(got[active], want[active], rtol=0, atol=2e-6)
     # A value halfway between two integers may be rounded to either.
     most = 1 if int8 else 1e-6
     np.testing.assert_allclose(written.key, want_written.key, rtol=0, atol=most)
@@ -83,26 +108,23 @@ def test_as_plain_products(heads, kv_heads, columns, size, cap, int8):
         np.testing.assert_array_equal(written.value_scale, want_written.value_scale)
 
 
-def test_no_column_behind_a_slots_own_is_read():
-    """Blocks behind are not fetched: not even a NaN there shows."""
-    columns, block = 512, 128
-    token, cache = arrays(2, 2, columns, 64, False)
-    positions = np.array([0, 1, 127, 128, 300], np.int32)
-    listed = jax.jit(work, static_argnums=(2, 3))(positions, np.ones(SLOTS, bool), columns, block)
-    assert listed.count.tolist() == [1 + 1 + 1 + 2 + 3]
+def test_no_page_that_a_slot_does_not_see_is_read():
+    """Not even a NaN shows in pages behind a slot's tokens, or before its window's first block."""
+    page, pages = 128, 24
+    token, cache = arrays(2, 2, page, 64, 1, False, rows=SLOTS * pages)
+    positions = np.array([0, 1, 127, 128, 2900], np.int32)
+    table = np.arange(SLOTS * pages, dtype=np.int32).reshape(SLOTS, pages)
+    angles = np.zeros((SLOTS, 1, 32), np.float32)
+    behind = table[np.arange(pages) * page > positions[:, None]]
+    before = table[-1, :16]  # the window of 300 begins in the third block of 1,024
 
     @jax.jit
     def attended(fill):
-        return ragged_attention(
-            *(x[:, 0] for x in token),
-            jnp.ones((SLOTS, 2, 64)),
-            cache.map(lambda x: jnp.asarray(x).at[:, :, :, 384:].set(fill)),
-            jnp.int32(LAYER),
-            listed,
-            block=block,
-            read=columns,
-            interpret=True,
-        )[0]
+        held = cache.map(lambda x: jnp.asarray(x).at[:, behind].set(fill).at[:, before].set(fill))
+        attend = attend_on(
+            held, table, positions, angles, read=300, mesh=None, specs=None, interpret=True
+        )
+        return attend(*token, held, jnp.int32(LAYER), LayerTraits(window=np.int32(300)))[0]
 
     want, got = map(attended, (0.0, np.nan))
     np.testing.assert_array_equal(got, want)
