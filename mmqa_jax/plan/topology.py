@@ -95,6 +95,11 @@ class Topology:
         return Placement(hosts, links)
 
 
+def of_tpu(name: str) -> bool:
+    """Whether a topology's name is one of a TPU, whether or not such a slice exists."""
+    return _TPU.fullmatch(name) is not None
+
+
 def open_topology(name: str) -> Topology:
     """The devices of a topology."""
     if name == LOCAL:

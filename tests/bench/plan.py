@@ -1,16 +1,19 @@
 """`python -m tests.bench plan`: what the compiler made of the programs that `mmqa plan` judges.
 
 FLOPs, bytes, copies, loops and collectives are counted in the text of the compiled program
-(tests/hlo), and the TPU compiler's own estimate is summed up. Nothing is run. `mmqa plan` states
-what a program needs at least; here stands beside it what it does.
+(tests/hlo), and for a TPU the bundles of its kernels. Nothing is run. `mmqa plan` states what a
+program needs at least; here stands beside it what it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import sys
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands.plan import config_of as plan_config
@@ -21,36 +24,35 @@ from mmqa_jax.evaluation.tables import show as show_table
 from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.program import Bound, Compiled, Planned, Program, build, least_bytes, run_cost
 from mmqa_jax.plan.programs import make_program
-from mmqa_jax.plan.topology import Topology, open_topology
+from mmqa_jax.plan.topology import Topology, of_tpu, open_topology
 from mmqa_jax.runs.verbs.plan import bytes_text, memory_cells, milliseconds
 from tests.bench.steps import hidden_cycles
+from tests.hlo.bundles import Bundles, dumping, take
 from tests.hlo.collectives import Collective
-from tests.hlo.counts import KERNEL, Counts, count
+from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, stated_cycles
+from tests.hlo.text import Instruction
 
 if TYPE_CHECKING:
     from mmqa_jax.core.chips import Chip
-
-# How far XLA:TPU's own estimates of plain streaming and of large products lie above the data sheet:
-# kernels, which it does not estimate, are taken to be as far.
-_STREAMED, _MULTIPLIED = 1.6, 1.77
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compiles the programs of a config; prints them and returns what `--json` prints."""
     config = plan_config(arguments)
     names = planning.chosen(config, arguments.only, arguments.model)
-    topology = open_topology(arguments.topology)
-    if topology.chip.links and len(set(topology.hosts)) > 1:
-        raise UserError(
-            f"--topology={topology.name}: what slices exchange is no collective of the compiled "
-            "program, and is not counted; name one slice, or use `mmqa plan`."
-        )
-    counted = []
-    for name in names:
-        place = planning.place(name, config, topology)
-        program = make_program(name, config, place.devices, arguments.model)
-        print(f"compiling {name} for {place.name} ...", file=sys.stderr, flush=True)
-        counted.append(Counted.compiled_for(program, place))
+    with dumping() if of_tpu(arguments.topology) else contextlib.nullcontext() as folder:
+        topology = open_topology(arguments.topology)
+        if topology.chip.links and len(set(topology.hosts)) > 1:
+            raise UserError(
+                f"--topology={topology.name}: what slices exchange is no collective of the "
+                "compiled program, and is not counted; name one slice, or use `mmqa plan`."
+            )
+        counted = []
+        for name in names:
+            place = planning.place(name, config, topology)
+            program = make_program(name, config, place.devices, arguments.model)
+            print(f"compiling {name} for {place.name} ...", file=sys.stderr, flush=True)
+            counted.append(Counted.compiled_for(program, place, folder))
     plan = planning.Plan(topology, tuple(counted), {})
     _show(plan)
     return {
@@ -86,34 +88,38 @@ class Counted(Planned):
 
     Attributes:
       counts: None where the compiler refused it.
+      bundles: of its kernels by instruction, of a TPU; empty where they were not written.
     """
 
     counts: Counts | None = None
     collectives: tuple[Collective, ...] = ()
+    bundles: Mapping[str, Bundles] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def compiled_for(cls, program: Program, topology: Topology) -> Counted:
-        """Compiles and counts a program."""
+    def compiled_for(
+        cls, program: Program, topology: Topology, folder: Path | None = None
+    ) -> Counted:
+        """Compiles and counts a program; `folder` of hlo.bundles.dumping."""
         chip, began = topology.chip, time.perf_counter()
         memory, executable = build(program)
         seconds = time.perf_counter() - began
         if executable is None:
             return cls(Compiled(program, memory, None, (), 0.0, seconds), chip, None)
-        text = executable.as_text()
-        counts = count(text)
+        text, bundles = executable.as_text(), take(folder) if folder else {}
+        cycles_of = cycles_by(bundles, chip)
+        counts = count(text, cycles_of)
         if counts.unknown.pop(KERNEL, 0):  # kernels that do not state what they do
             jaxpr = program.trace().jaxpr.jaxpr
             flops = jaxpr_flops(jaxpr, kernels_only=True) / program.devices
             counts.flops["bf16"] += flops
-            counts.kernels = (counts.kernels[0] + flops, counts.kernels[1])
         placement = topology.placement(program.placed)
         mesh = program.mesh or {"": 1}
         counted = counts.on_mesh(mesh, placement.hosts, placement.links)
-        collectives = tuple(_with_steps(one, text, chip) for one in counted)
+        collectives = tuple(_with_steps(one, text, chip, cycles_of) for one in counted)
         least = least_bytes(program, executable)
         compiled = Compiled(program, memory, counts.flops, (), least, seconds)
         bound = counted_bound(compiled, counts, collectives, chip)
-        return cls(compiled, chip, bound, counts, collectives)
+        return cls(compiled, chip, bound, counts, collectives, bundles)
 
     @property
     def moved(self) -> float:
@@ -123,21 +129,18 @@ class Counted(Planned):
 
     @property
     def estimated(self) -> float | None:
-        """Seconds that XLA for TPUs estimates, without collectives; None where it does not.
+        """Seconds by the bundles of all kernels, without collectives; None without bundles.
 
-        It is a model of the chip, and nothing ran. Loops are multiplied out. Kernels, of which it
-        says nothing, are added by the bytes and FLOPs that they state.
+        It is a static count, and nothing ran: see `cycles_by`. Copies that run beside kernels are
+        hidden as far as the bandwidth of the memory allows.
         """
-        counts, chip = self.counts, self.chip
-        if counts is None or not counts.cycles or not chip.clock:
+        if self.counts is None or not self.bundles:
             return None
-        flops, moved = counts.kernels
-        kernels = max(_STREAMED * moved / chip.hbm_rate, _MULTIPLIED * flops / chip.peak)
-        return counts.cycles / chip.clock + kernels
+        return max(self.counts.cycles / self.chip.clock, self.moved / self.chip.hbm_rate)
 
     @property
     def estimated_mfu(self) -> float | None:
-        """As `Bound.mfu`, in the time that XLA estimates and what of the collectives is exposed."""
+        """As `Bound.mfu`, in the estimated time and what of the collectives is exposed."""
         if self.estimated is None or self.bound is None:
             return None
         return self.bound.mfu * self.bound.seconds / (self.estimated + self.bound.exposed)
@@ -158,11 +161,25 @@ class Counted(Planned):
         }
 
 
-def _with_steps(one: Collective, text: str, chip: Chip) -> Collective:
+def cycles_by(bundles: Mapping[str, Bundles], chip: Chip) -> CyclesOf:
+    """Cycles of an instruction: its bundles, or if that is longer its bytes or FLOPs at the chip's
+    peak, for which it waits. Instructions without bundles take what XLA estimates."""
+
+    def cycles_of(one: Instruction, counted: Counts) -> float:
+        kernel = bundles.get(one.name)
+        if kernel is None:
+            return stated_cycles(one, counted)
+        waits = max(counted.bytes / chip.hbm_rate, chip.seconds(counted.flops)) * chip.clock
+        return max(kernel.cycles(counted.bytes), waits)
+
+    return cycles_of
+
+
+def _with_steps(one: Collective, text: str, chip: Chip, cycles_of: CyclesOf) -> Collective:
     """A collective with what hides it over all fusions that have a step of it."""
     if one.hidden_cycles is None or not one.bytes or not chip.clock:
         return one
-    hidden = hidden_cycles(text, one.kind, one.seconds(chip) * chip.clock / one.bytes)
+    hidden = hidden_cycles(text, one.kind, one.seconds(chip) * chip.clock / one.bytes, cycles_of)
     return one._replace(hidden_cycles=max(one.hidden_cycles, hidden))
 
 
@@ -192,8 +209,8 @@ def _show(plan: planning.Plan) -> None:
             ["a device", *(one.compiled.program.name for one in plan.planned)],
             [[name, *(own[name] for own in cells)] for name in cells[0]],
             f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the "
-            "others, and collectives that nothing runs beside. XLA's estimate is the TPU "
-            "compiler's own, without collectives.",
+            "others, and collectives that nothing runs beside. The estimate is by the bundles "
+            "of the TPU compiler's kernels, without collectives.",
         )
     )
     for one in plan.planned:
@@ -239,6 +256,6 @@ def _cells(one: Counted) -> dict[str, str | None]:
 
 _COUNTED = (
     *("FLOPs", "of the model's", "HBM traffic", "of the least", "loops (turns)", "copies in HBM"),
-    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "XLA's estimate"),
+    *("bound: compute", "bound: HBM", "bound: interconnect", "bound", "estimate"),
     *("MFU at most", "MFU by the estimate", "compiled in"),
 )

@@ -2,7 +2,7 @@
 
 A step stands in every fusion beside which its collective runs, with one channel, also in loops
 inside (of LoRA's small products). What is sent is hidden as far as those fusions of the loop's turn
-that starts it take as long by the compiler's estimate; all of a turn's collectives share the links.
+that starts it take as long; all of a turn's collectives share the links.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tests.hlo.counts import Counts, CyclesOf, stated_cycles
 from tests.hlo.loops import trip_count
 from tests.hlo.text import Computation, Instruction, Module, parse
 
@@ -21,7 +22,7 @@ class _Turn(NamedTuple):
       times: how often it runs.
       sent: channel -> bytes of the collective's whole array.
       beside: channel -> names of the fusions that have a step of it.
-      cycles: of these fusions, by the compiler's estimate.
+      cycles: of these fusions.
     """
 
     times: float
@@ -30,16 +31,19 @@ class _Turn(NamedTuple):
     cycles: dict[str, float]
 
 
-def hidden_cycles(text: str, kind: str, cycles_per_byte: float) -> float:
+def hidden_cycles(
+    text: str, kind: str, cycles_per_byte: float, cycles_of: CyclesOf = stated_cycles
+) -> float:
     """Cycles for which collectives of a kind, taken into steps, run beside other work.
 
     Args:
       text: of the compiled program.
       kind: as XLA names it.
       cycles_per_byte: that the links need for a byte of a whole array.
+      cycles_of: a fusion, whose bytes and FLOPs are not counted here.
     """
     module = parse(text)
-    turns = list(_turns(module, module.main, 1.0, kind))
+    turns = list(_turns(module, module.main, 1.0, kind, cycles_of))
     starts: dict[str, float] = {}  # a loop inside repeats the steps, and sends no more
     for turn in turns:
         for channel in turn.sent:
@@ -53,7 +57,13 @@ def hidden_cycles(text: str, kind: str, cycles_per_byte: float) -> float:
     return total
 
 
-def _turns(module: Module, own: Computation, times: float, kind: str) -> Iterator[_Turn]:
+def _turns(
+    module: Module,
+    own: Computation,
+    times: float,
+    kind: str,
+    cycles_of: CyclesOf,
+) -> Iterator[_Turn]:
     turn = _Turn(times, {}, {}, {})
     for one in own.instructions.values():
         inner = [
@@ -61,10 +71,11 @@ def _turns(module: Module, own: Computation, times: float, kind: str) -> Iterato
         ]
         if one.opcode == "while":
             body = module.computations[one.called["body"]]
-            yield from _turns(module, body, times * (trip_count(module, own, one) or 1), kind)
+            inside = times * (trip_count(module, own, one) or 1)
+            yield from _turns(module, body, inside, kind, cycles_of)
         elif one.opcode == "call":
             for called in inner:
-                yield from _turns(module, called, times, kind)
+                yield from _turns(module, called, times, kind, cycles_of)
         elif one.opcode == "fusion":
             for called in inner:
                 for step in _steps(module, called, kind):
@@ -72,8 +83,7 @@ def _turns(module: Module, own: Computation, times: float, kind: str) -> Iterato
                     size = max(array.bytes for array in step.arrays)
                     turn.sent[channel] = max(size, turn.sent.get(channel, 0))
                     turn.beside.setdefault(channel, set()).add(one.name)
-                    stated = one.attribute(r'"estimated_cycles":"(\d+)"')
-                    turn.cycles[one.name] = float(stated or 0)
+                    turn.cycles[one.name] = cycles_of(one, Counts())
     yield turn
 
 

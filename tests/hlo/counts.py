@@ -77,8 +77,7 @@ class Counts:
       loops: turns of every `while` of the program, inner ones included; None: not known, and
         counted as one turn.
       copies, copied_bytes: of copies within main memory.
-      cycles: that XLA for TPUs estimates, without kernels and collectives.
-      kernels: of Pallas kernels, for which it has no estimate: FLOPs and bytes.
+      cycles: of a TPU, without collectives; see count.
       unknown: custom calls whose FLOPs are not stated.
     """
 
@@ -89,7 +88,6 @@ class Counts:
     copies: float = 0.0
     copied_bytes: float = 0.0
     cycles: float = 0.0
-    kernels: tuple[float, float] = (0.0, 0.0)
     unknown: Counter[str] = dataclasses.field(default_factory=Counter)
 
     @property
@@ -109,8 +107,6 @@ class Counts:
         self.copies += other.copies * times
         self.copied_bytes += other.copied_bytes * times
         self.cycles += other.cycles * times
-        pairs = zip(self.kernels, other.kernels, strict=True)
-        self.kernels = tuple(x + y * times for x, y in pairs)
         for target, count in other.unknown.items():
             self.unknown[target] += count * times
 
@@ -150,17 +146,26 @@ class Counts:
         return sorted(found, key=lambda one: -one.bytes)
 
 
-def count(text: str) -> Counts:
-    """Counts the program whose `compiled.as_text()` is `text`."""
+CyclesOf = Callable[[Instruction, Counts], float]  # with the instruction's FLOPs and bytes
+
+
+def stated_cycles(one: Instruction, _: Counts) -> float:
+    """What XLA for TPUs estimates that an instruction takes; 0 where it does not say."""
+    stated = one.attribute(r'"estimated_cycles":"(\d+)"')
+    return float(stated or 0)
+
+
+def count(text: str, cycles_of: CyclesOf = stated_cycles) -> Counts:
+    """Counts the program whose `compiled.as_text()` is `text`; `cycles_of` its instructions."""
     module = parse(text)
-    return _Counter(module).computation(module.main)
+    return _Counter(module, cycles_of).computation(module.main)
 
 
 class _Counter:
     """Counts computations, each once."""
 
-    def __init__(self, module: Module):
-        self._module = module
+    def __init__(self, module: Module, cycles_of: CyclesOf):
+        self._module, self._cycles_of = module, cycles_of
         self._known: dict[tuple[str, bool], Counts] = {}
         self._shares: dict[tuple[str, str], float] = {}  # by computation and instruction
 
@@ -204,16 +209,16 @@ class _Counter:
         if one.opcode == "fusion":
             for inner in called:
                 total.add(self.computation(inner, fused=True))
+            if not fused:
+                total.bytes += self._fusion_bytes(own, one)
+                total.cycles += self._cycles_of(one, total)
             if _is_reduce_scatter(one):
                 total.collectives = {
                     dataclasses.replace(g, kind="reduce-scatter", overlaps=False): v
                     for g, v in total.collectives.items()
                 }
             else:  # a step of it runs beside the fusion's own work
-                total.collectives = _overlapping(total.collectives, _cycles(one))
-            if not fused:
-                total.bytes += self._fusion_bytes(own, one)
-                total.cycles += _cycles(one)
+                total.collectives = _overlapping(total.collectives, total.cycles)
             return total
         if one.opcode == "while" or one.opcode == "call":
             for inner in called:
@@ -244,11 +249,8 @@ class _Counter:
         elif one.opcode in ("dot", "convolution", "custom-call"):
             self._add_flops(own, one, total)
         if not fused:
-            moved = self._bytes(own, one)
-            total.bytes += moved
-            total.cycles += _cycles(one)
-            if one.attribute(r'custom_call_target="([^"]*)"') == KERNEL:
-                total.kernels = (total.total_flops, moved)
+            total.bytes += self._bytes(own, one)
+            total.cycles += self._cycles_of(one, total)
             if kind == "copy" and _within_hbm(own, one):
                 total.copies += 1
                 total.copied_bytes += one.arrays[0].bytes
@@ -411,12 +413,6 @@ def _hide(total: Counts, started: Counts, cycles: float, moved: float) -> None:
         alone = dataclasses.replace(group, overlaps=False)
         known = total.collectives.get(alone, _NONE)
         total.collectives[alone] = (known[0] + count, known[1] + size, known[2])
-
-
-def _cycles(one: Instruction) -> float:
-    """What XLA for TPUs estimates that an instruction takes; 0 where it does not say."""
-    stated = one.attribute(r'"estimated_cycles":"(\d+)"')
-    return float(stated or 0)
 
 
 def _rate(one: Instruction, factor: Array | None) -> str:
