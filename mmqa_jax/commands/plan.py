@@ -18,8 +18,9 @@ EXAMPLE = "mmqa plan --config=configs/webqa/vlp_select.py --topology=v5e:4x4"
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
-        "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC, of two slices 2xv5e:AxB (need\n"
-        "  the extra `plan`), a100:N, h100:N, h200:N, 2x h100:N (needs the extra `cuda12`), local\n"
+        "\n\ntopologies: v5e:AxB, v6e:AxB, v4:AxBxC, v5p:AxBxC, v7x:AxBxC, v5e-8 and tpu7x-8 as\n"
+        "  Google names slices, of two slices 2xv5e:AxB (need the extra `plan`), a100:N, h100:N,\n"
+        "  h200:N, b200:N, 2x h100:N (needs the extra `cuda12`), local\n"
         "programs: those of train, and of what uses the trained model (embed, rerank, answer);\n"
         "  of configs/prompt/default.py decode and prefill, of a LLaVA its tower too, of a T5\n"
         "  generate (a batch; FLOPs and time are those with one new token); without a\n"

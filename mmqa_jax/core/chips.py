@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from typing import Any
 
 from mmqa_jax.core.errors import UserError
 
@@ -32,7 +33,12 @@ class Chip:
       links: of a TPU's chip to its neighbors, two for each dimension of the torus; 0: each device
         reaches all others of its host at `link_rate`.
       wraps_from: chips along a dimension from which on its ends are linked, too.
-      clock: Hz of a TPU's core, in whose cycles its compiler estimates; 0: it gives no estimate.
+      clock: Hz of a TPU's core, in whose cycles its compiler counts; 0: of a GPU.
+      kinds: parts of the name by which jax knows the device, in lower case.
+      spellings: of a TPU, with which the names of its slices begin, ours first: `v5e` of `v5e:2x4`
+        and `v5e-8`.
+      target: of a TPU, its compiler's own spelling.
+      host: of a TPU, a whole host's slice: Google's machine types that end in 8t, and in 4t.
     """
 
     name: str
@@ -46,6 +52,15 @@ class Chip:
     links: int = 0
     wraps_from: int = 0
     clock: float = 0
+    kinds: tuple[str, ...] = ()
+    spellings: tuple[str, ...] = ()
+    target: str = ""
+    host: str = ""
+
+    @property
+    def dimensions(self) -> int:
+        """Of a TPU's slices."""
+        return self.links // 2
 
     @property
     def peak(self) -> float:
@@ -66,27 +81,16 @@ def _tpu(
     ici: float,
     *,
     dcn: float,
-    links: int,
-    wraps_from: int,
     ghz: float,
+    **rest: Any,
 ) -> Chip:
     """hbm and ici in GB/s (ici as it is sent, half of the data sheet's), dcn in Gbit/s."""
     bf16 = teraflops * 1e12
     rates = {"bf16": bf16, "f16": bf16, "f32": bf16, "s8": int8 * 1e12, "u8": int8 * 1e12}
     rates["f32:highest"] = bf16 / 6  # six passes of bfloat16
     source = "cloud.google.com/tpu/docs, system architecture of each version"
-    return Chip(
-        f"TPU {name}",
-        rates,
-        gib * GIB,
-        hbm * 1e9,
-        ici * 1e9,
-        dcn * 1e9 / 8,
-        source,
-        links=links,
-        wraps_from=wraps_from,
-        clock=ghz * 1e9,
-    )
+    moved = (gib * GIB, hbm * 1e9, ici * 1e9, dcn * 1e9 / 8)
+    return Chip(f"TPU {name}", rates, *moved, source, clock=ghz * 1e9, **rest)
 
 
 def _memory_share() -> float:
@@ -114,44 +118,48 @@ def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: 
         rest["nvlink"] * 1e9,
         rest["network"] * 1e9,
         "NVIDIA's data sheet, SXM, dense; NVLink and network each way of a DGX",
+        kinds=(name.lower(),),
     )
 
 
-# HBM in GiB as libtpu 0.0.42 lets programs use it: it refuses what exceeds that. It compiles v4 for
-# one of a chip's two TensorCores, with half of the chip's data sheet.
+# HBM in GiB as libtpu 0.0.42 lets programs use it: it refuses what exceeds that. It compiles v4 and
+# TPU7x for one of a chip's two TensorCores, with half of the chip's data sheet.
 # Links: a v5e or v6e pod is a torus of 16 x 16, and a slice of it has links from end to end along a
-# dimension of 16 alone; v4 and v5p are cut into cubes of 4 x 4 x 4, whose ends are linked, and a
+# dimension of 16 alone; the others are cut into cubes of 4 x 4 x 4, whose ends are linked, and a
 # slice below one cube has none ("All 4x4x4 and larger slices have full 3D torus connectivity", the
-# same documentation, v5p). Clocks: jax-ml.github.io/scaling-book, tables of TPUs.
+# same documentation, v5p). Clocks: jax-ml.github.io/scaling-book, tables of TPUs; TPU7x's stands in
+# none, and is that at which four units of 256 x 256, as v6e has, reach its peak of bfloat16. Its
+# page states no rate of int8 either: bfloat16's is taken.
 # Data-center network, same documentation: v5e "2 x 100 Gbps NIC" for a host of 8 chips, v6e "4 x
-# 200 Gbps NIC", v5p "per chip (Gbps) 50". v4's page gives none: v5e's is taken for its chips.
-_2D = {"links": 4, "wraps_from": 16}
-_3D = {"links": 6, "wraps_from": 4}
+# 200 Gbps NIC", v5p "per chip (Gbps) 50", TPU7x 100. v4's page gives none: v5e's is taken.
+_2D: dict[str, Any] = {"links": 4, "wraps_from": 16, "host": "2x4"}
+_3D: dict[str, Any] = {"links": 6, "wraps_from": 4, "host": "2x2x1"}
+_V4 = {**_3D, "kinds": ("v4",), "spellings": ("v4",), "target": "v4", "of_chip": 2}
+_V5E = {**_2D, "kinds": ("v5 lite", "v5e"), "spellings": ("v5e", "v5litepod"), "target": "v5e"}
+_V5P = {**_3D, "kinds": ("v5",), "spellings": ("v5p",), "target": "v5p"}
+_V6E = {**_2D, "kinds": ("v6 lite", "v6e"), "spellings": ("v6e",), "target": "v6e"}
+_V7X = {**_3D, "kinds": ("tpu7x",), "spellings": ("v7x", "tpu7x"), "target": "tpu7x", "of_chip": 2}
 TPUS = {
-    "v4": dataclasses.replace(
-        _tpu("v4 core", 137.5, 137.5, 15.25, 614, 150, dcn=12.5, **_3D, ghz=1.05), of_chip=2
-    ),
-    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200, dcn=25, **_2D, ghz=1.5),
-    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600, dcn=50, **_3D, ghz=1.75),
-    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400, dcn=100, **_2D, ghz=1.75),
+    "v4": _tpu("v4 core", 137.5, 137.5, 15.25, 614, 150, dcn=12.5, ghz=1.05, **_V4),
+    "v5e": _tpu("v5e", 197, 393, 15.75, 819, 200, dcn=25, ghz=1.5, **_V5E),
+    "v5p": _tpu("v5p", 459, 918, 95.74, 2765, 600, dcn=50, ghz=1.75, **_V5P),
+    "v6e": _tpu("v6e", 918, 1836, 31.25, 1640, 400, dcn=100, ghz=1.75, **_V6E),
+    "v7x": _tpu("v7x core", 1153.5, 1153.5, 94.75, 3690, 300, dcn=50, ghz=2.2, **_V7X),
 }
+_HOPPER = (989.4, 494.7, 67, 1979)
 GPUS = {
     "a100": _gpu("A100", 312, 156, 19.5, 624, memory=85094825984, hbm=2039, nvlink=300, network=25),
-    "h100": _gpu(
-        "H100", 989.4, 494.7, 67, 1979, memory=84978434048, hbm=3352, nvlink=450, network=50
-    ),
-    "h200": _gpu(
-        "H200", 989.4, 494.7, 67, 1979, memory=150754820096, hbm=4800, nvlink=450, network=50
+    "h100": _gpu("H100", *_HOPPER, memory=84978434048, hbm=3352, nvlink=450, network=50),
+    "h200": _gpu("H200", *_HOPPER, memory=150754820096, hbm=4800, nvlink=450, network=50),
+    "b200": _gpu(
+        "B200", 2250, 1100, 80, 4500, memory=191514411008, hbm=7672, nvlink=900, network=50
     ),
 }
-_KINDS = {  # a part of jax's device_kind -> chip; the first that fits
-    "v6 lite": "v6e", "v6e": "v6e", "v5 lite": "v5e", "v5e": "v5e", "v5": "v5p", "v4": "v4",
-    "h200": "h200", "h100": "h100", "a100": "a100",
-}  # fmt: skip
+CHIPS: Mapping[str, Chip] = {**TPUS, **GPUS}
 
 
 def chip_of_kind(device_kind: str) -> Chip | None:
     """The chip that jax names so; None: no data sheet is here."""
-    known = {**TPUS, **GPUS}
     wanted = device_kind.lower()
-    return next((known[name] for part, name in _KINDS.items() if part in wanted), None)
+    parts = {part: chip for chip in CHIPS.values() for part in chip.kinds if part in wanted}
+    return parts[max(parts, key=len)] if parts else None  # "v5" stands in "v5 lite", too

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -23,15 +24,18 @@ from mmqa_jax.core.mesh import slice_of
 from mmqa_jax.plan.exchange import Placement, fewest_links
 
 LOCAL = "local"
-KNOWN = (
-    "local, v5e:AxB and v6e:AxB (such as v5e:16x16), v4:AxBxC and v5p:AxBxC (such as v5p:4x4x4), "
-    "2xv5e:4x4 (two slices), a100:N, h100:N, h200:N, and several hosts of GPUs as 2x h100:8"
+_OF_TPU = {spelling: name for name, chip in TPUS.items() for spelling in chip.spellings}
+_TPU = re.compile(
+    rf"(?:(\d{{1,6}})x ?)?({'|'.join(_OF_TPU)})(?::(\d{{1,4}}(?:x\d{{1,4}})+)|-(\d{{1,6}}))"
 )
-_TPU = re.compile(r"(?:(\d{1,6})x ?)?(v4|v5e|v5p|v6e):(\d{1,4}(?:x\d{1,4})+)")
-_GPU = re.compile(r"(?:(\d{1,6})x ?)?(a100|h100|h200):(\d{1,6})")
-_AXES = {"v4": 3, "v5p": 3, "v5e": 2, "v6e": 2}
-# A whole host's slice: Google's machine types that end in 8t, and in 4t.
-_OF_HOST = {"v4": "2x2x1", "v5p": "2x2x1", "v5e": "2x4", "v6e": "2x4"}
+_GPU = re.compile(rf"(?:(\d{{1,6}})x ?)?({'|'.join(GPUS)}):(\d{{1,6}})")
+_SHAPES = {2: "AxB", 3: "AxBxC"}
+_SLICES = ", ".join(f"{name}:{_SHAPES[chip.dimensions]}" for name, chip in TPUS.items())
+KNOWN = (
+    f"local, {_SLICES} (such as v5e:16x16 and v5p:4x4x4), Google's names of slices (v5e-8, "
+    "v5litepod-8, v5p-64, tpu7x-8), 2xv5e:4x4 (two slices), "
+    f"{', '.join(f'{name}:N' for name in GPUS)}, and several hosts of GPUs as 2x h100:8"
+)
 _TARGETS = Path(__file__).parent / "targets"
 
 
@@ -61,16 +65,15 @@ class Topology:
 
         (The TPU's compiler takes one device of a slice or all of them.)
         """
-        tpu = _TPU.fullmatch(self.name)
-        if tpu is None:
+        if not of_tpu(self.name):
             same = [n for n, host in enumerate(self.hosts) if host == self.hosts[0]]
             devices = tuple(self.devices[n] for n in same)
             return dataclasses.replace(self, devices=devices, hosts=self.hosts[: len(same)])
-        slices, version, shape = tpu.groups()
-        alone = open_topology(f"{version}:{_OF_HOST[version]}")
-        if len(alone.devices) * int(slices or 1) < len(self.devices):
+        slices, version, shape = _slice(self.name)
+        alone = open_topology(f"{version}:{self.chip.host}")
+        if len(alone.devices) * slices < len(self.devices):
             return alone
-        return open_topology(f"{version}:{shape}") if slices else self
+        return open_topology(f"{version}:{shape}") if slices > 1 else self
 
     def placement(self, placed: Sequence[Any]) -> Placement:
         """Where the devices of a mesh, in its flat order, lie."""
@@ -78,7 +81,7 @@ class Topology:
         hosts = tuple(self.hosts[number[device]] for device in placed)
         if not self.chip.links:
             return Placement(hosts)
-        dimensions = self.chip.links // 2  # a v5e has a third coordinate, always 0
+        dimensions = self.chip.dimensions  # a v5e has a third coordinate, always 0
         places = [tuple(device.coords)[:dimensions] for device in placed]
         ends = zip(*(device.coords for device in self.devices), strict=True)
         shape = [1 + max(numbers) for numbers in ends][:dimensions]
@@ -104,12 +107,43 @@ def open_topology(name: str) -> Topology:
     """The devices of a topology."""
     if name == LOCAL:
         return _local()
-    tpu, gpu = _TPU.fullmatch(name), _GPU.fullmatch(name)
-    if tpu is not None and tpu[3].count("x") + 1 == _AXES[tpu[2]] and tpu[1] != "0":
-        return _tpu(name, int(tpu[1] or 1), tpu[2], tpu[3])
+    gpu = _GPU.fullmatch(name)
+    if of_tpu(name):
+        slices, version, shape = _slice(name)
+        if slices and shape.count("x") + 1 == TPUS[version].dimensions:
+            return _tpu(name, slices, version, shape)
     if gpu is not None and int(gpu[3]) and gpu[1] != "0":
         return _gpu(name, gpu[2], int(gpu[1] or 1), int(gpu[3]))
     raise UserError(f"--topology={name}: unknown; use one of {KNOWN}.")
+
+
+def _slice(name: str) -> tuple[int, str, str]:
+    """The number of slices, the chip's name and the shape of one, of a TPU's topology.
+
+    Google's names count chips; where a chip has two TensorCores, they count these.
+    """
+    slices, spelling, shape, count = _TPU.fullmatch(name).groups()
+    version = _OF_TPU[spelling]
+    if shape is None:
+        chip = TPUS[version]
+        cores = 2 if chip.dimensions == 3 else 1
+        sides = _most_even(int(count) // cores, chip.dimensions) if int(count) % cores == 0 else ()
+        shape = "x".join(map(str, sides))
+    return int(slices or 1), version, shape
+
+
+def _most_even(chips: int, dimensions: int) -> tuple[int, ...]:
+    """The sides of Google's slice of so many chips: as even as possible, ascending, sides of 1
+    last; () for no chip."""
+    if dimensions == 1:
+        return (chips,) if chips else ()
+    splits = [
+        tuple(sorted((side, *_most_even(chips // side, dimensions - 1))))
+        for side in range(1, math.isqrt(chips) + 1)
+        if chips % side == 0
+    ]
+    sides = min(splits, key=lambda sides: (sides[-1], -sides[0]), default=())
+    return (*(side for side in sides if side > 1), *(side for side in sides if side == 1))
 
 
 def _tpu(name: str, slices: int, version: str, shape: str) -> Topology:
@@ -123,14 +157,18 @@ def _tpu(name: str, slices: int, version: str, shape: str) -> Topology:
     os.environ.setdefault("TPU_STDERR_LOG_LEVEL", "3")
     from jax.experimental import topologies
 
+    one_chip = {} if set(shape) != {"1", "x"} else {"chips_per_host_bounds": (1, 1, 1)}
     try:
         devices = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{version}:{shape}", num_slices=slices
+            platform="tpu",
+            topology_name=f"{TPUS[version].target}:{shape}",
+            num_slices=slices,
+            **one_chip,
         ).devices
     except Exception as error:
         raise UserError(
             f"--topology={name}: libtpu knows no such slice ({_first_line(error)}); use one that "
-            "exists, such as v5e:2x4, v5e:16x16, v6e:8x8, v4:4x4x4 or v5p:4x4x4."
+            "exists, such as v5e:2x4, v5e:16x16, v6e:8x8, v5p:4x4x4 or v7x:2x2x1."
         ) from error
     return Topology(name, tuple(devices), tuple(map(slice_of, devices)), TPUS[version])
 

@@ -552,6 +552,7 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
     [
         ([SELECT, "--topology=v9:2x4"], r"--topology=v9:2x4: unknown; .*v5e:AxB.*h100:N"),
         ([SELECT, "--topology=v5e:2x4x2"], r"--topology=v5e:2x4x2: unknown; "),
+        ([SELECT, "--topology=v5p-7"], r"--topology=v5p-7: unknown; .*v7x:AxBxC.*b200:N"),
         ([SELECT, "--topology=0x h100:8"], r"--topology=0x h100:8: unknown; "),
         ([SELECT, "--topology=0xv5e:4x4"], r"--topology=0xv5e:4x4: unknown; .*2xv5e:4x4"),
         ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.chips import GPUS, TPUS
+from mmqa_jax.core.chips import GPUS, TPUS, chip_of_kind
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.plan.exchange import (
@@ -127,11 +127,34 @@ def test_which_exchanges_reach_over_slices(shape, crossed):
 @pytest.mark.parametrize(
     ("name", "host"),
     [("v5e:4x4", "v5e:2x4"), ("v5e:2x2", "v5e:2x2"), ("v5p:2x2x2", "v5p:2x2x1"), ("v4:2x2x1", "v4:2x2x1"),
-     ("2xv5e:4x4", "v5e:2x4"), ("2xv5e:2x2", "v5e:2x2")],
+     ("2xv5e:4x4", "v5e:2x4"), ("2xv5e:2x2", "v5e:2x2"), ("2xv5e-4", "v5e:2x2"),
+     ("v7x:2x2x2", "v7x:2x2x1")],
 )  # fmt: skip
 def test_the_devices_of_one_host_are_a_slice(name, host):
     """The TPU's compiler refuses a mesh of some devices of a larger one."""
     assert open_topology(name).host.name == host
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "devices"),
+    [("v5e-1", "1x1", 1), ("v5e-8", "2x4", 8), ("v5litepod-16", "4x4", 16), ("v6e-256", "16x16", 256),
+     # Google counts TensorCores where a chip has two: of a v5p they are one device.
+     ("v4-8", "2x2x1", 8), ("v5p-8", "2x2x1", 4), ("v5p-16", "2x2x2", 8), ("v5p-64", "2x4x4", 32),
+     ("v5p-12288", "16x16x24", 6144), ("tpu7x-8", "2x2x1", 8), ("2xv5p-64", "2x4x4", 64)],
+)  # fmt: skip
+def test_slices_as_google_names_them(name, shape, devices):
+    """Shapes as its pages of v4, v5e, v5p, v6e and TPU7x list them."""
+    listed = open_topology(name).devices
+    assert len(listed) == devices
+    sides = [1 + max(side) for side in zip(*(device.coords for device in listed), strict=True)]
+    assert "x".join(map(str, sides[: shape.count("x") + 1])) == shape
+
+
+@pytest.mark.parametrize("name", TPUS)
+def test_a_chip_is_known_by_its_compilers_name(name):
+    host = open_topology(f"{name}:{TPUS[name].host}")
+    assert all(chip_of_kind(device.device_kind) == TPUS[name] for device in host.devices)
+    assert len(host.devices[0].coords) >= TPUS[name].dimensions
 
 
 def test_an_encoder_of_a_pods_run_is_planned_on_one_host():
