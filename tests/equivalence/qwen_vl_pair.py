@@ -1,4 +1,4 @@
-"""Tiny random Qwen2.5-VL and Qwen3-VL of transformers, ours from their folders, and inputs."""
+"""Tiny random Qwen-VLs of transformers, ours from their folders, and inputs."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ _VISION = {
     "depth": 3,
     "hidden_size": 32,
     "num_heads": 2,
-    "intermediate_size": 44,
-    "out_hidden_size": 48,
     "patch_size": 4,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 321.0},
 }
+_SINCE_2_5 = {"intermediate_size": 44, "out_hidden_size": 48}
 _TEXT = {
     "vocab_size": WORDS,
     "hidden_size": 48,
@@ -70,10 +69,22 @@ _TEXT = {
 }
 # A family's classes in transformers, and values of its tower, its language model and both.
 CASES = {
+    "qwen2_vl": (
+        "Qwen2VL",
+        {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 3},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1234.5,
+                "mrope_section": [1, 3, 2],
+            }
+        },
+        {},
+    ),
     "qwen2_5_vl": (
         "Qwen2_5_VL",
         # Windows of 3 x 3 units, which divide no picture below.
-        {"window_size": 24, "fullatt_block_indexes": [1]},
+        {**_SINCE_2_5, "window_size": 24, "fullatt_block_indexes": [1]},
         {
             "rope_parameters": {
                 "rope_type": "default",
@@ -86,6 +97,7 @@ CASES = {
     "qwen3_vl": (
         "Qwen3VL",
         {
+            **_SINCE_2_5,
             "num_position_embeddings": 49,
             "deepstack_visual_indexes": [0, 2],
             "hidden_act": "gelu_pytorch_tanh",
@@ -103,9 +115,22 @@ CASES = {
         {"tie_word_embeddings": True},
     ),
 }
+CASES["qwen3_vl_moe"] = (
+    "Qwen3VLMoe",
+    CASES["qwen3_vl"][1],
+    {
+        **CASES["qwen3_vl"][2],
+        "moe_intermediate_size": 20,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+    {"tie_word_embeddings": False},
+)
 PROCESSOR = {
+    "qwen2_vl": {"image_mean": [0.6, 0.5, 0.4], "image_std": [0.3, 0.2, 0.25]},
     "qwen2_5_vl": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]},
     "qwen3_vl": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
+    "qwen3_vl_moe": {},
 }
 SIZE = {"shortest_edge": 40 * 40, "longest_edge": 136 * 136}
 

@@ -35,7 +35,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.sizes import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, publish_qwen_vl
+from mmqa_jax.models.qwen_vl.keys import model_type_of, open_qwen_vl, publish_qwen_vl
 from mmqa_jax.models.qwen_vl.network import Grid, bucket_of, expand_pictures, grid_of, lay_out
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
@@ -368,6 +368,10 @@ def test_checkpoints_go_both_ways(pair, tmp_path):
 
 # What is changed in a config.json (`__` leads into an object), and what the refusal names.
 REFUSED = {
+    "qwen2_vl": [
+        ({"vision_config__mlp_ratio": 1.5}, "mlp_ratio is 1.5"),
+        ({"vision_config__intermediate_size": 9}, "the key 'intermediate_size'"),
+    ],
     "qwen2_5_vl": [
         ({"vision_config__hidden_act": "swish2"}, "vision.activation is 'swish2'"),
         ({"vision_config__new_norm": 3}, "vision_config: the key 'new_norm'"),
@@ -391,14 +395,18 @@ REFUSED = {
         ({"vision_config__deepstack_visual_indexes": [2, 0]}, r"deepstack is \(2, 0\)"),
         ({"vision_config__num_position_embeddings": 50}, "num_position_embeddings is 50"),
         ({"vision_config__rope_parameters": {"rope_type": "linear"}}, "rope_type is 'linear'"),
-        ({"model_type": "qwen3_vl_moe"}, "model_type is 'qwen3_vl_moe'"),
+        ({"model_type": "qwen3_omni"}, "model_type is 'qwen3_omni'"),
         ({"text_config": None}, "lacks its text_config"),
+    ],
+    "qwen3_vl_moe": [
+        ({"text_config__mlp_only_layers": [1]}, r"mlp_only_layers is \[1\]"),
+        ({"text_config__num_experts_per_tok": 9}, "active_experts is 9"),
     ],
 }
 
 
 def test_unknown_values_are_refused_by_name(pair, tmp_path):
-    for number, (changes, match) in enumerate(REFUSED[pair.ours.config.vision.family]):
+    for number, (changes, match) in enumerate(REFUSED[model_type_of(pair.ours.config)]):
         with pytest.raises(UserError, match=match):
             open_qwen_vl(rewritten(pair.folder, tmp_path / str(number), **changes))
     for number, (values, match) in enumerate(

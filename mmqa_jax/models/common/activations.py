@@ -37,6 +37,7 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu": by_platform(_gelu),
     "gelu_new": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
+    "quick_gelu": by_platform(lambda x: x * jax.nn.sigmoid(1.702 * x)),  # clip/model.py, QuickGELU
     "relu": jax.nn.relu,
     "silu": by_platform(jax.nn.silu),
 }

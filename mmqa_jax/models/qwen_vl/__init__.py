@@ -1,16 +1,16 @@
-"""Qwen2.5-VL and Qwen3-VL: pictures of any size."""
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: pictures of any size."""
 
 from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 
 FAMILIES = (
     Architecture(
         name="qwen_vl",
-        model_types=("qwen_vl.network.FAMILIES",),
-        title="Qwen2.5-VL and Qwen3-VL, without experts",
+        model_types=("qwen_vl.keys.PUBLISHED",),
+        title="Qwen2-VL, Qwen2.5-VL and Qwen3-VL",
         model="qwen_vl.network.QwenVL",
         config="qwen_vl.network.QwenVLConfig",
         layouts=(HF_FOLDER,),
-        exports="Qwen2_5_VLForConditionalGeneration, Qwen3VLForConditionalGeneration",
+        exports="Qwen2VLForConditionalGeneration and those of 2.5, 3 and its mixtures",
         noun="Qwen-VL",
         writes="decoder",
         sees=True,

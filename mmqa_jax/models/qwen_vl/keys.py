@@ -1,4 +1,4 @@
-"""Qwen2.5-VL's and Qwen3-VL's checkpoints: transformers' layouts, and export to them.
+"""Checkpoints of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: transformers' layouts, and export to them.
 
 Keys are those of Qwen/Qwen2.5-VL-7B-Instruct on the hub (`visual.`, `model.`, `lm_head.`), to which
 those of transformers 4.52 and later, and of Qwen3-VL, are renamed (`model.visual.`,
@@ -8,11 +8,13 @@ those of transformers 4.52 and later, and of Qwen3-VL, are renamed (`model.visua
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -21,19 +23,16 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import llama_rules
+from mmqa_jax.models.llama.keys import experts_paired, experts_together, llama_rules
 from mmqa_jax.models.llama.network import added
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.two_towers.processor import close
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
 
 _RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
-_ARCHITECTURES = {
-    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
-    "qwen3_vl": "Qwen3VLForConditionalGeneration",
-}
 _TOKENS = {
     "image_token": "image_token_id",
     "video_token": "video_token_id",
@@ -43,67 +42,174 @@ _TOKENS = {
 _READ = kinds(
     integer=" ".join(_TOKENS.values()), flag="tie_word_embeddings", object="vision_config"
 )
-# Of the language model: its family, and what transformers takes for absent keys where that is not
-# the family's own.
-_TEXT_FAMILY = {"qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3"}
-_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "qwen2_5_vl": {
-        "vocab_size": 152064,
-        "hidden_size": 8192,
-        "intermediate_size": 29568,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-5,
-    },
-    "qwen3_vl": {"max_position_embeddings": 128000},
+# Our fields of the tower -> their keys, and transformers' defaults.
+_TOWER = {
+    "layers": ("depth", 32),
+    "width": ("hidden_size", 3584),
+    "heads": ("num_heads", 16),
+    "mlp": ("intermediate_size", 3420),
+    "out": ("out_hidden_size", 3584),
+    "patch": ("patch_size", 14),
+    "temporal": ("temporal_patch_size", 2),
+    "merge": ("spatial_merge_size", 2),
 }
-_THETA = {"qwen2_5_vl": 1000000.0, "qwen3_vl": 500000.0}
-_SECTIONS = {"qwen2_5_vl": (16, 24, 24), "qwen3_vl": (24, 20, 20)}
-_TOWER = {  # our field -> key, and transformers' default of each family
-    "layers": ("depth", 32, 27),
-    "width": ("hidden_size", 3584, 1152),
-    "heads": ("num_heads", 16, 16),
-    "mlp": ("intermediate_size", 3420, 4304),
-    "out": ("out_hidden_size", 3584, 3584),
-    "patch": ("patch_size", 14, 16),
-    "temporal": ("temporal_patch_size", 2, 2),
-    "merge": ("spatial_merge_size", 2, 2),
+_QWEN3_TOWER = {
+    **_TOWER,
+    "layers": ("depth", 27),
+    "width": ("hidden_size", 1152),
+    "mlp": ("intermediate_size", 4304),
+    "patch": ("patch_size", 16),
 }
-_SIZES = " ".join(key for key, _, _ in _TOWER.values())
-_TOWER_READ = {
-    "qwen2_5_vl": kinds(
-        size=f"{_SIZES} window_size",
-        name="hidden_act",
-        list="fullatt_block_indexes",
-        object_or_null="rope_parameters",
+_LARGE = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Published:
+    """How transformers publishes a family.
+
+    Attributes:
+      architecture: its class.
+      tower: `QwenVisionConfig.family`.
+      text: the family of its language model (`models.llama.families`).
+      text_defaults: of the language model's absent keys, where they are not its family's own.
+      sections, theta: of M-RoPE, where the config does not say them.
+      sizes: our fields of the tower -> their keys and defaults; `mlp` by `mlp_ratio` is `width`
+        times as much.
+      further: kinds of the tower's other keys.
+      activation: of the tower's MLPs, where the config does not say it.
+    """
+
+    architecture: str
+    tower: str
+    text: str
+    text_defaults: Mapping[str, Any]
+    sections: tuple[int, int, int]
+    theta: float
+    sizes: Mapping[str, tuple[str, int]]
+    further: Mapping[str, str]
+    activation: str
+
+
+_QWEN3_VL = _Published(
+    architecture="Qwen3VLForConditionalGeneration",
+    tower="qwen3_vl",
+    text="qwen3",
+    text_defaults={"max_position_embeddings": 128000},
+    sections=(24, 20, 20),
+    theta=500000.0,
+    sizes=_QWEN3_TOWER,
+    further=kinds(size="num_position_embeddings", list="deepstack_visual_indexes"),
+    activation="gelu_pytorch_tanh",
+)
+PUBLISHED: Mapping[str, _Published] = {  # by model_type
+    "qwen2_vl": _Published(
+        architecture="Qwen2VLForConditionalGeneration",
+        tower="qwen2_vl",
+        text="qwen2",
+        text_defaults=_LARGE,
+        sections=(16, 24, 24),
+        theta=1000000.0,
+        sizes={
+            **_TOWER,
+            "width": ("embed_dim", 1280),
+            "mlp": ("mlp_ratio", 4),
+            "out": ("hidden_size", 3584),
+        },
+        further={},
+        activation="quick_gelu",
     ),
-    "qwen3_vl": kinds(
-        size=f"{_SIZES} num_position_embeddings",
-        name="hidden_act",
-        list="deepstack_visual_indexes",
-        object_or_null="rope_parameters",
+    "qwen2_5_vl": _Published(
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        tower="qwen2_5_vl",
+        text="qwen2",
+        text_defaults=_LARGE,
+        sections=(16, 24, 24),
+        theta=1000000.0,
+        sizes=_TOWER,
+        further=kinds(size="window_size", list="fullatt_block_indexes"),
+        activation="silu",
+    ),
+    "qwen3_vl": _QWEN3_VL,
+    "qwen3_vl_moe": dataclasses.replace(
+        _QWEN3_VL,
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        text="qwen3_moe",
+        text_defaults={
+            "max_position_embeddings": 128000,
+            "num_key_value_heads": 16,
+            "num_attention_heads": 16,
+            "head_dim": None,
+            "moe_intermediate_size": 1408,
+            "num_local_experts": 60,
+            "num_experts_per_tok": 4,
+        },
     ),
 }
+
+
+def model_type_of(config: qwen_vl.QwenVLConfig) -> str:
+    """The key of `PUBLISHED` for a config."""
+    pair = config.vision.family, config.llama.family
+    return next(name for name, row in PUBLISHED.items() if (row.tower, row.text) == pair)
+
+
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new"}  # theirs -> ours
 
 
 def open_qwen_vl(path: Path) -> layouts.Checkpoint:
-    """Opens a checkpoint of Qwen2.5-VL or Qwen3-VL, reading headers only.
+    """Opens a checkpoint of a Qwen-VL, reading headers only.
 
     Args:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    config = qwen_vl_config(layouts.read_hf_config(path, *qwen_vl.FAMILIES), str(file))
+    config = qwen_vl_config(layouts.read_hf_config(path, *PUBLISHED), str(file))
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
-    return layouts.Checkpoint(config, qwen_vl_key_map, layouts.open_source(path), "transformers")
+    source = layouts.open_source(path)
+    if config.llama.experts:
+        hub = config.llama.hidden, 2 * config.llama.mlp
+        source = experts_together(_experts_turned(source, hub), config.llama.experts)
+    return layouts.Checkpoint(config, qwen_vl_key_map, source, "transformers")
+
+
+def _experts_turned(source: TensorSource, gate_up: tuple[int, int]) -> TensorSource:
+    """The tensors of all experts of a layer with their last two axes exchanged.
+
+    Files on the hub keep (E, in, out), those that transformers 5 writes (E, out, in), as other
+    mixtures do.
+
+    gate_up: the last two axes of `gate_up_proj` in files that are to be turned.
+    """
+    specs = source.specs()
+    is_turned = any(
+        spec.shape[1:] == gate_up for key, spec in specs.items() if key.endswith("gate_up_proj")
+    )
+    tensors: dict[str, Any] = {}
+    for key, spec in specs.items():
+        read = functools.partial(source.read, key)
+        if is_turned and key.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            count, rows, columns = spec.shape
+            spec = jax.ShapeDtypeStruct((count, columns, rows), spec.dtype)
+            read = functools.partial(lambda read: np.ascontiguousarray(read().swapaxes(1, 2)), read)
+        tensors[key] = spec, read
+    return DerivedSource(source.name, tensors)
 
 
 def publish_qwen_vl(config: qwen_vl.QwenVLConfig, state: nnx.State) -> layouts.Published:
-    """Qwen2_5_VLForConditionalGeneration or Qwen3VLForConditionalGeneration, as on the hub."""
+    """The class of its family in transformers (`PUBLISHED`), as on the hub."""
     source = untied_source(state, qwen_vl_key_map(config))
+    if config.llama.experts:
+        ours = 2 * config.llama.mlp, config.llama.hidden
+        source = _experts_turned(experts_paired(source), ours)
     if config.vision.family == "qwen3_vl":
         source = layouts.with_prefixes(
             source, {"model.visual.": "visual.", "model.language_model.": "model."}
@@ -119,8 +225,12 @@ def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
         *_layer_rules(vision),
         *llama_rules(config.llama, path="llama/"),
     ]
-    if vision.family == "qwen2_5_vl":
-        rules.append(Rule("visual.merger.ln_q.weight", "vision/merger/norm/scale"))
+    if vision.family != "qwen3_vl":
+        norm = "visual.merger.ln_q", "vision/merger/norm"
+        if vision.family == "qwen2_vl":
+            rules += norm_rules(*norm)
+        else:
+            rules.append(Rule(f"{norm[0]}.weight", f"{norm[1]}/scale"))
         for theirs, ours in (("mlp.0", "linear_1"), ("mlp.2", "linear_2")):
             rules += linear_rules(f"visual.merger.{theirs}", f"vision/merger/{ours}")
     else:
@@ -144,7 +254,8 @@ def _layer_rules(vision: qwen_vl.QwenVisionConfig) -> list[Rule]:
         linears |= {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
         norms = [Rule(f"{theirs}norm{n}.weight", f"{ours}norm_{n}/scale") for n in "12"]
     else:
-        linears |= {"mlp.linear_fc1": "up", "mlp.linear_fc2": "down"}
+        names = ("fc1", "fc2") if vision.family == "qwen2_vl" else ("linear_fc1", "linear_fc2")
+        linears |= {f"mlp.{names[0]}": "up", f"mlp.{names[1]}": "down"}
         norms = [rule for n in "12" for rule in norm_rules(f"{theirs}norm{n}", f"{ours}norm_{n}")]
     of_linears = [linear_rules(f"{theirs}{key}", f"{ours}{path}") for key, path in linears.items()]
     return norms + [rule for rules in of_linears for rule in rules]
@@ -167,12 +278,12 @@ def qwen_vl_config(
     Reads the language model's keys in `text_config`, or beside `vision_config` (Qwen2.5-VL on the
     hub).
     """
-    layouts.check_model_type(published, where, *qwen_vl.FAMILIES)
+    layouts.check_model_type(published, where, *PUBLISHED)
     family = published["model_type"]
     outside_text = {*_READ, "text_config", "vision_token_id"}
     text, of_text = published.get("text_config"), f"{where}, text_config"
     if text is None:
-        if family == "qwen3_vl":
+        if PUBLISHED[family].tower == "qwen3_vl":
             raise UserError(f"{where}: lacks its text_config; fetch the file again.")
         text = {key: value for key, value in published.items() if key not in outside_text}
         text, of_text = {**text, "model_type": f"{family}_text"}, where
@@ -182,7 +293,7 @@ def qwen_vl_config(
     check_keys(published, where, read={**_READ, **kinds(object_or_null="text_config")})
     if "vision_config" not in published:
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
-    tied = published.get("tie_word_embeddings", False) or text.get("tie_word_embeddings", False)
+    tied = published.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}
     return qwen_vl.QwenVLConfig(
         vision=_tower(published["vision_config"], f"{where}, vision_config", family),
@@ -200,12 +311,14 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
             "checkpoint without windows."
         )
     rope = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
-    sections = rope.pop("mrope_section", _SECTIONS[family])
-    interleaved = rope.pop("mrope_interleaved", family == "qwen3_vl")
-    if interleaved is not (family == "qwen3_vl"):
+    row = PUBLISHED[family]
+    sections = rope.pop("mrope_section", row.sections)
+    is_third = row.tower == "qwen3_vl"
+    interleaved = rope.pop("mrope_interleaved", is_third)
+    if interleaved is not is_third:
         raise UserError(
-            f"{where}: mrope_interleaved is {interleaved!r}, which {_ARCHITECTURES[family]} does "
-            "not have; use a checkpoint as it was published."
+            f"{where}: mrope_interleaved is {interleaved!r}, which {row.architecture} does not "
+            "have; use a checkpoint as it was published."
         )
     if not isinstance(sections, list | tuple) or not all(isinstance(one, int) for one in sections):
         raise UserError(
@@ -216,27 +329,33 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
     rope.setdefault("rope_type", kind)
     if rope["rope_type"] == "mrope":
         rope["rope_type"] = "default"
-    rope.setdefault("rope_theta", text.get("rope_theta") or _THETA[family])
+    rope.setdefault("rope_theta", text.get("rope_theta") or row.theta)
     rest = {key: value for key, value in text.items() if not key.startswith("rope_")}
-    rest = {**_TEXT_DEFAULTS[family], **rest, "model_type": _TEXT_FAMILY[family]}
+    rest = {**row.text_defaults, **rest, "model_type": row.text}
+    if row.text == "qwen3_moe":
+        rest["norm_topk_prob"] = True  # transformers' class has no key for it
     config = LlamaConfig.from_hf({**rest, "rope_parameters": rope}, where)
-    return dataclasses.replace(
-        config, mrope=tuple(sections), mrope_interleaved=family == "qwen3_vl"
-    )
+    return dataclasses.replace(config, mrope=tuple(sections), mrope_interleaved=is_third)
 
 
 def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.QwenVisionConfig:
+    row = PUBLISHED[family]
     layouts.check_model_type({"model_type": family, **published}, where, family, f"{family}_vision")
     patch = published.get("patch_size")
+    sizes = " ".join(key for key, _ in row.sizes.values())
     check_keys(
         published,
         where,
-        read=_TOWER_READ[family],
+        read={
+            **kinds(size=sizes, name="hidden_act", object_or_null="rope_parameters"),
+            **row.further,
+        },
         harmless=("tokens_per_second",),  # of videos
         fixed={"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
     )
-    column = 1 + qwen_vl.FAMILIES.index(family)
-    sizes = {ours: published.get(row[0], row[column]) for ours, row in _TOWER.items()}
+    fields = {ours: published.get(key, default) for ours, (key, default) in row.sizes.items()}
+    if row.sizes["mlp"][0] == "mlp_ratio":
+        fields["mlp"] *= fields["width"]
     rope = published.get("rope_parameters") or {}
     check_keys(
         rope,
@@ -244,21 +363,21 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
         read=kinds(number="rope_theta"),
         fixed={"rope_type": ("axial", "default")},
     )
-    activation = published.get(
-        "hidden_act", "silu" if family == "qwen2_5_vl" else "gelu_pytorch_tanh"
-    )
+    activation = published.get("hidden_act", row.activation)
     shared = {
-        "family": family,
+        "family": row.tower,
         "activation": _ACTIVATIONS.get(activation, activation),
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
-        **sizes,
+        **fields,
     }
-    if family == "qwen2_5_vl":
+    if row.tower == "qwen2_vl":
+        return qwen_vl.QwenVisionConfig(**shared, window=0, full_layers=())
+    if row.tower == "qwen2_5_vl":
         full = published.get("fullatt_block_indexes", (7, 15, 23, 31))
         window = published.get("window_size", 112)
-        unit = sizes["patch"] * sizes["merge"]
+        unit = fields["patch"] * fields["merge"]
         # transformers rounds down to whole units.
-        window = window // sizes["merge"] // sizes["patch"] * unit
+        window = window // fields["merge"] // fields["patch"] * unit
         if not window:
             raise UserError(
                 f"{where}: window_size is {published.get('window_size')}, less than a unit of "
@@ -279,22 +398,25 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
 
 def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but those of pictures."""
-    vision, family = config.vision, config.vision.family
+    vision, family = config.vision, model_type_of(config)
+    row = PUBLISHED[family]
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     tower: dict[str, Any] = {
         "model_type": f"{family}_vision",
-        **{key: getattr(vision, ours) for ours, (key, _, _) in _TOWER.items()},
+        **{key: getattr(vision, ours) for ours, (key, _) in row.sizes.items()},
         "in_channels": 3,
         "hidden_act": activations.get(vision.activation, vision.activation),
         "initializer_range": vision.init_stddev,
         "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
     }
-    if family == "qwen2_5_vl":
+    if "mlp_ratio" in tower:
+        tower["mlp_ratio"] = vision.mlp // vision.width
+    if row.tower == "qwen2_5_vl":
         tower |= {
             "window_size": vision.window,
             "fullatt_block_indexes": list(vision.full_layers),
         }
-    else:
+    elif row.tower == "qwen3_vl":
         tower |= {
             "num_position_embeddings": vision.positions**2,
             "deepstack_visual_indexes": list(vision.deepstack),
@@ -304,11 +426,11 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     del text["architectures"]
     rope = {"rope_type": "default", **(text.pop("rope_scaling") or {})}
     rope |= {"rope_theta": text.pop("rope_theta"), "mrope_section": list(config.llama.mrope)}
-    if family == "qwen3_vl":
+    if row.tower == "qwen3_vl":
         rope["mrope_interleaved"] = True
     text |= {"model_type": f"{family}_text", "rope_parameters": rope}
     return {
-        "architectures": [_ARCHITECTURES[family]],
+        "architectures": [row.architecture],
         "model_type": family,
         **{key: getattr(config, ours) for ours, key in _TOKENS.items()},
         "tie_word_embeddings": config.llama.tied,
@@ -358,7 +480,7 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
     }:
         raise UserError(
             f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
-            "the most pixels; use a checkpoint of Qwen2.5-VL or Qwen3-VL."
+            "the most pixels; use a checkpoint of a Qwen-VL."
         )
     least = (
         processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST

@@ -1,4 +1,5 @@
-"""Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL: a Qwen that reads pictures of any size.
+"""Qwen2-VL (Wang et al. 2024), Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL: a Qwen that reads
+pictures of any size.
 
 A picture becomes one token for each unit of 2 x 2 patches (`qwen_vl_tower`), which takes the place
 of a placeholder in the text. Rotary positions are three (M-RoPE): of time, row and column, the
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 # The config of Qwen2.5-VL's and Qwen3-VL's vision towers: sizes, switches, and their pictures.
 
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,8 @@ class QwenVisionConfig:
     """Sizes and switches of a tower; the defaults are Qwen2.5-VL 7B's.
 
     Attributes:
-      family: `qwen2_5_vl` (RMS norms, gated MLP) or `qwen3_vl` (layer norms, plain MLP).
+      family: `qwen2_5_vl` (RMS norms, gated MLP); `qwen2_vl` or `qwen3_vl` (layer norms, plain
+        MLP).
       width, layers, heads, mlp: of the transformer.
       out: width of the vectors that the language model gets.
       patch: side of a patch in pixels.
@@ -378,6 +380,20 @@ def qwen25_vl_7b(**changes) -> QwenVLConfig:
     return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
 
 
+def qwen2_vl_7b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen2-VL-7B-Instruct."""
+    llama = RELATIVES["qwen25_7b"](mrope=(16, 24, 24))
+    vision = QwenVisionConfig(
+        family="qwen2_vl",
+        mlp=5120,
+        window=0,
+        full_layers=(),
+        activation="quick_gelu",
+        max_pixels=28 * 28 * 16384,
+    )
+    return dataclasses.replace(QwenVLConfig(vision, llama), **changes)
+
+
 def qwen3_vl_vision(**changes) -> QwenVisionConfig:
     """The tower of Qwen/Qwen3-VL-8B-Instruct."""
     sizes = QwenVisionConfig(
@@ -417,14 +433,23 @@ def qwen3_vl_8b(**changes) -> QwenVLConfig:
     return dataclasses.replace(QwenVLConfig(qwen3_vl_vision(), llama), **changes)
 
 
+def qwen3_vl_30b_a3b(**changes) -> QwenVLConfig:
+    """Qwen/Qwen3-VL-30B-A3B-Instruct."""
+    llama = RELATIVES["qwen3_30b_a3b"](
+        positions=262144, rope_theta=5e6, mrope=(24, 20, 20), mrope_interleaved=True
+    )
+    return dataclasses.replace(QwenVLConfig(qwen3_vl_vision(out=2048), llama), **changes)
+
+
 # The vision towers of Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL.
 #
 # Both are transformers over the patches of a picture of any size with rotary positions in two
 # dimensions, after which a merger makes one vector of 2 x 2 patches. Videos are pairs of frames;
 # a picture is such a pair twice the same. Qwen2.5-VL attends within windows but in a few layers,
-# with RMS norms and gated MLPs; Qwen3-VL attends to all, adds learned positions interpolated to
-# the picture's size, and gives what some of its layers hold as well (deepstack). Originals:
-# transformers models/qwen2_5_vl/modeling_qwen2_5_vl.py and qwen3_vl/modeling_qwen3_vl.py.
+# with RMS norms and gated MLPs; Qwen2-VL and Qwen3-VL attend to all, and the latter adds learned
+# positions interpolated to the picture's size, and gives what some of its layers hold as well
+# (deepstack). Originals: transformers modeling_qwen2_vl.py, modeling_qwen2_5_vl.py and
+# modeling_qwen3_vl.py.
 
 
 _EPS = 1e-6  # of all norms; no key of a config.json says it
@@ -640,12 +665,14 @@ def _from_scratch(vision: Mapping[str, Any], **llama: Any) -> QwenVLConfig:
 
 
 PRESETS = {
+    "qwen2_vl_7b": qwen2_vl_7b,
     "qwen25_vl_7b": qwen25_vl_7b,
     "qwen3_vl_2b": qwen3_vl_2b,
     "qwen3_vl_8b": qwen3_vl_8b,
+    "qwen3_vl_30b_a3b": qwen3_vl_30b_a3b,
 }
 BASE = Base(
-    "Qwen2.5-VL or Qwen3-VL",
+    "a Qwen-VL",
     "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
     _from_scratch,
     {

@@ -8,11 +8,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-import jax
-
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import config_checks
-from mmqa_jax.models.common.activations import ACTIVATIONS, by_platform
+from mmqa_jax.models.common.activations import ACTIVATIONS
 
 # Mean and standard deviation of CLIP's training pictures, RGB (clip/clip.py).
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -26,7 +24,7 @@ SIGLIP_LOGIT_SCALE = math.log(10.0)
 SIGLIP_LOGIT_BIAS = -10.0
 
 BLOCK_ACTIVATIONS = {
-    "quick_gelu": by_platform(lambda x: x * jax.nn.sigmoid(1.702 * x)),  # clip/model.py, QuickGELU
+    "quick_gelu": ACTIVATIONS["quick_gelu"],
     "gelu": ACTIVATIONS["gelu"],
     "gelu_pytorch_tanh": ACTIVATIONS["gelu_new"],  # SigLIP
 }
