@@ -672,7 +672,7 @@ PRESETS = {
     "qwen3_vl_30b_a3b": qwen3_vl_30b_a3b,
 }
 BASE = Base(
-    "a Qwen-VL",
+    "Qwen-VL",
     "a folder or ORG/NAME, such as Qwen/Qwen2.5-VL-7B-Instruct",
     _from_scratch,
     {
