@@ -64,8 +64,8 @@ def attend_on(
       interpret: run without a TPU, slowly, for tests.
 
     Returns:
-      A function of q [S, L, heads, D], k and v [S, L, kv_heads, D] (q and k not rotated), which each
-      token and those after it see as well, the cache, the layer's number and its traits; it gives
+      A function of q [S, L, heads, D], k and v [S, L, kv_heads, D], q and k not rotated, which each
+      token and those after it see as well, the cache, the layer's number and its traits. It gives
       [S, L, heads, D] and the cache with the tokens of each slot in their columns, in place.
     """
 
@@ -221,40 +221,35 @@ def _kernel(
     begin = pl.program_id(0) * slots
     dtype = q_ref.dtype if scaled else jnp.promote_types(q_ref.dtype, cache[0].dtype)
 
+    def block_of(column: jax.Array) -> jax.Array:
+        return jax.lax.div(column, block)
+
     def first_block(slot: jax.Array) -> jax.Array:
         if not windowed:
             return jnp.int32(0)
-        return jnp.maximum(position_ref[slot] - window_ref[0] + 1, 0) // block
+        return block_of(jnp.maximum(position_ref[slot] - window_ref[0] + 1, 0))
 
-    def last_block(slot: jax.Array) -> jax.Array:
-        return (position_ref[slot] + length - 1) // block
+    def copies(slot: jax.Array, number: jax.Array, place: jax.Array, act: str, exist=True) -> None:
+        """Starts, or waits for, the pages of a slot's block, which come to `place`."""
+        for i in range(max(1, block // page)):
+            column = number * block + i * page  # a block is pages, or a part of one
+            x = jnp.maximum(table_ref[slot * most + jax.lax.div(column, page)], 0)
+            inside = pl.ds(jax.lax.rem(column, page) if block < page else 0, min(block, page))
 
-    def copies(slot: jax.Array, number: jax.Array, n: jax.Array, act: str) -> None:
-        """Starts, or waits for, the pages of a slot's block `number`, the n-th that is read."""
-        place, width = n % depth, min(block, page)
+            @pl.when(exist & (column < position_ref[slot] + length))
+            def _(i=i, x=x, inside=inside):
+                for source, target in zip(cache, buffers, strict=True):
+                    source = source.at[layer, x, :, inside]
+                    target = target.at[place, :, pl.ds(i * page, min(block, page))]
+                    getattr(pltpu.make_async_copy(source, target, read_done.at[place]), act)()
 
-        def of_page(i: int) -> None:
-            column = number * block + i * page
-            x = jnp.maximum(table_ref[slot * most + column // page], 0)
-            for source, target in zip(cache, buffers, strict=True):
-                source = source.at[layer, x, :, pl.ds(column % page, width)]
-                target = target.at[place, :, pl.ds(i * page, width)]
-                getattr(pltpu.make_async_copy(source, target, read_done.at[place]), act)()
-
-        of_page(0)
-        for i in range(1, block // page):
-            pl.when(number * block + i * page < position_ref[slot] + length)(lambda i=i: of_page(i))
-
-    def start(at: tuple[jax.Array, jax.Array], n: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Starts the n-th block, `at` a slot and a number, if there is one; gives the next."""
+    def start(at: tuple[jax.Array, jax.Array], place: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Starts the block `at` a slot and a number, if there is one; gives the next."""
         slot, number = at
-
-        @pl.when(slot < begin + slots)
-        def _():
-            copies(slot, number, n, "start")
-
+        exists, slot_ = slot < begin + slots, jnp.minimum(slot, begin + slots - 1)
+        copies(slot_, number, place, "start", exists)
+        ends = number == block_of(position_ref[slot_] + length - 1)
         after = jnp.minimum(slot + 1, position_ref.shape[0] - 1)
-        ends = number == last_block(jnp.minimum(slot, after))
         return jnp.where(ends, slot + 1, slot), jnp.where(ends, first_block(after), number + 1)
 
     def repeated(x: jax.Array) -> jax.Array:  # [kv, ...] -> [heads * L, ...]
@@ -337,20 +332,25 @@ def _kernel(
         last = first + length - 1
         put(slot, number, place, new, jnp.maximum(first, 0))
         if length > 1:
-            before, end = jnp.maximum(first, 0) // tile_least, jnp.minimum(last, block - 1)
-            pl.when(end // tile_least != before)(lambda: put(slot, number, place, new, end))
+            before, end = (
+                jax.lax.div(jnp.maximum(first, 0), tile_least),
+                jnp.minimum(last, block - 1),
+            )
+            pl.when(jax.lax.div(end, tile_least) != before)(
+                lambda: put(slot, number, place, new, end)
+            )
 
     tile_least = min(x.shape[2] for x in tiles)
 
     def put(slot, number, place, new, column) -> None:
         """The tiles with the column of a block."""
-        turn = written_ref[0] % _WRITES
+        turn = jax.lax.rem(written_ref[0], _WRITES)
         pl.when(written_ref[0] >= _WRITES)(lambda: wait(turn))
         first_of_all = number * block
-        x = table_ref[slot * most + (first_of_all + column) // page]
+        x = table_ref[slot * most + jax.lax.div(first_of_all + column, page)]
         for n, (buffer, ring, target) in enumerate(zip(buffers, tiles, cache, strict=True)):
             tile = ring.shape[2]
-            first = pl.multiple_of(column // tile * tile, tile)
+            first = pl.multiple_of(column & -tile, tile)
             old = buffer[place, :, pl.ds(first, tile)]
             # 8 bits are not selected by a mask of 32.
             wide = jnp.int32 if old.dtype == jnp.int8 else old.dtype
@@ -360,7 +360,7 @@ def _kernel(
                 of_token = at == position_ref[slot] + t - first_of_all
                 tile_ = jnp.where(of_token, arrays[n].astype(wide)[:, None], tile_)
             ring[turn] = tile_.astype(ring.dtype)
-            where = (first_of_all + first) % page
+            where = jax.lax.rem(first_of_all + first, page)
             to = target.at[layer, x, :, pl.ds(pl.multiple_of(where, tile), tile)]
             pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).start()
         written_ref[0] += 1
@@ -370,39 +370,39 @@ def _kernel(
             to = target.at[0, 0, :, pl.ds(0, ring.shape[2])]
             pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).wait()
 
-    for buffer in buffers:  # what no copy has reached is multiplied by zero
-        buffer[...] = jnp.zeros_like(buffer)
+    if block > page:  # what no copy has reached is multiplied by zero
+        for buffer in buffers[1::2]:
+            buffer[...] = jnp.zeros_like(buffer)
     written_ref[0] = 0
     ahead = (begin, first_block(begin))
-    for n in range(depth - 1):
-        ahead = start(ahead, jnp.int32(n))
+    ahead = jax.lax.fori_loop(0, depth, lambda place, ahead: start(ahead, place), ahead)
 
     def of_slot(index: jax.Array, carry: Any) -> Any:
         slot = begin + index
-        blocks = first_block(slot), last_block(slot) + 1
+        end = block_of(position_ref[slot] + length - 1) + 1
 
         def of_block(number: jax.Array, carry: Any) -> Any:
-            n, ahead, softmax = carry
-            place = n % depth
-            copies(slot, number, n, "wait")
-            ahead = start(ahead, n + depth - 1)
-            softmax = add(slot, number, place, softmax)
-
+            place, ahead, softmax = carry
+            copies(slot, number, place, "wait")
             ends = (number + 1) * block > position_ref[slot]
 
             @pl.when(ends & (table_ref[slot * most] >= 0))
             def _():
                 write(slot, number, place)
 
-            return n + 1, ahead, softmax
+            softmax = add(slot, number, place, softmax)
+            ahead = start(ahead, place)
+            return jnp.where(place + 1 == depth, 0, place + 1), ahead, softmax
 
-        n, ahead, (_, total, summed) = jax.lax.fori_loop(*blocks, of_block, (*carry, own(index)))
+        place, ahead, (_, total, summed) = jax.lax.fori_loop(
+            first_block(slot), end, of_block, (*carry, own(index))
+        )
         attended = (summed / total).astype(out_ref.dtype)
         for t in range(length):
             for h in range(kv_heads):
                 first = h * rows + t * groups
                 out_ref[index, t, h * groups : (h + 1) * groups] = attended[first : first + groups]
-        return n, ahead
+        return place, ahead
 
     jax.lax.fori_loop(0, slots, of_slot, (jnp.int32(0), ahead))
     for n in range(_WRITES):
