@@ -90,7 +90,7 @@ def language_model(
       engine: values that differ from these (see configs/prompt/default.py). `length` is what
         prompts are shortened to; the other sizes and the devices are chosen.
     """
-    sizes = {"slots": AUTO, "length": 1024, "buckets": AUTO, "prefill_tokens": AUTO, "block": 128}
+    sizes = {"slots": AUTO, "length": 1024, "buckets": AUTO, "prefill_tokens": AUTO}
     return {
         "model": model,
         "backend": backend,

@@ -135,7 +135,7 @@ def _empty(
     """Zeros for `beams` sequences of `max_new_tokens` tokens for each of `prompts` prompts."""
     layout = kv_cache.layout(config, prompts, beams * max_new_tokens, config.dtype, mesh)
     # Keys lie as values do: a token's are then written as whole vectors.
-    layers = tuple((layer.segments[0].value,) * 2 for layer in layout)
+    layers = tuple((layer.value,) * 2 for layer in layout)
     return WrittenCache(kv_cache.zeros(layers), Ancestry.empty(prompts, beams, max_new_tokens))
 
 
@@ -191,11 +191,9 @@ def beam_search(
         model,
         model.embed(input_ids),
         kv_cache.empty(config, prompts, length, config.dtype, mesh),
+        table=kv_cache.page_each(prompts, mesh),
         starts=jnp.zeros_like(lengths),
         ends=lengths,
-        rows=jnp.arange(prompts),
-        block=length,
-        all_rows=True,
         adapters=adapters,
         mesh=mesh,
     )
@@ -266,7 +264,8 @@ def _decode(
         )
         attended = prefix_attention(
             group_queries(q, config.kv_heads),
-            *of_prompt.by_token(),
+            of_prompt.key.transpose(0, 3, 1, 2),  # [B, L, kv_heads, D]
+            of_prompt.value.swapaxes(1, 2),
             of_prefix,
             *(held.swapaxes(1, 2) for held in of_beams),
             mask=of_own,

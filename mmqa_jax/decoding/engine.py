@@ -24,10 +24,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import scheduler
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
+from mmqa_jax.decoding.chunks import bucket_of, prefix_keys
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_tower import PatchIds, marked
 from mmqa_jax.decoding.kv_cache import KVCache
-from mmqa_jax.decoding.prefix_cache import PrefixCache, bucket_of
+from mmqa_jax.decoding.page_pool import PagePool
 from mmqa_jax.decoding.requests import (
     Likeliest,
     Request,
@@ -151,12 +152,18 @@ class Engine:
             whole and PatchIds(whole.config),
             self._adapters,
         )
-        self._prefixes = PrefixCache(config.slots, self._runner.shards)
+        self._pool = PagePool(
+            config.slots,
+            self._runner.pages_of_shard,
+            self._runner.page,
+            config.buckets[-1],
+            self._runner.shards,
+        )
         self._pictures = whole and PictureFeatures(
             whole,
             config.slots,
             self._runner.rows,
-            lambda sequence: self._prefixes.reusable(sequence.chunks, sequence.reusable),
+            self._reusable,
             self.throughput,
             self.mesh,
         )
@@ -212,7 +219,7 @@ class Engine:
 
     def forget(self) -> None:
         """Drops the cached prefixes of earlier prompts: nothing of them is reused."""
-        self._prefixes.clear()
+        self._pool.clear()
 
     def tokenized(self, request: Request | Scoring) -> Tokenized:
         """A request as `serve` takes it too; may be called from any thread, while it serves.
@@ -243,14 +250,8 @@ class Engine:
         self._running, self._unread, self._on_token = True, None, on_token
         try:
             yield from self._serve(self._tokenized(requests, shorten), progress)
-        except GeneratorExit:  # closed between two results: what is in the cache stays valid
-            for sequence in self._encoding:
-                self._prefixes.keep(sequence.slot, sequence.encoded)
-            raise
-        except BaseException:
-            self._prefixes.clear()  # a prompt may be registered that is not in the cache
-            raise
-        finally:
+        finally:  # also where it is closed between two results: what is in the cache stays valid
+            self._pool.release_all()
             self._beams.clear()
             if self._pictures is not None:
                 self._pictures.clear()
@@ -312,7 +313,7 @@ class Engine:
     ) -> Iterator[Result | Scores]:
         slots = self.config.slots
         waiting: collections.deque[AnySequence] = collections.deque()
-        active: list[scheduler.GeneratedSequence | None] = [None] * slots
+        active: dict[int, scheduler.GeneratedSequence] = {}  # by slot
         waited, exhausted, all_here = 0, False, False
         while True:
             finished: list[Result | Scores] = []
@@ -323,33 +324,27 @@ class Engine:
                 more, all_here, exhausted = _next_requests(requests, self.look_ahead)
                 finished += self._beams.serve(more, rest=all_here)
                 sequences = [sequence for request in more for sequence in request.sequences]
-                # Common prefixes next to each other, so that one slot's prefix serves them all.
+                # Common prefixes next to each other, so that they are encoded once.
                 sequences.sort(key=lambda sequence: sequence.chunks)
+                for sequence in sequences:
+                    sequence.keys = prefix_keys(sequence.chunks, self._pool.unit)
                 waiting.extend(sequences)
                 if self._pictures is not None:
                     self._pictures.expect(sequences)
             if self._cancelling:
                 self._drop_cancelled(waiting, active)
-            encoding = {sequence.slot for sequence in self._encoding}
-            free = [n for n in range(slots) if active[n] is None and n not in encoding]
-            self._admit([waiting.popleft() for _ in range(min(len(free), len(waiting)))], free)
-            decoding = any(sequence is not None for sequence in active)
+            self._admit(waiting)
             last = all_here and not waiting
-            batches = self._batches(partial=last or not decoding or waited >= _PATIENCE)
+            batches = self._batches(partial=last or not active or waited >= _PATIENCE)
+            # Those that decode wait for one batch at most, unless more are still to be encoded.
+            mixed = len(active) >= len(self._encoding)
             ended: list[AnySequence] = []
+            if active and (mixed or not batches):
+                waited += not batches and len(self._encoding) > 0
+                ended += self._decode(active)
             if batches:
-                ended = self._prefill(batches)
-                for sequence in (sequence for batch in batches for sequence in batch.values()):
-                    if (
-                        isinstance(sequence, scheduler.GeneratedSequence)
-                        and sequence.whole
-                        and not sequence.finish
-                    ):
-                        active[sequence.slot] = sequence
-            elif decoding:
-                waited += len(self._encoding) > 0
-                ended = self._decode(active)
-            elif exhausted and not waiting and not finished:
+                ended += self._prefill(batches[:1] if mixed else batches, active)
+            elif exhausted and not waiting and not active and not finished and not ended:
                 return
             if not self._encoding:
                 waited = 0
@@ -366,7 +361,7 @@ class Engine:
     def _drop_cancelled(
         self,
         waiting: collections.deque[AnySequence],
-        active: list[scheduler.GeneratedSequence | None],
+        active: dict[int, scheduler.GeneratedSequence],
     ) -> None:
         """Takes what was cancelled out of those that wait, and out of the slots that decode."""
         self._cancelling = False
@@ -374,24 +369,33 @@ class Engine:
             waiting.remove(sequence)
             if self._pictures is not None:
                 self._pictures.forget(sequence)
-        for slot, sequence in enumerate(active):
-            if _is_cancelled(sequence):
-                active[slot] = None
+        for slot in [slot for slot, sequence in active.items() if _is_cancelled(sequence)]:
+            del active[slot]
+            self._pool.release(slot)
 
-    def _admit(self, admitted: Sequence[AnySequence], free: list[int]) -> None:
-        """Gives sequences free slots, in which their prompts are encoded from now on."""
-        for sequence in admitted:
-            placement = self._prefixes.place(sequence.chunks, free, sequence.reusable)
-            free.remove(placement.slot)
-            sequence.slot, sequence.source, sequence.reused = placement
+    def _reusable(self, sequence: AnySequence) -> int:
+        """How many of a waiting sequence's first chunks are there."""
+        columns = self._pool.reusable(sequence.keys, sequence.reusable_columns)
+        return columns // self.config.buckets[-1]
+
+    def _admit(self, waiting: collections.deque[AnySequence]) -> None:
+        """Gives sequences, in their order, slots and pages as far as these are free; their prompts
+        are encoded from now on."""
+        while waiting:
+            sequence = waiting[0]
+            placement = self._pool.place(
+                sequence.keys, sequence.most_columns, sequence.reusable_columns
+            )
+            if placement is None:
+                return
+            waiting.popleft()
+            self._runner.assign(placement.slot, placement.pages)
+            sequence.slot, sequence.awaited = placement.slot, placement.awaited
+            sequence.encoded = sequence.reused = placement.reused // self.config.buckets[-1]
+            self.throughput.reused_tokens += placement.reused
             self._encoding.append(sequence)
             if self._pictures is not None:
                 self._pictures.place(sequence)
-            if sequence.reused:
-                self.throughput.reused_tokens += sequence.chunks[sequence.reused - 1].end
-                if sequence.source == sequence.slot:
-                    sequence.encoded = sequence.reused
-        self._copy_prefixes()
 
     def _batches(self, *, partial: bool) -> list[Batch]:
         """Sequences whose next chunks fill a batch of one program, by row.
@@ -403,7 +407,7 @@ class Engine:
         """
         groups = collections.defaultdict(list)
         for sequence in self._encoding:
-            if sequence.encoded or not sequence.reused:  # its prefix is in its slot
+            if sequence.ready:
                 chunk = sequence.chunks[sequence.encoded]
                 bucket = bucket_of(len(chunk.tokens), self.config.buckets)
                 groups[bucket, chunk.trunk > 0].append(sequence)  # branches may be another program
@@ -414,7 +418,7 @@ class Engine:
             share = count // shards
             of_shard: list[list[AnySequence]] = [[] for _ in range(shards)]
             for sequence in group:
-                of_shard[self._prefixes.shard(sequence.slot)].append(sequence)
+                of_shard[self._pool.shard(sequence.slot)].append(sequence)
             for first in range(0, max(map(len, of_shard)), share):
                 batch = {
                     shard * share + row: sequence
@@ -429,35 +433,29 @@ class Engine:
             return full
         return [max(rest, key=lambda share_and_batch: share_and_batch[0])[1]]
 
-    def _prefill(self, batches: Sequence[Batch]) -> list[AnySequence]:
-        """Encodes the next chunks of batches; returns the sequences that this finished."""
+    def _prefill(
+        self, batches: Sequence[Batch], active: dict[int, scheduler.GeneratedSequence]
+    ) -> list[AnySequence]:
+        """Encodes the next chunks of batches; returns the sequences that this finished, and makes
+        those active that go on."""
         began = time.perf_counter()
         outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
         for batch in batches:
             sequence = next(iter(batch.values()))
             chunk = sequence.chunks[sequence.encoded]
             outputs += self._encode(batch, bucket_of(len(chunk.tokens), self.config.buckets))
-        # Before a slot that others copy from can be given away.
-        self._copy_prefixes()
+        encoded = [sequence for sequence in self._encoding if sequence.whole]
         self._encoding = [sequence for sequence in self._encoding if not sequence.whole]
         finished = []
         for read, output in outputs:
             finished += read(*jax.device_get(output))
+        for sequence in encoded:
+            if isinstance(sequence, scheduler.GeneratedSequence) and not sequence.finish:
+                active[sequence.slot] = sequence
+            else:
+                self._pool.release(sequence.slot)
         self.throughput.prefill_seconds += time.perf_counter() - began
         return finished
-
-    def _copy_prefixes(self) -> None:
-        """Copies reused prefixes whose source is in the cache."""
-        of_slot = {sequence.slot: sequence for sequence in self._encoding}
-        for sequence in self._encoding:
-            if sequence.encoded or not sequence.reused:
-                continue
-            source = of_slot.get(sequence.source)  # None: whole in the cache
-            if source is None or source.encoded >= sequence.reused:
-                self._runner.copy(
-                    sequence.source, sequence.slot, sequence.chunks[sequence.reused - 1].end
-                )
-                sequence.encoded = sequence.reused
 
     def _encode(
         self, batch: Batch, bucket: int
@@ -469,7 +467,7 @@ class Engine:
         count = self.config.rows(bucket, self._runner.shards)
         tokens = np.zeros((count, bucket), np.int32)
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
-        rows = np.full(count, self.config.slots, np.int32)  # padding rows are not written
+        rows = np.full(count, self.config.slots, np.int32)  # slots; this of padding rows
         branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
         chunks = [sequence.chunks[sequence.encoded] for sequence in batch.values()]
         pairs = [
@@ -494,7 +492,8 @@ class Engine:
         adapters = self._numbers(count, {row: sequence for row, (sequence, _) in pairs})
         inputs = tokens, starts, ends, rows, branches, patches, shifts, adapters
         hidden = self._runner.encode(*inputs)
-
+        for _, (sequence, chunk) in pairs:
+            self._pool.encoded(sequence.slot, chunk.end)
         outputs = []
         begun = {
             row: sequence
@@ -549,19 +548,16 @@ class Engine:
         )
         return read, self._runner.score(hidden, rows, offsets, tokens)
 
-    def _decode(self, active: list[scheduler.GeneratedSequence | None]) -> list[AnySequence]:
+    def _decode(self, active: dict[int, scheduler.GeneratedSequence]) -> list[AnySequence]:
         """Starts a step of all slots and reads the previous one; returns what that one finished.
 
         The device then does not wait for the host. A slot whose sequence was finished by the
-        previous step decodes one token too many, which is not read.
+        previous step decodes one token too many, which is not read; whoever gets its pages next
+        writes them after that.
         """
         began = time.perf_counter()
         # A sequence whose last token is still unread is not decoded further.
-        rows = {
-            slot: sequence
-            for slot, sequence in enumerate(active)
-            if sequence and sequence.undecoded > 0
-        }
+        rows = {slot: sequence for slot, sequence in active.items() if sequence.undecoded > 0}
         unread = self._unread
         self._unread = None
         if rows:
@@ -579,7 +575,8 @@ class Engine:
             finished = self._append_tokens(rows, *jax.device_get(output))
             self.throughput.decode_tokens += len(rows)
         for sequence in finished:
-            active[sequence.slot] = None
+            del active[sequence.slot]
+            self._pool.release(sequence.slot)
         self.throughput.decode_seconds += time.perf_counter() - began
         return finished
 
@@ -623,7 +620,7 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
         quantize_weights(model)
 
 
-def _is_cancelled(sequence: AnySequence | None) -> bool:
+def _is_cancelled(sequence: AnySequence) -> bool:
     return (
         isinstance(sequence, scheduler.GeneratedSequence) and sequence.finish == scheduler.CANCELLED
     )

@@ -13,7 +13,7 @@ A file of its own because Pallas takes half a second to import.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from mmqa_jax.decoding.cached_attention import Branches, Segment
+from mmqa_jax.decoding.cached_attention import Branches, LayerCache
 from mmqa_jax.models.attention.masked import MASKED
 
 _BLOCK = 64  # columns: keys and values of three blocks, of heads of 128, take 96 KiB of 227
@@ -31,7 +31,13 @@ _PROGRAMS = 512  # that fill a device: two at a time on each of an H100's 132 pr
 
 
 def attend_to_own(
-    q: jax.Array, held: Segment, lengths: jax.Array, *, read: int, interpret: bool = False
+    q: jax.Array,
+    held: LayerCache,
+    table: jax.Array,
+    lengths: jax.Array,
+    *,
+    read: int,
+    interpret: bool = False,
 ) -> jax.Array:
     """One token of every slot, attending to the slot's first columns.
 
@@ -40,7 +46,8 @@ def attend_to_own(
 
     Args:
       q: [S, 1, heads, D], D a power of two from 16 on, rotated.
-      held: with the tokens' own keys and values; T is a multiple of 16.
+      held: with the tokens' own keys and values; P is a multiple of 16.
+      table: int32 [S, M], each slot's pages.
       lengths: int32 [S], columns that each slot's token sees, one at least.
       read: columns of each slot that the kernel's stated costs are those of.
       interpret: run without a GPU, slowly, for tests.
@@ -49,9 +56,9 @@ def attend_to_own(
       [S, 1, heads, D].
     """
     slots, _, heads, size = q.shape
-    kv_heads, columns = held.value.shape[1:3]
-    groups, block = heads // kv_heads, _block(columns)
-    count, parts = columns // block, 1
+    kv_heads, page = held.value.shape[1:3]
+    groups, block = heads // kv_heads, _block(page)
+    count, parts = table.shape[1] * page // block, 1
     while slots * kv_heads * parts < _PROGRAMS and 2 * parts <= count:
         parts *= 2
     rows = max(_ROWS, pl.next_power_of_2(groups))  # of which `groups` are there
@@ -64,10 +71,8 @@ def attend_to_own(
         in_specs=[
             pl.BlockSpec((None, None, rows, size), lambda s, h, _: (s, h, 0, 0)),
             pl.BlockSpec((None,), lambda s, *_: (s,)),
-            *[
-                pl.BlockSpec((None, None, *x.shape[2:]), _first_axes(x, lambda s, h, _: (s, h)))
-                for x in arrays
-            ],
+            pl.BlockSpec((None, table.shape[1]), lambda s, *_: (s, 0)),
+            *[_of_head(x, lambda s, h, _: h) for x in arrays],
         ],
         out_specs=[
             of_part,
@@ -83,7 +88,7 @@ def attend_to_own(
         interpret=interpret,
         name="attend_to_own",
         **_stated(q, arrays, slots, read, 4 * slots * heads * parts * (size + 2)),
-    )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), *arrays)
+    )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), table, *arrays)
     weights = jnp.exp(top - top.max(2, keepdims=True))  # [S, kv, parts, G]
     summed = (summed * weights[..., None]).sum(2) / (total * weights).sum(2)[..., None]
     return summed.astype(q.dtype).reshape(q.shape)
@@ -91,8 +96,8 @@ def attend_to_own(
 
 def attend_in_place(
     q: jax.Array,
-    held: Segment,
-    rows: jax.Array,
+    held: LayerCache,
+    table: jax.Array,
     starts: jax.Array,
     branches: Branches | None,
     *,
@@ -103,8 +108,8 @@ def attend_in_place(
 
     Args:
       q: [R, L, heads, D], D a power of two from 16 on, rotated; L is a multiple of 16.
-      held: [S, ...], with the tokens' own keys and values; T is a multiple of 16.
-      rows: int [R], of the cache; of one out of range the result means nothing.
+      held: with the tokens' own keys and values; P is a multiple of 16.
+      table: int32 [R, M], each row's pages.
       starts: int [R], column of each row's first token.
       branches: of the tokens.
       read: columns of each row that the kernel's stated costs are those of.
@@ -114,28 +119,23 @@ def attend_in_place(
       [R, L, heads, D].
     """
     count, length, heads, size = q.shape
-    slots, kv_heads, columns = held.value.shape[:3]
+    kv_heads, page = held.value.shape[1:3]
     groups, tokens = heads // kv_heads, min(_MOST_ROWS, length & -length)
-    rows = jnp.clip(rows, 0, slots - 1).astype(jnp.int32)
     if branches is None:
         branches = Branches(jnp.zeros_like(starts), jnp.zeros((count, length), jnp.int32))
     arrays = jax.tree.leaves(held)
     of_tokens = pl.BlockSpec((None, tokens, None, size), lambda n, h, r: (r, n, h, 0))
     of_row = pl.BlockSpec((None,), lambda n, h, r: (r,))
 
-    def whole(x: jax.Array) -> pl.BlockSpec:  # all rows of one key head: Triton prefetches none
-        return pl.BlockSpec(
-            (x.shape[0], None, *x.shape[2:]), _first_axes(x, lambda n, h, r: (0, h // groups))
-        )
-
     return pl.pallas_call(
-        functools.partial(_tokens, block=_block(columns)),
+        functools.partial(_tokens, block=_block(page)),
         grid=(length // tokens, heads, count),  # those that read the same columns one after another
         in_specs=[
             of_tokens,
-            *[of_row] * 3,
+            pl.BlockSpec((None, table.shape[1]), lambda n, h, r: (r, 0)),
+            *[of_row] * 2,
             pl.BlockSpec((None, tokens), lambda n, h, r: (r, n)),
-            *map(whole, arrays),
+            *[_of_head(x, lambda n, h, r: h // groups) for x in arrays],
         ],
         out_specs=of_tokens,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -143,28 +143,29 @@ def attend_in_place(
         interpret=interpret,
         name="attend_in_place",
         **_stated(q, arrays, count, read, q.nbytes),
-    )(q, rows, starts.astype(jnp.int32), branches.trunk, branches.begin, *arrays)
+    )(q, table, starts.astype(jnp.int32), branches.trunk, branches.begin, *arrays)
 
 
-def _block(columns: int) -> int:
-    """Columns that are read at a time: of a power of two, which divides all."""
-    return min(_BLOCK, columns & -columns)
+def _block(page: int) -> int:
+    """Columns that are read at a time: of a power of two, which divides a page."""
+    return min(_BLOCK, page & -page)
 
 
-def _first_axes(x: jax.Array, index: Any) -> Any:
-    """An index map of x whose first two axes are chosen."""
-    return lambda *ids: (*index(*ids), *(0,) * (x.ndim - 2))
+def _of_head(x: jax.Array, head: Callable[..., Any]) -> pl.BlockSpec:
+    """All pages of one key head: Triton prefetches none."""
+    rest = x.shape[2:]
+    return pl.BlockSpec((x.shape[0], None, *rest), lambda *ids: (0, head(*ids), *(0,) * len(rest)))
 
 
 def _stated(
     q: jax.Array, arrays: Sequence[jax.Array], rows: int, read: int, written: int
 ) -> dict[str, Any]:
     """What a kernel says of itself: of `rows` of the cache's arrays the first `read` columns."""
-    slots, columns = arrays[1].shape[0], arrays[1].shape[2]
+    pages, columns = arrays[1].shape[0], arrays[1].shape[2]
     cost = {
         "flops": 4 * q.size * read,
         "transcendentals": q.size // q.shape[-1] * read,
-        "bytes_accessed": sum(x.nbytes for x in arrays) * rows * read // (slots * columns)
+        "bytes_accessed": sum(x.nbytes for x in arrays) * rows * read // (pages * columns)
         + q.nbytes
         + written,
     }
@@ -174,11 +175,12 @@ def _stated(
 
 
 def _token(
-    q_ref: Any, length_ref: Any, key_ref: Any, value_ref: Any, *refs: Any,
+    q_ref: Any, length_ref: Any, table_ref: Any, *refs: Any,
     groups: int, block: int, blocks: int,
 ):  # fmt: skip
-    """One part: q [rows, D], `groups` of them real; keys [D, T], values [T, D], scales [T]."""
-    scales, (top_ref, total_ref, out_ref) = refs[:-3], refs[-3:]
+    """One part: q [rows, D], `groups` of them real; table [M]; keys [pages, D, P], values
+    [pages, P, D], scales [pages, P]."""
+    held, (top_ref, total_ref, out_ref) = refs[:-3], refs[-3:]
     rows = q_ref.shape[0]
     length, first = length_ref[()], pl.program_id(2) * blocks
     own = jnp.arange(rows) < groups
@@ -186,8 +188,7 @@ def _token(
 
     def one(n, carry):
         visible = n * block + jnp.arange(block) < length
-        held = _columns((key_ref, value_ref, *scales), n, block)
-        return _add(q, held, visible[None], carry)
+        return _add(q, _columns(held, table_ref, n, block), visible[None], carry)
 
     end = jnp.minimum((length + block - 1) // block, first + blocks)
     top, total, out = jax.lax.fori_loop(first, end, one, _nothing(q))
@@ -197,11 +198,13 @@ def _token(
 
 
 def _tokens(
-    q_ref: Any, row_ref: Any, start_ref: Any, trunk_ref: Any, begin_ref: Any, *refs: Any, block: int
+    q_ref: Any, table_ref: Any, start_ref: Any, trunk_ref: Any, begin_ref: Any, *refs: Any,
+    block: int,
 ):  # fmt: skip
-    """Tokens of one head: q [L, D]; keys [S, D, T], values [S, T, D], scales [S, T]."""
+    """Tokens of one head: q [L, D]; table [M]; keys [pages, D, P], values [pages, P, D], scales
+    [pages, P]."""
     *held, out_ref = refs
-    tokens, row, trunk = q_ref.shape[0], row_ref[()], trunk_ref[()]
+    tokens, trunk = q_ref.shape[0], trunk_ref[()]
     first = start_ref[()] + pl.program_id(0) * tokens
     q, begin = q_ref[...], begin_ref[...][:, None]
     own = (first + jnp.arange(tokens))[:, None]
@@ -209,19 +212,20 @@ def _tokens(
     def one(n, carry):
         column = (n * block + jnp.arange(block))[None]
         visible = (column <= own) & ((column < trunk) | (column >= begin))  # as `Branches` says
-        return _add(q, _columns(held, n, block, row), visible, carry)
+        return _add(q, _columns(held, table_ref, n, block), visible, carry)
 
     blocks = (first + tokens + block - 1) // block
     _, total, out = jax.lax.fori_loop(0, blocks, one, _nothing(q))
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
 
 
-def _columns(held: Sequence[Any], n: Any, block: int, *row: Any) -> list[jax.Array]:
+def _columns(held: Sequence[Any], table_ref: Any, n: Any, block: int) -> list[jax.Array]:
     """The n-th block: keys [D, block], values [block, D], and scales [block] if there are some."""
-    columns = pl.ds(n * block, block)
     key, value, *scales = held
-    at = (*row, columns)
-    return [key[(*row, slice(None), columns)], value[(*at, slice(None))], *(x[at] for x in scales)]
+    of_page = value.shape[1] // block
+    page = table_ref[jax.lax.div(n, of_page)]  # Triton has no `%` of JAX's
+    columns = pl.ds(jax.lax.rem(n, of_page) * block, block)
+    return [key[page, :, columns], value[page, columns, :], *(x[page, columns] for x in scales)]
 
 
 def _nothing(q: jax.Array) -> tuple[jax.Array, ...]:

@@ -10,9 +10,7 @@ kernel that alone reads and writes the cache (`ragged_attention`): there the sca
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 import flax.struct
 import jax
@@ -21,9 +19,9 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import batch_blocks, partition_spec, split_rows
+from mmqa_jax.core.mesh import partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
-from mmqa_jax.decoding.kv_cache import copy_within, first_row, quantize
+from mmqa_jax.decoding.kv_cache import places, quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
 from mmqa_jax.models.common.layers import attention, scan_layers
 from mmqa_jax.models.llama import network as llama
@@ -39,14 +37,14 @@ _NAMES = ("layers", "batch", "heads", "positions", "head_dim")  # for core.mesh.
 
 @flax.struct.dataclass
 class ScannedCache:
-    """Keys and values of all layers: column t of a row is its token t.
+    """Pages of all layers: column t of a row is column t % P of the page t // P in its table.
 
-    int8 caches hold round(x / scale) as in `kv_cache.Segment`.
+    int8 caches hold round(x / scale) as in `kv_cache.LayerCache`.
     """
 
-    key: jax.Array  # [N, S, kv_heads, T, D]
-    value: jax.Array  # [N, S, kv_heads, T, D]
-    key_scale: jax.Array | None  # [N, S, kv_heads, T] float32
+    key: jax.Array  # [N, pages, kv_heads, P, D]
+    value: jax.Array  # [N, pages, kv_heads, P, D]
+    key_scale: jax.Array | None  # [N, pages, kv_heads, P] float32
     value_scale: jax.Array | None
 
     def map(self, function: Callable[..., jax.Array], *others: ScannedCache) -> ScannedCache:
@@ -55,9 +53,9 @@ class ScannedCache:
 
 
 def layout(
-    config: LlamaConfig, rows: int, columns: int, dtype: str, mesh: Mesh | None = None
+    config: LlamaConfig, pages: int, columns: int, dtype: str, mesh: Mesh | None = None
 ) -> ScannedCache:
-    """ShapeDtypeStructs of a cache for `rows` sequences of `columns` tokens, as `kv_cache.layout`.
+    """ShapeDtypeStructs of a cache of `pages` pages of `columns` tokens, as `kv_cache.layout`.
 
     The last axis of keys and values is the head: a token is then written as whole vectors.
     """
@@ -66,16 +64,16 @@ def layout(
         spec = mesh and NamedSharding(mesh, partition_spec(_NAMES[: len(shape)], shape, mesh))
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    of_token = (config.layers, rows, config.kv_heads, columns)
+    of_token = (config.layers, pages, config.kv_heads, columns)
     both = array(dtype, *of_token, config.head_size)
     scale = array("float32", *of_token) if dtype == "int8" else None
     return ScannedCache(both, both, scale, scale)
 
 
-def ragged_fits(config: LlamaConfig, columns: int, device: jax.Device) -> bool:
-    """Whether `decode` on the device, present or not, can read each row's own columns."""
-    # The kernel knows no windows.
-    return device.platform == "tpu" and columns % 128 == 0 and not config.windowed(columns)
+def ragged_fits(page: int, device: jax.Device) -> bool:
+    """Whether `decode` on the device, present or not, can read each row's own columns, which lie in
+    pages of so many."""
+    return device.platform == "tpu" and page % 128 == 0
 
 
 def decode(
@@ -83,8 +81,8 @@ def decode(
     embedded: jax.Array,
     cache: ScannedCache,
     *,
+    table: jax.Array,
     positions: jax.Array,
-    active: jax.Array,
     limit: int,
     shifts: jax.Array | None = None,
     adapters: jax.Array | None = None,
@@ -97,9 +95,10 @@ def decode(
       model: with stacked layers.
       embedded: [S, 1, H], of the rows' next tokens.
       cache: donate it.
+      table: int32 [S, M], each row's pages. Of rows whose results mean nothing it is 0, the page
+        that no row reads, and so are their positions.
       positions: int [S], of these tokens: what is cached before them.
-      active: bool [S], rows that are written; the others' results mean nothing.
-      limit: columns read; no active row's position is beyond.
+      limit: columns read; no row's position is beyond.
       shifts: int [S], by how much rotary positions differ from these; None: not at all.
       adapters: int [S, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
       mesh: where the cache lies.
@@ -112,27 +111,29 @@ def decode(
 
     if ragged:
         return _decode_ragged(
-            model, embedded, cache, positions, active, limit, shifts, adapters, mesh
+            model, embedded, cache, table, positions, limit, shifts, adapters, mesh
         )
+    read = _reader(cache, mesh)
+    pages = table[:, : -(-limit // cache.key.shape[3])]
 
     def attend(
         q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
     ) -> jax.Array:
-        held = cache.map(lambda x: _layer(x, layer, limit))
+        held = read(cache, layer, pages)
         return _one_token(q, k, v, held, positions, window, model.config.attention_cap)
 
-    traits = layer_traits(model.config, cache.key.shape[3])
+    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
     hidden, k, v = _run(model, embedded, turned, attend, traits, adapters=adapters)
-    return hidden, _write(cache, k, v, None, active, positions, mesh)
+    return hidden, _write(cache, k, v, table, positions, mesh)
 
 
 def _decode_ragged(
     model: llama.Llama,
     embedded: jax.Array,
     cache: ScannedCache,
+    table: jax.Array,
     positions: jax.Array,
-    active: jax.Array,
     limit: int,
     shifts: jax.Array | None,
     adapters: jax.Array | None,
@@ -144,22 +145,19 @@ def _decode_ragged(
 
     turned = positions if shifts is None else positions + shifts
     angles = turned[:, None, None] * llama.inverse_frequencies(model.config)  # [S, 1, D / 2]
-    specs, rows = _specs(cache, mesh), cache.key.shape[1]
-    if mesh is not None:
-        rows = NamedSharding(mesh, specs.key).shard_shape(cache.key.shape)[1]
     attend = attend_on(
         cache,
-        jnp.where(active, jnp.arange(len(positions)) % rows, -1)[:, None],  # a page for each slot
-        jnp.where(active, positions, 0),
+        table,
+        positions,
         angles,
         factor=llama.rotary_factor(model.config),
         cap=model.config.attention_cap,
         read=limit,
         mesh=mesh,
-        specs=specs,
+        specs=_specs(cache, mesh),
     )
     graphdef, params = nnx.split(model.layers)
-    traits = layer_traits(model.config, cache.key.shape[3])
+    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
 
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
@@ -177,8 +175,8 @@ def prefill(
     embedded: jax.Array,
     cache: ScannedCache,
     *,
+    table: jax.Array,
     starts: jax.Array,
-    rows: jax.Array,
     limit: int,
     branches: Branches | None = None,
     shifts: jax.Array | None = None,
@@ -194,14 +192,15 @@ def prefill(
       embedded: [R, L, H]; padding after a row's last real token is cached too, and overwritten
         before any token attends to it.
       cache: donate it.
-      starts: int [R], column of each row's first token.
-      rows: int [R], their cache rows; a row index out of range is not written.
+      table: int32 [R, M], each row's pages. What is no column of these is written to page 0.
+      starts: int [R], column of each row's first token; the tokens lie in whole pages, or within
+        one.
       limit: cached columns read, 0 if all start at 0; no start is beyond.
       branches: of the tokens; None: every row is one sequence.
       shifts, deepstack, adapters: see `kv_cache.forward`.
       implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
-      mesh: where the cache lies. If its rows are split, the R rows are split alike and of the same
-        device's cache rows.
+      mesh: where the cache lies. If its pages are split, the R rows are split alike, and the
+        numbers in their tables count within the shard.
 
     Returns:
       Normed hidden states [R, L, H] and the cache.
@@ -217,12 +216,8 @@ def prefill(
         own = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
         mask = mask & own[:, None]  # [R, 1, L, limit + L]
 
-    def read(cache: ScannedCache, layer: jax.Array, rows: jax.Array) -> ScannedCache:
-        return cache.map(lambda x: _rows(x, layer, rows, limit))
-
-    of_rows = _axes_of_rows(cache, mesh)
-    if of_rows is not None:
-        read = _of_own_rows(read, cache, of_rows, mesh)
+    read = _reader(cache, mesh)
+    pages = table[:, : -(-limit // cache.key.shape[3])]
 
     def near(window: jax.Array) -> jax.Array:  # int [] -> bool [R, 1, L, limit + L]
         cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
@@ -239,7 +234,7 @@ def prefill(
     ) -> jax.Array:
         seen = mask if window is None else mask & near(window)
         if limit:
-            held = read(cache, layer, rows)
+            held = read(cache, layer, pages).map(lambda x: x[:, :, :limit])
             k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
             q,
@@ -253,70 +248,29 @@ def prefill(
         )
 
     positions = columns if branches is None else branches.positions(columns)
-    traits = layer_traits(model.config, cache.key.shape[3])
+    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     turned = llama.shifted(positions, shifts)
     hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack, adapters)
-    return hidden, _write(cache, k, v, rows, None, starts, mesh)
+    return hidden, _write(cache, k, v, table, starts, mesh)
 
 
-def copy(
-    cache: ScannedCache,
-    source: jax.Array,
-    target: jax.Array,
-    end: jax.Array,
-    block: int,
-    mesh: Mesh | None = None,
-) -> ScannedCache:
-    """Row `source`'s columns below `end`, in whole blocks, into row `target`; donate the cache.
+def _reader(cache: ScannedCache, mesh: Mesh | None) -> Callable[..., ScannedCache]:
+    """A function of the cache, a layer's number and pages [R, n]: the layer's columns in these,
+    [R, kv, n * P, ...]; where pages are split, each device takes its own."""
 
-    mesh: where the cache lies; if its rows are split, both are on the same device.
-    """
-    of_rows = _axes_of_rows(cache, mesh)
-    copied = functools.partial(_copy, block=block)
-    if of_rows is not None:
-        count = cache.key.shape[1] // batch_blocks(mesh)
-        copied = copy_within(copied, _specs(cache, mesh), of_rows, count, mesh)
-    return copied(cache, source, target, end)
+    def read(cache: ScannedCache, layer: jax.Array, pages: jax.Array) -> ScannedCache:
+        return cache.map(lambda x: _taken(x, layer, pages))
 
-
-def _axes_of_rows(cache: ScannedCache, mesh: Mesh | None) -> Any:
-    """The mesh axes that the rows are split over; None if they are not."""
-    return None if mesh is None else _specs(cache, mesh).key[1]
-
-
-def _of_own_rows(
-    read: Callable[..., ScannedCache], cache: ScannedCache, of_rows: Any, mesh: Mesh
-) -> Callable[..., ScannedCache]:
-    """`read` of `prefill` where rows are split: each device takes its own out of its cache."""
     specs = _specs(cache, mesh)
-
-    def local(cache, layer, rows):
-        return read(cache, layer, rows - first_row(of_rows, cache.key.shape[1]))
-
+    if specs is None or specs.key[1] is None:
+        return read
     return jax.shard_map(
-        local,
+        read,
         mesh=mesh,
-        in_specs=(specs, PartitionSpec(), PartitionSpec(of_rows)),
+        in_specs=(specs, PartitionSpec(), PartitionSpec(specs.key[1])),
         out_specs=specs.map(lambda spec: PartitionSpec(*spec[1:])),
         check_vma=False,
     )
-
-
-def _copy(
-    cache: ScannedCache, source: jax.Array, target: jax.Array, end: jax.Array, block: int
-) -> ScannedCache:
-    """`copy` on one device."""
-
-    def one(n: jax.Array, cache: ScannedCache) -> ScannedCache:
-        def move(x: jax.Array) -> jax.Array:
-            size = (x.shape[0], 1, x.shape[2], block, *x.shape[4:])
-            rest = (0,) * (x.ndim - 4)
-            part = jax.lax.dynamic_slice(x, (0, source, 0, n * block, *rest), size)
-            return jax.lax.dynamic_update_slice(x, part, (0, target, 0, n * block, *rest))
-
-        return cache.map(move)
-
-    return jax.lax.fori_loop(0, (end + block - 1) // block, one, cache)
 
 
 def _run(
@@ -354,18 +308,14 @@ def _specs(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:
     return cache.map(lambda x: partition_spec(_NAMES[: x.ndim], x.shape, mesh))
 
 
-def _layer(x: jax.Array, layer: jax.Array, limit: int) -> jax.Array:
-    """[N, S, kv, T, ...] -> one layer's first columns [S, kv, limit, ...]."""
-    size = (1, *x.shape[1:3], limit, *x.shape[4:])
-    return jax.lax.dynamic_slice(x, (layer, *(0,) * (x.ndim - 1)), size)[0]
-
-
-def _rows(x: jax.Array, layer: jax.Array, rows: jax.Array, limit: int) -> jax.Array:
-    """[N, S, kv, T, ...] -> one layer's first columns of some rows [R, kv, limit, ...]."""
-    size = (1, 1, x.shape[2], limit, *x.shape[4:])
-    rest = (0,) * (x.ndim - 2)
-    # Row by row: for a vmapped slice XLA on TPU copies a cache that has one head a chip.
-    return jnp.concatenate([jax.lax.dynamic_slice(x, (layer, row, *rest), size)[0] for row in rows])
+def _taken(x: jax.Array, layer: jax.Array, pages: jax.Array) -> jax.Array:
+    """[N, pages, kv, P, ...] -> the columns of pages [R, n] of one layer, [R, kv, n * P, ...]."""
+    size, rest = (1, 1, *x.shape[2:]), (0,) * (x.ndim - 2)
+    # Page by page: for a vmapped slice XLA on TPU copies a cache that has one head a chip.
+    rows = [
+        [jax.lax.dynamic_slice(x, (layer, page, *rest), size)[0] for page in row] for row in pages
+    ]
+    return jnp.concatenate([jnp.concatenate(row, axis=2) for row in rows])
 
 
 def _behind(x: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
@@ -426,14 +376,13 @@ def _write(
     cache: ScannedCache,
     k: jax.Array,
     v: jax.Array,
-    rows: jax.Array | None,
-    active: jax.Array | None,
+    table: jax.Array,
     starts: jax.Array,
     mesh: Mesh | None,
 ) -> ScannedCache:
-    """k, v [N, R, L, kv_heads, D] into columns starts[r].. of rows[r], or of row r if active[r].
+    """k, v [N, R, L, kv_heads, D] into columns starts[r].. of row r, as `prefill` says.
 
-    One update in place per row: XLA on TPU makes a loop of a scatter.
+    One update in place per row and page: XLA on TPU makes a loop of a scatter.
     """
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)  # [N, R, kv, L, D]
     scales = [None, None]
@@ -441,50 +390,35 @@ def _write(
         (k, scales[0]), (v, scales[1]) = quantize(k, axis=-1), quantize(v, axis=-1)
     new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.value.dtype), *scales)
     if mesh is None:
-        return _write_rows(cache, new, rows, active, starts, 0)
+        return _write_pages(cache, new, table, starts)
     specs = _specs(cache, mesh)
-    of_rows = specs.key[1]  # mesh axes of the rows
-    per_row = PartitionSpec(of_rows)
-
-    def local(cache, new, chosen, starts):
-        first = first_row(of_rows, cache.key.shape[1]) if of_rows else 0
-        rows_, active_ = (None, chosen) if rows is None else (chosen, None)
-        return _write_rows(cache, new, rows_, active_, starts, first)
-
+    per_row = PartitionSpec(specs.key[1])
     write = jax.shard_map(
-        local,
+        _write_pages,
         mesh=mesh,
         in_specs=(specs, specs, per_row, per_row),
         out_specs=specs,
         check_vma=False,
     )
-    return write(cache, new, active if rows is None else rows, starts)
+    return write(cache, new, table, starts)
 
 
-def _write_rows(
-    cache: ScannedCache,
-    new: ScannedCache,
-    rows: jax.Array | None,
-    active: jax.Array | None,
-    starts: jax.Array,
-    first: jax.Array | int,
+def _write_pages(
+    cache: ScannedCache, new: ScannedCache, table: jax.Array, starts: jax.Array
 ) -> ScannedCache:
-    """`_write` on one device, whose rows begin with number `first`."""
-    count = cache.key.shape[1]
-    targets: Iterable = range(count)
-    if rows is not None:
-        targets = rows - first
-        active = (targets >= 0) & (targets < count)
+    """`_write` on one device."""
+    length, width = new.key.shape[3], cache.key.shape[3]
+    pages, columns = places(table, starts, length, width)  # [R, n] each
+    part = min(length, width)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:
-        size = (x.shape[0], 1, *new.shape[2:])
         # Else XLA takes the new tokens' layout for the cache, too, and copies it.
         new = with_layout_constraint(new, Layout(tuple(range(new.ndim))))
-        for n in range(new.shape[1]):
-            at = (0, targets[n], 0, starts[n], *(0,) * (x.ndim - 4))
-            old = jax.lax.dynamic_slice(x, at, size)
-            written = jnp.where(active[n], new[:, n : n + 1], old)
-            x = jax.lax.dynamic_update_slice(x, written, at)
+        for row in range(pages.shape[0]):
+            for n in range(pages.shape[1]):
+                written = new[:, row : row + 1, :, n * part : (n + 1) * part]
+                at = (0, pages[row, n], 0, columns[row, n], *(0,) * (x.ndim - 4))
+                x = jax.lax.dynamic_update_slice(x, written, at)
         return x
 
     return cache.map(put, new)

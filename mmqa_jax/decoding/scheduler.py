@@ -11,8 +11,9 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import requests
+from mmqa_jax.decoding.chunks import Buckets, Chunk, split
 from mmqa_jax.decoding.image_tower import PatchIds
-from mmqa_jax.decoding.prefix_cache import Buckets, Chunk, split
+from mmqa_jax.decoding.page_pool import Prefix
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
 CANCELLED = "cancelled"  # how a sequence ended that nobody waits for any more
@@ -23,7 +24,7 @@ class SlotSequence:
 
     Args:
       chunks: of the prompt.
-      reusable: how many of these may be copied from another slot.
+      reusable: how many of these may be those of another sequence.
       pictures: of the prompt.
       shifts: of its tokens' positions, see PatchIds; None: positions are columns.
     """
@@ -38,13 +39,29 @@ class SlotSequence:
         self.chunks, self.reusable, self.pictures = chunks, reusable, pictures
         self._shifts = shifts
         self.encoded = 0  # chunks in the cache
-        self.slot = self.source = -1  # see prefix_cache.Placement
-        self.reused = 0
+        self.slot, self.reused = -1, 0  # `reused` of its chunks are another sequence's
+        self.keys: list[bytes] = []  # of its prefixes, see `chunks.prefix_keys`
+        self.awaited: Prefix | None = None  # that another one encodes, see page_pool.Placement
 
     @property
     def whole(self) -> bool:
         """Whether all of the prompt is in the cache."""
         return self.encoded == len(self.chunks)
+
+    @property
+    def most_columns(self) -> int:
+        """Columns that it may come to need."""
+        return self.chunks[-1].end
+
+    @property
+    def reusable_columns(self) -> int:
+        """How many of its first columns may be those of another sequence."""
+        return self.chunks[self.reusable - 1].end if self.reusable else 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether its next chunk can be encoded."""
+        return self.awaited is None or self.awaited.encoded
 
     def shifts(self, start: int, end: int) -> np.ndarray | int:
         """Returns the shifts of positions in columns `start` to `end`, [end - start, 3]."""
@@ -73,6 +90,11 @@ class GeneratedSequence(SlotSequence):
         self.finish = ""  # "end", "stop", "length" or CANCELLED
         stops = request.original.stop
         self._stop_detector = requests.StopDetector(request.tokenizer, stops) if stops else None
+
+    @property
+    def most_columns(self) -> int:
+        """See SlotSequence: the last token is not cached."""
+        return self.chunks[-1].end + self.request.original.max_new_tokens - 1
 
     @property
     def columns(self) -> int:

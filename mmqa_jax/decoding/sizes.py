@@ -32,8 +32,8 @@ from mmqa_jax.core.mesh import (
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding.cached_attention import Branches
+from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
-from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
@@ -179,7 +179,7 @@ def choose_sizes(
         )
     needed = min(most, demand.tokens or LENGTH)
     buckets = chosen.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
-    unit = math.lcm(buckets[-1], chosen.get("block", EngineConfig.block) or 1)
+    unit = buckets[-1]
     base = EngineConfig(**{"length": unit, **chosen, "buckets": buckets, "slots": 1})
     length = min(most, -(-needed // unit) * unit)
     whole = min(map(free_bytes, devices)) if free is None else free
@@ -460,19 +460,21 @@ def engine_programs(
         return jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=programs.rows)
 
     columns, bucket = columns or sizes.length, sizes.buckets[-1]
-    rows = sizes.rows(bucket, programs.shards)
+    rows, pages = sizes.rows(bucket, programs.shards), programs.columns // programs.page
     of_row = array("int32", rows)
     branches = None
     if not programs.scanned:
         branches = Branches(of_row, array("int32", rows, bucket))
-    limit = sizes.read(columns)
+    limit = programs.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
     shifts = array("int32", rows, bucket, 3) if config.mrope else None
-    chunk = (array("int32", rows, bucket), of_row, of_row, of_row, branches, None, shifts, None)
+    chunk = (array("int32", rows, bucket), array("int32", rows, pages), of_row, of_row)
+    chunk = (*chunk, branches, None, shifts, None)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
-    of_prompt = sizes.read(before if programs.scanned else columns)
+    of_prompt = programs.read(before if programs.scanned else columns)
     greedy = programs.sampled(np.zeros(sizes.slots))
-    step = (state, programs.cache, programs.slots, active, None, limit, greedy)
+    table = array("int32", sizes.slots, pages)
+    step = (state, programs.cache, programs.slots, table, active, None, limit, greedy)
     return {
         "decode": Program(programs.step, step),
         "prefill": Program(programs.encode, (state, programs.cache, *chunk, of_prompt)),

@@ -1,4 +1,4 @@
-"""The engine's state on the device, and the five compiled programs that run on it."""
+"""The engine's state on the device, and the four compiled programs that run on it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -20,13 +20,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
+from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.kv_cache import KVCache, run_layers, tokens_in
-from mmqa_jax.decoding.prefix_cache import Buckets
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
 from mmqa_jax.models.qwen_vl.network import spread
 
+_PAGE = 128  # columns: a multiple of a TPU's lanes
 CACHE_TYPES = ("float32", "bfloat16", "int8")
 WEIGHT_TYPES = ("given", "int8")
 
@@ -35,22 +36,22 @@ WEIGHT_TYPES = ("given", "int8")
 class EngineConfig:
     """Sizes of the engine; results do not depend on them beyond the last bits.
 
-    `slots` sequences are decoded at once, each up to `length` tokens including its prompt. Prompts
-    are encoded in chunks of the sizes `buckets`, `prefill_tokens` tokens of several prompts at a
-    time; prompts share their common prefix in steps of the largest bucket. Decoding reads the
-    columns that the longest sequence has reached, in steps of `decode_block`, with a program for
-    each; 0 is about a quarter of all. Prefill attention reads `block` columns at a time; 0 is
-    `decode_block`: best on a GPU, where every block costs a synchronization. `cache_dtype` None is
-    the model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one
-    layer instead of all; None does so on a TPU, where it costs no copies.
+    `slots` sequences are decoded at once, each of up to `length` tokens including its prompt, over
+    a cache of `pages` pages of `page` tokens: a sequence takes as many as it needs, and waits for
+    them before it begins; 0 pages are as many as slots of `length` tokens take, 0 tokens are 128,
+    or the largest bucket where that is less or does not fit. Prompts are encoded in chunks of the
+    sizes `buckets`, `prefill_tokens` tokens of several prompts at a time; prompts share their
+    common prefix in steps of the larger of page and largest bucket. `cache_dtype` None is the
+    model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one layer
+    instead of all; None does so on a TPU, where it costs no copies.
     """
 
     slots: int = 16
     length: int = 2048
     buckets: Buckets = (32, 128)
     prefill_tokens: int = 256
-    block: int = 128
-    decode_block: int = 0
+    page: int = 0
+    pages: int = 0
     cache_dtype: str | None = None
     weights: str = "given"
     scan_layers: bool | None = None
@@ -68,16 +69,14 @@ class EngineConfig:
                 f"engine.buckets is {self.buckets}: expected ascending sizes, each a multiple of "
                 "the one before, such as (32, 128)."
             )
-        if self.block < 0 or (self.block and self.columns % self.block):
+        if self.page < 0 or (self.page and not page_fits(self.page, self.buckets)):
             raise UserError(
-                f"engine.block is {self.block}: expected 0 (all) or a divisor of {self.columns}, "
-                f"engine.length rounded up to a multiple of {self.buckets[-1]}, the largest of "
-                "engine.buckets."
+                f"engine.page is {self.page}: expected 0 (chosen) or a number that each of "
+                f"engine.buckets = {self.buckets} divides or is divided by; change it."
             )
-        if self.decode_block < 0 or self.decode_block % self._unit:
+        if self.pages < 0:
             raise UserError(
-                f"engine.decode_block is {self.decode_block}: expected 0 (a quarter of all) or a "
-                f"multiple of {self._unit}, of the largest of engine.buckets and engine.block."
+                f"engine.pages is {self.pages}: expected 0 (as many as the slots take) or more."
             )
         if self.cache_dtype is not None and self.cache_dtype not in CACHE_TYPES:
             raise UserError(
@@ -90,27 +89,6 @@ class EngineConfig:
             )
 
     @property
-    def columns(self) -> int:
-        """Tokens that a slot can hold: `length` rounded up to whole chunks."""
-        largest = self.buckets[-1]
-        return -(-self.length // largest) * largest
-
-    @property
-    def segment(self) -> int:
-        """Columns of a segment of the cache: decoding reads whole segments."""
-        quarter = -(-self.columns // (4 * self._unit)) * self._unit
-        return min(self.decode_block or quarter, self.columns)
-
-    def read(self, columns: int) -> int:
-        """How many columns a program reads whose rows reach into the first `columns`."""
-        return min(-(-int(columns) // self.segment) * self.segment, self.columns)
-
-    @property
-    def _unit(self) -> int:
-        """What divides a segment: neither a chunk nor a block may straddle two."""
-        return math.lcm(self.buckets[-1], self.block or 1)
-
-    @property
     def scored_tokens(self) -> int:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
         return max(1, self.prefill_tokens // 4)
@@ -119,6 +97,43 @@ class EngineConfig:
         """How many chunks of a bucket are encoded at once: equally many, and one at least, of each
         shard of the slots."""
         return shards * max(1, min(self.prefill_tokens // bucket, self.slots) // shards)
+
+
+def page_fits(page: int, buckets: Buckets) -> bool:
+    """Whether every chunk lies in whole pages, or within one."""
+    return all(bucket % page == 0 or page % bucket == 0 for bucket in buckets)
+
+
+def page_of(config: EngineConfig, device: jax.Device) -> int:
+    """Columns of a page: as given, or as the TPU's kernel wants them where the chunks allow it;
+    elsewhere no more than the largest of these, so that prompts share as small steps."""
+    largest = config.buckets[-1]
+    fits = page_fits(_PAGE, config.buckets) and (largest >= _PAGE or device.platform == "tpu")
+    return config.page or (_PAGE if fits else largest)
+
+
+def most_pages(config: EngineConfig, page: int) -> int:
+    """The most pages of a sequence: of `length` columns."""
+    return -(-config.length // page)
+
+
+def pages_of_shard(config: EngineConfig, page: int, shards: int) -> int:
+    """How many pages the slots of a shard have together; UserError if one sequence needs more."""
+    pages = config.pages or config.slots * most_pages(config, page)
+    if pages // shards < most_pages(config, page):
+        raise UserError(
+            f"engine.pages is {pages}: {pages // shards} of {page} tokens for each copy of the "
+            f"weights hold fewer than engine.length = {config.length}; raise it, or lower "
+            "engine.length."
+        )
+    return pages // shards
+
+
+def columns_read(columns: int, most: int, page: int) -> int:
+    """How many of `most` columns a program reads whose rows reach into the first `columns`: whole
+    pages, of which there is a power of two, so that few programs are compiled; 0 for none."""
+    pages = -(-columns // page)
+    return min(page * 2 ** math.ceil(math.log2(pages)), most) if pages else 0
 
 
 def scans(config: EngineConfig, mesh: Mesh | None) -> bool:
@@ -172,25 +187,36 @@ class Programs:
         # On one CPU a program for each layer, see layer_programs.
         self.by_layer = mesh is None and device.platform == "cpu" and not self.scanned
         graphdef = split_model(model)[0] if self.by_layer else nnx.graphdef(model)
-        columns, block = config.columns, config.block or config.columns
+        self.page = page_of(config, device)
+        self.columns = columns = most_pages(config, self.page) * self.page
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
         computed = "float32" if device.platform == "cpu" else model.config.dtype
         dtype = config.cache_dtype or computed
         self.shards = slot_shards(config.slots, mesh)
         # Of arrays whose rows are those of the slots, or of chunks that go to them.
         self.rows = batch_sharding(mesh) if self.shards > 1 else self.whole
-        sizes = (model.config, config.slots, columns, dtype, mesh)
+        self.pages_of_shard = pages_of_shard(config, self.page, self.shards)
+        count = self.shards * (self.pages_of_shard + 1)  # with page 0, which is no slot's
+        if self.shards == 1 and mesh is not None and count % batch_blocks(mesh) == 0:
+            count += 1  # else the mesh would split them
+        sizes = (model.config, count, self.page, dtype, mesh)
         # Steps (and, on a GPU, prompts) read each slot's own columns: one program, whatever the
         # longest slot's are.
-        segment = config.segment
         if self.scanned:
-            self.ragged = scanned_cache.ragged_fits(model.config, columns, device)
+            self.ragged = scanned_cache.ragged_fits(self.page, device)
             self.cache = scanned_cache.layout(*sizes)
         else:
             chunk = config.buckets[0]
-            self.ragged = kv_cache.ragged_fits(model.config, columns, chunk, dtype, device)
-            segment = columns if self.ragged else segment
-            self.cache = kv_cache.layout(*sizes, segment)
+            fits = (model.config, columns, self.page, chunk, dtype, device)
+            self.ragged = kv_cache.ragged_fits(*fits)
+            self.cache = kv_cache.layout(*sizes)
+        implementation = implementation_for(device)
+        if self.ragged and not self.scanned:
+            implementation = "ragged"
+        # Whether programs read the rows' own columns, of any number, and need not be told of them.
+        self.reads_own = self.ragged or (device.platform == "cpu" and not self.scanned)
+        # A GPU waits for the host at each round of a loop, as over pages.
+        of_step = "xla" if implementation == "cudnn" else implementation
         self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope))
         arrays = self.cache, self.slots
         placed = jax.tree.map(lambda x: x.sharding or self.whole, arrays)
@@ -199,10 +225,9 @@ class Programs:
         self.empty = jax.jit(functools.partial(kv_cache.zeros, arrays), out_shardings=placed)
         # A GPU waits for the host at a branch, which could not enqueue the next step meanwhile.
         self.told_of_sampling = device.platform == "gpu"
-        implementation = implementation_for(device)
 
         def encode(
-            state, cache, tokens, starts, ends, rows, branches, patches, shifts, adapters, limit
+            state, cache, tokens, table, starts, ends, branches, patches, shifts, adapters, limit
         ):
             model = nnx.merge(graphdef, state)
             embedded, deepstack = embed(model, tokens, patches)
@@ -212,8 +237,8 @@ class Programs:
                     model,
                     embedded,
                     cache,
+                    table=table,
                     starts=starts,
-                    rows=rows,
                     limit=limit,
                     branches=branches,
                     shifts=shifts,
@@ -226,16 +251,15 @@ class Programs:
                 model,
                 embedded,
                 cache,
+                table=table,
                 starts=starts,
                 ends=ends,
-                rows=rows,
-                block=block,
                 branches=branches,
                 shifts=shifts,
                 deepstack=deepstack,
                 adapters=adapters,
                 limit=limit,
-                implementation="ragged" if self.ragged else implementation,
+                implementation=implementation,
                 mesh=mesh,
             )
 
@@ -247,17 +271,17 @@ class Programs:
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, active, adapters, limit, sampled):
+        def step(state, cache, slots, table, active, adapters, limit, sampled):
             model = nnx.merge(graphdef, state)
-            position = jnp.where(active, slots.position, 0)
+            table, position = of_active(slots, table, active)
             embedded = by_rows(model.embed(slots.token[:, None]))
             if self.scanned:
                 hidden, cache = scanned_cache.decode(
                     model,
                     embedded,
                     cache,
+                    table=table,
                     positions=position,
-                    active=active,
                     limit=limit,
                     shifts=slots.shift,
                     adapters=adapters,
@@ -269,15 +293,13 @@ class Programs:
                     model,
                     embedded,
                     cache,
+                    table=table,
                     starts=position,
                     ends=position + 1,
-                    rows=jnp.where(active, jnp.arange(config.slots), config.slots),
-                    block=columns,
                     shifts=None if slots.shift is None else slots.shift[:, None],
-                    all_rows=True,
                     adapters=adapters,
                     limit=limit,
-                    implementation="ragged" if self.ragged else "blocks",
+                    implementation=of_step,
                     mesh=mesh,
                 )
             return cache, *next_tokens(model, slots, hidden, active, sampled)
@@ -288,10 +310,6 @@ class Programs:
             chosen = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
             total = jax.nn.logsumexp(logits, axis=-1)
             return chosen - total, logits.argmax(-1), logits.max(-1) - total
-
-        def copy(cache, source, target, end):
-            of_layers = scanned_cache if self.scanned else kv_cache
-            return of_layers.copy(cache, source, target, end, min(block, segment), mesh)
 
         def by_rows(x: jax.Array) -> jax.Array:
             return split_rows(x) if self.shards > 1 else x
@@ -306,16 +324,19 @@ class Programs:
         )
         self.step = jax.jit(
             step,
-            static_argnums=(5, 6),
+            static_argnums=(6, 7),
             donate_argnums=(1, 2),
             out_shardings=(of_cache, whole, whole, whole),
         )
         if self.by_layer:
             self.encode, self.step = encode_and_step(
-                graphdef, layer_traits(model.config, columns), block, embed, next_tokens
+                graphdef, layer_traits(model.config, columns), embed, next_tokens
             )
         self.score = jax.jit(score, out_shardings=(whole, whole, whole))
-        self.copy = jax.jit(copy, donate_argnums=0, out_shardings=of_cache)
+
+    def read(self, columns: int) -> int:
+        """How many columns a program reads that is told of the longest row's."""
+        return columns_read(columns, self.columns, self.page)
 
     def sampled(self, temperatures: np.ndarray) -> bool | None:
         """What `begin` and `step` are told of sampling at these temperatures, see `choose`."""
@@ -349,6 +370,11 @@ def embed(
     return spread(embedded, patches, tokens < 0)
 
 
+def of_active(slots: Slots, table: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The pages [S, M] and positions [S] of slots in a step; of those that are not active 0."""
+    return jnp.where(active[:, None], table, 0), jnp.where(active, slots.position, 0)
+
+
 def next_tokens(
     model: Llama, slots: Slots, hidden: jax.Array, active: jax.Array, sampled: bool | None
 ) -> tuple[Slots, jax.Array, jax.Array]:
@@ -378,7 +404,7 @@ class SlotRunner:
     """A model with its cache and slots on the device; every method enqueues one program.
 
     Inputs are numpy arrays of fixed shapes, so that each program is compiled once per bucket (or
-    once at all), and per step of `EngineConfig.segment` in the columns that it reads.
+    once at all), and per number of columns that it reads, see `columns_read`.
 
     Args:
       model: on the mesh if there is one; see `Programs`.
@@ -392,6 +418,10 @@ class SlotRunner:
         shapes = nnx.merge(graphdef, jax.eval_shape(lambda: state))
         self._programs = _programs_of(_Architecture(graphdef, shapes), config, mesh)
         self.use(model)
+        columns, self.page = self._programs.columns, self._programs.page
+        # Each slot's pages, and a padding row's; what they do not use is page 0.
+        self._table = np.zeros((config.slots + 1, columns // self.page), np.int32)
+        self._placed_table: jax.Array | None = None  # on the device, if it is the same
         self.cache, self._slots = self._programs.empty()
         self._temperatures = np.zeros(config.slots, np.float32)  # the slots', for the host
 
@@ -402,6 +432,12 @@ class SlotRunner:
         if self._programs.by_layer:
             _, self._state = split_model(model)
             self._outer = self._state.outer
+
+    def assign(self, slot: int, pages: Sequence[int]) -> None:
+        """A slot has these pages from now on, in the order of its columns."""
+        self._table[slot] = 0
+        self._table[slot, : len(pages)] = pages
+        self._placed_table = None
 
     def encode(
         self,
@@ -421,13 +457,14 @@ class SlotRunner:
         None if there are none (a separate program). shifts: int32 [R, L, 3], with M-RoPE.
         adapters: int32 [R, 1], numbers of `lora.add_adapters`; None: the model has none.
         """
-        limit = self.config.read(ends.max())
+        limit = self._programs.read(ends.max())
         if self._programs.scanned:  # it reads what is in front of the chunks
-            limit = self.config.read(starts.max())
+            limit = self._programs.read(starts.max())
             branches = branches if branches.trunk.any() else None
-        elif self._programs.ragged:
-            limit = self.config.columns
-        inputs = self._put_rows((tokens, starts, ends, rows, branches, patches, shifts, adapters))
+        elif self._programs.reads_own:
+            limit = self._programs.columns
+        inputs = (tokens, self._table[rows], starts, ends, branches, patches, shifts, adapters)
+        inputs = self._put_rows(inputs)
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit
         )
@@ -470,11 +507,16 @@ class SlotRunner:
         """The next token of every active slot (bool [S]) and its log-probability, [S] each.
 
         columns: what the longest active sequence takes with the token that this step caches. There
-          is one program for every multiple of a segment, and one for all where decoding is ragged.
+          is one program for each number of pages that is a power of two, and one for all where each
+          slot's own columns are read.
         adapters: int32 [S, 1], of the slots, as in `encode`.
         """
-        limit = self.config.columns if self._programs.ragged else self.config.read(columns)
-        inputs = self._state, self.cache, self._slots, *self.put((active, adapters)), limit
+        programs = self._programs
+        limit = programs.columns if programs.reads_own else programs.read(columns)
+        if self._placed_table is None:
+            self._placed_table = self._put_rows(self._table[:-1].copy())
+        inputs = self._state, self.cache, self._slots, self._placed_table
+        inputs = *inputs, *self.put((active, adapters)), limit
         sampled = self._programs.sampled(self._temperatures[active])
         self.cache, self._slots, token, logprob = self._run(self._programs.step, *inputs, sampled)
         return token, logprob
@@ -492,11 +534,6 @@ class SlotRunner:
         inputs = self.put((rows, offsets, targets))
         return self._run(self._programs.score, self._outer, hidden, *inputs)
 
-    def copy(self, source: int, target: int, end: int) -> None:
-        """Copies columns 0..end of one slot into another (rounded up to whole blocks)."""
-        inputs = self.put((np.int32(source), np.int32(target), np.int32(end)))
-        self.cache = self._run(self._programs.copy, self.cache, *inputs)
-
     def _run(self, program: Callable[..., Any], *arguments: Any) -> Any:
         """Calls a program on the mesh: while it is traced, it asks for that one's platform."""
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
@@ -506,6 +543,11 @@ class SlotRunner:
     def rows(self) -> Sharding:
         """Where the embeddings of patches in a batch of chunks are taken from."""
         return self._programs.whole
+
+    @property
+    def pages_of_shard(self) -> int:
+        """How many pages the slots of a shard have together."""
+        return self._programs.pages_of_shard
 
     @property
     def shards(self) -> int:
@@ -546,43 +588,38 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 
 
 def encode_and_step(
-    graphdef: nnx.GraphDef, traits: LayerTraits, block: int, embed: Callable, next_tokens: Callable
+    graphdef: nnx.GraphDef, traits: LayerTraits, embed: Callable, next_tokens: Callable
 ) -> tuple[Callable, Callable]:
     """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
 
     Args:
       graphdef: of the model without its layers.
       traits: of its layers.
-      block: columns that `encode` reads at a time.
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
       next_tokens: (model, slots, normed hidden states [S, 1, H], active, sampled) -> what a step
         returns after its cache.
     """
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
-        *chunk, limit = chunk
+        *chunk, _ = chunk
         x, deepstack, of_tokens = _enter(state.outer, *chunk, graphdef=graphdef, embed=embed)
-        x, cache = run_layers(
-            state.layers, x, cache, of_tokens, traits, deepstack, block=block, limit=limit
-        )
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, deepstack)
         return _leave(state.outer, x, graphdef=graphdef), cache
 
     def step(
         state: SplitState,
         cache: KVCache,
         of_slots: Any,
+        table: jax.Array,
         active: jax.Array,
         adapters: jax.Array | None,
-        limit: int,
+        _: int,
         sampled: bool | None,
     ):
         x, of_tokens = _enter_step(
-            state.outer, of_slots, active, adapters, graphdef=graphdef, embed=embed
+            state.outer, of_slots, table, active, adapters, graphdef=graphdef, embed=embed
         )
-        whole = sum(segment.columns for segment in cache[0].segments)
-        x, cache = run_layers(
-            state.layers, x, cache, of_tokens, traits, block=whole, all_rows=True, limit=limit
-        )
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits)
         options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
         return cache, *_leave_step(state.outer, of_slots, x, active, **options)
 
@@ -594,9 +631,9 @@ def encode_and_step(
 def _enter(
     outer: nnx.State,
     tokens: jax.Array,
+    table: jax.Array,
     starts: jax.Array,
     ends: jax.Array,
-    rows: jax.Array,
     branches: Any,
     patches: jax.Array | None,
     shifts: jax.Array | None,
@@ -610,9 +647,9 @@ def _enter(
     of_tokens = tokens_in(
         model.config,
         tokens.shape[1],
+        table=table,
         starts=starts,
         ends=ends,
-        rows=rows,
         branches=branches,
         shifts=shifts,
         adapters=adapters,
@@ -624,18 +661,17 @@ def _enter(
 def _enter_step(
     outer: nnx.State,
     of_slots: Any,
+    table: jax.Array,
     active: jax.Array,
     adapters: jax.Array | None,
     *,
     graphdef: nnx.GraphDef,
     embed: Callable,
 ) -> tuple[Any, ...]:
-    """`_enter` of the last token of every slot; inactive ones are not written."""
-    slots = active.shape[0]
-    starts = jnp.where(active, of_slots.position, 0)
-    rows = jnp.where(active, jnp.arange(slots), slots)
+    """`_enter` of the last token of every slot."""
+    table, starts = of_active(of_slots, table, active)
     shifts = None if of_slots.shift is None else of_slots.shift[:, None]
-    chunk = (of_slots.token[:, None], starts, starts + 1, rows, None, None, shifts, adapters)
+    chunk = (of_slots.token[:, None], table, starts, starts + 1, None, None, shifts, adapters)
     x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
     return x, of_tokens
 

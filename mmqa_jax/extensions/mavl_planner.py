@@ -133,7 +133,7 @@ class PlanSampler:
     def __init__(self, tokenizer: TextTokenizer, mesh: Mesh, *, length: int, slots: int):
         self._tokenizer = tokenizer
         self._mesh = mesh_in_use(mesh) if mesh.size > 1 else None
-        self._config = EngineConfig(slots=slots, length=length, buckets=(32,), block=0)
+        self._config = EngineConfig(slots=slots, length=length, buckets=(32,))
         self._engine: Engine | None = None
 
     def use(self, model: Llama) -> None:

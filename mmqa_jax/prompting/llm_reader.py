@@ -246,7 +246,7 @@ def shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, i
 # A reranker that is any language model which is scored: P(yes) that a source helps to answer.
 #
 # The source follows the question in the prompt, so that all sources of a question share their
-# beginning, which the engine computes once (decoding/prefix_cache.py); sources recur far less
+# beginning, which the engine computes once (decoding/page_pool.py); sources recur far less
 # often over the questions of a benchmark than a question does over its own sources.
 
 

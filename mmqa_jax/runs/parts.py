@@ -456,8 +456,8 @@ class PlannerSpec(LLMSpec):
 # Of an LLMSpec, what changes no answer beyond its last bits: where the engine runs, its sizes (but
 # `length`, to which prompts are shortened), and how a server is asked, and where answers are kept.
 LLM_FREE = (
-    *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.block"),
-    *("engine.decode_block", "engine.scan_layers", "server", "cache"),
+    *("mesh", "engine.slots", "engine.buckets", "engine.prefill_tokens", "engine.page"),
+    *("engine.pages", "engine.scan_layers", "server", "cache"),
 )
 
 

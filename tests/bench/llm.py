@@ -254,7 +254,7 @@ class OurSide:
 
         sizes: dict[str, Any] = {"slots": load.batch, "length": load.prompt + load.decode}
         if platform() != "cpu":
-            sizes |= {"buckets": (128, 1024), "prefill_tokens": 16384, "block": 0}
+            sizes |= {"buckets": (128, 1024), "prefill_tokens": 16384}
         config, self._load, self.batch = model.config, load, load.batch
         self._weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
         if not config.tied:

@@ -408,11 +408,9 @@ def _llama(suite: Suite) -> Iterator[Case]:
             model,
             model.embed(ids),
             kv_cache.empty(config, rows, length, model.config.dtype),
+            table=kv_cache.page_each(rows),
             starts=jnp.zeros(rows, jnp.int32),
             ends=jnp.full(rows, length),
-            rows=jnp.arange(rows),
-            block=length,
-            all_rows=True,
         )
         return model.logits(hidden[:, -1:]), cache
 

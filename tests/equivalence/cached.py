@@ -15,17 +15,19 @@ def prefill(
     embedded: jax.Array,
     lengths: jax.Array,
     cache: KVCache,
-    rows: jax.Array | None = None,
+    pages: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """Prompts [R, L, H], padded on the right -> the next token's logits [R, V], cache."""
+    """Prompts [R, L, H], padded on the right -> the next token's logits [R, V], cache.
+
+    pages: int [R], of each row; by default the first ones.
+    """
     hidden, cache = kv_cache.forward(
         model,
         embedded,
         cache,
+        table=kv_cache.page_each(len(lengths)) if pages is None else pages[:, None],
         starts=jnp.zeros_like(lengths),
         ends=lengths,
-        rows=jnp.arange(len(lengths)) if rows is None else rows,
-        block=cache[0].columns,
     )
     return model.logits(last_token(hidden, lengths)), cache
 
@@ -37,19 +39,18 @@ def decode(
     cache: KVCache,
     active: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """One token per row of the cache, [B] -> the next token's logits [B, V], cache.
+    """One token per page of the cache, [B] -> the next token's logits [B, V], cache.
 
-    Rows that are not `active` (bool [B], default all) are not written.
+    Pages that are not `active` (bool [B], default all) are not written; what stands for them is
+    written to page 0, at position 0.
     """
-    rows = jnp.arange(len(tokens))
+    table = kv_cache.page_each(len(tokens))
     hidden, cache = kv_cache.forward(
         model,
         model.embed(tokens[:, None]),
         cache,
+        table=table if active is None else jnp.where(active[:, None], table, 0),
         starts=positions,
         ends=positions + 1,
-        rows=rows if active is None else jnp.where(active, rows, len(tokens)),
-        block=cache[0].columns,
-        all_rows=True,
     )
     return model.logits(hidden[:, 0]), cache

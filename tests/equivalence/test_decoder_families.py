@@ -346,8 +346,8 @@ def test_packed_rows_are_texts_alone(pair):
 
 
 # Few programs: one bucket, one segment of the cache. With more of both: `MANY`.
-FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64, "decode_block": 192}
-MANY = FEW | {"buckets": (16, 64), "decode_block": 128, "block": 32}
+FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64}
+MANY = FEW | {"buckets": (16, 64)}
 OF_MANY = "gemma2"
 # Choices: branches of a prompt, with windows, scanned or not, and with rotations.
 BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
@@ -368,7 +368,7 @@ def test_the_engine_generates_and_scores_as_transformers(pair, request, scan):
     theirs, _, folder, _ = pair
     name = request.node.callspec.params["pair"]
     several = name == OF_MANY and not scan  # buckets and segments are alike in both engines
-    sizes = EngineConfig(**{"block": 0} | (MANY if several else FEW), scan_layers=scan)
+    sizes = EngineConfig(**(MANY if several else FEW), scan_layers=scan)
     model = load_published("llama", folder, unroll=1, layers_apart=not scan)
     engine = Engine(model, end_ids=[END], config=sizes)
     ids = tokens(3, 150)
@@ -422,7 +422,7 @@ def test_longrope_of_an_engine_is_that_of_its_longest_text(pair):
     longer.load_state_dict(theirs.state_dict())
     scaling = dataclasses.replace(scaling, original_positions=100)
     model = with_config(ours, dataclasses.replace(ours.config, rope_scaling=scaling))
-    engine = Engine(model, end_ids=[END], config=EngineConfig(**FEW, block=0))
+    engine = Engine(model, end_ids=[END], config=EngineConfig(**FEW))
     ids = tokens(2, 150)
     for result in engine.generate(
         [Request(n, ids[n, : 150 - n], 12, logprobs=True) for n in (0, 1)]

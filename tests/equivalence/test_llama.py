@@ -214,21 +214,21 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
     lengths, bucket, slots = np.array([40, 3, 17]), 40, np.array([4, 1, 5])
     prompts = np.where(np.arange(bucket) < lengths[:, None], ids[:, :bucket], 0)
 
-    # Six slots with stale contents, three in use; the first prompt comes again and is dropped.
+    # Six pages with stale contents, three in use; the first prompt comes again, in page 0.
     cache = kv_cache.empty(unstacked.config, 6, 96, "float32")
     cache = jax.tree.map(lambda x: np.full(x.shape, 7, np.float32), cache)
 
-    def begin(model, ids, lengths, rows, cache):
-        return prefill(model, model.embed(ids), lengths, cache, rows)
+    def begin(model, ids, lengths, pages, cache):
+        return prefill(model, model.embed(ids), lengths, cache, pages)
 
     again = np.array([0, 1, 2, 0])
-    batch = prompts[again], lengths[again], np.array([*slots, 6]), cache
+    batch = prompts[again], lengths[again], np.array([*slots, 0]), cache
     logits, cache = compiled(unstacked, begin)(*batch)
     np.testing.assert_allclose(logits[:3], want[np.arange(3), lengths - 1], **WHOLE)
     of_stack, other = compiled(ours, begin)(*batch)
     np.testing.assert_allclose(of_stack, logits, **LAYER)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **LAYER), other, cache)
-    for row in (0, 2, 3):
+    for row in (2, 3):
         jax.tree.map(lambda x, row=row: np.testing.assert_array_equal(x[row], 7.0), cache)
     graphdef, state = nnx.split(unstacked)
 
@@ -236,7 +236,7 @@ def test_generation_with_a_cache_equals_the_whole_forward(pair):
     def extend(state, chunk, starts, ends, cache):
         model = nnx.merge(graphdef, state)
         hidden, cache = kv_cache.forward(
-            model, model.embed(chunk), cache, starts=starts, ends=ends, rows=slots, block=32
+            model, model.embed(chunk), cache, table=slots[:, None], starts=starts, ends=ends
         )
         return model.logits(hidden), cache
 

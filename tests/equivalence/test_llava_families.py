@@ -240,7 +240,7 @@ def test_answers_equal_generate(pair):
     shown = [picture(64, 64), picture(*((50, 50) if is_clip else (30, 71)))]
     asked = {"two": [*shown, "Is one larger?"], "one": [shown[1], "What?"], "none": ["Why?"]}
     sizes = EngineConfig(  # one segment: a program of each kind
-        slots=2, length=160, buckets=(32,), prefill_tokens=64, block=32, decode_block=160
+        slots=2, length=160, buckets=(32,), prefill_tokens=64
     )
     backend = open_backend(folder, engine=sizes)
     chats = []

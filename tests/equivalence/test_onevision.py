@@ -251,7 +251,7 @@ def test_presets_have_the_published_sizes(name, sizes):
 def backend(pair) -> EngineBackend:
     """Of the folder, as `mmqa prompt --model=FOLDER` opens it."""
     sizes = EngineConfig(  # one segment: a program of each kind
-        slots=2, length=256, buckets=(32,), prefill_tokens=64, block=32, decode_block=256
+        slots=2, length=256, buckets=(32,), prefill_tokens=64
     )
     return open_backend(pair.folder, engine=sizes)
 

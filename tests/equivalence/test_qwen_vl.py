@@ -46,9 +46,7 @@ from mmqa_jax.weights.published import load_published, write_published
 pytestmark = pytest.mark.slow
 
 # One bucket and one segment: a program of each kind.
-SIZES = EngineConfig(
-    slots=3, length=640, buckets=(64,), prefill_tokens=128, block=64, decode_block=640
-)
+SIZES = EngineConfig(slots=3, length=640, buckets=(64,), prefill_tokens=128)
 
 
 @pytest.fixture(scope="module", params=CASES)

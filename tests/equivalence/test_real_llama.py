@@ -38,7 +38,7 @@ STEPS = 4
 # (first token, tokens) of the license: chunks of 8 and 16, one of them full, and two prompts that
 # begin alike.
 SIZES = EngineConfig(  # a program of each kind
-    slots=4, length=48, buckets=(8, 16), prefill_tokens=16, block=16, decode_block=48
+    slots=4, length=48, buckets=(8, 16), prefill_tokens=16
 )
 CUTS = [(0, 5), (40, 9), (0, 16), (0, 25)]
 EXPORTED = 2  # layers: those are alike

@@ -17,9 +17,8 @@ from tiny_llm import write_folder
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.sizes import engine_programs
-from mmqa_jax.decoding.slot_runner import EngineConfig, Programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.plan import programs
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.cache import answer_all
@@ -50,7 +49,7 @@ def plan_and_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
 
 def of(folder: Path, changes: dict) -> dict:
     """What is planned and held on each device, and the answers."""
-    sizes = {"engine.length": LENGTH, "engine.decode_block": LENGTH, "engine.buckets": (32,)}
+    sizes = {"engine.length": LENGTH, "engine.buckets": (32,)}
     config = load_config(CONFIG, {**changes, **sizes})
     decode = programs.make_program("decode", config, jax.devices(), "tiny")
     backend = open_backend("engine", str(folder), None, config)
@@ -83,18 +82,10 @@ def bytes_on(device: jax.Device, tree) -> int:
 
 def compiled(model: LlamaConfig, scan: bool) -> dict:
     """The engine's programs on eight copies: what each computes and exchanges."""
-    sizes = EngineConfig(
-        slots=16, length=64, buckets=(32,), prefill_tokens=256, block=32, scan_layers=scan
-    )
+    sizes = EngineConfig(slots=16, length=64, buckets=(32,), prefill_tokens=256, scan_layers=scan)
     mesh = make_mesh({"data": 8})
     one = make_mesh({"data": 1}, jax.devices()[:1])
     programs = dict(engine_programs(model, sizes, mesh))
-    _, cache, *_ = programs["decode"].arguments
-    number = jax.ShapeDtypeStruct((), "int32")
-    programs["copy"] = (
-        Programs(nnx.eval_shape(lambda: built(model, sizes)), sizes, mesh).copy,
-        (*(cache, number, number, number),),
-    )
     made = facts(programs, mesh)
     for name, alone in facts(engine_programs(model, sizes, one), one).items():
         made[name]["of_one"] = alone["flops"]
@@ -114,11 +105,3 @@ def facts(programs: Mapping[str, tuple[Any, tuple[Any, ...]]], mesh: Mesh) -> di
             "gathered": sum(math.prod(map(int, shape.split(","))) for shape, _ in moved if shape),
         }
     return found
-
-
-def built(model: LlamaConfig, sizes: EngineConfig) -> Llama:
-    """The model as an engine holds it."""
-    llama = Llama(model, rngs=nnx.Rngs())
-    if not sizes.scan_layers:
-        unstack_layers(llama)
-    return llama

@@ -84,7 +84,7 @@ def answers_and_scores(mesh, sizes, config):
             shard, whole = array.addressable_shards[0].data.shape, array.shape
             if sizes.scan_layers:
                 shard, whole = shard[1:], whole[1:]
-            assert shard == (4 // mesh.shape["data"], 1, *whole[2:])
+            assert shard == (whole[0] // mesh.shape["data"], 1, *whole[2:])
     return results, scores
 
 
@@ -93,7 +93,7 @@ def answers_and_scores(mesh, sizes, config):
 )
 def test_answers_are_those_of_one_device(cache_dtype, config):
     sizes = EngineConfig(
-        slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96,
+        slots=4, length=96, buckets=(32,), prefill_tokens=64,
         cache_dtype=cache_dtype, scan_layers=False,
     )  # fmt: skip
     expected, expected_scores = answers_and_scores(alone(), sizes, config)
@@ -121,7 +121,7 @@ def test_answers_are_those_of_one_device(cache_dtype, config):
 
 def test_adapters_on_a_mesh():
     """Slots over `data`, A and B over `tensor`, and the B of key heads that are repeated."""
-    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32)
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
     rng = np.random.default_rng(0)
 
     def adapter(rank: int, **widths: tuple[int, int]) -> Additions:
@@ -161,7 +161,7 @@ def test_adapters_on_a_mesh():
 
 def test_beams_of_a_batch_are_split(monkeypatch):
     """Prompts of a batch are split over `data`, of the last batch one is padding."""
-    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32)
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 60, 5 + 9 * n) for n in range(3)]
     requests = [Request(n, prompt, 6, beams=2, n=2) for n, prompt in enumerate(prompts)]
@@ -227,10 +227,11 @@ def test_the_gpus_kernels(monkeypatch):
         @functools.partial(jax.jit, static_argnames="way")
         def forward(state, tokens, cache, way, graphdef=graphdef, mesh=mesh):
             model, starts = nnx.merge(graphdef, state), np.int32([0, 47, 32, 7])
-            options = {"rows": np.arange(4), "block": 64, "mesh": mesh, "implementation": way}
+            table = kv_cache.page_each(4, mesh)
+            options = {"table": table, "mesh": mesh, "implementation": way}
             own = {"starts": starts, "ends": starts + 16, **options}
             first, cache = kv_cache.forward(model, tokens[:, :16], cache, **own)
-            own |= {"starts": starts + 16, "ends": starts + 17, "all_rows": True}
+            own |= {"starts": starts + 16, "ends": starts + 17}
             second, cache = kv_cache.forward(model, tokens[:, 16:], cache, **own)
             return jnp.concatenate([first, second], axis=1)
 

@@ -95,7 +95,7 @@ def test_logits_gradients_and_generation(tmp_path):
 
     cache = kv_cache.empty(spread.config, 4, 32, "float32", mesh)
     heads = spread.config.kv_heads // (2 if spread.config.kv_heads % 2 == 0 else 1)
-    assert cache[0].segments[0].key.addressable_shards[0].data.shape[:2] == (1, heads)
+    assert cache[0].key.addressable_shards[0].data.shape[:2] == (1, heads)
     where = jax.tree.map(lambda x: x.sharding, cache)
     by_row = batch_sharding(mesh)
 

@@ -24,9 +24,7 @@ def test_pictures_are_split_and_answers_those_of_one_device():
         vocab_size=60, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48, positions=96, unroll=1
     )
     config = LlavaConfig(vision, llama, image_token=-200)
-    sizes = EngineConfig(
-        slots=4, length=48, buckets=(16,), prefill_tokens=64, block=48, decode_block=48
-    )
+    sizes = EngineConfig(slots=4, length=48, buckets=(16,), prefill_tokens=64)
     rng = np.random.default_rng(0)
     shown = rng.integers(0, 256, (7, 12, 12, 3)).astype(np.uint8)
     requests = [

@@ -26,9 +26,7 @@ def test_answers_are_those_of_one_device():
     config = OnevisionConfig(
         vision, llama, image_token=IMAGE, video_token=58, resolutions=((8, 8), (8, 16), (16, 8))
     )
-    sizes = EngineConfig(
-        slots=4, length=64, buckets=(16,), prefill_tokens=64, block=64, decode_block=64
-    )
+    sizes = EngineConfig(slots=4, length=64, buckets=(16,), prefill_tokens=64)
     rng = np.random.default_rng(0)
     shown = [
         TiledPicture(rng.integers(0, 256, (tiles, 8, 8, 3), np.uint8), size)

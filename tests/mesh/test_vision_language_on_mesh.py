@@ -66,9 +66,7 @@ def test_a_step_is_that_of_one_device_and_so_are_the_answers():
     assert any("vision/" in name for name in alone.moments)
     assert any(name.endswith("lora_b") and x.any() for name, x in alone.moments.items())
 
-    sizes = EngineConfig(
-        slots=4, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96
-    )
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
     requests = [
         Request(n, [n, 60, 5, *range(n)], 5, logprobs=True, images=[PIXELS["ab"[n % 2]]])
         for n in range(5)

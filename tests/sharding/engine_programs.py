@@ -26,7 +26,7 @@ from tests.hlo.counts import count
 from tests.hlo.kept import facts_of
 
 # 64 prompts and answers of 2,048 tokens beside the weights: 10.3 of 15.75 GiB of each device.
-SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096, block=0)
+SIZES = EngineConfig(slots=64, length=2048, buckets=(128, 512), prefill_tokens=4096)
 REACHED = 1000  # columns of the longest sequence
 LLAMA_7B = llama2_7b(dtype="bfloat16")
 # Key heads shared by four queries; a chip of eight has one of them.
@@ -44,7 +44,7 @@ HEADS_OF_80 = LlamaConfig(
 )
 FOUR_LAYERS = dataclasses.replace(LLAMA_7B, layers=4)
 # Slots of 960 columns, which the kernel for decoding on a TPU does not take.
-UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192, block=0)
+UNALIGNED = EngineConfig(length=960, buckets=(96,), prefill_tokens=192)
 # Name, model, topology, mesh, slots and programs; "scanned" scans its layers on a GPU, too, and
 # "_int8" caches keys and values in int8.
 PROGRAMS = {

@@ -76,7 +76,7 @@ TINY_OF = {
 }
 # Of tiny_llm's model in a row: equal sizes, so that all files share its programs, and one block, so
 # that there is a program for one length of context only.
-ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64, "block": 192}
+ENGINE = {"slots": 4, "length": 192, "buckets": (8, 32), "prefill_tokens": 64}
 
 
 class Ended(NamedTuple):

@@ -29,7 +29,7 @@ from mmqa_jax.runs import parts
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 # One block: programs for one length of context only.
-ENGINE = {"slots": 4, "length": 512, "buckets": (64,), "prefill_tokens": 64, "block": 512}
+ENGINE = {"slots": 4, "length": 512, "buckets": (64,), "prefill_tokens": 64}
 TEXTS = {
     "s1": ("Stars", "A star shines because hydrogen fuses in its core and gives light."),
     "s2": ("Cells", "Every cell has a membrane around it."),

@@ -28,7 +28,7 @@ ENGINE = [
     CONFIG,
     *(
         f"--config.engine.{name}={getattr(SIZES, name)}"
-        for name in ("slots", "length", "buckets", "prefill_tokens", "block", "decode_block")
+        for name in ("slots", "length", "buckets", "prefill_tokens")
     ),
 ]
 ROWS = [

@@ -47,7 +47,7 @@ TINY = {
     "train.optimizer.learning_rate": 0.02, "train.optimizer.warmup": 0.0,
     "model.vision.max_pixels": 400,
 }  # fmt: skip
-ENGINE = {"slots": 2, "length": 512, "buckets": "(64,)", "prefill_tokens": 64, "block": 512}
+ENGINE = {"slots": 2, "length": 512, "buckets": "(64,)", "prefill_tokens": 64}
 
 
 def flags_of(inputs, workdir, **changes) -> list[str]:

@@ -161,11 +161,10 @@ def test_prompts_are_encoded_in_full_batches(engine, monkeypatch):
 
 
 def test_nothing_is_compiled_after_warm_up(engine):
-    for size in (5, 100, 134, 150):  # both buckets and the decode step at each step of columns
+    for size in (5, 150):  # both buckets
         served(engine, [Request(0, [1] * size, 3)])
         engine.forget()
     list(engine.score([Scoring(0, [1, 2, 3], [[4], [5, 6]]), Scoring(1, [1] * 50, [[4] * 20])]))
-    served(engine, [Request(0, [1] * 70 + [2], 2), Request(1, [1] * 70 + [3], 2)])  # a copy
     compiled = []
 
     def count(event, duration, **_):
@@ -219,8 +218,9 @@ def test_other_weights_are_those_that_answer(engine, log_probs_of):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"slots": 1, "buckets": (16,), "prefill_tokens": 16, "block": 16, "decode_block": 64},
-        {"length": 192, "buckets": (64,), "block": 0, "decode_block": 192},
+        {"slots": 1, "buckets": (16,), "prefill_tokens": 16, "page": 0},
+        {"length": 192, "buckets": (64,), "page": 16},
+        {"page": 64, "pages": 5},  # of which a long sequence takes three
     ],
     ids=str,
 )
@@ -246,7 +246,7 @@ def test_coarser_numbers_stay_near(log_probs, changes, most):
     """Log-probabilities of a given text under a rounded cache or rounded weights."""
     text = np.random.default_rng(5).integers(0, MODEL.vocab_size, 120)
     requests = [Scoring(n, text[:size], [text[size:]]) for n, size in enumerate((1, 60, 100))]
-    sizes = dataclasses.replace(SIZES, buckets=(32,), decode_block=SIZES.length, **changes)
+    sizes = dataclasses.replace(SIZES, buckets=(32,), **changes)
     coarse = make_engine(sizes=sizes)
     want = np.take_along_axis(log_probs(text)[:-1], text[1:, None], axis=1)[:, 0]
     for scores in coarse.score(requests):
@@ -530,8 +530,13 @@ def test_other_mistakes_are_named(engine):
         ({"length": 193}, "engine.length is 193: expected at most model.positions = 192"),
         ({"slots": 0}, "engine.slots is 0"),
         ({"buckets": (8, 20)}, "engine.buckets is"),
-        ({"block": 24}, "engine.block is 24: expected 0 .all. or a divisor of 160"),
-        ({"decode_block": 50}, "engine.decode_block is 50: .* a multiple of 32, of the largest of"),
+        ({"page": 24}, r"engine.page is 24: .* that each of engine.buckets = \(8, 32\) divides"),
+        ({"pages": -1}, "engine.pages is -1: expected 0"),
+        (
+            {"page": 16, "pages": 9},
+            "engine.pages is 9: 9 of 16 tokens .* hold fewer than engine.length = 160; raise it, or "
+            "lower engine.length",
+        ),
         ({"cache_dtype": "int4"}, "engine.cache_dtype is 'int4'"),
         ({"weights": "int4"}, "engine.weights is 'int4'"),
     ]:

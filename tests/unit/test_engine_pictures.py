@@ -28,9 +28,7 @@ MODEL = LlavaConfig(
     llama=llama_config(61, positions=96),
     image_token=IMAGE,
 )
-SIZES = EngineConfig(
-    slots=4, length=96, buckets=(16,), prefill_tokens=32, block=32, decode_block=96
-)  # a program of each kind
+SIZES = EngineConfig(slots=4, length=96, buckets=(16,), prefill_tokens=32)  # a program of each kind
 
 
 def llava() -> Llava:

@@ -10,7 +10,6 @@ import pytest
 from tiny_llm import write_folder
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.prefix_cache import PrefixCache, split
 from mmqa_jax.decoding.sizes import SIZES, Demand, choose_sizes
 from mmqa_jax.models.llama.config import llama2_7b, llama2_70b, llama31_8b, smollm2_135m
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, local_model
@@ -51,7 +50,7 @@ def test_weights_cache_and_steps_fit():
         for tokens in (300, 2000, 4096):
             sizes = chosen(SEVEN, free=free, tokens=tokens)
             data, _, tensor = shape(sizes)
-            cache = 2 * 32 * 4096 * 2 * sizes.engine.columns * sizes.engine.slots
+            cache = 2 * 32 * 4096 * 2 * sizes.engine.length * sizes.engine.slots
             used = 2 * 6.74e9 / tensor + cache / (data * tensor)
             assert used < 0.95 * free
             assert sizes.engine.slots % data == 0
@@ -82,7 +81,7 @@ def test_no_more_slots_than_prompts():
 
 
 def test_what_is_given_is_kept():
-    given = {"slots": 24, "length": 512, "buckets": (32, 64), "prefill_tokens": 320, "block": 64}
+    given = {"slots": 24, "length": 512, "buckets": (32, 64), "prefill_tokens": 320}
     sizes = chosen(SEVEN, given, {"data": 2, "fsdp": 2, "tensor": 2}, tokens=512)
     assert {name: getattr(sizes.engine, name) for name in given} == given
     assert shape(sizes) == (2, 2, 2)
@@ -164,7 +163,7 @@ def test_weights_that_do_not_fit_are_refused_unread(tmp_path, monkeypatch):
 def test_weights_split_over_fsdp_leave_room_for_slots():
     whole, split = (chosen(SEVEN, mesh={"data": 8 // n, "fsdp": n, "tensor": 1}) for n in (1, 8))
     assert whole.engine.slots == 8  # 13.5 GB on each: one slot a device
-    cache = 2 * 32 * 4096 * 2 * split.engine.columns * split.engine.slots / 8
+    cache = 2 * 32 * 4096 * 2 * split.engine.length * split.engine.slots / 8
     assert split.engine.slots == 8 * 8
     assert 2 * 6.74e9 / 8 + cache < V5E
 
@@ -185,27 +184,12 @@ def test_sizes_say_what_they_are():
     }
 
 
-def test_shards_are_filled_evenly_and_copy_within_themselves():
-    """8 slots of 2 shards; prompts that begin alike, and one that does not."""
-    cache, free = PrefixCache(8, 2), list(range(8))
-    placed = []
-    for n in range(8):
-        chunks = split([1] * 8 + [n], (8,))
-        placed.append(cache.place(chunks, free, 1))
-        free.remove(placed[-1].slot)
-    of_shard = [[one for one in placed if cache.shard(one.slot) == shard] for shard in (0, 1)]
-    assert [len(own) for own in of_shard] == [4, 4]
-    for own in of_shard:
-        assert [one.reused for one in own] == [0, 1, 1, 1]
-        assert {cache.shard(one.source) for one in own[1:]} == {cache.shard(own[0].slot)}
-
-
 def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     """An agent's next step: its prompts hold the answers of the step before."""
     # Each layer was read into the arrays that stay: no stack of layers is copied.
     monkeypatch.setattr("mmqa_jax.decoding.engine.unstack_layers", None)
     folder = write_folder(tmp_path / "model")
-    given = {"buckets": (32,), "block": 32, "decode_block": 192}  # one program decodes
+    given = {"buckets": (32,)}
     engine = AUTO | given
     backend = open_backend(folder, config=ModelConfig(), engine=engine)
     # The other's before it grows: their programs are the same until then.
@@ -236,12 +220,3 @@ def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):
     assert whole.sizes()["slots"] == 4
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("model: ")]
     assert len(said) == 4  # twice each: `length` is the most, not what a slot has from the start
-
-
-def test_equal_chunks_behind_a_different_one_are_no_common_prefix():
-    """Keys and values depend on all tokens before them."""
-    cache = PrefixCache(2)
-    cache.place(split([1, 2, 3, 4, 5, 6], (2,)), {0, 1}, 3)
-    other = split([1, 2, 9, 9, 5, 6], (2,))
-    assert cache.reusable(other, 3) == 1
-    assert cache.place(other, {1}, 3).reused == 1

@@ -103,7 +103,7 @@ def test_answers_do_not_depend_on_what_else_is_served():
     rng = np.random.default_rng(2)
     prompts = [tuple(map(int, rng.integers(0, 60, 5 + 9 * n))) for n in range(5)]
     sizes = EngineConfig(
-        slots=3, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96,
+        slots=3, length=96, buckets=(32,), prefill_tokens=64,
         weights="int8",
     )  # fmt: skip
     engine = Engine(llama(), config=sizes)

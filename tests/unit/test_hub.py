@@ -26,7 +26,7 @@ SIZE_FLAGS = [
     f"--config={ROOT / 'configs/prompt/default.py'}",
     *(
         f"--config.engine.{name}={getattr(SIZES, name)}"
-        for name in ("slots", "length", "buckets", "prefill_tokens", "block")
+        for name in ("slots", "length", "buckets", "prefill_tokens")
     ),
 ]
 

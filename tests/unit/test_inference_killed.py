@@ -96,7 +96,7 @@ def flags_of(data, models, index, bm25, tmp_path_factory, request):
     model = write_folder(folder / "model")
     prompts = folder / "prompts.txt"
     prompts.write_text("The capital\nThe flag\nWhy\nSeven days\nThe\n")
-    sizes = ("slots", "length", "buckets", "prefill_tokens", "block", "decode_block")
+    sizes = ("slots", "length", "buckets", "prefill_tokens")
     engine = [f"--config.engine.{name}={getattr(SIZES, name)}" for name in sizes]
 
     def flags(verb: str, out: Path) -> list:

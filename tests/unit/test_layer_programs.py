@@ -17,7 +17,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 
 pytestmark = pytest.mark.slow
 
-SIZES = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64, block=96)
+SIZES = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
 
 
 def answers(layers: int, mesh=None):

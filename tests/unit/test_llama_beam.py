@@ -49,7 +49,7 @@ def test_equals_the_published_search(monkeypatch, model, log_probs, beams, steps
         return log_probs([*PROMPTS[question], *sequence])
 
     monkeypatch.setattr(test_beam, "toy_log_probs", after_prompt)
-    sizes = EngineConfig(slots=8, length=32, buckets=(16,), block=0)
+    sizes = EngineConfig(slots=8, length=32, buckets=(16,))
     engine = Engine(model, end_ids=[test_beam.END], config=sizes)
     requests = [
         Request(n, prompt, steps, beams=beams, n=beams, length_penalty=penalty)
@@ -89,6 +89,6 @@ def test_impossible_searches_are_refused(model):
         beam_search(*nnx.split(model), ids, lengths, end_id=2, num_beams=24, max_new_tokens=2)
     with pytest.raises(UserError, match="max_new_tokens is 5: expected 1 to 4"):
         beam_search(*nnx.split(model), ids, lengths, end_id=2, max_new_tokens=5)
-    engine = Engine(model, config=EngineConfig(slots=2, length=32, buckets=(16,), block=0))
+    engine = Engine(model, config=EngineConfig(slots=2, length=32, buckets=(16,)))
     with pytest.raises(UserError, match="beam search needs exactly one end token"):
         list(engine.generate([Request(0, [1], 2, beams=2)]))

@@ -22,7 +22,7 @@ from tests.drawn_weights import drawn
 pytestmark = pytest.mark.slow
 
 # Nine patches: a picture and its words take three chunks.
-SIZES = EngineConfig(slots=4, length=48, buckets=(8,), prefill_tokens=32, block=48, decode_block=48)
+SIZES = EngineConfig(slots=4, length=48, buckets=(8,), prefill_tokens=32)
 
 
 def tiny_llava() -> Llava:

@@ -105,9 +105,7 @@ def test_a_served_query_with_a_broken_picture_is_refused():
 @pytest.mark.slow
 def test_a_broken_picture_fails_its_own_query():
     """One that only decoding shows to be broken: the others are answered."""
-    sizes = EngineConfig(
-        slots=2, length=64, buckets=(32,), prefill_tokens=64, block=64, decode_block=64
-    )
+    sizes = EngineConfig(slots=2, length=64, buckets=(32,), prefill_tokens=64)
     engine = Engine(tiny_llava(), text_tokenizer(), config=sizes)
     backend = EngineBackend(
         lambda demand: engine, text_tokenizer(), length=64, fingerprint="llava", pictures=MODEL

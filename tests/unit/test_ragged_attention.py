@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmqa_jax.decoding import scanned_cache
+from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_attention import attend_on
 from mmqa_jax.decoding.scanned_cache import ScannedCache
@@ -42,11 +42,12 @@ def reference(token, cache, positions, active, angles, window=None, cap=None):
         q, k, v = (x[:, number : number + 1] for x in token)
         cos, sin = (f(angles[:, number, None, None]) for f in (jnp.cos, jnp.sin))
         q, k, at = rotate(q, cos, sin), rotate(k, cos, sin), positions + number
-        held = cache.map(lambda x: scanned_cache._layer(x, LAYER, x.shape[3]))
+        held = cache.map(lambda x: x[LAYER])
         out.append(scanned_cache._one_token(q, k, v, held, at, window, cap=cap))
         only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
-        written = scanned_cache._write(cache, *only, None, active, at, None)
-        cache = written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
+        written = scanned_cache._write(cache, *only, kv_cache.page_each(len(q)), at, None)
+        targets = LAYER, np.flatnonzero(active)
+        cache = written.map(lambda x, old: old.at[targets].set(x[targets]), cache)
     return jnp.concatenate(out, axis=1), cache
 
 
@@ -89,12 +90,12 @@ def test_as_plain_products(
         return np.concatenate(list(np.moveaxis(np.asarray(x)[:, order], 2, 0)), axis=3)
 
     @jax.jit
-    def both(token, cache, held, table, positions, active, angles):
+    def both(token, cache, held, table, positions, angles):
         attend = attend_on(held, table, positions, angles, **options)
         plain = reference(token, cache, positions, active, angles, traits.window, cap)
         return attend(*token, held, jnp.int32(LAYER), traits), plain
 
-    found = both(token, cache, cache.map(paged), table, positions, active, angles)
+    found = both(token, cache, cache.map(paged), table, positions, angles)
     (got, written), (want, want_written) = jax.device_get(found)
     written = written.map(rows)
     np.testing.assert_allclose(got[active], want[active], rtol=0, atol=2e-6)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.decoding.cached_attention import Branches, Segment, attend
+from mmqa_jax.decoding.cached_attention import Branches, LayerCache, attend
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_triton import attend_in_place, attend_to_own
 
@@ -24,8 +24,12 @@ def interpret() -> bool:
 
 SLOTS = 5
 QUANTIZED = jax.jit(quantize, static_argnums=1)
-# Heads, key heads (shared by 1, 4, 8 and 20 queries), columns and their size.
-SHAPES = [(2, 2, 256, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 128, 32)]
+PAGES = 3  # of a row, in any order; page 0 is no row's
+TABLE = 1 + np.random.default_rng(0).permutation(SLOTS * PAGES).reshape(SLOTS, PAGES).astype(
+    "int32"
+)
+# Heads, key heads (shared by 1, 4, 8 and 20 queries), columns of three pages and their size.
+SHAPES = [(2, 2, 384, 128), (8, 2, 192, 64), (8, 1, 48, 16), (20, 1, 96, 32)]
 CACHES = [("float32", "same", 1e-5), ("bfloat16", "same", 1e-2), ("float32", "int8", 1e-5)]
 
 
@@ -34,20 +38,21 @@ def normal(dtype, *shape):
     return jax.device_put(values.astype(jnp.dtype(dtype)))  # a cast on the device is a program
 
 
-def segment(kv_heads, columns, size, dtype, cache):
-    """One segment of SLOTS rows."""
-    key = normal(dtype, SLOTS, kv_heads, size, columns)
-    value = normal(dtype, SLOTS, kv_heads, columns, size)
+def pages(kv_heads, columns, size, dtype, cache):
+    """The pages of SLOTS rows of so many columns."""
+    count, width = 1 + SLOTS * PAGES, columns // PAGES
+    key = normal(dtype, count, kv_heads, size, width)
+    value = normal(dtype, count, kv_heads, width, size)
     if cache == "same":
-        return Segment(key, value, None, None)
+        return LayerCache(key, value, None, None)
     (key, key_scale), (value, value_scale) = QUANTIZED(key, 2), QUANTIZED(value, 3)
-    return Segment(key, value, key_scale, value_scale)
+    return LayerCache(key, value, key_scale, value_scale)
 
 
 @jax.jit
-def plainly(q, held, own, branches, rows, end):
+def plainly(q, held, own, branches, table, end):
     """By products over all columns."""
-    return attend(q, [(0, held)], own, branches, rows, block=held.value.shape[2], end=end)
+    return attend(q, held, own, branches, table, end=end)
 
 
 @pytest.mark.parametrize(
@@ -57,14 +62,14 @@ def plainly(q, held, own, branches, rows, end):
 def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, most):
     """Sequences of one token, up to a block's end, one further, and as long as the cache, which is
     read in parts that the others do not reach."""
-    held = segment(kv_heads, columns, size, dtype, cache)
+    held = pages(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, SLOTS, 1, heads, size)
     lengths = np.array([1, 16, columns // 2, columns // 2 + 1, columns], np.int32)
     got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=interpret()))(
-        q, held, lengths
+        q, held, TABLE, lengths
     )
     own = lengths[:, None] - 1
-    want = plainly(q, held, own, None, None, lengths.max())
+    want = plainly(q, held, own, None, TABLE, lengths.max())
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x) for x in (got, want)), rtol=0, atol=most)
 
@@ -73,11 +78,11 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
 @pytest.mark.parametrize("branched", [False, True])
 def test_prompts_as_plain_products(branched, dtype, cache, most):
     """Chunks of 48 tokens in blocks of 16, at the start, in the middle and at the end of rows in
-    another order; with branches, which do not see each other; a row that is not written."""
+    another order; with branches, which do not see each other; a row without pages."""
     heads, kv_heads, columns, size, length = 4, 2, 192, 32, 48
-    held = segment(kv_heads, columns, size, dtype, cache)
+    held = pages(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, 4, length, heads, size)
-    rows = np.array([3, 0, 4, SLOTS], np.int32)
+    table = np.array([TABLE[3], TABLE[0], TABLE[4], 0 * TABLE[0]])
     starts = np.array([0, 70, columns - length, 5], np.int32)
     own = starts[:, None] + np.arange(length, dtype=np.int32)
     branches = None
@@ -91,25 +96,26 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
     def attended(*arguments):
         return attend_in_place(*arguments, read=columns, interpret=interpret())
 
-    got = jax.jit(attended)(q, held, rows, starts, branches)
-    want = plainly(q, held, own, branches, rows, own.max() + 1)
+    got = jax.jit(attended)(q, held, table, starts, branches)
+    want = plainly(q, held, own, branches, table, own.max() + 1)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x)[:3] for x in (got, want)), rtol=0, atol=most)
 
 
 def test_no_column_behind_a_sequences_last_block_is_read():
     """Not even a NaN there shows; nor does how long other sequences are."""
-    held, q = segment(2, 256, 32, "float32", "same"), normal("float32", SLOTS, 1, 4, 32)
+    held, q = pages(2, 3 * 256, 32, "float32", "same"), normal("float32", SLOTS, 1, 4, 32)
     chunk, starts = normal("float32", SLOTS, 64, 4, 32), np.array([0, 1, 32, 63, 64], np.int32)
 
     @jax.jit
     def read(fill, lengths):
         key, value = held.key.at[..., 128:].set(fill), held.value.at[:, :, 128:].set(fill)
-        other = Segment(key, value, None, None)
+        others = TABLE[:, 1:]
+        key, value = key.at[others].set(fill), value.at[others].set(fill)
+        other = LayerCache(key, value, None, None)
         options = {"read": 256, "interpret": interpret()}
-        rows = jnp.arange(SLOTS)
-        step = attend_to_own(q, other, lengths, **options)
-        return step, attend_in_place(chunk, other, rows, starts, None, **options)
+        step = attend_to_own(q, other, TABLE, lengths, **options)
+        return step, attend_in_place(chunk, other, TABLE, starts, None, **options)
 
     def of(fill, *lengths):
         return jax.device_get(read(fill, np.array(lengths, np.int32)))

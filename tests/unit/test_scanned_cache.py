@@ -27,9 +27,7 @@ from mmqa_jax.models.common.rope import RopeScaling
 pytestmark = pytest.mark.slow
 
 MODEL = llama_config(61)
-SIZES = EngineConfig(
-    slots=5, length=96, buckets=(32,), prefill_tokens=64, block=32, decode_block=96
-)  # one program decodes
+SIZES = EngineConfig(slots=5, length=96, buckets=(32,), prefill_tokens=64)  # one program decodes
 
 
 @functools.cache
@@ -82,22 +80,22 @@ def assert_equal(one, other):
 
 def test_scanned_layers_change_no_answer():
     """With rounded weights, and two programs that decode, to 64 and to 96 columns."""
-    scanned = run(scan_layers=True, weights="int8", decode_block=64)
+    scanned = run(scan_layers=True, weights="int8")
     assert_equal(run(scan_layers=False, weights="int8"), scanned)
 
 
 def test_a_tpus_kernel_changes_no_answer():
     """One program decodes, however far the longest sequence reaches. It rotates some layers, by
-    YaRN, whose factor is the rotation's; a window that no slot reaches is none."""
+    YaRN, whose factor is the rotation's, and sees a window in others."""
     yarn = RopeScaling("yarn", 2.0, original_positions=64, attention_factor=1.3)
     rotated = (True, False) * MODEL.layers
     model = dataclasses.replace(
         MODEL,
         rotated=rotated[: MODEL.layers],
         rope_scaling=yarn,
-        windows=(128,) * MODEL.layers,
+        windows=(0, 40)[: MODEL.layers],
     )
-    sizes = {"length": 128, "decode_block": 128, "model": model}
+    sizes = {"length": 128, "model": model}
     scanned = run(scan_layers=True, ragged="tpu", **sizes)
     assert_equal(run(scan_layers=False, **sizes), scanned)
 

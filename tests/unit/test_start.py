@@ -31,7 +31,7 @@ def test_every_program_of_a_second_start_is_in_the_cache(fresh_cache, tmp_path):
     model = write_folder(tmp_path / "model")
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("The capital\nof the land\n" * SIZES.slots)  # more than the slots hold
-    sizes = ("slots", "length", "buckets", "prefill_tokens", "block")
+    sizes = ("slots", "length", "buckets", "prefill_tokens")
 
     def start() -> tuple[int, int, int, bool, bool]:
         ended = subprocess.run(

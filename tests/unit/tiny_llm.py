@@ -52,10 +52,8 @@ def llama_config(vocab_size: int, positions: int = 192) -> LlamaConfig:
 
 
 MODEL = llama_config(len(LETTERS) + 2)
-# Two segments, of 96 and 64 columns.
-SIZES = EngineConfig(
-    slots=4, length=160, buckets=(8, 32), prefill_tokens=64, block=32, decode_block=96
-)
+# Five pages for a sequence of 160 tokens.
+SIZES = EngineConfig(slots=4, length=160, buckets=(8, 32), prefill_tokens=64)  # pages of 32
 TEMPLATE = (
     "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>' + '\n'}}{% endfor %}"

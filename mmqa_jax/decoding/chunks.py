@@ -1,0 +1,77 @@
+"""Prompts in chunks, as they are encoded.
+
+The boundaries of a prompt's chunks depend only on its length. Prompts with a common prefix
+therefore begin with the same chunks, computed by the same program on the same input: whoever has
+computed them, no bit differs.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+Buckets = tuple[int, ...]  # chunk sizes, ascending, each a multiple of the one before
+
+
+class Chunk(NamedTuple):
+    """Tokens in consecutive columns of the cache that are encoded together.
+
+    Attributes:
+      start: column of the first token.
+      tokens: ids; negative ones are patches of pictures.
+      trunk: where the prompt ends whose continuations follow as branches; 0: one sequence.
+      branches: of every token the column where its branch begins (0 in the trunk); () without.
+      adapter: its number, on which keys and values depend as they do on the tokens.
+    """
+
+    start: int
+    tokens: tuple[int, ...]
+    trunk: int = 0
+    branches: tuple[int, ...] = ()
+    adapter: int = 0
+
+    @property
+    def end(self) -> int:
+        """The column after the last token."""
+        return self.start + len(self.tokens)
+
+
+def split(tokens: Sequence[int], buckets: Buckets, *, adapter: int = 0) -> list[Chunk]:
+    """The tokens in chunks of the largest bucket, and a last one of the smallest that holds it.
+
+    A chunk of bucket b begins at a multiple of b, so that with its padding it fits into columns
+    that are a multiple of the largest bucket.
+    """
+    starts = range(0, len(tokens), buckets[-1])
+    parts = ((start, tuple(tokens[start : start + buckets[-1]])) for start in starts)
+    return [Chunk(start, part, adapter=adapter) for start, part in parts]
+
+
+def bucket_of(count: int, buckets: Buckets) -> int:
+    """The smallest bucket that holds `count` tokens, or else the largest."""
+    return next((bucket for bucket in buckets if bucket >= count), buckets[-1])
+
+
+def prefix_keys(chunks: Sequence[Chunk], size: int) -> list[bytes]:
+    """A key for each of the prompt's beginnings of n * `size` tokens that other prompts may share.
+
+    Equal keys are equal tokens (by BLAKE2) and the same adapter.
+
+    Args:
+      chunks: of a prompt; its first ones are of the largest bucket.
+      size: tokens, a multiple of the largest bucket.
+    """
+    keys: list[bytes] = []
+    tokens, key = array.array("q"), b""
+    for chunk in chunks:
+        if chunk.trunk:  # a continuation may begin in it
+            break
+        tokens.extend(chunk.tokens)
+        if len(tokens) == size:
+            text = b"%d:%b" % (chunk.adapter, tokens.tobytes())
+            key = hashlib.blake2b(key + text, digest_size=16).digest()
+            keys.append(key)
+            tokens = array.array("q")
+    return keys
