@@ -71,7 +71,8 @@ def attend(
         page = held.map(lambda x: x[table[:, n]])
         return _add(grouped, page, visible(n * width + jnp.arange(width)), cap, carry)
 
-    pages = jnp.minimum((end + width - 1) // width, table.shape[1])
+    # One at least: rows without a column are padding, and must not write NaN into page 0.
+    pages = jnp.clip((end + width - 1) // width, 1, table.shape[1])
     _, total, out = jax.lax.fori_loop(0, pages, one, nothing)
     out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)

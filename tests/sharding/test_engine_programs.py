@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from processes import program_facts
 
-from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.decoding.slot_runner import columns_read
 
 pytestmark = [
     pytest.mark.optimized,
@@ -49,7 +49,7 @@ def gpu_programs() -> dict[str, dict[str, Any]]:
 
 def least_bytes(found: dict[str, Any], whole: bool = False) -> float:
     """Of a step: weights once, and the cache's columns in use once; these may be all."""
-    used = 1 if whole else EngineConfig(length=2048).read(1000) / 2048
+    used = 1 if whole else columns_read(1000, 2048, 128) / 2048
     return found["weights"] - found["embedding"] + used * found["cache"]
 
 

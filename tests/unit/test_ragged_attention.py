@@ -37,7 +37,7 @@ def arrays(heads, kv_heads, columns, size, tokens, int8, rows=SLOTS):
 
 def reference(token, cache, positions, active, angles, window=None, cap=None):
     """By `_one_token` and `_write`, token by token, as where the kernel does not serve."""
-    out = []
+    out, targets = [], (LAYER, np.flatnonzero(active))
     for number in range(token[0].shape[1]):
         q, k, v = (x[:, number : number + 1] for x in token)
         cos, sin = (f(angles[:, number, None, None]) for f in (jnp.cos, jnp.sin))
@@ -46,7 +46,6 @@ def reference(token, cache, positions, active, angles, window=None, cap=None):
         out.append(scanned_cache._one_token(q, k, v, held, at, window, cap=cap))
         only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
         written = scanned_cache._write(cache, *only, kv_cache.page_each(len(q)), at, None)
-        targets = LAYER, np.flatnonzero(active)
         cache = written.map(lambda x, old: old.at[targets].set(x[targets]), cache)
     return jnp.concatenate(out, axis=1), cache
 
