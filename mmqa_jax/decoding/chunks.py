@@ -7,8 +7,8 @@ computed them, no bit differs.
 
 from __future__ import annotations
 
-import array
 import hashlib
+import marshal
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -64,14 +64,16 @@ def prefix_keys(chunks: Sequence[Chunk], size: int) -> list[bytes]:
       size: tokens, a multiple of the largest bucket.
     """
     keys: list[bytes] = []
-    tokens, key = array.array("q"), b""
+    tokens: list[int] = []
+    key = b""
     for chunk in chunks:
         if chunk.trunk:  # a continuation may begin in it
             break
         tokens.extend(chunk.tokens)
         if len(tokens) == size:
-            text = b"%d:%b" % (chunk.adapter, tokens.tobytes())
+            # Version 2 writes equal numbers alike; those of pictures have more than 64 bits.
+            text = marshal.dumps([chunk.adapter, *tokens], 2)
             key = hashlib.blake2b(key + text, digest_size=16).digest()
             keys.append(key)
-            tokens = array.array("q")
+            tokens = []
     return keys
