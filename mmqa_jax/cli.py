@@ -216,6 +216,17 @@ def _verb_of(argv: Sequence[str]) -> str | None:
     return first if first in VERBS else None
 
 
+class _PrintVersion(argparse.Action):
+    """Prints the versions of what computes and ends; they are looked up when they are asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib import metadata  # takes longer than all else that --help imports
+
+        names = ("mmqa-jax", "jax", "flax", "transformers")
+        print(", ".join(f"{name} {metadata.version(name)}" for name in names))
+        parser.exit()
+
+
 class _PrintCompletion(argparse.Action):
     """Prints a shell's script and ends; shtab is imported when it is asked for."""
 
@@ -244,6 +255,9 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
         help="print what completes verbs and flags in a shell, such as in ~/.bashrc: "
         'eval "$(mmqa --print-completion bash)"',
     )
+    parser.add_argument(
+        "--version", nargs=0, action=_PrintVersion, help="print the versions of what computes"
+    )
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
     for name in VERBS if verb is None else (verb,):
         module = command(name)
@@ -261,7 +275,10 @@ def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser whose error message is one sentence."""
+    """An argument parser whose error message is one sentence, and whose flags are written out."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options, allow_abbrev=False)
 
     def parse_known_args(self, args=None, namespace=None):
         # Checked here, where the verb's own flags are known, to suggest the closest one.
@@ -273,8 +290,20 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{suggestion}")
         return parsed, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        close = difflib.get_close_matches(str(value), map(str, action.choices), n=1)
+        suggestion = f" (did you mean {close[0]}?)" if close else ""
+        expected = ", ".join(map(str, action.choices))
+        self.error(
+            f"argument {'/'.join(action.option_strings) or action.metavar or action.dest}: invalid "
+            f"choice: {value!r}{suggestion}; choose from {expected}"
+        )
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message}; see `{self.prog} --help`.")
+        verb = self.prog.removeprefix("mmqa").strip()
+        raise UserError(f"{f'mmqa {verb}: ' if verb else ''}{message}; see `{self.prog} --help`.")
 
 
 def split_config_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -69,10 +69,11 @@ def test_the_installed_command_ends_as_main_does():
     ("arguments", "message"),
     [
         ([], r"required: VERB; see `mmqa --help`"),
-        (["serach"], r"invalid choice: 'serach' .*see `mmqa --help`"),
+        (["serach"], r"invalid choice: 'serach' \(did you mean search\?\).*see `mmqa --help`"),
+        (["report", "--workdi=x"], r"arguments: --workdi=x \(did you mean --workdir\?\)"),
         (["report", "--wokdir=x"], r"unrecognized arguments: --wokdir=x"),
         (["report", "--wokdir=x"], r"did you mean --workdir\?\); see `mmqa report --help`"),
-        (["prepare", "msmarco", "--out=x"], r"invalid choice: 'msmarco' .*atlas.*webqa.*corpus"),
+        (["prepare", "msmarco", "--out=x"], r"invalid choice: 'msmarco'.*atlas.*webqa.*corpus"),
         (["evaluate", "squad"], r"invalid choice: 'squad'.*see `mmqa evaluate --help`"),
         (["search", "--data=x", "--method=bm25"], r"required: --out; see `mmqa search --help`"),
         (["search", "--method=bm26"], r"--method: invalid choice: 'bm26'"),
