@@ -30,7 +30,7 @@ PAGES = [
     ),
 ]
 # They act as they are parsed: test_completion.py.
-_WITHOUT_VERB = ("--help", "--print-completion")
+_WITHOUT_VERB = ("--help", "--print-completion", "--version")
 _ADDING = ("plan", "run", "sweep", "train")  # verbs that take keys which a config leaves out
 _OF_ALL = ("--help", "--json", "--traceback")  # flags of every verb
 _SEPARATOR = "\x1f"  # between the arguments of a command
