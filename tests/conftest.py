@@ -169,7 +169,6 @@ def _optimized(request) -> Iterator[None]:
 def _cache(folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "xla").symlink_to(kept_programs.FOLDER)
-    (folder / "gguf-tensors").symlink_to(kept_programs.gguf_indexes())
     return folder
 
 

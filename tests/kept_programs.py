@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -19,7 +18,6 @@ from mmqa_jax.core.hosts.distributed import is_whole
 
 _ROOT = Path(__file__).parents[1]
 FOLDER = _ROOT / ".pytest_cache" / "jax"  # of the run
-_GGUF_READER = _ROOT / "mmqa_jax/weights/formats/gguf.py"
 _MOST = 2 * 2**30  # bytes; when there are more, all are compiled anew
 
 
@@ -39,23 +37,6 @@ def _machine() -> Path:
 
 def _kept() -> Path:
     return _machine() / _processor()
-
-
-def gguf_indexes() -> Path:
-    """The folder of what the package's reader, as it is now, has read of GGUF files.
-
-    The package keeps it by the files' content; SmolLM2's words take three seconds.
-    """
-    reader = _GGUF_READER.read_bytes() + importlib.metadata.version("gguf").encode()
-    name = f"gguf-{hashlib.sha256(reader).hexdigest()[:16]}"
-    for caches in (_machine(), FOLDER.parent):  # a home that cannot be written keeps nothing
-        with contextlib.suppress(OSError):
-            for other in caches.glob("gguf-*"):
-                if other.name != name:
-                    shutil.rmtree(other, ignore_errors=True)
-            (caches / name).mkdir(parents=True, exist_ok=True)
-            break
-    return caches / name
 
 
 def take() -> None:

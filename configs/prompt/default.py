@@ -42,6 +42,9 @@ def get_config(mode: str = "") -> ConfigDict:
         "cache_dtype": None,
         "weights": "given",
     }
+    # Whether a chat model thinks before it answers: auto (as it does by itself), off, on, or the
+    # number of tokens that thoughts may have beside max_new_tokens.
+    config.thinking = "auto"
     # --backend=openai. See ServerConfig in mmqa_jax/prompting/backends/http.py.
     config.server = {
         "concurrency": 8,

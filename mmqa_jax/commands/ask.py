@@ -89,7 +89,8 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     )
     for line in folder_notes(corpus.manifest["origin"]):
         print(line, file=sys.stderr)
-    spec = LLMSpec(model, arguments.backend or "engine")
+    thinking = arguments.thinking or "off"
+    spec = LLMSpec(model, arguments.backend or "engine", thinking=thinking)
     llm = open_llm(spec, cache_dir() / "responses", "--model")
     rows = []
     try:

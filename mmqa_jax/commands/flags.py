@@ -253,6 +253,10 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         "seen by a Qwen3-VL-Embedding, a CLIP or SigLIP",
     )
     add_pages(parser, "with --data, ")
+    add_thinking(parser, "with --data, ", "off")
+    parser.add_argument(
+        "--max_new_tokens", type=int, metavar="N", help="with --data, tokens of an answer (64)"
+    )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
         "--least_similarity",
@@ -272,7 +276,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 # Flags of `add_reading` that are for a folder alone.
 READING = (
     *("model", "backend", "pictures", "encoder", "pages", "ocr", "top_k", "least_similarity"),
-    *("cache", "language", "stemming"),
+    *("cache", "language", "stemming", "thinking", "max_new_tokens"),
 )
 
 
@@ -282,10 +286,24 @@ def check_reading(arguments: argparse.Namespace) -> None:
         raise UserError("--data and --workdir: one of them is asked; leave one.")
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
+    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
+        raise UserError(
+            f"--max_new_tokens={arguments.max_new_tokens}: expected at least 1; raise it."
+        )
     if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
         from mmqa_jax.runs.ask_folder import no_pictures
 
         raise UserError(f"--pages={arguments.pages}: {no_pictures('minilm')}")
+
+
+def add_thinking(parser: argparse.ArgumentParser, condition: str, default: str) -> None:
+    """`--thinking`; `condition`: where it holds, for the help."""
+    parser.add_argument(
+        "--thinking",
+        metavar="off|on|TOKENS",
+        help=f"{condition}whether a chat model thinks before it answers: auto (as it does by "
+        f"itself), off, on, or the tokens that thoughts may have beside the answer's ({default})",
+    )
 
 
 def add_pages(parser: argparse.ArgumentParser, condition: str) -> None:
@@ -355,7 +373,7 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
 
     found_by = given("encoder", "top_k", "least_similarity")
     asking = AskOptions(**found_by, words=analyzer(arguments))
-    return asking, LLMReaderOptions(**given("pictures"))
+    return asking, LLMReaderOptions(**given("pictures", "max_new_tokens"))
 
 
 def check_top_k(top_k: int) -> None:

@@ -25,8 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  prompt or messages [{role, content}], and optionally id, images, choices (to be\n"
         "  scored), meta, max_new_tokens, temperature, top_k, top_p, stop, n, seed, logprobs;\n"
         "  or a line of OpenAI's batch files (custom_id, body with messages and image_url)\n"
-        "answers: id, answer (which `mmqa evaluate` reads; without <think>...</think>), text\n"
-        "  (all of it), finish, logprob, ...; of\n"
+        "answers: id, answer (which `mmqa evaluate` reads; without thoughts), thinking (where\n"
+        "  there are thoughts), text (all of it), finish, logprob, ...; of\n"
         "  choices answer and choice (the likeliest), and scores\n"
         "backend engine: on all devices of the process, in sizes chosen for model, memory and\n"
         "  prompts, which are printed; --config.model.mesh.* and --config.engine.* set them;\n"
@@ -66,6 +66,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="response cache, created if missing (~/.cache/mmqa_jax/responses)",
     )
     parser.add_argument("--no_cache", action="store_true", help="neither read nor write the cache")
+    flags.add_thinking(parser, "", "auto")
     flags.add_shard(parser, "prompts", _CHUNK)
     flags.add_config(parser, default="configs/prompt/default.py")
 
@@ -87,6 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.download:
         download_model(arguments.model)
     config = load_config(arguments.config, arguments.overrides)
+    config.thinking = arguments.thinking or config.thinking
     check_prompt_config(config)
     together = spans_processes(arguments.backend, config)
     if together:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +101,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.core.config import load_config
         from mmqa_jax.core.hosts import distributed
         from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
+        from mmqa_jax.prompting.backends.thinking import read_thinking
 
         distributed.start()
         config = load_config(arguments.config, arguments.overrides)
+        if thinking := arguments.thinking or (arguments.data and "off"):
+            config.thinking = thinking
         check_prompt_config(config)
         name = arguments.model or ("" if arguments.workdir else "smollm2")
         flags.download(arguments, "model", "encoder", "ocr")
         backend = arguments.backend or "engine"
         asking, reading = flags.reading_options(arguments)
+        if room := read_thinking(config.thinking, "--thinking").room:
+            most = reading.max_new_tokens + room
+            reading = dataclasses.replace(reading, max_new_tokens=most)
         parts = open_parts(
             (lambda: open_backend(backend, name, None, config, adapters=adapters))
             if name

@@ -83,9 +83,10 @@ def rendered_marked(
     settings: Mapping[str, Any],
     answer: bool,
     tools: Sequence[Mapping[str, Any]] = (),
+    switches: Mapping[str, bool] | None = None,
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """The same, and the assistant's characters by the template's `{% generation %}`; None: it has
-    no such mark."""
+    no such mark. `switches` are variables of the template, such as `enable_thinking`."""
     special = {name: text for name, text in settings.items() if name.endswith("_token")}
     is_marked = _GENERATION.search(source) is not None
     size = len(source) + sum(len(str(part)) for part in (*messages, *tools))
@@ -97,7 +98,7 @@ def rendered_marked(
             answer=answer,
             tools=list(tools),
             is_marked=is_marked,
-            special=special,
+            special={**special, **(switches or {})},
             size=size,
         )
     except OverBudget as error:

@@ -288,9 +288,7 @@ def _apply_settings(tokenizer: Pipeline, folder: Path) -> None:
         wanted = "never" if settings.get("add_prefix_space") is False else wanted
         if prefix_of(tokenizer) not in (None, wanted) and _model_type(folder) not in _FILE_ALONE:
             split_as_sentencepiece(tokenizer, wanted)
-            steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-            strip = [] if wanted == "never" else [decoders.Strip(" ", 1, 0)]
-            tokenizer.decoder = decoders.Sequence([*steps, *strip])
+            tokenizer.decoder = sentencepiece_decoder(wanted)
 
 
 def prefix_of(tokenizer: Pipeline) -> Prefix | None:
@@ -321,6 +319,13 @@ def split_as_sentencepiece(tokenizer: Pipeline, prefix: Prefix) -> None:
             pre_tokenizers.Metaspace(SPACE, "never", split=False),
         ]
     )
+
+
+def sentencepiece_decoder(prefix: Prefix) -> decoders.Decoder:
+    """Spells SentencePiece's pieces, less the prefix space where there is one."""
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [] if prefix == "never" else [decoders.Strip(" ", 1, 0)]
+    return decoders.Sequence([*steps, *strip])
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:

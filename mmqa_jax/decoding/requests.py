@@ -99,6 +99,7 @@ class Candidate:
     # token included
     logprobs: tuple[float, ...] | None  # of each of `tokens`, if requested
     finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
+    thinking: str = ""  # what a server gives apart from the text
 
 
 @dataclasses.dataclass(frozen=True)

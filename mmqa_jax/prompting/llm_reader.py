@@ -22,6 +22,7 @@ from mmqa_jax.decoding.requests import Scores, TooLong, Unanswerable
 from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
+from mmqa_jax.prompting.backends.thinking import split_thoughts, thoughts_of, why_empty
 
 _CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
@@ -142,9 +143,14 @@ class LLMReader:
             trace["failed"] = [answers.failed[name]]
         if name not in answers.by_id:
             return Prediction(name, read=read, trace=trace)
-        output = (answers.by_id[name].candidates[0].text or "").strip()
+        candidate = answers.by_id[name].candidates[0]
+        output = (candidate.text or "").strip()
         trace["outputs"] = [{"text": output}]
-        citations = read_citations(backends.answer_of(output), prompt.sources)
+        if thoughts := thoughts_of(candidate):
+            trace["thinking"] = [thoughts]
+        if reason := why_empty(candidate):
+            trace["incomplete"] = [reason]
+        citations = read_citations(split_thoughts(output)[1], prompt.sources)
         if prompt.sources and says_not_found(citations.text):
             trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)

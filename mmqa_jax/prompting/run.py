@@ -9,6 +9,7 @@ import json
 import math
 import os
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,12 @@ from mmqa_jax.prompting import backends
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, answer_all, request_key
 from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
 from mmqa_jax.prompting.backends.openai_requests import Fields, read_chat
+from mmqa_jax.prompting.backends.thinking import (
+    WithRoom,
+    read_thinking,
+    split_thoughts,
+    thoughts_of,
+)
 from mmqa_jax.prompting.few_shot import IMAGE, MARK, as_prompt
 
 
@@ -73,7 +80,9 @@ def run_prompts(
     check_prompt_config(config)
     decoding = backends.Decoding(**config.decoding)
     lines = read_prompts(prompts, decoding)
-    served = open_backend(backend, model, tokenizer, config)
+    served: backends.Backend = open_backend(backend, model, tokenizer, config)
+    if room := read_thinking(config.thinking, "config key thinking").room:
+        served = WithRoom(served, room)
     if served.takes_messages and not raw:
         lines = [as_message(line) for line in lines]
     waiting: dict[str, Any] = {}
@@ -141,6 +150,14 @@ def _answer(
             return job.waiting()
         write_jsonl(out, rows)
         job.done()
+    cut = [row["id"] for row in rows if row.get("finish") == "length"]
+    if cut:
+        print(
+            f"mmqa: {len(cut):,} of {len(rows):,} answers were cut where their tokens ran out, the "
+            f"first {cut[0]!r}; raise max_new_tokens (--config.decoding.max_new_tokens), "
+            "or give thoughts room (--thinking=TOKENS).",
+            file=sys.stderr,
+        )
     return {}
 
 
@@ -162,7 +179,7 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
     elif isinstance(answer, Scores):
         row |= _scored(request, answer)
     else:
-        row |= {"answer": backends.answer_of(answer.candidates[0].text or "")}
+        row |= {"answer": split_thoughts(answer.candidates[0].text or "")[1]}
         row |= _candidate(answer.candidates[0])
         row["prompt_tokens"] = answer.prompt_tokens
         if len(answer.candidates) > 1:
@@ -174,6 +191,8 @@ def _row(line: Line, answers: Mapping[Any, Any], reasons: Mapping[Any, str]) -> 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {"text": candidate.text, "finish": candidate.finish}
+    if thoughts := thoughts_of(candidate):
+        row["thinking"] = thoughts
     if not math.isnan(candidate.total):  # NaN: a server reports it only on request
         row["logprob"] = candidate.total
     if candidate.logprobs is not None:

@@ -13,10 +13,11 @@ import os
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import jinja2
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
@@ -26,14 +27,14 @@ from mmqa_jax.data.chat_template import TemplateOverBudget, rendered_marked, tem
 from mmqa_jax.data.tokenizers import MarkedTokenizer
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
+from mmqa_jax.prompting.backends.thinking import Thinking
+from mmqa_jax.prompting.gguf_tokenizer import read_gguf_tokenizer
 
 if TYPE_CHECKING:
     from mmqa_jax.data.formats.chats import Conversation
-    from mmqa_jax.weights.formats.gguf import GGUFSource
 
 Fields = dict[str, Any]  # of a message, as templates take it
 _MOST_ENDS = 1000
-_CONTROL, _USER_DEFINED = 3, 4  # llama.cpp's token types
 _THOUGHTS = "reasoning_content"  # a template's field: an assistant's, apart from its answer
 _CUTS_THOUGHTS = re.compile(r"split\(\s*['\"]</think>")  # off an assistant's answer
 
@@ -69,6 +70,7 @@ class TextTokenizer(MarkedTokenizer):
         # T5's closes a prompt instead.
         self.bos = first[0] if first and self.encode("a")[0] == first[0] else None
         parts = [published.to_str(), template.source if template else "", repr(self.end_ids)]
+        parts += [repr(template.switches)] if template and template.switches else []
         self.fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
     def encode(self, prompt: str) -> list[int]:
@@ -100,17 +102,24 @@ class TextTokenizer(MarkedTokenizer):
             file.write(self.published.to_str())
 
 
-def open_text_tokenizer(path: str | os.PathLike) -> TextTokenizer:
+def open_text_tokenizer(path: str | os.PathLike, thinking: Thinking | None = None) -> TextTokenizer:
     """Opens the tokenizer that comes with a model's weights.
 
     Args:
       path: a GGUF file (its metadata); a folder with tokenizer.json, tokenizer.model, T5's
         spiece.model or what tokenizer_config.json names, and optionally chat_template.jinja or
         .json, generation_config.json, config.json; or a tokenizer.json in such a folder.
+      thinking: what the chat template is told; None: nothing.
     """
+    told = thinking or Thinking()
     path = as_path(path)
     if path.suffix == ".gguf":
-        return _of_gguf(path)
+        opened = read_gguf_tokenizer(path)
+        template = None
+        if opened.template:
+            name = f"{path}, tokenizer.chat_template"
+            template = ChatTemplate(opened.template, opened.special, name=name, thinking=told)
+        return TextTokenizer(opened.tokenizer, template, opened.end_ids)
     folder = path if path.is_dir() else path.parent
     file = path if path.suffix == ".json" else folder / tokenizer_files.FILE
     settings = tokenizer_files.read_object(folder / tokenizer_files.SETTINGS)
@@ -125,7 +134,8 @@ def open_text_tokenizer(path: str | os.PathLike) -> TextTokenizer:
         tokenizer, special = _open_published(folder)
     source, template = template_source(folder, settings), None
     if source:
-        template = ChatTemplate(source, special, name=f"{folder}, chat_template")
+        name = f"{folder}, chat_template"
+        template = ChatTemplate(source, special, name=name, thinking=told)
     return TextTokenizer(
         tokenizer, template, _end_ids(folder, tokenizer, special.get("eos_token", ""))
     )
@@ -149,58 +159,6 @@ def _end_ids(folder: Path, tokenizer: Tokenizer, eos: str) -> tuple[int, ...]:
     return () if known is None else (known,)
 
 
-def _of_gguf(path: Path) -> TextTokenizer:
-    """The tokenizer of a GGUF file, as llama.cpp reads it (src/llama-vocab.cpp)."""
-    from mmqa_jax.weights.formats.gguf import GGUFSource
-
-    file = GGUFSource(path)
-    tokens: list[str] = file.metadata("tokenizer.ggml.tokens")
-    ids = {
-        name: number
-        for name in ("bos", "eos", "eot")
-        if (number := file.metadata(f"tokenizer.ggml.{name}_token_id", -1)) >= 0
-    }
-    kind = file.metadata("tokenizer.ggml.model"), file.metadata("tokenizer.ggml.pre", "none")
-    if kind == ("gpt2", "smollm"):
-        tokenizer = _smollm(file, tokens)
-        special = {f"{name}_token": tokens[ids[name]] for name in ("bos", "eos") if name in ids}
-        if file.metadata("tokenizer.ggml.add_bos_token", False):
-            bos = special["bos_token"]
-            tokenizer.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, ids["bos"])]
-            )
-    elif kind[0] == "t5":
-        tokenizer, special = _t5_of_gguf(file, tokens)
-        ids = {"eos": 1, **ids}  # llama.cpp's, where the file does not say it
-    else:
-        prefix = file.metadata("tokenizer.ggml.add_space_prefix", True)
-        tokenizer, special = _open_gguf(path, *kind, prefix)
-    source = file.metadata("tokenizer.chat_template", "")
-    template = None
-    if source:
-        template = ChatTemplate(source, special, name=f"{path}, tokenizer.chat_template")
-    ends = dict.fromkeys(ids[name] for name in ("eos", "eot") if name in ids)
-    return TextTokenizer(tokenizer, template, tuple(ends))
-
-
-def _smollm(file: GGUFSource, tokens: list[str]) -> Tokenizer:
-    """SmolLM's byte-level BPE, whose splitting transformers does not know in a GGUF file."""
-    merges = [tuple(merge.split(" ")) for merge in file.metadata("tokenizer.ggml.merges")]
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    added = [
-        AddedToken(token, normalized=False, special=kind == _CONTROL)
-        for token, kind in zip(tokens, file.metadata("tokenizer.ggml.token_type"), strict=True)
-        if kind in (_CONTROL, _USER_DEFINED)
-    ]
-    tokenizer.add_tokens(added)
-    return tokenizer
-
-
 # Conversations in the text format that a chat model was trained on.
 
 
@@ -220,6 +178,7 @@ class ChatTemplate:
       source: the template.
       special: spelling of special tokens by name (`bos_token`, ...), for templates that write them.
       name: for error messages.
+      thinking: what the template is told where an answer begins.
     """
 
     before_answer = ""
@@ -231,13 +190,17 @@ class ChatTemplate:
         *,
         name: str = "chat template",
         shield: Callable[[str], str] = str,
+        thinking: Thinking = Thinking(),  # noqa: B008 - frozen
     ):
         self.source, self.tokens, self._name = source, dict(special or {}), name
-        self.shield = shield
+        self.shield, self._thinking = shield, thinking
+        self.switches = thinking.switches(source)
 
     def shielding(self, shield: Callable[[str], str]) -> ChatTemplate:
         """The template of a tokenizer, by which the texts of messages are shielded."""
-        return ChatTemplate(self.source, self.tokens, name=self._name, shield=shield)
+        return ChatTemplate(
+            self.source, self.tokens, name=self._name, shield=shield, thinking=self._thinking
+        )
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat. The template says what stands for a picture."""
@@ -245,7 +208,7 @@ class ChatTemplate:
 
     def written(self, request_id: Hashable, messages: Iterable[Fields]) -> str:
         """The prompt of messages as the template takes them, which `fields` gives."""
-        return self._written(request_id, list(messages), answer=True)[0]
+        return self._written(request_id, list(messages), answer=True, switches=self.switches)[0]
 
     def _written(
         self,
@@ -254,10 +217,11 @@ class ChatTemplate:
         *,
         answer: bool,
         tools: Sequence[Fields] = (),
+        switches: Mapping[str, bool] = MappingProxyType({}),
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """A conversation's text, and the characters that the template marks as the assistant's."""
         try:
-            return rendered_marked(self.source, messages, self.tokens, answer, tools)
+            return rendered_marked(self.source, messages, self.tokens, answer, tools, switches)
         except jinja2.TemplateSyntaxError as error:
             raise UserError(f"{self._name}: not a Jinja template ({error}); correct it.") from error
         except TemplateOverBudget as error:
@@ -401,13 +365,7 @@ def pictures_of(messages: Sequence[Message]) -> tuple[Picture, ...]:
 # tokenizer.json without it.
 
 _OF_T5 = ("T5Tokenizer", "T5TokenizerFast", "MT5Tokenizer", "MT5TokenizerFast")
-_T5_FIRST = ("<pad>", "</s>", "<unk>")
-_T5_SENTINELS = 100
 _BYTE = "<0x00>"  # a piece of models that spell unknown characters in bytes
-
-# llama.cpp's byte-level BPEs whose splitting transformers has -> whether a word that is a token
-# stays whole whatever the merges say (llama.cpp src/llama-vocab.cpp, `ignore_merges`).
-_BYTE_LEVEL = {"llama-bpe": True, "llama3": True, "llama-v3": True, "gpt-2": False}
 
 
 class PublishedTokenizer(NamedTuple):
@@ -451,53 +409,6 @@ def _open_published(folder: Path) -> PublishedTokenizer:
     return opened
 
 
-def _t5_of_gguf(file: GGUFSource, tokens: list[str]) -> PublishedTokenizer:
-    """T5's SentencePiece model in a GGUF file (llama.cpp conversion/t5.py, set_vocab).
-
-    Pieces are followed by rows of the model's table that no piece has, called `[PADn]`. The first
-    100 of them are T5's sentinels, from `<extra_id_99>` down to `<extra_id_0>`, unless the file
-    names some itself.
-    """
-    import transformers
-
-    kinds = file.metadata("tokenizer.ggml.token_type")
-    added = [
-        token
-        for token, kind in zip(tokens, kinds, strict=True)
-        if kind == _USER_DEFINED and not token.startswith("<extra_id_")
-    ]
-    off = [
-        key
-        for key in ("add_space_prefix", "remove_extra_whitespaces")
-        if not file.metadata(f"tokenizer.ggml.{key}", False)
-    ]
-    if added or off or tuple(tokens[:3]) != _T5_FIRST:
-        why = f"its first tokens are {', '.join(tokens[:3])}"
-        why = f"tokenizer.ggml.{off[0]} is not true" if off else why
-        why = f"has the added token {added[0]!r}" if added else why
-        raise UserError(
-            f"{file.name}: {why}, unlike a T5's tokenizer as it is read from GGUF; name a folder "
-            "with the model's own by --tokenizer."
-        )
-    count = len(tokens)
-    while tokens[count - 1] == f"[PAD{count - 1}]":
-        count -= 1
-    scores = file.metadata("tokenizer.ggml.scores")
-    pieces = list(zip(tokens[:count], scores[:count], strict=True))
-    sentinels = [token for token in tokens if "<extra_id_" in token]
-    if not sentinels:
-        numbers = reversed(range(min(_T5_SENTINELS, len(tokens) - count)))
-        sentinels = [f"<extra_id_{number}>" for number in numbers]
-        pieces += [(sentinel, 0.0) for sentinel in sentinels]
-    charsmap = file.metadata("tokenizer.ggml.precompiled_charsmap", [])
-    opened = transformers.T5Tokenizer(
-        vocab=pieces,
-        _spm_precompiled_charsmap=bytes(value & 0xFF for value in charsmap) or None,
-        extra_ids=sum(sentinel.startswith("<") for sentinel in sentinels),
-    )
-    return _with_bytes(_published(opened))
-
-
 def _with_bytes(opened: PublishedTokenizer) -> PublishedTokenizer:
     """Spells unknown characters in bytes where the model has those pieces."""
     content = json.loads(opened.tokenizer.to_str())
@@ -507,33 +418,6 @@ def _with_bytes(opened: PublishedTokenizer) -> PublishedTokenizer:
     if has_bytes:
         tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), tokenizer.decoder])
     return PublishedTokenizer(tokenizer, opened.special)
-
-
-def _open_gguf(path: Path, kind: str, splitting: str, prefix_space: bool) -> PublishedTokenizer:
-    """Opens the tokenizer in a GGUF file's metadata.
-
-    Args:
-      path: the file.
-      kind: `tokenizer.ggml.model`.
-      splitting: `tokenizer.ggml.pre`.
-      prefix_space: `tokenizer.ggml.add_space_prefix`.
-    """
-    if kind != "llama" and (kind != "gpt2" or splitting not in _BYTE_LEVEL):
-        raise UserError(
-            f"{path}: its tokenizer is {kind!r} with pre-tokenizer {splitting!r}, but only 'llama' "
-            f"(SentencePiece) and 'gpt2' with smollm, {', '.join(_BYTE_LEVEL)} are supported; name "
-            "a folder with the model's tokenizer.json by --tokenizer."
-        )
-    opened = _published(
-        _from_pretrained("PreTrainedTokenizerFast", path.parent, gguf_file=path.name)
-    )
-    if kind == "llama":
-        tokenizer_files.split_as_sentencepiece(
-            opened.tokenizer, "always" if prefix_space else "never"
-        )
-    else:
-        opened.tokenizer.model.ignore_merges = _BYTE_LEVEL[splitting]
-    return opened
 
 
 def _from_pretrained(name: str, folder: Path, **settings: Any) -> Any:

@@ -90,6 +90,10 @@ def answer_notes(prediction: Prediction) -> list[str]:
     if wrong := trace.get("wrong_citations"):
         notes.append(f"Citations of passages that there are not: {wrong}.")
     reasons = (*trace.get("failed", ()), *trace.get("too_long", ()))
+    if prediction.answer:
+        notes += [f"Note: {reason}." for reason in trace.get("incomplete", ())]
+    else:
+        reasons += tuple(f"{reason}." for reason in trace.get("incomplete", ()))
     return [*notes, *(f"The model gave no answer: {reason}" for reason in reasons)]
 
 

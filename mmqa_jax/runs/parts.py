@@ -412,6 +412,8 @@ class LLMSpec(Part):
       backend: `engine` (this process) or `openai` (a server, see prompting/backends/http.py).
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
+      thinking: whether a chat model thinks before it answers: `auto` (as it does by itself), `off`,
+        `on`, or the number of tokens that thoughts may have beside those of an answer.
       engine, server: values of these sections of configs/prompt/default.py that differ.
       cache: folder of a response cache that several rows share; "" is the workdir's own.
     """
@@ -424,6 +426,7 @@ class LLMSpec(Part):
     tokenizer: str = ""
     dtype: str = "auto"
     mesh: dict[str, int | Literal["auto"]] = dataclasses.field(default_factory=dict)
+    thinking: str = "auto"
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
     cache: str = ""
@@ -517,8 +520,9 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
     from mmqa_jax.core.config import find_config, load_config
     from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
     from mmqa_jax.prompting.backends.config import open_backend, spans_processes
+    from mmqa_jax.prompting.backends.thinking import WithRoom, read_thinking
 
-    changes: dict[str, Any] = {"model.dtype": spec.dtype}
+    changes: dict[str, Any] = {"model.dtype": spec.dtype, "thinking": spec.thinking}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}
     changes |= {f"engine.{key}": value for key, value in spec.engine.items()}
     changes |= {f"server.{key}": value for key, value in spec.server.items()}
@@ -530,6 +534,8 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
             "process."
         )
     backend = open_backend(spec.backend, spec.model, spec.tokenizer or None, config, flag)
+    if room := read_thinking(spec.thinking, "config key parts.llm.thinking").room:
+        backend = WithRoom(backend, room)
     return Cached(backend, ResponseCache(spec.cache or cache))
 
 

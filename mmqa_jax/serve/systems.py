@@ -28,9 +28,9 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
 from mmqa_jax.evaluation.report import TraceNode
-from mmqa_jax.prompting.backends import answer_of
 from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.prompting.backends.served import ServedBackend, ServedModel
+from mmqa_jax.prompting.backends.thinking import split_thoughts
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.ask import Answerer
@@ -208,7 +208,7 @@ class ReadPassages:
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
             if outputs and answered.found:
-                whole["marked"] = answer_of(outputs[0]["text"])
+                whole["marked"] = split_thoughts(outputs[0]["text"])[1]
             return {**whole, "notes": answer_notes(prediction)}
 
         return self.threads.start(answer, cancel_of(backend))

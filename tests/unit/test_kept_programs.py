@@ -35,17 +35,3 @@ def test_what_is_kept_has_an_end(folders, monkeypatch):
     kept_programs.take()
     assert not list(kept.iterdir())
     assert not list(run.iterdir())
-
-
-def test_what_another_reader_read_of_gguf_files_is_not_kept(folders, monkeypatch, tmp_path):
-    _, kept = folders
-    indexes = kept_programs.gguf_indexes()
-    assert indexes.is_dir()
-    assert indexes == kept_programs.gguf_indexes()
-    assert indexes.parent == kept.parent
-    monkeypatch.setattr(kept_programs, "_GGUF_READER", tmp_path / "reader.py")
-    (tmp_path / "reader.py").write_text("# changed")
-    changed = kept_programs.gguf_indexes()
-    assert changed != indexes
-    assert changed.is_dir()
-    assert not indexes.exists()

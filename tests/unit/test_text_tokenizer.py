@@ -301,7 +301,9 @@ def test_llama3_in_a_gguf_file(tmp_path):
         assert tokenizer.decode(want) == text
     assert tokens.index(whole) in tokenizer.encode("stay unmerged")
     other = write_gguf(tmp_path / "o.gguf", "gpt2", "chatglm-bpe", ["a"], [1])
-    with pytest.raises(UserError, match=r"is 'gpt2' with pre-tokenizer 'chatglm-bpe', but only"):
+    with pytest.raises(
+        UserError, match=r"pre-tokenizer is 'chatglm-bpe', expected one of .*--tokenizer"
+    ):
         open_text_tokenizer(other)
     with pytest.raises(UserError, match=r"absent\.gguf: no such file; check the path"):
         open_text_tokenizer(tmp_path / "absent.gguf")

@@ -1,24 +1,140 @@
-"""Thoughts and answers of reasoning models."""
+"""Thoughts and answers of reasoning models, in a text and as servers give them."""
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from mmqa_jax.prompting.backends import answer_of
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.requests import Candidate
+from mmqa_jax.prompting.backends import Chat, Decoding, Message
+from mmqa_jax.prompting.backends.cache import keep, restore
+from mmqa_jax.prompting.backends.openai_replies import Malformed, read_candidates
+from mmqa_jax.prompting.backends.thinking import (
+    ROOM,
+    Thinking,
+    read_thinking,
+    split_thoughts,
+    thoughts_of,
+    why_empty,
+)
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate
 
 
 @pytest.mark.parametrize(
-    ("text", "answer"),
+    ("text", "thoughts", "answer"),
     [
-        (" Paris.\n", "Paris."),
-        ("<think>\nFrance, so\n</think>\n\nParis.", "Paris."),
-        ("\n<think>\n\n</think>\n\nParis.", "Paris."),  # thinking is off
-        ("France, so\n</think>\n\nParis.", "Paris."),  # the template opened it
-        ("<think>\nFrance, and France", ""),  # tokens ran out
-        ("Write <think>a</think> in front.", "Write <think>a</think> in front."),
-        ("<think>x</think>The tag is </think>.", "The tag is </think>."),
-        ("", ""),
+        (" Paris.\n", "", "Paris."),
+        ("<think>\nFrance, so\n</think>\n\nParis.", "France, so", "Paris."),
+        ("<thinking>France</thinking>Paris.", "France", "Paris."),
+        ("\n<think>\n\n</think>\n\nParis.", "", "Paris."),  # thinking is off
+        ("France, so\n</think>\n\nParis.", "France, so", "Paris."),  # the template opened it
+        ("<think>\nFrance, and France", "France, and France", ""),  # tokens ran out
+        ("Write <think>a</think> in front.", "", "Write <think>a</think> in front."),
+        ("<think>x</think>The tag is </think>.", "x", "The tag is </think>."),
+        ("", "", ""),
     ],
 )
-def test_the_answer_is_without_thoughts(text, answer):
-    assert answer_of(text) == answer
+def test_the_answer_is_without_thoughts(text, thoughts, answer):
+    assert split_thoughts(text) == (thoughts, answer)
+
+
+def reply(message, finish="stop"):
+    return {"choices": [{"index": 0, "message": message, "finish_reason": finish}]}
+
+
+PARTS = [
+    {
+        "type": "thinking",
+        "thinking": [{"type": "text", "text": "h"}, {"type": "text", "text": "m"}],
+    },
+    {"type": "text", "text": "Every 14 days [1]."},
+]
+SHAPES = {  # a server's message -> thoughts and answer
+    "tags": ({"content": "<think>\nhm\n</think>\n\nEvery 14 days [1]."}, "hm"),
+    "vLLM": ({"content": "Every 14 days [1].", "reasoning_content": "hm"}, "hm"),
+    "newer vLLM": ({"content": "Every 14 days [1].", "reasoning": "hm"}, "hm"),
+    "Mistral": ({"content": PARTS}, "hm"),
+    "parts of text": ({"content": [{"type": "text", "text": "Every 14 days [1]."}]}, ""),
+    "none": ({"content": "Every 14 days [1].", "reasoning_content": None}, ""),
+}
+
+
+@pytest.mark.parametrize(("message", "thoughts"), SHAPES.values(), ids=list(SHAPES))
+def test_servers_shapes(message, thoughts):
+    (candidate,) = read_candidates(reply(message), False)
+    assert thoughts_of(candidate) == thoughts
+    assert split_thoughts(candidate.text)[1] == "Every 14 days [1]."
+    assert why_empty(candidate) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "finish", "sentence"),
+    [
+        ({"content": None, "reasoning_content": "hm"}, "length", "went into thoughts.*--thinking"),
+        ({"content": "<think>hm"}, "length", "went into thoughts.*--thinking=TOKENS"),
+        ({"content": None}, "length", "thoughts are hidden.*--thinking=TOKENS"),
+        ({"content": "Every 14"}, "length", "cut where its tokens ran out; raise max_new_tokens"),
+        ({"content": None, "reasoning": "hm"}, "stop", "wrote nothing; ask it otherwise"),
+    ],
+)
+def test_half_an_answer_says_why(message, finish, sentence):
+    import re
+
+    (candidate,) = read_candidates(reply(message, finish), False)
+    assert re.search(sentence, why_empty(candidate))
+
+
+@pytest.mark.parametrize("content", [None, 3, [], [3]])
+def test_no_text_and_no_reason_is_malformed(content):
+    with pytest.raises(Malformed, match="no text"):
+        read_candidates(reply({"content": content}), False)
+
+
+def test_thoughts_are_kept_and_older_answers_are_read():
+    query = Chat("q", (Message("user", "?"),), Decoding())
+    from mmqa_jax.decoding.requests import Result
+
+    answer = Result("q", (Candidate("a", (), -1.0, None, "stop", "hm"),), 3, 0)
+    value = json.loads(json.dumps(keep(query, answer)))
+    assert restore("", query, value) == answer
+    del value["candidates"][0]["thinking"]
+    assert restore("", query, value).candidates[0].thinking == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking"),
+    [
+        ("auto", Thinking()),
+        ("off", Thinking(False)),
+        ("on", Thinking(True, ROOM)),
+        ("500", Thinking(True, 500)),
+    ],
+)
+def test_the_option(text, thinking):
+    assert read_thinking(text, "--thinking") == thinking
+
+
+@pytest.mark.parametrize("text", ["", "yes", "0", "-3", "1.5", "9" * 5000, "٣"])
+def test_other_values_are_refused(text):
+    with pytest.raises(UserError, match=r"^--thinking=.*: expected auto, off, on or the number"):
+        read_thinking(text, "--thinking")
+
+
+QWEN3 = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:"
+    "{% if enable_thinking is defined and enable_thinking is false %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+
+
+def test_a_template_is_told_where_an_answer_begins():
+    turns = [Message("user", "?")]
+    for thinking, end in ((None, ":"), (False, "<think></think>"), (True, ":")):
+        template = ChatTemplate(QWEN3, thinking=Thinking(thinking)).shielding(str)
+        assert (
+            template.render("q", turns) == f"user: ?\nassistant{end if end == ':' else ':' + end}"
+        )
+    assert ChatTemplate("{{ messages }}", thinking=Thinking(False)).switches == {}

@@ -193,16 +193,3 @@ class Around:
         if name == "_backend":  # while a copy is made
             raise AttributeError(name)
         return getattr(self._backend, name)
-
-
-def answer_of(text: str) -> str:
-    """The text without the thoughts that it begins with, stripped.
-
-    Some chat templates open the tag in the prompt (Qwen3's, DeepSeek-R1's): a text then begins
-    within it. Of thoughts that do not end, as where tokens ran out, there is no answer. Tags behind
-    the beginning are the answer's own.
-    """
-    thoughts, closed, rest = text.partition("</think>")
-    if closed and ("<think>" not in thoughts or thoughts.lstrip().startswith("<think>")):
-        return rest.strip()
-    return "" if text.lstrip().startswith("<think>") else text.strip()

@@ -372,8 +372,10 @@ def _result(request: backends.Query, value: dict[str, Any]) -> Result:
     fields = {field.name for field in dataclasses.fields(Candidate)}
     candidates = []
     for row in value["candidates"]:
+        row = {"thinking": "", **row}  # which older versions did not keep
         _check(row.keys() == fields, "a candidate's keys")
         _check(isinstance(row["text"], str | None) and isinstance(row["finish"], str), "a text")
+        _check(isinstance(row["thinking"], str), "thoughts")
         _check(isinstance(row["tokens"], list) and all(map(_is_count, row["tokens"])), "a token")
         _check(_is_number(row["total"]), "a total")
         logprobs = None if row["logprobs"] is None else _numbers(row["logprobs"])

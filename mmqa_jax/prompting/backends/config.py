@@ -11,12 +11,14 @@ from mmqa_jax.core.shards import launched_shard
 from mmqa_jax.core.typed import check_section, spec_of
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
+from mmqa_jax.prompting.backends.thinking import read_thinking
 
 
 def check_prompt_config(config: ConfigDict) -> None:
     """Checks all sections but the engine's, which are checked when an engine is opened."""
     spec = {"decoding": spec_of(Decoding), "server": spec_of(ServerConfig)}
-    check_section(config, "", {**spec, "engine": dict, "model": dict})
+    check_section(config, "", {**spec, "engine": dict, "model": dict, "thinking": str})
+    read_thinking(config.thinking, "config key thinking")
 
 
 def spans_processes(backend: str, config: ConfigDict) -> bool:
@@ -48,11 +50,12 @@ def open_backend(
       flag: that named the model, or the config key, for messages.
       adapters: for the engine, see local_model.
     """
+    thinking = read_thinking(config.thinking, "config key thinking")
     if backend == "openai":
         if tokenizer is not None:
             named = flag.replace("model", "tokenizer")  # they stand side by side
             raise UserError(f"{named}={tokenizer}: a server has its own; leave it out.")
-        return OpenAIBackend(model, ServerConfig(**config.server), flag)
+        return OpenAIBackend(model, ServerConfig(**config.server), flag, thinking.on)
     from mmqa_jax.core.hosts import distributed
     from mmqa_jax.decoding.sizes import ENGINE_SPEC
     from mmqa_jax.prompting.backends import local_model
@@ -67,4 +70,5 @@ def open_backend(
         engine=config.engine.to_dict(),
         adapters=adapters,
         flag=flag,
+        thinking=thinking,
     )

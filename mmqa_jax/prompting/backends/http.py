@@ -48,6 +48,9 @@ class OpenAIBackend:
       model: the server's name for it.
       config: see ServerConfig.
       flag: that named the model, for messages.
+      thinking: whether the server's chat template is told to think or not (`chat_template_kwargs`
+        of vLLM, SGLang and llama.cpp; a server that refuses the key is asked without it); None:
+        it is not told.
 
     Raises:
       RunError: the server does not answer.
@@ -56,8 +59,15 @@ class OpenAIBackend:
     takes_pictures = None
     takes_messages = True
 
-    def __init__(self, model: str, config: ServerConfig | None = None, flag: str = "--model"):
+    def __init__(
+        self,
+        model: str,
+        config: ServerConfig | None = None,
+        flag: str = "--model",
+        thinking: bool | None = None,
+    ):
         self.model, self.config = model, config or ServerConfig()
+        self._thinking = thinking
         http_client.check_environment()
         self.usage = Usage()
         self.failures: list[Failure] = []
@@ -70,6 +80,7 @@ class OpenAIBackend:
         weakref.finalize(self, _close, self._loop, self._server)
         known = self._loop.run(self._server.models())
         parts = [http_client.address(), model, known]
+        parts += [] if thinking is None else [{"thinking": thinking}]
         # Of the address, the model and the server's description of it.
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         length = (known or {}).get("max_model_len")
@@ -176,14 +187,23 @@ class OpenAIBackend:
             body["stop"] = list(decoding.stop)
         if decoding.n > 1:
             body["n"] = decoding.n
-        candidates, usage = await self._server.post(
-            path,
-            body,
-            lambda answer: openai_replies.read_candidates(
+
+        def read(answer):
+            return openai_replies.read_candidates(
                 answer, decoding.logprobs, decoding.n, decoding.stop
-            ),
-            most_bytes(body, decoding.n * decoding.max_new_tokens),
-        )
+            )
+
+        most = most_bytes(body, decoding.n * decoding.max_new_tokens)
+        told = {}
+        if self._thinking is not None and isinstance(request, Chat):
+            told = {_TOLD: {"enable_thinking": self._thinking}}
+        try:
+            candidates, usage = await self._server.post(path, body | told, read, most)
+        except Refused as error:
+            if not told or _TOLD not in str(error):
+                raise
+            self._thinking = None  # the server does not know the key: it is not told again
+            candidates, usage = await self._server.post(path, body, read, most)
         candidates = sorted(candidates, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
         return Result(request.id, tuple(candidates), usage.prompt, 0)
 
@@ -241,6 +261,9 @@ class OpenAIBackend:
                 f"{self.config.max_failures}, the last, {shown_id(request_id)}, because {error}; "
                 f"{error.remedy}."
             )
+
+
+_TOLD = "chat_template_kwargs"
 
 
 def _close(loop: http_client.EventLoop, server: Server) -> None:

@@ -36,6 +36,7 @@ from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend, open_t5_backend
+from mmqa_jax.prompting.backends.thinking import Thinking
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
@@ -70,6 +71,7 @@ def open_backend(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     adapters: Mapping[str, str | os.PathLike] | None = None,
     flag: str = "--model",
+    thinking: Thinking | None = None,
 ) -> EngineBackend | T5Backend:
     """Opens a LLaMA, LLaVA, OneVision, Qwen-VL or T5 as a backend; its weights are loaded on first
     use.
@@ -85,6 +87,7 @@ def open_backend(
       adapters: folders of adapters over this base (`weights.folder.load_additions`), by the names
         that requests to the engine give.
       flag: that named the model, for messages.
+      thinking: what the chat template is told; None: nothing.
     """
     config = config or ModelConfig()
     path = _find(model, flag)
@@ -138,7 +141,7 @@ def open_backend(
         beside=values * (4 if dtype == "float32" else 2),
     )
     sizing.choose()  # sizes that do not fit are refused before any weights are read
-    text = open_text_tokenizer(path if tokenizer is None else tokenizer)
+    text = open_text_tokenizer(path if tokenizer is None else tokenizer, thinking)
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
     parts = [kind, digest or weights_hash(path), text.fingerprint, [*numerics, __version__]]

@@ -117,13 +117,7 @@ def read_candidates(
         choices = sorted(choices, key=lambda choice: choice["index"])
     candidates = []
     for choice in choices:
-        text = choice.get("text")
-        if "message" in choice and isinstance(choice["message"], dict):
-            text = choice["message"].get("content")
-            if text is None:
-                text = choice["message"].get("refusal")
-        if not isinstance(text, str):
-            raise Malformed("a choice has no text")
+        text, thinking = _text_and_thoughts(choice)
         text = truncate(text, stops)
         # "stop" is an end token or a stop string: the API does not say which.
         finish = _name(choice.get("finish_reason")) or "stop"
@@ -134,7 +128,7 @@ def read_candidates(
                 raise NoLogprobs("it lacks the requested log-probabilities")
             count = tokens_of_text(tokens, text, stops, finish) if tokens else len(reported)
             total = math.fsum(reported[:count])
-        candidates.append(Candidate(text, (), total, reported, finish))
+        candidates.append(Candidate(text, (), total, reported, finish, thinking))
     return candidates
 
 
@@ -209,6 +203,45 @@ def _choices(answer: Any) -> list[dict[str, Any]]:
     if not all(isinstance(choice, dict) for choice in choices):
         raise Malformed("a choice is no object")
     return choices
+
+
+def _text_and_thoughts(choice: Mapping[str, Any]) -> tuple[str, str]:
+    """A choice's text, and its thoughts where the server gives them apart.
+
+    vLLM, SGLang, DeepSeek and llama.cpp have a field for them, whose answer is null while there is
+    none; Mistral's content is a list of parts of both.
+    """
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        message = {"content": choice.get("text")}
+    content, thinking = message.get("content"), ""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(message.get(name), str):
+            thinking = thinking or message[name]
+    if isinstance(content, list):
+        parts = [part for part in content if isinstance(part, dict)]
+        thinking = thinking or _joined([part.get("thinking") for part in parts])
+        content = _joined([part.get("text") for part in parts])
+        content = content if parts else None
+    if content is None:
+        is_cut = choice.get("finish_reason") == "length"
+        content = "" if thinking or is_cut else message.get("refusal")
+    if not isinstance(content, str):
+        raise Malformed("a choice has no text")
+    return content, thinking
+
+
+def _joined(values: Sequence[Any]) -> str:
+    """Texts one after the other; of lists of parts, theirs."""
+    texts = []
+    for value in values:
+        inner = (
+            [part.get("text") for part in value if isinstance(part, dict)]
+            if isinstance(value, list)
+            else [value]
+        )
+        texts += [text for text in inner if isinstance(text, str)]
+    return "".join(texts)
 
 
 def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:

@@ -30,8 +30,9 @@ from mmqa_jax.data.tokenizers import Tokenizer, load_tokenizer
 from mmqa_jax.decoding.masked_lm import write_captions
 from mmqa_jax.decoding.requests import Unanswerable
 from mmqa_jax.models.oscar.network import OscarConfig, OscarLayout
-from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture, answer_of
+from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached
+from mmqa_jax.prompting.backends.thinking import split_thoughts
 from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import read_metadata
@@ -274,7 +275,7 @@ def caption_questions(
                 except Unanswerable as error:
                     reasons[question.id] = str(error)
             for answer in model.answer(chats):
-                captions[answer.id] = answer_of(answer.candidates[0].text or "").strip()
+                captions[answer.id] = split_thoughts(answer.candidates[0].text or "")[1]
             reasons |= {failure.id: failure.reason for failure in model.failures}
             progress.advance(min(_AT_ONCE, len(pictured) - start))
     failed = [question.id for question in pictured if question.id not in captions]

@@ -1,36 +1,28 @@
-"""LLaMA weights of llama.cpp's GGUF files, dequantized one tensor at a time.
+"""Tensors and metadata of llama.cpp's GGUF files, dequantized one tensor at a time.
 
-The `gguf` package reads the container and dequantizes; what it cannot dequantize is refused
-before any tensor is read. Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and
-convert_hf_to_gguf.py (LlamaModel.permute).
-
-The package takes seconds to read a vocabulary of 50,000 tokens, so that what it found (metadata,
-and where each tensor is) is kept in the cache folder under the SHA-256 of the file.
+What is not a whole file, or has a tensor of a kind that is not known, is refused before any tensor
+is read (llama.cpp docs/gguf.md).
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
 import math
 import mmap
 import os
 import struct
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import check_claim, read_json, write_json
-from mmqa_jax.core.host import cache_dir
+from mmqa_jax.core.files import check_claim
 from mmqa_jax.weights.config_json import check_keys
-
-_ROW_VALUES = 16_384  # of a row that is dequantized, at most
-_READ_BYTES = 1 << 18  # dequantized at a time, in several copies
+from mmqa_jax.weights.formats.gguf_blocks import Kind, dequantize, kind_of
 
 
 class GGUFSource:
@@ -38,20 +30,16 @@ class GGUFSource:
 
     def __init__(self, path: str | os.PathLike):
         self.name = str(path)
-        index = _index(Path(path))
-        self._fields: dict[str, Any] = index["fields"]
-        self._tensors = {name: _Tensor(*values) for name, values in index["tensors"].items()}
+        try:
+            facts = os.stat(path)
+        except FileNotFoundError:
+            raise UserError(f"{path}: no such file; check the path.") from None
+        self._fields, self._tensors = _header(Path(path), facts.st_size, facts.st_mtime_ns)
         if self.metadata("split.count", 1) > 1:
             raise UserError(
                 f"{path}: one of {self.metadata('split.count')} parts; join them with "
                 "`llama-gguf-split --merge` and give the whole file."
             )
-        for name, tensor in self._tensors.items():
-            if not _dequantizes(tensor.quantization):
-                raise UserError(
-                    f"{path}, tensor {name!r}: quantization {tensor.quantization} is not "
-                    "supported; convert the file to F16, Q8_0, Q4_0, Q4_1 or Q6_K."
-                )
 
     def metadata(self, key: str, default: Any = None) -> Any:
         """A metadata value."""
@@ -94,122 +82,38 @@ class GGUFSource:
 
     def read(self, key: str) -> np.ndarray:
         """Reads and dequantizes one tensor, piece by piece."""
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-
         tensor = self._tensors[key]
-        kind = GGMLQuantizationType[tensor.quantization]
-        # The package works on 16 rows at a time, too few of most models' short ones to be fast;
-        # blocks do not depend on each other, so that rows may be of any length.
-        values, size = GGML_QUANT_SIZES[kind]
-        blocks = tensor.bytes // size
-        together = min(blocks, max(1, _ROW_VALUES // values))
-        while blocks % together:
-            together -= 1
-        row = together * size
-        found = np.empty((blocks // together, together * values), np.float32)
-        step = max(1, _READ_BYTES // row)
+        kind, values = tensor.kind, np.empty(math.prod(tensor.shape), np.float32)
         with open(self.name, "rb") as file:
             file.seek(tensor.offset)
-            for first in range(0, len(found), step):
-                piece = found[first : first + step]
-                raw = np.fromfile(file, np.uint8, len(piece) * row).reshape(-1, row)
-                piece[...] = quants.dequantize(raw.view(tensor.dtype), kind)
-        return found.reshape(tensor.shape)
+            for first in range(0, len(values), kind.piece * kind.values):
+                piece = values[first : first + kind.piece * kind.values]
+                raw = np.fromfile(file, np.uint8, len(piece) // kind.values * kind.bytes)
+                dequantize(kind, raw, piece)
+        return values.reshape(tensor.shape)
 
 
 class _Tensor(NamedTuple):
     """Where a tensor is in its file, and how."""
 
-    shape: list[int]  # rows first
-    quantization: str  # a name of gguf.GGMLQuantizationType
-    offset: int
-    bytes: int
-    dtype: str
+    shape: tuple[int, ...]  # rows first
+    kind: Kind
+    offset: int  # from the file's beginning
 
 
-def _index(path: Path) -> dict[str, Any]:
-    """Metadata and tensors of a file; from the cache if a file of this content was read before."""
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; check the path.")
-    try:
-        import gguf  # noqa: F401 - dequantizes later
-    except ImportError as error:
-        raise UserError(
-            f"{path}: reading a GGUF file needs the package gguf; run `pip install gguf`."
-        ) from error
-    facts = path.stat()
-    kept = cache_dir() / "gguf-tensors" / f"{_sha256(path, facts.st_size, facts.st_mtime_ns)}.json"
-    if kept.is_file():
-        try:
-            return read_json(kept)
-        except UserError:  # damaged: written again
-            kept.unlink(missing_ok=True)
-    check_gguf_header(path)
-    reader = _open(path)
-    index = {
-        "fields": {name: field.contents() for name, field in reader.fields.items()},
-        "tensors": {
-            tensor.name: _Tensor(
-                shape=tensor.shape.tolist()[::-1],
-                quantization=tensor.tensor_type.name,
-                offset=int(tensor.data_offset),
-                bytes=int(tensor.n_bytes),
-                dtype=str(tensor.data.dtype),
-            )
-            for tensor in reader.tensors
-        },
-    }
-    with contextlib.suppress(OSError):  # a read-only home: it is read again next time
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_json(kept, index)
-    return index
+# The header of a GGUF file. Each length is compared with what is left of the file before it is
+# believed: an array of 2^50 values would keep a reader busy for minutes.
 
-
-@functools.lru_cache(maxsize=8)
-def _sha256(path: Path, size: int, changed: int) -> str:
-    """SHA-256 of a file of this size and time of change."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _open(path: Path):
-    import gguf
-
-    try:
-        reader = gguf.GGUFReader(path)
-    except (ValueError, IndexError, KeyError, OverflowError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"{path}: not a whole GGUF file ({error}); fetch or convert it again."
-        ) from error
-    return reader
-
-
-@functools.cache
-def _dequantizes(quantization: str) -> bool:
-    """Whether the package can dequantize, tried on one block of zeros."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
-
-    kind = GGMLQuantizationType[quantization]
-    _, size = GGML_QUANT_SIZES[kind]
-    try:
-        quants.dequantize(np.zeros((1, size), np.uint8), kind)
-    except NotImplementedError:
-        return False
-    return True
-
-
-# The header of a GGUF file, walked through before the package gguf reads it.
-#
-# The package believes every length: an array of 2^50 values keeps it busy for minutes. Here nothing
-# is read but lengths, each compared with what is left of the file (llama.cpp docs/gguf.md).
-
-# Types of metadata -> bytes of a value; the others are strings and arrays.
-_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+# Types of metadata; the others are strings and arrays.
+_NUMBERS = {
+    **{0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?"},
+    **{10: "<u8", 11: "<i8", 12: "<f8"},
+}
 _STRING, _ARRAY = 8, 9
 _LEAST_PAIR, _LEAST_TENSOR = 13, 24  # bytes of an entry with empty names
 _MOST_AXES = 4
 _VERSIONS = (2, 3)
-_ALIGNMENT = b"general.alignment"
+_LENGTH = struct.Struct("<Q")
 
 
 class _Cursor:
@@ -228,23 +132,44 @@ class _Cursor:
         self.skip(struct.calcsize(form), what)
         return struct.unpack_from(form, self.data, start)[0]
 
-    def text(self, what: str) -> bytes:
-        length = self.number("<Q", what)
-        start = self.at
-        self.skip(length, what)
-        return self.data[start : self.at]
+    def numbers(self, form: str, count: int, what: str) -> list[Any]:
+        start, form = self.at, np.dtype(form)
+        self.skip(count * form.itemsize, what)
+        return np.frombuffer(self.data, form, count, start).tolist()
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """Strings, of which a vocabulary has hundreds of thousands."""
+        check_claim(f"{self.where}, {what}", self.at + 8 * count, self.size)
+        data, at, end, length_at = self.data, self.at, self.size - 8, _LENGTH.unpack_from
+        texts = []
+        for _ in range(count):
+            if at > end:
+                break
+            start = at + 8
+            at = start + length_at(data, at)[0]
+            texts.append(data[start:at])
+        check_claim(f"{self.where}, {what}", at + 8 * (count - len(texts)), self.size)
+        self.at = at
+        try:
+            return list(map(bytes.decode, texts))
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"{self.where}, {what} ({error}); fetch or convert it again."
+            ) from error
 
 
-def check_gguf_header(path: Path) -> None:
-    """Checks every length, count and offset of a header against the size of the file."""
+@functools.lru_cache(maxsize=8)  # weights, config and tokenizer are read of one file
+def _header(path: Path, size: int, changed: int) -> tuple[Mapping[str, Any], Mapping[str, _Tensor]]:
+    """Metadata and tensors of a file of this size and time of change."""
     with open(path, "rb") as file:
         if file.read(4) != b"GGUF":
-            return  # the package says so
+            raise UserError(f"{path}: not a whole GGUF file; fetch or convert it again.")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            _walk(_Cursor(path, data))
+            fields, tensors = _read_header(_Cursor(path, data))
+    return MappingProxyType(fields), MappingProxyType(tensors)
 
 
-def _walk(cursor: _Cursor) -> None:
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, _Tensor]]:
     cursor.at = 4
     version = cursor.number("<I", "version")
     if version and version & 0xFFFF == 0:
@@ -260,61 +185,58 @@ def _walk(cursor: _Cursor) -> None:
     least = pairs * _LEAST_PAIR + tensors * _LEAST_TENSOR
     counts = f"{cursor.where}, {pairs:,} metadata and {tensors:,} tensors"
     check_claim(counts, cursor.at + least, cursor.size)
-    alignment = 32
+    fields = {}
     for _ in range(pairs):
-        key = cursor.text("a metadata's name")
-        what = f"metadata {key[:60].decode(errors='replace')!r}"
-        kind, start = cursor.number("<I", what), cursor.at
-        _skip_value(cursor, kind, what)
-        if key == _ALIGNMENT and kind == 4:
-            (alignment,) = struct.unpack_from("<I", cursor.data, start)
-    if not 0 < alignment <= cursor.size:
+        (key,) = cursor.texts(1, "a metadata's name")
+        what = f"metadata {key[:60]!r}"
+        fields[key] = _value(cursor, cursor.number("<I", what), what)
+    alignment = fields.get("general.alignment", 32)
+    if type(alignment) is not int or not 0 < alignment <= cursor.size:
         raise UserError(f"{cursor.path}: general.alignment is {alignment}; fetch it again.")
-    ends = [_tensor_end(cursor) for _ in range(tensors)]
+    tensors = dict(_tensor(cursor) for _ in range(tensors))
     start = -(-cursor.at // alignment) * alignment
-    for name, end in ends:
-        check_claim(f"{cursor.where}, tensor {name!r}", start + end, cursor.size)
+    for name, tensor in tensors.items():
+        offset = start + tensor.offset
+        end = offset + math.prod(tensor.shape) // tensor.kind.values * tensor.kind.bytes
+        check_claim(f"{cursor.where}, tensor {name!r}", end, cursor.size)
+        tensors[name] = tensor._replace(offset=offset)
+    return fields, tensors
 
 
-def _skip_value(cursor: _Cursor, kind: int, what: str) -> None:
-    if kind in _SIZES:
-        cursor.skip(_SIZES[kind], what)
-    elif kind == _STRING:
-        cursor.text(what)
-    elif kind == _ARRAY:
-        of, count = cursor.number("<I", what), cursor.number("<Q", what)
-        if of in _SIZES:
-            cursor.skip(count * _SIZES[of], what)
-        elif of == _STRING:
-            check_claim(f"{cursor.where}, {what}", cursor.at + 8 * count, cursor.size)
-            for _ in range(count):
-                cursor.text(what)
-        else:
-            raise UserError(
-                f"{cursor.path}, {what}: an array of type {of}; fetch or convert the file again."
-            )
-    else:
+def _value(cursor: _Cursor, kind: int, what: str) -> Any:
+    """A metadata value."""
+    if kind in _NUMBERS:
+        return cursor.numbers(_NUMBERS[kind], 1, what)[0]
+    if kind == _STRING:
+        return cursor.texts(1, what)[0]
+    if kind != _ARRAY:
         raise UserError(f"{cursor.path}, {what}: of type {kind}; fetch or convert the file again.")
+    of, count = cursor.number("<I", what), cursor.number("<Q", what)
+    if of in _NUMBERS:
+        return cursor.numbers(_NUMBERS[of], count, what)
+    if of != _STRING:
+        raise UserError(
+            f"{cursor.path}, {what}: an array of type {of}; fetch or convert the file again."
+        )
+    return cursor.texts(count, what)
 
 
-def _tensor_end(cursor: _Cursor) -> tuple[str, int]:
-    """A tensor's name, and where it ends after the header."""
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    name = cursor.text("a tensor's name").decode(errors="replace")
+def _tensor(cursor: _Cursor) -> tuple[str, _Tensor]:
+    """A tensor's name, and what the header says of it; its offset is from the header's end."""
+    (name,) = cursor.texts(1, "a tensor's name")
     what = f"tensor {name!r}"
     axes = cursor.number("<I", what)
     if axes > _MOST_AXES:
         raise UserError(f"{cursor.path}, {what}: has {axes} axes; fetch or convert it again.")
-    values = math.prod(cursor.number("<Q", what) for _ in range(axes))
-    kind, offset = cursor.number("<I", what), cursor.number("<Q", what)
-    try:
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-    except (ValueError, KeyError) as error:
+    shape = tuple(cursor.number("<Q", what) for _ in range(axes))[::-1]
+    number, offset = cursor.number("<I", what), cursor.number("<Q", what)
+    kind = kind_of(number, f"{cursor.path}, {what}")
+    if shape and shape[-1] % kind.values:
         raise UserError(
-            f"{cursor.path}, {what}: quantization {kind} is not known; convert the file to F16."
-        ) from error
-    return name, offset + values // block * size
+            f"{cursor.path}, {what}: rows of {shape[-1]} values are no whole blocks of "
+            f"{kind.name}; fetch or convert it again."
+        )
+    return name, _Tensor(shape, kind, offset)
 
 
 # What the readers of GGUF files of several architectures have in common.

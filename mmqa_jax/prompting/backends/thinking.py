@@ -1,0 +1,122 @@
+"""Whether a model thinks before it answers, and its thoughts apart from the answer.
+
+Models mark thoughts by tags in their text; servers with a parser for that give them in a field of
+their own (`openai_replies`). A template or a server that knows no switch is left as it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mmqa_jax.core.errors import UserError, decimal_number
+from mmqa_jax.decoding.requests import Candidate
+from mmqa_jax.prompting import backends
+
+ROOM = 2048  # tokens of thoughts, where no number is named
+_TAGS = re.compile(r"\s*<(think|thinking)>")
+_CLOSED = re.compile(r"</(think|thinking)>")
+# Switches of chat templates: Qwen3's, SmolLM3's and others'; Granite's and DeepSeek-V3.1's.
+_SWITCHES = (("enable_thinking", "enable_thinking"), ("thinking", "if thinking"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Thinking:
+    """How a model is asked to think.
+
+    Attributes:
+      on: whether it is; None: as it does by itself.
+      room: tokens of thoughts beside those of the answer (`max_new_tokens`).
+    """
+
+    on: bool | None = None
+    room: int = 0
+
+    def switches(self, template: str) -> dict[str, bool]:
+        """What a chat template is told, of the switches that its source names."""
+        if self.on is None:
+            return {}
+        return {name: self.on for name, text in _SWITCHES if text in template}
+
+
+def read_thinking(text: str, where: str) -> Thinking:
+    """Reads `auto`, `off`, `on` or a number of tokens; `where`: the flag or key, for a message."""
+    if text in ("auto", "off"):
+        return Thinking(None if text == "auto" else False)
+    room = (
+        ROOM
+        if text == "on"
+        else (decimal_number(text) or 0)
+        if text.isascii() and text.isdecimal()
+        else 0
+    )
+    if not 0 < room < 2**20:
+        raise UserError(
+            f"{where}={text[:40]}: expected auto, off, on or the number of tokens that thoughts "
+            "may have."
+        )
+    return Thinking(True, room)
+
+
+class WithRoom(backends.Around):
+    """A backend whose conversations have room for thoughts beside their answers."""
+
+    def __init__(self, backend: backends.Backend, room: int):
+        super().__init__(backend)
+        self._room = room
+        self.fingerprint = f"{backend.fingerprint}, {room} tokens of thoughts"
+
+    def check(self, query: backends.Query) -> None:
+        """The backend's, of a query with its thoughts."""
+        self._backend.check(self._with_room(query))
+
+    def answer(self, queries: Iterable[backends.Query]) -> Iterator[Any]:
+        """The backend's, to queries with their thoughts."""
+        return self._backend.answer(map(self._with_room, queries))
+
+    def _with_room(self, query: backends.Query) -> backends.Query:
+        if not isinstance(query, backends.Chat):
+            return query
+        most = query.decoding.max_new_tokens + self._room
+        decoding = dataclasses.replace(query.decoding, max_new_tokens=most)
+        return dataclasses.replace(query, decoding=decoding)
+
+
+def split_thoughts(text: str) -> tuple[str, str]:
+    """The thoughts that a text begins with, and the answer behind them, both stripped.
+
+    Some chat templates open the tag in the prompt (Qwen3's, DeepSeek-R1's): a text then begins
+    within it. Of thoughts that do not end, as where tokens ran out, there is no answer. Tags behind
+    the beginning are the answer's own.
+    """
+    opened, closed = _TAGS.match(text), _CLOSED.search(text)
+    start = opened.end() if opened else 0
+    if closed and (opened or not re.search("<(think|thinking)>", text[: closed.start()])):
+        return text[start : closed.start()].strip(), text[closed.end() :].strip()
+    return (text[start:].strip(), "") if opened else ("", text.strip())
+
+
+def thoughts_of(candidate: Candidate) -> str:
+    """A candidate's thoughts, whether a server or its text says them; "": none."""
+    return candidate.thinking or split_thoughts(candidate.text or "")[0]
+
+
+def why_empty(candidate: Candidate) -> str:
+    """The sentence to a user about a candidate without an answer, or with half of one; "": it has a
+    whole one."""
+    answer = split_thoughts(candidate.text or "")[1]
+    if candidate.finish == "length":
+        if answer:
+            return "the answer was cut where its tokens ran out; raise max_new_tokens"
+        if thoughts_of(candidate):
+            return (
+                "all of its tokens went into thoughts; give them more room by --thinking=TOKENS, "
+                "or turn them off by --thinking=off (of a row: parts.llm.thinking)"
+            )
+        return (
+            "its tokens ran out before the answer began, as those of a model do whose thoughts are "
+            "hidden; give them room by --thinking=TOKENS (of a row: parts.llm.thinking)"
+        )
+    return "" if answer else "the model wrote nothing; ask it otherwise, or use another model"
