@@ -31,7 +31,7 @@ VERBS = (
     *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
     *("index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "sweep", "tables", "compare"),
-    *("evaluate", "report", "plan", "merge", "status"),
+    *("evaluate", "report", "plan", "merge", "status", "models"),
 )
 _PLACES = ("workdir", "out", "cache")  # flags that say where a verb writes
 _INTERRUPTED = 130

@@ -105,9 +105,11 @@ def check_model_type(published: Any, where: str, *expected: str) -> None:
     """Raises UserError unless `model_type` of a config.json is one of `expected`."""
     model_type = published.get("model_type") if isinstance(published, dict) else None
     if model_type not in expected:
+        from mmqa_jax.weights.registry import remedy_for
+
         raise UserError(
             f"{where}: model_type is {model_type!r}, expected {' or '.join(map(repr, expected))}; "
-            "give a checkpoint of that model, or the --model of this one."
+            f"{remedy_for(model_type)}."
         )
 
 

@@ -10,6 +10,7 @@ compared with transformers?) its entry answers. Entries name their parts as `mod
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 from collections.abc import Callable, Mapping
@@ -238,6 +239,22 @@ def model_of(path: Path) -> str | None:
     entries = sorted(known, key=lambda entry: not entry.sign)
     return next(
         (e.name for e in entries if (e.sign in signs if e.sign else kind in e.known_types)), None
+    )
+
+
+def remedy_for(model_type: Any) -> str:
+    """What to do with a checkpoint of a model type that was not expected: what reads it, else the
+    nearest model type that is read, and where else it can be asked."""
+    types = {kind: entry.name for entry in architectures().values() for kind in entry.known_types}
+    if model_type in types:
+        return (
+            f"give a checkpoint of that model, or --model={types[model_type]} to convert this one"
+        )
+    near = difflib.get_close_matches(str(model_type), types, n=1)
+    nearest = f"the nearest by name that is read is {near[0]!r}" if near else "none is near it"
+    return (
+        f"{nearest} (`mmqa models` lists all): give such a checkpoint, or serve this one elsewhere "
+        "(vLLM, llama.cpp) and ask it by --backend=openai"
     )
 
 

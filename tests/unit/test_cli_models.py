@@ -1,0 +1,50 @@
+"""`mmqa models`, and refusals that name a model which works."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mmqa_jax.cli import main
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.weights.layouts import check_model_type
+from mmqa_jax.weights.registry import names
+
+
+def test_all_families_are_listed_with_what_was_measured(capsys):
+    assert main(["models", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
+    listed = {row["family"] for row in rows}
+    assert {*FAMILIES, *names()} <= listed
+    sizes = {row["size"]: row for row in rows}
+    assert sizes["qwen3_vl_8b"]["sees"] == "yes"
+    assert sizes["qwen3_8b"]["sees"] == ""
+    # Parameters of Qwen3-8B's report, 8.19e9, in bfloat16; its rows on two chips.
+    assert abs(float(sizes["qwen3_8b"]["GiB"]) - 8.19e9 * 2 / 2**30) < 0.1
+    assert float(sizes["qwen3_8b"]["GiB a chip of v5e:2x4"]) == 7.65
+    assert all(0 < float(row["deviation"]) < 1e-4 for row in rows if row["deviation"])
+
+
+@pytest.mark.parametrize(
+    ("model_type", "remedy"),
+    [
+        ("qwen3_5", r"nearest by name that is read is 'qwen3'.*--backend=openai"),
+        ("gemma4", r"is 'gemma3'.*`mmqa models`.*--backend=openai"),
+        ("xyz", r"none is near it.*serve this one elsewhere.*--backend=openai"),
+    ],
+)
+def test_a_foreign_family_names_what_works(model_type, remedy):
+    with pytest.raises(UserError, match=f"^m: model_type is '{model_type}', expected.*{remedy}"):
+        LlamaConfig.from_hf({"model_type": model_type}, "m")
+    with pytest.raises(
+        UserError, match=f"^m: model_type is '{model_type}', expected 'clip'; the|none"
+    ):
+        check_model_type({"model_type": model_type}, "m", "clip")
+
+
+def test_a_family_of_another_verb_names_its_model():
+    with pytest.raises(UserError, match=r"or --model=bert to convert this one"):
+        check_model_type({"model_type": "bert"}, "m", "clip")
