@@ -248,6 +248,15 @@ MOST_LAYERS = 10_000
 _NAMES_OF_FEW = ("layers", "depth", "experts", "patch_size", "merge_size", "interval")
 
 
+class ForeignModel(UserError):
+    """A config is of a model type that was not expected; `what` says so without a remedy."""
+
+    def __init__(self, where: str, model_type: Any, expected: str):
+        self.model_type = model_type
+        self.what = f"{where}: model_type is {model_type!r}, expected {expected}"
+        super().__init__(f"{self.what}; give a checkpoint of that model.")
+
+
 def check_keys(
     published: Mapping[str, Any],
     where: str,

@@ -15,7 +15,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.config_json import ForeignModel, config_from_json, config_to_json
 from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 from mmqa_jax.weights.keymap import KeyMap
@@ -102,15 +102,10 @@ def config_file(path: Path) -> Path:
 
 
 def check_model_type(published: Any, where: str, *expected: str) -> None:
-    """Raises UserError unless `model_type` of a config.json is one of `expected`."""
+    """Raises ForeignModel unless `model_type` of a config.json is one of `expected`."""
     model_type = published.get("model_type") if isinstance(published, dict) else None
     if model_type not in expected:
-        from mmqa_jax.weights.registry import remedy_for
-
-        raise UserError(
-            f"{where}: model_type is {model_type!r}, expected {' or '.join(map(repr, expected))}; "
-            f"{remedy_for(model_type)}."
-        )
+        raise ForeignModel(where, model_type, " or ".join(map(repr, expected)))
 
 
 def read_hf_config(path: Path, *model_types: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.config_json import config_from_json
+from mmqa_jax.weights.config_json import ForeignModel, config_from_json
 
 if TYPE_CHECKING:
     from mmqa_jax.weights.layouts import Checkpoint, Published
@@ -120,7 +120,10 @@ class Architecture:
         """Opens a checkpoint of any published layout; reads headers only."""
         assert clip is None or self.takes_clip
         arguments = {} if clip is None else {"clip": clip}
-        return self._keys("open")(path, **arguments)
+        try:
+            return self._keys("open")(path, **arguments)
+        except ForeignModel as error:
+            raise UserError(f"{error.what}; {_remedy_for(error.model_type)}.") from error
 
     def publish(self, config: Any, state: Any) -> Published:
         """The model under published keys."""
@@ -242,7 +245,7 @@ def model_of(path: Path) -> str | None:
     )
 
 
-def remedy_for(model_type: Any) -> str:
+def _remedy_for(model_type: Any) -> str:
     """What to do with a checkpoint of a model type that was not expected: what reads it, else the
     nearest model type that is read, and where else it can be asked."""
     types = {kind: entry.name for entry in architectures().values() for kind in entry.known_types}

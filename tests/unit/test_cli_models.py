@@ -8,10 +8,9 @@ import pytest
 
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.core.files import write_json
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.weights.layouts import check_model_type
-from mmqa_jax.weights.registry import names
+from mmqa_jax.weights.registry import architecture, names
 
 
 def test_all_families_are_listed_with_what_was_measured(capsys):
@@ -36,15 +35,14 @@ def test_all_families_are_listed_with_what_was_measured(capsys):
         ("xyz", r"none is near it.*serve this one elsewhere.*--backend=openai"),
     ],
 )
-def test_a_foreign_family_names_what_works(model_type, remedy):
-    with pytest.raises(UserError, match=f"^m: model_type is '{model_type}', expected.*{remedy}"):
-        LlamaConfig.from_hf({"model_type": model_type}, "m")
-    with pytest.raises(
-        UserError, match=f"^m: model_type is '{model_type}', expected 'clip'; the|none"
-    ):
-        check_model_type({"model_type": model_type}, "m", "clip")
+def test_a_foreign_family_names_what_works(model_type, remedy, tmp_path):
+    write_json(tmp_path / "config.json", {"model_type": model_type})
+    for name in ("llama", "clip"):
+        with pytest.raises(UserError, match=f"model_type is '{model_type}', expected .*{remedy}"):
+            architecture(name).open(tmp_path)
 
 
-def test_a_family_of_another_verb_names_its_model():
+def test_a_family_of_another_model_names_that(tmp_path):
+    write_json(tmp_path / "config.json", {"model_type": "bert"})
     with pytest.raises(UserError, match=r"or --model=bert to convert this one"):
-        check_model_type({"model_type": "bert"}, "m", "clip")
+        architecture("clip").open(tmp_path)

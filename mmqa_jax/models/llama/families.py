@@ -18,8 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
-from mmqa_jax.weights.config_json import check_keys, kinds
-from mmqa_jax.weights.registry import remedy_for
+from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
 # family has those of `_COMMON` and its own `keys`.
@@ -499,10 +498,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields of LlamaConfig from transformers' `config.json`; see `LlamaConfig.from_hf`."""
     model_type = published.get("model_type", "llama")
     if model_type not in FAMILIES:
-        raise UserError(
-            f"{where}: model_type is {model_type!r}, expected one of {', '.join(FAMILIES)}; "
-            f"{remedy_for(model_type)}."
-        )
+        raise ForeignModel(where, model_type, f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     read = _read(family)
     published = {**published}
