@@ -24,8 +24,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "length_penalty": 0.0,
     }
     # --backend=engine. dtype: auto (float32 on a CPU, bfloat16 elsewhere), float32, bfloat16.
-    # mesh auto: a copy of the weights on each device of the process, split over `tensor` where no
-    # useful cache fits beside them; all 1 is one device.
+    # mesh auto: copies of the weights, each split over `tensor`, that answer all prompts soonest by
+    # the roofline (decoding/job_time.py); all 1 is one device.
     config.model = {"dtype": "auto", "mesh": {"data": auto(), "fsdp": auto(), "tensor": auto()}}
     # See EngineConfig in mmqa_jax/decoding/slot_runner.py. auto: chosen for model, device, its free
     # memory and the prompts (decoding/sizes.py), printed, and named in what --json prints. A number

@@ -34,6 +34,8 @@ class Chip:
         reaches all others of its host at `link_rate`.
       wraps_from: chips along a dimension from which on its ends are linked, too.
       clock: Hz of a TPU's core, in whose cycles its compiler counts; 0: of a GPU.
+      hop_seconds: that a collective takes for each device on its way, beside its bytes.
+      call_seconds: that it takes once.
       kinds: parts of the name by which jax knows the device, in lower case.
       spellings: of a TPU, with which the names of its slices begin, ours first: `v5e` of `v5e:2x4`
         and `v5e-8`.
@@ -52,6 +54,8 @@ class Chip:
     links: int = 0
     wraps_from: int = 0
     clock: float = 0
+    hop_seconds: float = 0
+    call_seconds: float = 0
     kinds: tuple[str, ...] = ()
     spellings: tuple[str, ...] = ()
     target: str = ""
@@ -90,7 +94,8 @@ def _tpu(
     rates["f32:highest"] = bf16 / 6  # six passes of bfloat16
     source = "cloud.google.com/tpu/docs, system architecture of each version"
     moved = (gib * GIB, hbm * 1e9, ici * 1e9, dcn * 1e9 / 8)
-    return Chip(f"TPU {name}", rates, *moved, source, clock=ghz * 1e9, **rest)
+    # A hop: jax-ml.github.io/scaling-book, "about 1 us".
+    return Chip(f"TPU {name}", rates, *moved, source, clock=ghz * 1e9, hop_seconds=1e-6, **rest)
 
 
 def _memory_share() -> float:
@@ -118,6 +123,9 @@ def _gpu(name: str, bf16: float, tf32: float, fp32: float, int8: float, **rest: 
         rest["nvlink"] * 1e9,
         rest["network"] * 1e9,
         "NVIDIA's data sheet, SXM, dense; NVLink and network each way of a DGX",
+        # A small all-reduce by NCCL's own model (its file tuning.cc: a ring over NVLink, LL).
+        hop_seconds=0.6e-6,
+        call_seconds=6.6e-6,
         kinds=(name.lower(),),
     )
 

@@ -1,8 +1,9 @@
 """The engine's devices and sizes, as given or chosen for model, chip and prompts.
 
-`mmqa prompt`, `mmqa run` and `mmqa plan` ask `choose_sizes`. By default every device of the process
-holds a copy of the weights and serves its own slots; weights that leave no room for a useful cache
-are split over `tensor`, as few times as will do.
+`mmqa prompt`, `mmqa run` and `mmqa plan` ask `choose_sizes`. By default the devices of the process
+hold as many copies of the weights, split over `tensor` as many times, as take the least time for
+the whole job (job_time.py). On devices without a data sheet, such as CPUs, they are split as few
+times as leave room for a useful cache.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from mmqa_jax.core.chips import Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import (
     DEFAULT_RULES,
@@ -34,6 +36,7 @@ from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
+from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
 from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
@@ -46,6 +49,8 @@ from mmqa_jax.weights.registry import architecture_of
 LENGTH = 2048  # tokens of a slot where no prompt is known
 _GIB = 2**30
 _SHARE = 0.9  # of what is free, for weights, cache and the arrays of a step
+_MANY, _NEW = 10_000, 64  # sequences, and new tokens of each, where they are not known
+_NEAR = 1.03  # of the least time: a mesh with fewer exchanges is taken
 _USEFUL = 8  # slots for a copy of the weights, below which it is split instead
 _SLOTS = 128  # for a copy: by then a step's time is no longer that of reading the weights
 _CPU_SLOTS = (16, 32)  # and for many prompts
@@ -68,10 +73,21 @@ class Demand:
     Attributes:
       sequences: prompts, each as often as it is drawn.
       tokens: of the longest prompt with its new tokens.
+      prompt_tokens, new_tokens: of all sequences together, or of one if it is not known how many
+        there are; the new ones at most.
     """
 
     sequences: int | None = None
     tokens: int | None = None
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+
+    def job(self, length: int) -> Job:
+        """The job, whose sequences are as long as a slot where nothing is known of them."""
+        known = self.sequences or 1
+        new = self.new_tokens / known if self.new_tokens else min(_NEW, length / 2)
+        prompt = self.prompt_tokens / known if self.prompt_tokens else max(1, length - new)
+        return Job(self.sequences or _MANY, prompt, new)
 
 
 UNKNOWN = Demand()
@@ -87,12 +103,14 @@ class EngineSizes:
       engine: the sizes.
       lacking: how much memory the weights lack, and what to do; "": they fit, or how much is free
         is not known.
+      reason: why the mesh was chosen, one sentence; "": it was given, or follows from memory alone.
     """
 
     shape: Mapping[str, int]
     devices: Sequence[jax.Device]
     engine: EngineConfig
     lacking: str = ""
+    reason: str = ""
 
     def mesh(self) -> Mesh:
         """The mesh, also of one device."""
@@ -185,16 +203,21 @@ def choose_sizes(
     whole = min(map(free_bytes, devices)) if free is None else free
     most_free, free = whole - beside, _SHARE * whole - beside
     cost = _Cost(model, base, length, cpu)
-    tensor = _tensor(cost, free, most_free, len(devices), demand)
+    chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
+    splits = [n for n in range(1, len(devices) + 1) if _divides(n, len(devices), model)]
+    tensor, reason = _fewest(cost, splits, free, most_free, len(devices), demand), ""
+    if chip is not None:
+        tensor, reason = _fastest(cost, splits, free, most_free, len(devices), demand, chip)
     shape = choose_mesh(mesh, len(devices), tensor, chosen.get("slots", 0))
+    if any(mesh.get(axis, AUTO) != AUTO for axis in MESH_AXES):
+        reason = ""
     _check_slots(chosen.get("slots"), shape)
     copies = shape["data"] * shape["fsdp"]
     of_copy = cost.slots(free, shape["tensor"], shape["fsdp"])
     if cpu:
         few, many = _CPU_SLOTS
         of_copy = max(1, (many if (demand.sequences or 0) > 2 * many else few) // copies)
-    if demand.sequences is not None:
-        of_copy = min(of_copy, 2 ** math.ceil(math.log2(max(1, demand.sequences / copies))))
+    of_copy = min(of_copy, _wanted(demand, copies))
     engine = dataclasses.replace(
         base,
         length=length,
@@ -202,7 +225,18 @@ def choose_sizes(
         prefill_tokens=chosen.get("prefill_tokens", _prefill(cpu, copies, base.buckets)),
     )
     lacking = _lacking(cost, shape, tensor, most_free)
-    return EngineSizes(shape, devices[: math.prod(shape.values())], engine, lacking)
+    return EngineSizes(shape, devices[: math.prod(shape.values())], engine, lacking, reason)
+
+
+def _wanted(demand: Demand, copies: int) -> float:
+    """How many slots of a copy have a sequence."""
+    if demand.sequences is None:
+        return math.inf
+    return 2 ** math.ceil(math.log2(max(1, demand.sequences / copies)))
+
+
+def _divides(tensor: int, devices: int, model: LlamaConfig) -> bool:
+    return devices % tensor == 0 and model.heads % tensor == 0
 
 
 def _check_slots(slots: int | None, shape: Mapping[str, int]) -> None:
@@ -297,6 +331,22 @@ class _Cost:
         of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         return (matrices * of_matrix + tables * size) / tensor
 
+    def copy(self, tensor: int, chip: Chip) -> SplitCopy:
+        """What of a copy's weights, split over `tensor`, one call reads."""
+        model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
+        head = model.vocab_size * model.hidden * size / tensor
+        of_matrix = 1 if self.sizes.weights == "int8" else size
+        experts = 3 * model.layers * self._of_mlp() * of_matrix / tensor if model.experts else 0.0
+        return SplitCopy(
+            dataclasses.replace(model, kv_heads=self._kv_heads(tensor)),
+            chip,
+            tensor,
+            self.weights(tensor) - (1 if model.tied else 2) * head,
+            experts,
+            head,
+            self.token(tensor),
+        )
+
     def held(self, tensor: int, fsdp: int, kind: str | None = None) -> float:
         """Bytes of the weights on a device, split over `tensor` and `fsdp`."""
         weights = self.weights(tensor, kind)
@@ -349,19 +399,71 @@ def _numpy(dtype: str) -> str:
     return "float16" if dtype == "bfloat16" else dtype
 
 
-def _tensor(cost: _Cost, free: float, most_free: float, devices: int, demand: Demand) -> int:
+def _fewest(
+    cost: _Cost,
+    splits: Sequence[int],
+    free: float,
+    most_free: float,
+    devices: int,
+    demand: Demand,
+) -> int:
     """Over how few devices of `most_free` bytes a copy of the weights is split to leave a useful
     cache.
     """
-    splits = [n for n in range(1, devices + 1) if devices % n == 0 and cost.model.heads % n == 0]
     for tensor in splits:
         copies = devices // tensor
         useful = min(_USEFUL, -(-(demand.sequences or _USEFUL * copies) // copies))
-        room = free - cost.weights(tensor) - cost.step(tensor)
-        loads = cost.loading(tensor, 1) <= most_free
-        if loads and room >= useful * cost.token(tensor) * cost.length:
+        if _leaves(cost, tensor, free, most_free, useful):
             return tensor
     return splits[-1]
+
+
+def _leaves(cost: _Cost, tensor: int, free: float, most_free: float, slots: int) -> bool:
+    """Whether a copy can be loaded, and leaves room for slots."""
+    room = free - cost.weights(tensor) - cost.step(tensor)
+    loads = cost.loading(tensor, 1) <= most_free
+    return loads and room >= slots * cost.token(tensor) * cost.length
+
+
+def _fastest(
+    cost: _Cost,
+    splits: Sequence[int],
+    free: float,
+    most_free: float,
+    devices: int,
+    demand: Demand,
+    chip: Chip,
+) -> tuple[int, str]:
+    """Over how many devices a copy is split so that the job takes the least time, and why."""
+    job = demand.job(cost.length)
+    times: dict[int, JobTime] = {}
+    for tensor in splits:
+        copies = devices // tensor
+        if not _leaves(cost, tensor, free, most_free, 1):
+            continue
+        slots = min(cost.slots(free, tensor, 1), _wanted(demand, copies))
+        times[tensor] = cost.copy(tensor, chip).seconds(job, copies, slots, _PREFILL)
+    if not times:
+        return splits[-1], ""
+    least = min(time.seconds for time in times.values())
+    best = next(n for n in splits if n in times and times[n].seconds <= _NEAR * least)
+    others = [n for n in times if n != best]
+    if not others:
+        return best, ""
+    other = min(others, key=lambda tensor: times[tensor].seconds)
+    prefill, seconds = times[best].prefill, times[best].seconds
+    return best, (
+        f"{_axes(devices // best, best)} needs {seconds / times[other].seconds:.2f} of the time of "
+        f"{_axes(devices // other, other)} by the roofline of {job.sequences:,.0f} prompts of "
+        f"{job.prompt_tokens:,.0f} tokens with {job.new_tokens:,.0f} new ones: "
+        f"{100 * prefill / seconds:.0f} % of it are prompts, then up to "
+        f"{times[best].tokens_per_second:,.0f} tokens/s"
+    )
+
+
+def _axes(data: int, tensor: int) -> str:
+    sizes = {"data": data, "tensor": tensor}
+    return " ".join(f"{axis}={n}" for axis, n in sizes.items() if n > 1) or "one device"
 
 
 # Key and value heads repeated until a mesh divides them, so that each device caches its own.

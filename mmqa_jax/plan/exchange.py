@@ -18,13 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mmqa_jax.core.chips import Chip
 from mmqa_jax.core.flops import inner_jaxprs, times_run
+from mmqa_jax.core.links import seconds_to_send, sent_bytes
 from mmqa_jax.core.mesh import SEQUENCE
 
 Split = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension of an array
@@ -85,6 +86,24 @@ class Exchange(NamedTuple):
     def network_bytes(self) -> float:
         """The fewest bytes that a device sends to other slices over the data-center network."""
         return sent_bytes(self.kind, self.slices, self.bytes * self.slices / self.members)
+
+
+class Placement(NamedTuple):
+    """Where the devices of a mesh are, in its flat order.
+
+    Attributes:
+      hosts: as of plan.topology.Topology, of every device.
+      links: of a group of positions, `fewest_links`; None: each device reaches all others of its
+        host at its whole rate.
+    """
+
+    hosts: tuple[int, ...]
+    links: Callable[[Sequence[int]], int] | None = None
+
+    def reach(self, groups: Sequence[Sequence[int]]) -> tuple[int, int | None]:
+        """How many slices or hosts a group reaches over, and the links of the worst placed one."""
+        far = max(len({self.hosts[member] for member in group}) for group in groups)
+        return far, None if self.links is None else min(map(self.links, groups))
 
 
 def least_exchanges(
@@ -357,89 +376,3 @@ def _reshaped(before: Sequence[int], after: Sequence[int], split: Split) -> Spli
         result[place] = axes
         old, new = old + 1, new + 1
     return tuple(result)
-
-
-# What the devices of a mesh have to exchange, and over which links of a slice they do.
-#
-# A slice is a grid of chips with links between neighbors, and from end to end along those
-# dimensions that wrap around. What a group of chips exchanges goes at most at the rate of the chip
-# with the fewest links inside the group: half of a ring's where the dimension does not wrap
-# around.
-
-Place = tuple[int, ...]  # of a chip in its slice
-
-
-class Placement(NamedTuple):
-    """Where the devices of a mesh are, in its flat order.
-
-    Attributes:
-      hosts: as of plan.topology.Topology, of every device.
-      links: of a group of positions, `fewest_links`; None: each device reaches all others of its
-        host at its whole rate.
-    """
-
-    hosts: tuple[int, ...]
-    links: Callable[[Sequence[int]], int] | None = None
-
-    def reach(self, groups: Sequence[Sequence[int]]) -> tuple[int, int | None]:
-        """How many slices or hosts a group reaches over, and the links of the worst placed one."""
-        far = max(len({self.hosts[member] for member in group}) for group in groups)
-        return far, None if self.links is None else min(map(self.links, groups))
-
-
-def sent_bytes(kind: str, members: float, size: float) -> float:
-    """Bytes that a device has to send at least (ring algorithms reach it).
-
-    Args:
-      kind: of the collective, as XLA names it.
-      members: devices of a group, or slices of which each sends as one.
-      size: bytes of the whole array of a group: what is gathered, reduced or permuted.
-    """
-    if kind in ("collective-permute", "collective-broadcast"):
-        return size
-    return size * (members - 1) / members * (2 if kind == "all-reduce" else 1)
-
-
-def seconds_to_send(size: float, chip: Chip, *, hosts: bool, links: int | None) -> float:
-    """The least time in which a device sends so many bytes.
-
-    Args:
-      hosts: whether they go to other hosts.
-      links: of a TPU's chip to others of its group; None: all that the device has.
-    """
-    if hosts:
-        return size / chip.network_rate
-    return size / (chip.link_rate * (1.0 if links is None else links / chip.links))
-
-
-def wraps(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
-    """Which dimensions of a slice of so many chips are linked from end to end."""
-    if len(shape) == 3:  # cut into cubes: all or none
-        return (all(size % chip.wraps_from == 0 for size in shape),) * 3
-    return tuple(size >= chip.wraps_from for size in shape)
-
-
-def fewest_links(group: Collection[Place], shape: Sequence[int], chip: Chip) -> int:
-    """How many links the worst placed chip of a group has to others of it.
-
-    Args:
-      group: places of the group's chips; the two cores of a v4 chip have one.
-      shape: of the slice.
-
-    Returns:
-      At least 1: chips that are no neighbors are reached over others.
-    """
-    members, ends = set(group), wraps(shape, chip)
-
-    def links(place: Place) -> int:
-        count = 0
-        for axis, size in enumerate(shape):
-            for step in (-1, 1):
-                at = place[axis] + step
-                if not 0 <= at < size and not ends[axis]:
-                    continue
-                neighbor = (*place[:axis], at % size, *place[axis + 1 :])
-                count += neighbor in members and neighbor != place
-        return count
-
-    return max(1, min(map(links, members)))

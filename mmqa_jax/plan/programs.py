@@ -476,6 +476,7 @@ def engine_sizes(
     """Mesh and sizes as `mmqa prompt` takes them for prompts up to `engine.length`."""
     mesh, settings = config.model.mesh.to_dict(), config.engine.to_dict()
     tokens = None if settings["length"] == AUTO else settings["length"]
+    new = config.decoding.max_new_tokens if "decoding" in config else None
     llama = _llama(config, devices, model)
     vision = WITH_PICTURES[model]().vision if model in WITH_PICTURES else None
     return sizes_of_engine.choose_sizes(
@@ -483,7 +484,7 @@ def engine_sizes(
         settings,
         mesh,
         devices,
-        sizes_of_engine.Demand(tokens=tokens),
+        sizes_of_engine.Demand(tokens=tokens, new_tokens=new),
         free=min(free_bytes(device, 0.0) for device in devices),
         beside=sizes_of_engine.tower_bytes(llama, vision),
     )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -20,8 +19,9 @@ from typing import Any
 from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.core.links import fewest_links, most_even
 from mmqa_jax.core.mesh import slice_of
-from mmqa_jax.plan.exchange import Placement, fewest_links
+from mmqa_jax.plan.exchange import Placement
 
 LOCAL = "local"
 _OF_TPU = {spelling: name for name, chip in TPUS.items() for spelling in chip.spellings}
@@ -127,23 +127,9 @@ def _slice(name: str) -> tuple[int, str, str]:
     if shape is None:
         chip = TPUS[version]
         cores = 2 if chip.dimensions == 3 else 1
-        sides = _most_even(int(count) // cores, chip.dimensions) if int(count) % cores == 0 else ()
+        sides = most_even(int(count) // cores, chip.dimensions) if int(count) % cores == 0 else ()
         shape = "x".join(map(str, sides))
     return int(slices or 1), version, shape
-
-
-def _most_even(chips: int, dimensions: int) -> tuple[int, ...]:
-    """The sides of Google's slice of so many chips: as even as possible, ascending, sides of 1
-    last; () for no chip."""
-    if dimensions == 1:
-        return (chips,) if chips else ()
-    splits = [
-        tuple(sorted((side, *_most_even(chips // side, dimensions - 1))))
-        for side in range(1, math.isqrt(chips) + 1)
-        if chips % side == 0
-    ]
-    sides = min(splits, key=lambda sides: (sides[-1], -sides[0]), default=())
-    return (*(side for side in sides if side > 1), *(side for side in sides if side == 1))
 
 
 def _tpu(name: str, slices: int, version: str, shape: str) -> Topology:

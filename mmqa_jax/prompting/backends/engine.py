@@ -79,7 +79,7 @@ class EngineBackend:
         self._throughput = requests.Throughput()  # the engine's, once it is made
         self._warm = requests.Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
-        self._checked = Demand(0, 0)
+        self._checked = Demand(0, 0, 0, 0)
         self.usage = Usage()
         self.failures: list[Failure] = []  # pictures that prove to be broken behind their header
 
@@ -100,11 +100,13 @@ class EngineBackend:
         It is resized once for more sequences, more than twice the first ones, then for any number;
         and once for longer prompts, then up to LENGTH tokens.
         """
-        tokens = max(self._checked.tokens, *(self._needs(*pair) for pair in prompts))
-        needed = Demand(sum(_sequences(query) for query, _ in prompts), tokens)
+        needed = Demand(0, self._checked.tokens, 0, 0)
+        for query, prompt in prompts:
+            needed = self._with(needed, query, prompt)
         # All that is checked, so that a job that goes on elsewhere takes the same sizes.
-        most = max(needed.sequences, self._checked.sequences)
-        engine, first = self._engine_for(Demand(most, tokens)), self._demand
+        more = needed.sequences > self._checked.sequences
+        most = needed if more else dataclasses.replace(self._checked, tokens=needed.tokens)
+        engine, first = self._engine_for(most), self._demand
         if self._resize is None:
             return engine
         sequences, tokens = first.sequences, first.tokens
@@ -160,8 +162,21 @@ class EngineBackend:
         count, more, _ = self._count_tokens(request, prompt)
         if count + more > self.length:
             raise requests.TooLong(request.id, count, more, self.length)
-        sequences = self._checked.sequences + _sequences(request)
-        self._checked = Demand(sequences, max(self._checked.tokens, self._needs(request, prompt)))
+        self._checked = self._with(self._checked, request, prompt)
+
+    def _with(self, demand: Demand, request: Query, prompt: _Prompt) -> Demand:
+        """A demand with a query more."""
+        sequences = _sequences(request)
+        count, more, together = self._count_tokens(request, prompt)
+        length = count + together
+        if isinstance(request, Choices):  # what is scored is read, not written
+            count, more = length, 1
+        return Demand(
+            demand.sequences + sequences,
+            max(demand.tokens, min(length, self.length)),
+            demand.prompt_tokens + sequences * count,
+            demand.new_tokens + sequences * more,
+        )
 
     def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
@@ -174,11 +189,6 @@ class EngineBackend:
         else:
             lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
         return count, max(lengths), together
-
-    def _needs(self, request: Query, prompt: _Prompt) -> int:
-        """Tokens of a query and its answer, at most those that a query may have."""
-        count, _, together = self._count_tokens(request, prompt)
-        return min(count + together, self.length)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[requests.Result | requests.Scores]:
         """See Backend. Continuations of a conversation begin the assistant's next message.

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from mmqa_jax import __version__
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.mesh import MESH_AXES, platform
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import (
@@ -149,6 +149,8 @@ def open_backend(
     def make_engine(demand: Demand) -> Engine:
         sizes = sizing.choose(demand)
         print(f"{path.name}: {sizes}", file=sys.stderr)
+        if sizes.reason:
+            print(f"{path.name}: {sizes.reason}", file=sys.stderr)
         mesh = sizes.mesh() if len(sizes.devices) > 1 else None
         apart = bool(family.layers_apart) and not scans(sizes.engine, mesh)
         model = _load(kind, path, dtype, mesh, apart)
@@ -156,7 +158,8 @@ def open_backend(
         return Engine(model, text, **options, adapters=additions)
 
     def resize(engine: Engine, demand: Demand) -> None:
-        sizes = sizing.choose(demand)
+        on = {} if engine.mesh is None else dict(engine.mesh.shape)
+        sizes = sizing.choose(demand, dict.fromkeys(MESH_AXES, 1) | on)  # weights stay
         if sizes.engine != engine.config:
             print(f"{path.name}: {sizes}", file=sys.stderr)
             engine.resize(sizes.engine)
@@ -207,8 +210,10 @@ class Sizing:
         """A value of the settings, or EngineConfig's own."""
         return self._settings.get(name, getattr(EngineConfig, name))
 
-    def choose(self, demand: Demand | None = None) -> EngineSizes:
-        """Chooses sizes for a demand; None only checks what is given."""
+    def choose(
+        self, demand: Demand | None = None, mesh: Mapping[str, int] | None = None
+    ) -> EngineSizes:
+        """Chooses sizes for a demand, None only checks what is given; `mesh` is one that stays."""
         devices = devices_for(self._mesh)
         free = self._free
         if free is None:
@@ -218,7 +223,7 @@ class Sizing:
         sizes = choose_sizes(
             self._llama,
             self._settings,
-            self._mesh,
+            self._mesh if mesh is None else mesh,
             devices,
             demand or UNKNOWN,
             free=free,

@@ -1,0 +1,120 @@
+"""How long a job takes an engine at least, in closed form, by the data sheet of its devices.
+
+`sizes.choose_sizes` compares meshes by it, before anything is compiled: copies of the weights need
+no exchange, which favors prompts; a copy that is split reads its weights once for more sequences,
+which favors new tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from mmqa_jax.core.chips import Chip
+from mmqa_jax.core.links import near_seconds
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.experts import reached
+
+
+class CallTime(NamedTuple):
+    """Seconds of the parts of one call of a program, each at the data sheet's peak."""
+
+    compute: float
+    hbm: float
+    exchange: float
+
+
+class JobTime(NamedTuple):
+    """Seconds of a job on all copies.
+
+    Attributes:
+      tokens_per_second: new ones, while all slots decode.
+    """
+
+    prefill: float
+    decode: float
+    tokens_per_second: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both, one after the other."""
+        return self.prefill + self.decode
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is to be answered; a mean where sequences differ."""
+
+    sequences: float
+    prompt_tokens: float
+    new_tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitCopy:
+    """A copy of a language model, split over `tensor` devices.
+
+    Attributes:
+      model: with the key heads that each device has, repeated where `tensor` does not divide them,
+        and the dtype of arithmetic.
+      layer_bytes: of the weights of all layers on a device.
+      expert_bytes: of these, the experts'.
+      head_bytes: of the output head on a device.
+      token_bytes: of a token's keys and values on a device.
+    """
+
+    model: LlamaConfig
+    chip: Chip
+    tensor: int
+    layer_bytes: float
+    expert_bytes: float
+    head_bytes: float
+    token_bytes: float
+
+    def decode(self, slots: float, columns: float) -> CallTime:
+        """One token of each of a copy's slots, which see so many columns."""
+        read = slots * columns * self.token_bytes
+        return self._call(slots, slots, columns, read)
+
+    def prefill(self, tokens: float, prompts: float, columns: float) -> CallTime:
+        """A batch of chunks of so many tokens, of so many prompts; a token sees so many columns."""
+        return self._call(tokens, prompts, columns, tokens * self.token_bytes)
+
+    def _call(self, tokens: float, heads: float, columns: float, cache_bytes: float) -> CallTime:
+        """`heads`: tokens of which logits are computed."""
+        model, item = self.model, 4 if self.model.dtype == "float32" else 2
+        of_heads = model.hidden * model.head_size * 2 * (model.heads + model.kv_heads)
+        of_mlp = 3 * model.hidden * model.mlp * (model.active_experts if model.experts else 1)
+        attention = 2 * model.heads * model.head_size * columns  # scores and values
+        products = tokens * model.layers * (of_heads + of_mlp + attention)
+        products += heads * model.hidden * model.vocab_size
+        unread = 0.0
+        if model.experts:
+            unread = self.expert_bytes * (1 - reached(model, tokens))
+        moved = self.layer_bytes - unread + self.head_bytes + cache_bytes
+        sums = near_seconds("all-reduce", self.tensor, tokens * model.hidden * item, self.chip)
+        kind = "f32" if item == 4 else "bf16"
+        return CallTime(
+            self.chip.seconds({kind: 2 * products / self.tensor}),
+            moved / self.chip.hbm_rate,
+            2 * model.layers * sums,
+        )
+
+    def seconds(self, job: Job, copies: int, slots: float, tokens: float) -> JobTime:
+        """The time of a job that is shared among copies.
+
+        What a batch of prompts exchanges can run beside the products of others; nothing runs beside
+        what a decoding step exchanges.
+
+        Args:
+          slots: of a copy.
+          tokens: of a copy, of a batch of prompts' chunks.
+        """
+        own = job.sequences / copies
+        batch = self.prefill(tokens, tokens / job.prompt_tokens, job.prompt_tokens / 2)
+        prefill = own * job.prompt_tokens / tokens * max(batch)
+        slots = min(slots, max(own, 1.0))
+        step = self.decode(slots, job.prompt_tokens + job.new_tokens / 2)
+        seconds = max(step.compute, step.hbm) + step.exchange
+        steps = job.new_tokens * max(own / slots, 1.0)
+        return JobTime(prefill, steps * seconds, copies * slots / seconds)
