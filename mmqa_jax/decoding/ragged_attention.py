@@ -69,8 +69,11 @@ def attend_on(
       [S, L, heads, D] and the cache with the tokens of each slot in their columns, in place.
     """
 
+    cores = 1 if mesh is None else getattr(mesh.devices.flat[0], "num_cores", 1)
+
     def attend(*arguments: Any) -> tuple[jax.Array, Any]:
-        return ragged_attention(*arguments, read=read, cap=cap, interpret=interpret)
+        options = {"read": read, "cap": cap, "cores": cores, "interpret": interpret}
+        return ragged_attention(*arguments, **options)
 
     if mesh is not None:  # XLA does not split a kernel by itself
         of_slots, of_all = PartitionSpec(specs.key[1]), PartitionSpec()
@@ -127,6 +130,7 @@ def ragged_attention(
     *,
     read: int,
     cap: float | None = None,
+    cores: int = 1,
     interpret: bool = False,
 ) -> tuple[jax.Array, Any]:
     """Attends, on one device, from L tokens of every slot to its columns and to each other.
@@ -141,6 +145,7 @@ def ragged_attention(
       table, positions: see `attend_on`.
       read: columns of each slot that the kernel's stated costs are those of.
       cap: of `layers.attention`.
+      cores: of the device, which share the slots: 2 of a v5p.
       interpret: run without a TPU, slowly, for tests.
 
     Returns:
@@ -153,7 +158,8 @@ def ragged_attention(
     block = _block_columns(page, most, kv_heads * size * arrays[0].dtype.itemsize)
     of_column = [kv_heads * math.prod(x.shape[4:]) * x.dtype.itemsize for x in arrays]
     depth = max(2, min(8, _AHEAD_BYTES // (block * sum(of_column))))
-    of_grid = max(n for n in range(1, slots + 1) if slots % n == 0 and n * length * heads <= _ROWS)
+    fitting = min(slots // cores, _ROWS // (length * heads))
+    of_grid = max(n for n in range(1, max(1, fitting) + 1) if slots % n == 0)
 
     def tile(x: jax.Array) -> int:  # the fewest columns that are written
         return _LANES if x.ndim == 4 else 32 // x.dtype.itemsize
@@ -194,7 +200,7 @@ def ragged_attention(
             bytes_accessed=slots * moved + 2 * q.nbytes + k.nbytes + v.nbytes + turns.nbytes,
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), disable_bounds_checks=True
+            dimension_semantics=("parallel",), disable_bounds_checks=True
         ),
         interpret=interpret,
         name="ragged_attention",

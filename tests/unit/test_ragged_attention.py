@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mmqa_jax.decoding import kv_cache, scanned_cache
+from mmqa_jax.decoding import kv_cache, ragged_attention, scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.decoding.ragged_attention import attend_on
 from mmqa_jax.decoding.scanned_cache import ScannedCache
@@ -66,7 +66,9 @@ def test_as_plain_products(
     heads, kv_heads, size, page, pages, tokens, window, cap, int8, monkeypatch
 ):
     """Slots without a column, with one, with a whole page, with one more, and almost full; blocks of
-    several pages, of one, and of a part of one."""
+    several pages, of one, and of a part of one; several tokens a slot, then a slot a grid step."""
+    if tokens > 1:
+        monkeypatch.setattr(ragged_attention, "_ROWS", heads * tokens)
     columns = page * pages
     token, cache = arrays(heads, kv_heads, columns, size, tokens, int8)
     positions = np.array([0, 1, 128 - tokens // 2, 129, columns - tokens], np.int32)
