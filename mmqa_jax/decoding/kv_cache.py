@@ -80,18 +80,14 @@ def page_each(rows: int, mesh: Mesh | None = None) -> np.ndarray:
     return np.arange(rows, dtype=np.int32)[:, None] % of_shard
 
 
-def ragged_fits(
-    config: LlamaConfig, columns: int, page: int, chunk: int, dtype: str, device: jax.Device
-) -> bool:
+def ragged_fits(config: LlamaConfig, page: int, chunk: int, dtype: str, device: jax.Device) -> bool:
     """Whether `forward` on the device, present or not, can attend by "ragged".
 
-    columns: of a row. page: columns of a page. chunk: of tokens, the smallest. dtype: of the cache.
+    page: columns of a page. chunk: of tokens, the smallest. dtype: of the cache.
     """
     size, kind = config.head_size, config.dtype
     half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
     fits = 16 <= size <= 256 and size & (size - 1) == 0 and page % 16 == chunk % 16 == 0
-    # The kernels know neither windows nor caps.
-    fits = fits and not config.windowed(columns) and config.attention_cap is None
     return implementation_for(device) == "cudnn" and half and fits
 
 
@@ -254,10 +250,11 @@ def _layer(
         if implementation == "ragged":
             from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
 
+            of_layer = {"window": window, "cap": cap, "read": read}
             if q.shape[1] == 1:
-                out = ragged_triton.attend_to_own(q, held, table, starts + 1, read=read)
+                out = ragged_triton.attend_to_own(q, held, table, starts + 1, **of_layer)
             else:
-                out = ragged_triton.attend_in_place(q, held, table, starts, branches, read=read)
+                out = ragged_triton.attend_in_place(q, held, table, starts, branches, **of_layer)
         elif implementation == "blocks":
             out = attend(q, held, columns, branches, table, end=ends.max(), window=window, cap=cap)
         else:

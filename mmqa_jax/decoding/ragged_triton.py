@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from mmqa_jax.decoding.cached_attention import Branches, LayerCache
-from mmqa_jax.models.attention.masked import MASKED
+from mmqa_jax.models.attention.masked import MASKED, capped
 
 _BLOCK = 64  # columns: keys and values of three blocks, of heads of 128, take 96 KiB of 227
 _ROWS = 16  # of a product on tensor cores, at least
@@ -36,6 +36,8 @@ def attend_to_own(
     table: jax.Array,
     lengths: jax.Array,
     *,
+    window: jax.Array | None = None,
+    cap: float | None = None,
     read: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -48,7 +50,9 @@ def attend_to_own(
       q: [S, 1, heads, D], D a power of two from 16 on, rotated.
       held: with the tokens' own keys and values; P is a multiple of 16.
       table: int32 [S, M], each slot's pages.
-      lengths: int32 [S], columns that each slot's token sees, one at least.
+      lengths: int32 [S], columns up to each slot's token, one at least.
+      window: int32 [S], how many of them it sees; no block before is read. None is all.
+      cap: of `layers.attention`.
       read: columns of each slot that the kernel's stated costs are those of.
       interpret: run without a GPU, slowly, for tests.
 
@@ -64,14 +68,17 @@ def attend_to_own(
     rows = max(_ROWS, pl.next_power_of_2(groups))  # of which `groups` are there
     shape = (slots, kv_heads, parts, groups)
     of_part = pl.BlockSpec((None, None, None, rows), lambda s, h, n: (s, h, n, 0))
-    arrays = jax.tree.leaves(held)
+    arrays, of_slot = jax.tree.leaves(held), pl.BlockSpec((None,), lambda s, *_: (s,))
+    windows = [] if window is None else [window.astype(jnp.int32)]
+    options = {"windowed": window is not None, "cap": cap, "block": block}
     top, total, summed = pl.pallas_call(
-        functools.partial(_token, groups=groups, block=block, blocks=pl.cdiv(count, parts)),
+        functools.partial(_token, groups=groups, blocks=pl.cdiv(count, parts), **options),
         grid=(slots, kv_heads, parts),
         in_specs=[
             pl.BlockSpec((None, None, rows, size), lambda s, h, _: (s, h, 0, 0)),
-            pl.BlockSpec((None,), lambda s, *_: (s,)),
+            of_slot,
             pl.BlockSpec((None, table.shape[1]), lambda s, *_: (s, 0)),
+            *[of_slot] * len(windows),
             *[_of_head(x, lambda s, h, _: h) for x in arrays],
         ],
         out_specs=[
@@ -88,7 +95,7 @@ def attend_to_own(
         interpret=interpret,
         name="attend_to_own",
         **_stated(q, arrays, slots, read, 4 * slots * heads * parts * (size + 2)),
-    )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), table, *arrays)
+    )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), table, *windows, *arrays)
     weights = jnp.exp(top - top.max(2, keepdims=True))  # [S, kv, parts, G]
     summed = (summed * weights[..., None]).sum(2) / (total * weights).sum(2)[..., None]
     return summed.astype(q.dtype).reshape(q.shape)
@@ -101,6 +108,8 @@ def attend_in_place(
     starts: jax.Array,
     branches: Branches | None,
     *,
+    window: jax.Array | None = None,
+    cap: float | None = None,
     read: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -112,6 +121,9 @@ def attend_in_place(
       table: int32 [R, M], each row's pages.
       starts: int [R], column of each row's first token.
       branches: of the tokens.
+      window: int32 [R], how many positions a token sees, its own included; no block before those of
+        the first token is read. None is all.
+      cap: of `layers.attention`.
       read: columns of each row that the kernel's stated costs are those of.
       interpret: run without a GPU, slowly, for tests.
 
@@ -124,17 +136,20 @@ def attend_in_place(
     if branches is None:
         branches = Branches(jnp.zeros_like(starts), jnp.zeros((count, length), jnp.int32))
     arrays = jax.tree.leaves(held)
+    windows = [] if window is None else [window.astype(jnp.int32)]
+    options = {"windowed": window is not None, "cap": cap, "block": _block(page)}
     of_tokens = pl.BlockSpec((None, tokens, None, size), lambda n, h, r: (r, n, h, 0))
     of_row = pl.BlockSpec((None,), lambda n, h, r: (r,))
 
     return pl.pallas_call(
-        functools.partial(_tokens, block=_block(page)),
+        functools.partial(_tokens, **options),
         grid=(length // tokens, heads, count),  # those that read the same columns one after another
         in_specs=[
             of_tokens,
             pl.BlockSpec((None, table.shape[1]), lambda n, h, r: (r, 0)),
             *[of_row] * 2,
             pl.BlockSpec((None, tokens), lambda n, h, r: (r, n)),
+            *[of_row] * len(windows),
             *[_of_head(x, lambda n, h, r: h // groups) for x in arrays],
         ],
         out_specs=of_tokens,
@@ -143,7 +158,7 @@ def attend_in_place(
         interpret=interpret,
         name="attend_in_place",
         **_stated(q, arrays, count, read, q.nbytes),
-    )(q, table, starts.astype(jnp.int32), branches.trunk, branches.begin, *arrays)
+    )(q, table, starts.astype(jnp.int32), branches.trunk, branches.begin, *windows, *arrays)
 
 
 def _block(page: int) -> int:
@@ -176,21 +191,26 @@ def _stated(
 
 def _token(
     q_ref: Any, length_ref: Any, table_ref: Any, *refs: Any,
-    groups: int, block: int, blocks: int,
+    groups: int, block: int, blocks: int, windowed: bool, cap: float | None,
 ):  # fmt: skip
     """One part: q [rows, D], `groups` of them real; table [M]; keys [pages, D, P], values
     [pages, P, D], scales [pages, P]."""
+    window_ref, *refs = refs if windowed else (None, *refs)
     held, (top_ref, total_ref, out_ref) = refs[:-3], refs[-3:]
     rows = q_ref.shape[0]
     length, first = length_ref[()], pl.program_id(2) * blocks
     own = jnp.arange(rows) < groups
     q = plgpu.load(q_ref, mask=own[:, None], other=0)
+    end = jnp.minimum((length + block - 1) // block, first + blocks)
+    if windowed:
+        near = jnp.maximum(length - window_ref[()], 0)  # the first column that is seen
+        first = jnp.maximum(first, near // block)
 
     def one(n, carry):
-        visible = n * block + jnp.arange(block) < length
-        return _add(q, _columns(held, table_ref, n, block), visible[None], carry)
+        column = n * block + jnp.arange(block)
+        visible = (column < length) & (column >= near) if windowed else column < length
+        return _add(q, _columns(held, table_ref, n, block), visible[None], carry, cap)
 
-    end = jnp.minimum((length + block - 1) // block, first + blocks)
     top, total, out = jax.lax.fori_loop(first, end, one, _nothing(q))
     plgpu.store(top_ref, top, mask=own)
     plgpu.store(total_ref, total, mask=own)
@@ -199,23 +219,30 @@ def _token(
 
 def _tokens(
     q_ref: Any, table_ref: Any, start_ref: Any, trunk_ref: Any, begin_ref: Any, *refs: Any,
-    block: int,
+    block: int, windowed: bool, cap: float | None,
 ):  # fmt: skip
     """Tokens of one head: q [L, D]; table [M]; keys [pages, D, P], values [pages, P, D], scales
     [pages, P]."""
+    window_ref, *refs = refs if windowed else (None, *refs)
     *held, out_ref = refs
     tokens, trunk = q_ref.shape[0], trunk_ref[()]
     first = start_ref[()] + pl.program_id(0) * tokens
     q, begin = q_ref[...], begin_ref[...][:, None]
-    own = (first + jnp.arange(tokens))[:, None]
+    own, earliest = (first + jnp.arange(tokens))[:, None], 0
+    if windowed:  # the first columns seen: of a token's branch, and of the trunk by its position
+        near = own - window_ref[()] + 1
+        of_trunk = jnp.where(begin > 0, trunk - begin, 0) + near
+        earliest = jnp.maximum(of_trunk.min(), 0) // block
 
     def one(n, carry):
         column = (n * block + jnp.arange(block))[None]
         visible = (column <= own) & ((column < trunk) | (column >= begin))  # as `Branches` says
-        return _add(q, _columns(held, table_ref, n, block), visible, carry)
+        if windowed:
+            visible &= column >= jnp.where(column < trunk, of_trunk, near)
+        return _add(q, _columns(held, table_ref, n, block), visible, carry, cap)
 
     blocks = (first + tokens + block - 1) // block
-    _, total, out = jax.lax.fori_loop(0, blocks, one, _nothing(q))
+    _, total, out = jax.lax.fori_loop(earliest, blocks, one, _nothing(q))
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
 
 
@@ -235,7 +262,11 @@ def _nothing(q: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _add(
-    q: jax.Array, held: Sequence[jax.Array], visible: jax.Array, carry: tuple[jax.Array, ...]
+    q: jax.Array,
+    held: Sequence[jax.Array],
+    visible: jax.Array,
+    carry: tuple[jax.Array, ...],
+    cap: float | None,
 ) -> tuple[jax.Array, ...]:
     """A block added to the softmax so far; visible bool [rows or 1, block]."""
     (key, value, *scales), (top, total, out) = held, carry
@@ -243,7 +274,7 @@ def _add(
     scores = plgpu.dot(q.astype(dtype), key.astype(dtype)) * q.shape[1] ** -0.5
     if scales:
         scores *= scales[0][None]
-    scores = jnp.where(visible, scores, MASKED)
+    scores = jnp.where(visible, capped(scores, cap), MASKED)
     new_top = jnp.maximum(top, scores.max(1))
     weights, decay = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
     total = total * decay + weights.sum(1)

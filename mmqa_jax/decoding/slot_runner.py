@@ -207,7 +207,7 @@ class Programs:
             self.cache = scanned_cache.layout(*sizes)
         else:
             chunk = config.buckets[0]
-            fits = (model.config, columns, self.page, chunk, dtype, device)
+            fits = (model.config, self.page, chunk, dtype, device)
             self.ragged = kv_cache.ragged_fits(*fits)
             self.cache = kv_cache.layout(*sizes)
         implementation = implementation_for(device)

@@ -5,6 +5,8 @@ Interpreted where there is no such GPU; launch/device_check.sh runs this file on
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,34 +51,45 @@ def pages(kv_heads, columns, size, dtype, cache):
     return LayerCache(key, value, key_scale, value_scale)
 
 
-@jax.jit
-def plainly(q, held, own, branches, table, end):
+@functools.partial(jax.jit, static_argnames="cap")
+def plainly(q, held, own, branches, table, end, window=None, cap=None):
     """By products over all columns."""
-    return attend(q, held, own, branches, table, end=end)
+    return attend(q, held, own, branches, table, end=end, window=window, cap=cap)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "columns", "size", "dtype", "cache", "most"),
-    [(*shape, *CACHES[0]) for shape in SHAPES] + [(*SHAPES[1], *cache) for cache in CACHES[1:]],
+    ("heads", "kv_heads", "columns", "size", "dtype", "cache", "most", "window", "cap"),
+    [
+        *[(*shape, *CACHES[0], None, None) for shape in SHAPES],
+        *[(*SHAPES[1], *cache, None, None) for cache in CACHES[1:]],
+        (*SHAPES[1], *CACHES[0], 70, 1.5),
+    ],
 )
-def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, most):
+def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, most, window, cap):
     """Sequences of one token, up to a block's end, one further, and as long as the cache, which is
     read in parts that the others do not reach."""
     held = pages(kv_heads, columns, size, dtype, cache)
     q = normal(dtype, SLOTS, 1, heads, size)
     lengths = np.array([1, 16, columns // 2, columns // 2 + 1, columns], np.int32)
-    got = jax.jit(lambda *x: attend_to_own(*x, read=columns, interpret=interpret()))(
-        q, held, TABLE, lengths
-    )
+    window = None if window is None else np.full(SLOTS, window, np.int32)
+
+    def attended(*arguments):
+        options = {"cap": cap, "read": columns, "interpret": interpret()}
+        return attend_to_own(*arguments, window=window, **options)
+
+    got = jax.jit(attended)(q, held, TABLE, lengths)
     own = lengths[:, None] - 1
-    want = plainly(q, held, own, None, TABLE, lengths.max())
+    want = plainly(q, held, own, None, TABLE, lengths.max(), window, cap)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x) for x in (got, want)), rtol=0, atol=most)
 
 
-@pytest.mark.parametrize(("dtype", "cache", "most"), CACHES)
+@pytest.mark.parametrize(
+    ("dtype", "cache", "most", "window", "cap"),
+    [*[(*cache, None, None) for cache in CACHES], (*CACHES[0], 25, 1.5)],
+)
 @pytest.mark.parametrize("branched", [False, True])
-def test_prompts_as_plain_products(branched, dtype, cache, most):
+def test_prompts_as_plain_products(branched, dtype, cache, most, window, cap):
     """Chunks of 48 tokens in blocks of 16, at the start, in the middle and at the end of rows in
     another order; with branches, which do not see each other; a row without pages."""
     heads, kv_heads, columns, size, length = 4, 2, 192, 32, 48
@@ -93,11 +106,14 @@ def test_prompts_as_plain_products(branched, dtype, cache, most):
             begin[row] = np.where(place >= trunk, place - (place - trunk) % 20, 0)
         branches = Branches(np.array([10, 80, columns, 0], np.int32), begin)
 
+    window = None if window is None else np.full(4, window, np.int32)
+
     def attended(*arguments):
-        return attend_in_place(*arguments, read=columns, interpret=interpret())
+        options = {"cap": cap, "read": columns, "interpret": interpret()}
+        return attend_in_place(*arguments, window=window, **options)
 
     got = jax.jit(attended)(q, held, table, starts, branches)
-    want = plainly(q, held, own, branches, table, own.max() + 1)
+    want = plainly(q, held, own, branches, table, own.max() + 1, window, cap)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x)[:3] for x in (got, want)), rtol=0, atol=most)
 

@@ -101,11 +101,13 @@ def test_a_tpus_kernel_changes_no_answer():
 
 
 def test_a_gpus_way_to_windows():
-    """Rows taken out of the cache, with branches of scored continuations; a layer of each window
-    beside one without."""
-    model = dataclasses.replace(MODEL, layers=3, windows=(3, 40, 0))
+    """Rows taken out of the cache, and kernels, with branches of scored continuations; a layer of
+    each window beside one without."""
+    model = dataclasses.replace(MODEL, layers=3, windows=(3, 40, 0), attention_cap=20.0)
     sizes = {"scan_layers": False, "model": model}
-    assert_equal(run(**sizes), run(**sizes, attention="cudnn"))
+    plain = run(**sizes)
+    for ragged in ("", "gpu"):
+        assert_equal(plain, run(**sizes, attention="cudnn", ragged=ragged))
 
 
 def test_a_gpus_way_to_the_cache_changes_no_answer():
