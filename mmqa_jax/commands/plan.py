@@ -11,6 +11,7 @@ from mmqa_jax.commands import flags
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
+_OF_ROW = ("questions", "prices")
 SUMMARY = "what a config's programs need on a TPU slice or GPUs, by the compiler, without them."
 EXAMPLE = "mmqa plan --config=configs/webqa/vlp_select.py --topology=v5e:4x4"
 
@@ -27,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  config --model=bart_large_cnn: fluency, the BARTScore of evaluate webqa, and of an\n"
         "  encoder such as bge_base or qwen3_embedding_06b: texts, what embeds 512 tokens each,\n"
         "  and of a detector such as vlp_x101: regions, of photos 4 wide to 3 high\n"
+        "rows: configs/*/tables.py:ROW, whose parts add up to hours on each chip and to money\n"
         "Neither data nor weights are read: shapes come from the config, the largest of several."
     )
     add_program_flags(parser)
@@ -52,6 +54,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="how long a detector takes for so many pictures, such as 390000",
     )
+    parser.add_argument(
+        "--questions", type=int, metavar="N", help="of a row (the prepared corpus' split)"
+    )
+    parser.add_argument(
+        "--prices",
+        type=Path,
+        metavar="FILE",
+        help="of a row: TOML with what an hour of each chip costs you (mmqa_jax/plan/prices.toml)",
+    )
 
 
 def add_program_flags(parser: argparse.ArgumentParser) -> None:
@@ -76,7 +87,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     # not there cannot be read back from the compilation cache.
     from mmqa_jax.runs.verbs.plan import run_plan
 
-    names = ("model", "only", "sources", "pictures", "search", "measured")
+    names = ("model", "only", "sources", "pictures", "search", "measured", *_OF_ROW)
     options = {name: getattr(arguments, name) for name in names}
     return run_plan(config_of(arguments), arguments.topology, **options)
 

@@ -135,13 +135,14 @@ def read_sizes(text: str) -> list[int]:
 
 def _planned(sources: int, dim: int, topology: Topology, embed: Planned) -> CollectionPlan:
     mesh = {
-        kind: _compiled(_search(kind, sources, dim, topology), topology)
+        kind: _compiled(search_program(kind, sources, dim, topology), topology)
         for kind in ("mesh", "mesh_approx")
     }
     return CollectionPlan(sources, dim, topology, embed, index_sizes(sources, dim), mesh)
 
 
-def _search(kind: str, sources: int, dim: int, topology: Topology) -> Program:
+def search_program(kind: str, sources: int, dim: int, topology: Topology) -> Program:
+    """The search of an index over all devices, `mesh` or `mesh_approx`."""
     approximate = kind == "mesh_approx"
     trace, mesh, arguments = abstract_search(
         topology.devices, sources, dim, min(_TOP_K, sources), approximate=approximate

@@ -566,11 +566,18 @@ PROMPT = f"--config={ROOT}/configs/prompt/default.py"
             [PROMPT, "--model=smollm2", "--config.model.mesh.data=2", "--config.engine.slots=3"],
             r"engine\.slots is 3: expected a multiple of 2, .* data=2; set it to 4",
         ),
-        ([f"--config={ROOT}/configs/webqa/tables.py:vlp"], r"--config.* neither a `task`"),
     ],
 )
 def test_bad_input(arguments, message, refused):
     refused("plan", *arguments, message=message)
+
+
+def test_a_config_of_neither_kind(refused, tmp_path):
+    file = tmp_path / "other.py"
+    file.write_text(
+        "from ml_collections import ConfigDict\ndef get_config(mode=''):\n    return ConfigDict({'x': 1})\n"
+    )
+    refused("plan", f"--config={file}", message=r"--config.* neither a `task`")
 
 
 def test_missing_compilers(monkeypatch, refused):

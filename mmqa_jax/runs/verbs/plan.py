@@ -8,11 +8,14 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.chips import CHIPS
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.collection import CollectionPlan, plan_collections, read_sizes
 from mmqa_jax.plan.detectors import check_pictures, pictures_cost
 from mmqa_jax.plan.program import Planned
+from mmqa_jax.plan.row import RowPlan, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Found, Plan, described
 
@@ -29,13 +32,35 @@ def run_plan(
     pictures: int | None = None,
     search: bool = False,
     measured: Path | None = None,
+    questions: int | None = None,
+    prices: Path | None = None,
 ) -> dict[str, Any]:
     """Compiles for a topology (`open_topology`), and prints the table and the verdict.
 
     An empty config has a `model`; `only` names programs; `sources` are the numbers of sources of
     collections, which are planned alone; `pictures` are a detector's; `search` looks for the
-    fastest settings of the first program; `measured` is a file of launch/device_check.sh.
+    fastest settings of the first program; `measured` is a file of launch/device_check.sh. A row of
+    a paper's table has `questions`, `sources` and `prices`, see `plan_row`.
     """
+    if is_row(config):
+        flags = {"only": only, "pictures": pictures, "search": search, "measured": measured}
+        for name, value in flags.items():
+            if value:
+                raise UserError(f"--{name}: is no flag of a row; leave it out.")
+        sizes = [None] if sources is None else read_sizes(sources)
+        if len(sizes) > 1:
+            raise UserError(f"--sources={sources}: a row has one number of sources; give one.")
+        table = read_prices(prices)
+        counts = row_counts(config, questions, sizes[0])
+        row = plan_row(config, open_topology(topology), model, counts, table)
+        show(_row_table(row))
+        show(_chips_table(row))
+        return row.to_json()
+    if questions is not None or prices is not None:
+        raise UserError(
+            "--questions and --prices: are a row's; name one by --config=configs/*/tables.py:ROW, "
+            "or leave them out."
+        )
     # What is refused is so before a compiler is loaded.
     names = planning.chosen(config, only, model)
     if pictures is not None:
@@ -114,6 +139,47 @@ def _collection_table(plan: CollectionPlan) -> Table:
         ["what", "where", "holds", "chips", "time"],
         rows,
         "Times are bounds by the data sheet. To build ScaNN's index takes more than it holds.",
+    )
+
+
+def _row_table(row: RowPlan) -> Table:
+    chip, devices = row.topology.chip, len(row.topology.devices)
+    rows = [
+        [
+            part.name,
+            part.key,
+            f"{part.work:,.0f} {part.program.unit}",
+            "once, then kept" if part.once else "each run",
+            f"{row.hours(part):.3g}",
+        ]
+        for part in row.parts
+    ]
+    on_host = f" On the hosts' CPUs, in no time here: {', '.join(row.on_host)}." * bool(row.on_host)
+    return Table(
+        f"{row.questions:,} questions, {row.sources:,} sources, {devices} x {chip.name} "
+        f"({row.topology.name})",
+        ["part", "config key", "work", "made", "hours at least"],
+        rows,
+        "Hours are the roofline's of full batches of the longest inputs, nothing of which was run; "
+        f"a part that `mmqa run` finds finished takes none.{on_host}",
+    )
+
+
+def _chips_table(row: RowPlan) -> Table:
+    rows = [
+        [
+            name,
+            f"{row.chip_hours(chip, once=False):.3g}",
+            f"{row.chip_hours(chip, once=True):.3g}",
+            None if (price := row.price(name)) is None else f"{price:,.2f}",
+        ]
+        for name, chip in CHIPS.items()
+    ]
+    return Table(
+        "The row on other chips, as many devices as these",
+        ["chip", "chip-hours at least", "once, before", "price"],
+        rows,
+        "Prices are those of --prices=FILE, the user's own.",
     )
 
 

@@ -1,0 +1,269 @@
+"""`mmqa plan --config=configs/*/tables.py:ROW`: what a whole row of a paper's table takes at least.
+
+Its parts are those that `mmqa run` opens. Each model's program is traced, not compiled: it is that
+of the config which made the part's folder, as the row's `made_by` names it; of a language model,
+that of its engine. The time is the roofline's, on every chip of core/chips.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from mmqa_jax.core.chips import CHIPS, Chip
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.records.corpus_records import read_manifest
+from mmqa_jax.plan.collection import search_program
+from mmqa_jax.plan.program import Compiled, Program, least_time, trace_program
+from mmqa_jax.plan.programs import ENGINE, make_program, program_names
+from mmqa_jax.plan.topology import Topology
+from mmqa_jax.tasks.registry import read_task
+
+PRICES = Path(__file__).with_name("prices.toml")
+_MAKER = re.compile(r"mmqa train --config=(\S+)")
+_CLIP = "configs/webqa/contrastive.py"  # whose `embed` is that of a CLIP ViT-B/16
+_RESTRICTED = 34  # candidates of a question: WebQA's cap of 16 + 16, and two gold sources
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPart:
+    """One part's work.
+
+    Attributes:
+      name: embed, search, rerank, read, prompts or tokens.
+      key: of the config, such as parts.reranker.
+      work: examples of the traced program that all questions take.
+      once: whether its results are made before, and kept for every row that names them.
+    """
+
+    name: str
+    key: str
+    work: float
+    traced: Compiled
+    once: bool = False
+
+    @property
+    def program(self) -> Program:
+        """Its program, on the devices of one host."""
+        return self.traced.program
+
+    def chip_hours(self, chip: Chip) -> float:
+        """At least, if its devices were such chips, with the topology's meshes and batches."""
+        exchanges = tuple(
+            one._replace(links=min(one.links or chip.links, chip.links) or None)
+            for one in self.traced.exchanges
+        )
+        bound = least_time(dataclasses.replace(self.traced, exchanges=exchanges), chip)
+        seconds = self.work / self.program.examples * bound.seconds * self.program.devices
+        return seconds / 3600 / chip.of_chip
+
+
+@dataclasses.dataclass(frozen=True)
+class RowPlan:
+    """A row on a topology.
+
+    Attributes:
+      on_host: what its hosts' CPUs do, which is in no time.
+      prices: name of a chip -> price of an hour of one.
+    """
+
+    topology: Topology
+    questions: int
+    sources: int
+    parts: tuple[RowPart, ...]
+    on_host: tuple[str, ...]
+    prices: Mapping[str, float]
+
+    def chip_hours(self, chip: Chip, *, once: bool) -> float:
+        """Of the parts that are made once, or of those that the row itself runs."""
+        return sum(part.chip_hours(chip) for part in self.parts if part.once == once)
+
+    def price(self, name: str) -> float | None:
+        """Of the row itself on a chip; None: the table of prices does not have it."""
+        price = self.prices.get(name)
+        return None if price is None else price * self.chip_hours(CHIPS[name], once=False)
+
+    def hours(self, part: RowPart) -> float:
+        """Of a part on all devices of the topology."""
+        chip = self.topology.chip
+        return part.chip_hours(chip) * chip.of_chip / len(self.topology.devices)
+
+    def to_json(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "topology": self.topology.name,
+            "devices": len(self.topology.devices),
+            "chip": self.topology.chip.name,
+            "questions": self.questions,
+            "sources": self.sources,
+            "parts": [
+                {
+                    "name": part.name,
+                    "key": part.key,
+                    "work": part.work,
+                    "unit": part.program.unit,
+                    "once": part.once,
+                    "hours_bound": self.hours(part),
+                }
+                for part in self.parts
+            ],
+            "on_host": list(self.on_host),
+            "chips": {
+                name: {
+                    "chip_hours_bound": self.chip_hours(chip, once=False),
+                    "once_chip_hours_bound": self.chip_hours(chip, once=True),
+                    "price": self.price(name),
+                }
+                for name, chip in CHIPS.items()
+            },
+        }
+
+
+def is_row(config: ConfigDict) -> bool:
+    """Whether a config is a row of a paper's table."""
+    return "row" in config and "parts" in config
+
+
+def plan_row(
+    config: ConfigDict,
+    topology: Topology,
+    model: str | None,
+    counts: tuple[int, int],
+    prices: Mapping[str, float],
+) -> RowPlan:
+    """A row's parts, whose programs are traced for one host of a topology.
+
+    Args:
+      model: sizes of the row's language model, see programs.PRESETS.
+      counts: from `row_counts`.
+      prices: from `read_prices`.
+    """
+    parts = tuple(_parts(config, topology, model, *counts))
+    on_host = tuple(
+        f"parts.{name}" for name in config.parts if not any(name in part.key for part in parts)
+    )
+    return RowPlan(topology, *counts, parts, on_host, prices)
+
+
+def read_prices(path: Path | None) -> dict[str, float]:
+    """Name of a chip -> price of its hour, of a user's TOML; None is the empty one beside this."""
+    path = PRICES if path is None else path
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8")).get("chip_hour", {})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UserError(
+            f"--prices={path}: expected a TOML with a table [chip_hour] ({error}); copy {PRICES}."
+        ) from error
+    for name, price in table.items():
+        if name not in CHIPS:
+            raise UserError(
+                f"--prices={path}: [chip_hour] {name} is no chip that plan knows; use one of "
+                f"{', '.join(CHIPS)}."
+            )
+        if isinstance(price, bool) or not isinstance(price, int | float) or not price >= 0:
+            raise UserError(
+                f"--prices={path}: [chip_hour] {name} is {price!r}, a number from 0 on was "
+                "expected; correct it."
+            )
+    return table
+
+
+def row_counts(config: ConfigDict, questions: int | None, sources: int | None) -> tuple[int, int]:
+    """Numbers of questions and sources, as given or (None) of the prepared corpus."""
+    for flag, count in (("questions", questions), ("sources", sources)):
+        if count is not None and count < 1:
+            raise UserError(f"--{flag}={count}: at least 1 was expected; correct it.")
+    if questions is not None and sources is not None:
+        return questions, sources
+    folder = config.data.dir
+    if not Path(folder).is_dir():
+        raise UserError(
+            f"--questions and --sources: {folder} (config key data.dir) is not on this machine; "
+            "give both numbers, or prepare the corpus."
+        )
+    manifest = read_manifest(folder)
+    questions = questions or config.data.questions or manifest["splits"].get(config.data.split, 0)
+    if not questions:
+        raise UserError(
+            f"config key data.split={config.data.split}: {folder} has the splits "
+            f"{', '.join(manifest['splits'])}; name one of them, or give --questions."
+        )
+    return questions, sources or manifest["counts"]["sources"]
+
+
+def _parts(
+    config: ConfigDict, topology: Topology, model: str | None, questions: int, sources: int
+) -> Iterator[RowPart]:
+    options, made_by, host = config.options, dict(config.made_by), topology.host
+
+    def traced(program: Program) -> Compiled:
+        return trace_program(program, host.placement(program.placed))
+
+    retriever = config.parts.get("retriever", {})
+    if retriever.get("method", "bm25") != "bm25":
+        encoder = load_config(_maker(made_by, "parts.retriever", retriever.model))
+        embed = traced(make_program("embed", encoder, host.devices))
+        dim = read_task(encoder).planned_config().embed_dim
+        search = traced(search_program("mesh", sources, dim, host))
+        yield RowPart("embed sources", "parts.retriever.index", sources, embed, once=True)
+        yield RowPart("embed questions", "parts.retriever.model", questions, embed)
+        yield RowPart("search", "parts.retriever.index", questions, search)
+    for name, verb, pairs in (
+        ("reranker", "rerank", options.get("top_k") or _RESTRICTED),
+        ("reader", "answer", 1),
+    ):
+        path = config.parts.get(name, {}).get("model")
+        if path:
+            of_part = load_config(_maker(made_by, f"parts.{name}", path))
+            if verb not in program_names(of_part):
+                raise UserError(
+                    f"config key parts.{name}.model={path}: its config has no program {verb}; plan "
+                    "its own config."
+                )
+            program = traced(make_program(verb, of_part, host.devices))
+            yield RowPart(verb, f"parts.{name}", questions * pairs, program)
+    if "llm" in config.parts:
+        yield from _language_model(config, traced, host, model, questions)
+
+
+def _language_model(
+    config: ConfigDict, traced: Any, host: Topology, model: str | None, questions: int
+) -> Iterator[RowPart]:
+    """Prompts as long as the engine's length allows, and all new tokens: the most there can be."""
+    llm, options = config.parts.llm, config.options
+    if model is None:
+        raise UserError(
+            f"--model is missing: the row asks the language model {llm.model}, whose sizes decide "
+            "the time; name those of one, such as --model=llama2_7b."
+        )
+    new = options.get("max_new_tokens", 64)
+    engine = load_config(
+        "configs/prompt/default.py",
+        {"engine.length": llm.engine.length, "decoding.max_new_tokens": new},
+    )
+    calls = questions * options.get("ensemble", 1)
+    tokens = {"decode": calls * new, "prefill": calls * (llm.engine.length - new)}
+    for name in ENGINE:
+        program = traced(make_program(name, engine, host.devices, model))
+        yield RowPart(name, "parts.llm", tokens[name], program)
+
+
+def _maker(made_by: Mapping[str, str], key: str, folder: str) -> str:
+    """The config that trained what lies in a folder; of a CLIP, one with the same encoder."""
+    maker = made_by.get(folder, "")
+    if "--model=clip " in maker:
+        return _CLIP
+    match = _MAKER.search(maker)
+    if match is None:
+        raise UserError(
+            f"config key {key}.model={folder}: the row does not say which config made it, so that "
+            "its sizes are not known; plan that config by itself."
+        )
+    return match[1]
