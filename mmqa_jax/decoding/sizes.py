@@ -37,7 +37,14 @@ from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
-from mmqa_jax.decoding.slot_runner import EngineConfig, Programs, scans, slot_shards
+from mmqa_jax.decoding.slot_runner import (
+    EngineConfig,
+    Programs,
+    most_pages,
+    page_of,
+    scans,
+    slot_shards,
+)
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
@@ -101,8 +108,8 @@ class EngineSizes:
       shape: size of each mesh axis.
       devices: as many as these sizes take.
       engine: the sizes.
-      lacking: how much memory the weights lack, and what to do; "": they fit, or how much is free
-        is not known.
+      lacking: how much memory the weights, or the longest sequence beside them, lack, and what to
+        do; "": they fit, or how much is free is not known.
       reason: why the mesh was chosen, one sentence; "": it was given, or follows from memory alone.
     """
 
@@ -126,8 +133,13 @@ class EngineSizes:
         axes = " ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1)
         devices = f"{len(self.devices)} devices ({axes})" if axes else "1 device"
         one, chunks = self.engine, " or ".join(map(str, self.engine.buckets))
+        of_slots, pages = f"of {one.length:,} tokens", ""
+        if one.pages:
+            page = page_of(one, self.devices[0])
+            of_slots = f"of up to {one.length:,} tokens"
+            pages = f", {one.pages:,} pages of {page:,}"
         return (
-            f"{devices}, {one.slots:,} slots of {one.length:,} tokens, prompts "
+            f"{devices}, {one.slots:,} slots {of_slots}{pages}, prompts "
             f"{one.prefill_tokens:,} tokens at a time in chunks of {chunks}"
         )
 
@@ -202,7 +214,10 @@ def choose_sizes(
     length = min(most, -(-needed // unit) * unit)
     whole = min(map(free_bytes, devices)) if free is None else free
     most_free, free = whole - beside, _SHARE * whole - beside
-    cost = _Cost(model, base, length, cpu)
+    page = page_of(base, devices[0])
+    job = demand.job(length)
+    mean = job.prompt_tokens + job.new_tokens + page / 2  # half of the last page is empty
+    cost = _Cost(model, base, length, min(mean, length), page, cpu)
     chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
     splits = [n for n in range(1, len(devices) + 1) if _divides(n, len(devices), model)]
     tensor, reason = _fewest(cost, splits, free, most_free, len(devices), demand), ""
@@ -224,6 +239,8 @@ def choose_sizes(
         slots=chosen.get("slots", copies * of_copy),
         prefill_tokens=chosen.get("prefill_tokens", _prefill(cpu, copies, base.buckets)),
     )
+    if not engine.pages:
+        engine = dataclasses.replace(engine, pages=cost.pages(free, shape, engine))
     lacking = _lacking(cost, shape, tensor, most_free)
     return EngineSizes(shape, devices[: math.prod(shape.values())], engine, lacking, reason)
 
@@ -263,7 +280,15 @@ def _lacking(cost: _Cost, shape: Mapping[str, int], tensor: int, free: float) ->
         return ""
     needed = cost.loading(shape["tensor"], shape["fsdp"])
     if needed <= free:
-        return ""
+        room = free - cost.held(shape["tensor"], shape["fsdp"])
+        longest = cost.length * cost.token(shape["tensor"])
+        if longest <= room:
+            return ""
+        return (
+            f"a sequence of {cost.length:,} tokens needs {longest / _GIB:.3g} GiB of cache, where "
+            f"the weights leave {room / _GIB:.3g} GiB of each device; lower engine.length, or use "
+            "more devices."
+        )
     count = math.prod(shape.values())
     remedy = "use more devices, devices with more memory, or a smaller model"
     if cost.loading(tensor, 1) <= free:
@@ -312,13 +337,17 @@ class _Cost:
     """Bytes of an engine on one device.
 
     Attributes:
-      length: tokens of a slot.
+      length: tokens of the longest sequence.
+      mean: tokens whose pages a sequence takes.
+      page: tokens of a page.
       cpu: whether the devices are CPUs.
     """
 
     model: LlamaConfig
     sizes: EngineConfig
     length: int
+    mean: float
+    page: int
     cpu: bool
 
     def weights(self, tensor: int, kind: str | None = None) -> float:
@@ -381,9 +410,22 @@ class _Cost:
 
     def slots(self, free: float, tensor: int, fsdp: int) -> int:
         """Number of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
-        room = free - self.held(tensor, fsdp) - self.step(tensor)
-        count = min(_SLOTS, room / (self.token(tensor) * self.length))
+        count = min(_SLOTS, self._tokens(free, tensor, fsdp) / self.mean)
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
+
+    def pages(self, free: float, shape: Mapping[str, int], engine: EngineConfig) -> int:
+        """Pages that fit; 0: all slots may be as long as the longest, or not even one."""
+        copies = shape["data"] * shape["fsdp"]
+        tokens = self._tokens(free, shape["tensor"], shape["fsdp"])
+        fitting = tokens / self.page - 1  # one is nobody's
+        longest = most_pages(engine, self.page)
+        if copies < 1 or not longest <= fitting < engine.slots / copies * longest:
+            return 0
+        return copies * int(fitting)
+
+    def _tokens(self, free: float, tensor: int, fsdp: int) -> float:
+        """Tokens that a device's cache can hold."""
+        return (free - self.held(tensor, fsdp) - self.step(tensor)) / self.token(tensor)
 
     def _of_mlp(self) -> int:
         """Parameters of one of the matrices of a layer's MLP, or experts."""
@@ -422,7 +464,7 @@ def _leaves(cost: _Cost, tensor: int, free: float, most_free: float, slots: int)
     """Whether a copy can be loaded, and leaves room for slots."""
     room = free - cost.weights(tensor) - cost.step(tensor)
     loads = cost.loading(tensor, 1) <= most_free
-    return loads and room >= slots * cost.token(tensor) * cost.length
+    return loads and room >= cost.token(tensor) * max(cost.length, slots * cost.mean)
 
 
 def _fastest(

@@ -126,6 +126,7 @@ INT8 = AUTO | {"weights": "int8"}
         (LARGE, {"settings": INT8}, r"need 18\.2 GiB .* to be loaded and rounded to int8, where"),
         (LARGE, {"count": 16}, ""),
         (SEVEN, {"count": 1}, ""),
+        (SEVEN, {"count": 1, "tokens": 4096, "free": 14 * GIB}, r"a sequence of 4,096 .* 2 GiB .*"),
         (SEVEN, {"count": 1, "free": 12 * GIB}, r"need 12\.6 GiB of the device, where 12 GiB are"),
         (
             SEVEN,
@@ -166,6 +167,21 @@ def test_weights_split_over_fsdp_leave_room_for_slots():
     cache = 2 * 32 * 4096 * 2 * split.engine.length * split.engine.slots / 8
     assert split.engine.slots == 8 * 8
     assert 2 * 6.74e9 / 8 + cache < V5E
+
+
+def test_a_long_prompt_takes_pages_from_the_others_and_not_slots():
+    known = {"sequences": 1000, "prompt_tokens": 900_000, "new_tokens": 64_000}
+    short = chosen(SEVEN, tokens=1000, **known)
+    long = chosen(SEVEN, tokens=4000, **known)
+    unknown = chosen(SEVEN, tokens=4000, sequences=1000)
+    assert (short.engine.pages, unknown.engine.pages) == (0, 0)
+    assert long.engine.slots == short.engine.slots >= 3 * unknown.engine.slots
+    assert long.engine.slots * 7 < long.engine.pages < long.engine.slots * 32
+    assert f"of up to 4,096 tokens, {long.engine.pages:,} pages of 128, prompts" in str(long)
+    cache = 2 * 32 * 4096 * 2 * 128 * (long.engine.pages + long.shape["data"])
+    assert 2 * 6.74e9 / long.shape["tensor"] + cache / len(long.devices) < 0.95 * V5E
+    given = AUTO | {"pages": 100, "page": 256}
+    assert chosen(SEVEN, given, tokens=4000, **known).engine.pages == 100
 
 
 def test_sizes_say_what_they_are():
