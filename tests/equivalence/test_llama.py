@@ -274,11 +274,15 @@ def test_a_donated_cache_is_updated_in_place():
     model = nnx.merge(graphdef, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), stack))
     unstack_layers(model)
     graphdef, state = nnx.split(model)
-    cache = jax.eval_shape(lambda: kv_cache.empty(config, 8, 4096, "float32"))
+    cache = jax.eval_shape(lambda: kv_cache.empty(config, 8 * 32, 128, "float32"))
     rows = jax.ShapeDtypeStruct((8,), jnp.int32)
+    table = np.arange(8 * 32).reshape(8, 32)
 
     def step(state, token, position, cache):
-        return decode(nnx.merge(graphdef, state), token, position, cache)
+        model = nnx.merge(graphdef, state)
+        embedded, where = model.embed(token[:, None]), {"starts": position, "ends": position + 1}
+        hidden, cache = kv_cache.forward(model, embedded, cache, table=table, **where)
+        return model.logits(hidden[:, 0]), cache
 
     memory = (
         jax.jit(step, donate_argnums=3).lower(state, rows, rows, cache).compile().memory_analysis()
