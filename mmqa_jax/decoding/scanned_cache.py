@@ -24,6 +24,7 @@ from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import places, quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
 from mmqa_jax.models.common.layers import attention, scan_layers
+from mmqa_jax.models.llama import experts
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import with_chosen
@@ -289,15 +290,19 @@ def _run(
     angles = llama.rotary_angles(model.config, positions)
     cos, sin = llama.rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
+    layers, stacked = experts.apart(model.layers, embedded)
+
     def body(layer, x, of_layer, _):
         number, traits = of_layer
         layer = with_chosen(layer, adapters)
+        if stacked is not None:
+            layer.experts = functools.partial(stacked, layer=number)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
         x = layer.finish(x, attend(q, k, v, number, traits.window))
         return llama.added(x, deepstack, number), (k, v)
 
     xs = jnp.arange(model.config.layers), traits
-    x, (k, v) = scan_layers(model.layers, embedded, body, xs=xs, unroll=1)
+    x, (k, v) = scan_layers(layers, embedded, body, xs=xs, unroll=1)
     return model.norm(x), k, v
 
 

@@ -5,11 +5,11 @@ A router chooses a few experts for each token; the token's output is the sum of 
 the router's probabilities. None is dropped, and none depends on which others are in the batch: an
 expert has no fixed capacity.
 
-On a TPU the copies of many tokens are sorted by expert, and `jax.lax.ragged_dot` multiplies the
-rows of each by its own matrices. Of few tokens, as in a step of decoding, every one goes to every
-expert and most count nothing: reading the matrices is what takes time, and that product reads them
-straight from a stack of layers, as ragged_dot does not. So do other devices, where JAX writes
-ragged_dot out as a product over all pairs of rows and experts, k times the work.
+Of few tokens, as in a step of decoding, every one goes to every expert and most count nothing:
+reading the matrices is what takes time. Many prompts' tokens go to their own experts alone, on a
+TPU by a kernel that reads these from the stack of layers (`expert_kernel`). A training step on a
+TPU sorts the copies of tokens by expert for `jax.lax.ragged_dot`, which has gradients. Elsewhere
+JAX writes ragged_dot out as a product over all pairs of rows and experts, k times the work.
 
 On a mesh the experts are split over `tensor`: each device computes what its own give to its rows,
 and one sum over `tensor` adds these up.
@@ -18,6 +18,7 @@ and one sum over `tensor` adds these up.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,8 @@ class GroupedLinear(nnx.Module):
         self, experts: int, inputs: int, outputs: int, names: tuple, *, rngs: nnx.Rngs, init
     ):
         self.kernels = param(rngs, init, (experts, inputs, outputs), ("experts", *names))
+
+    scale = None  # its kernels are not rounded
 
     def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
         """Rows [N, in], the first sizes[0] of them expert 0's and so on -> [N, out].
@@ -88,46 +91,57 @@ class Experts(nnx.Module):
         self.down = grouped(config.mlp, config.hidden, (None, "embed"))
         self.config = config
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x [B, L, H] -> [B, L, H]."""
+    def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+        """x [B, L, H] -> [B, L, H].
+
+        layer: int32 [], of parameters that are a stack's (`apart`); None: they are one layer's.
+        """
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1 or mesh.manual_axes:
-            return self._own(x)
+            return self._own(x, layer)
         parts = mesh.shape[_SPLIT]
         parts = 1 if self.config.experts % parts else parts  # else all are on every device
-        experts = PartitionSpec(_SPLIT if parts > 1 else None)
+        experts = PartitionSpec(*[None] * (layer is not None), _SPLIT if parts > 1 else None)
         columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
         rows = PartitionSpec(batch_axes(mesh, x.shape[0]), columns)
         graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
 
-        def local(router: nnx.State, kernels: nnx.State, x: jax.Array) -> jax.Array:
-            y = nnx.merge(graphdef, router, kernels)._own(x, parts)
+        def local(router: nnx.State, kernels: nnx.State, x: jax.Array, layer: jax.Array | None):
+            y = nnx.merge(graphdef, router, kernels)._own(x, layer, parts)
             return jax.lax.psum(y, _SPLIT) if parts > 1 else y
 
         whole = PartitionSpec()
-        split = jax.shard_map(
-            local, mesh=mesh, in_specs=(whole, experts, rows), out_specs=rows, check_vma=False
-        )
-        return split(router, kernels, x)
+        specs = (whole, experts, rows, whole)
+        split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
+        return split(router, kernels, x, layer)
 
-    def _own(self, x: jax.Array, parts: int = 1) -> jax.Array:
+    def _own(self, x: jax.Array, layer: jax.Array | None, parts: int = 1) -> jax.Array:
         """What the experts of this device, one of `parts`, give to x [B, L, H]."""
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.choose(rows)
+        chosen, weights = self.choose(rows, layer)
         if parts > 1:
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
-        if platform() == "tpu" and len(rows) > _FEW:
+        if layer is not None:
+            y = self.by_kernel(rows, chosen, weights, layer, parts)
+        elif platform() == "tpu" and len(rows) > _FEW:
             y = self.by_groups(rows, chosen, weights, parts)
         else:
             y = self.by_all(rows, chosen, weights)
         return y.astype(x.dtype).reshape(x.shape)
 
-    def choose(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def choose(
+        self, rows: jax.Array, layer: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
         """rows [T, H] -> the experts of each, int32 [T, k], and their weights, float32 [T, k]."""
+        router = self.router[...] if layer is None else self.router[...][layer]
+        # Of two bfloat16 factors one pass gives the products exactly.
+        exact = {rows.dtype, router.dtype} == {jnp.dtype("bfloat16")} and platform() != "cpu"
+        kind = jnp.bfloat16 if exact else jnp.float32
         logits = jnp.matmul(
-            rows.astype(jnp.float32),
-            self.router[...].astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
+            rows.astype(kind),
+            router.astype(kind),
+            precision=None if exact else jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
         )
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
         if self.config.normed_experts:
@@ -141,7 +155,7 @@ class Experts(nnx.Module):
 
         chosen: may be none of this device's experts. parts: devices that share the rows' experts.
         """
-        count, k = self.gate.kernels.shape[0], chosen.shape[1]
+        count, k = self._count, chosen.shape[1]
         group = chosen.reshape(-1)
         group = jnp.where((group >= 0) & (group < count), group, count)  # others' last
         order = jnp.argsort(group, stable=True)
@@ -156,15 +170,66 @@ class Experts(nnx.Module):
         y = y.reshape(*chosen.shape, -1).astype(jnp.float32)
         return (y * weights[..., None]).sum(1)
 
+    def by_kernel(
+        self,
+        rows: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        layer: jax.Array,
+        parts: int = 1,
+        *,
+        interpret: bool = False,
+    ) -> jax.Array:
+        """Computes the same out of a stack: each device the rows of its own experts, whatever the
+        number of these."""
+        from mmqa_jax.models.llama.expert_kernel import Stack, multiply  # imports Pallas
+
+        linears = (self.gate, self.up, self.down)
+        stacks = [(x.kernels[...], x.scale and x.scale[...]) for x in linears]
+        return multiply(
+            rows,
+            self._shares(chosen, weights),
+            tuple(Stack(k.astype(rows.dtype) if s is None else k, s) for k, s in stacks),
+            layer,
+            activation=self.config.activation,
+            copies=chosen.size / parts,
+            interpret=interpret,
+        )
+
     def by_all(self, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """Computes the same with every token sent to every expert; most products count nothing."""
-        count = self.gate.kernels.shape[0]
-        shares = jax.nn.one_hot(chosen, count) * weights[..., None]  # [T, k, E], others' are 0
         with one_in(self.config.experts / self.config.active_experts):
-            sent = jnp.broadcast_to(rows, (count, *rows.shape))
+            sent = jnp.broadcast_to(rows, (self._count, *rows.shape))
             inner = ACTIVATIONS[self.config.activation](self.gate.of_all(sent))
             y = self.down.of_all(inner * self.up.of_all(sent))  # [E, T, H]
-        return (y.astype(jnp.float32) * shares.sum(1).T[..., None]).sum(0)
+        return (y.astype(jnp.float32) * self._shares(chosen, weights).T[..., None]).sum(0)
+
+    def _shares(self, chosen: jax.Array, weights: jax.Array) -> jax.Array:
+        """The weight of each of this device's experts for each token, float32 [T, E]."""
+        return (jax.nn.one_hot(chosen, self._count) * weights[..., None]).sum(1)
+
+    @property
+    def _count(self) -> int:
+        """Of this device's experts."""
+        return self.gate.kernels.shape[-3]
+
+
+def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]:
+    """A stack of layers without its experts, and these, where tokens x [B, L, H] are multiplied by
+    a kernel that takes the layer's number; traced. None: the layers keep theirs."""
+    config: LlamaConfig = layers.config
+    if not config.experts or platform() != "tpu":
+        return layers, None
+    from mmqa_jax.models.llama.expert_kernel import fits
+
+    mesh = jax.sharding.get_abstract_mesh()
+    split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
+    tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
+    if tokens <= _FEW or not fits(config.hidden, config.mlp, tokens):
+        return layers, None
+    layers = nnx.merge(*nnx.split(layers))  # one of this trace
+    experts, layers.experts = layers.experts, None
+    return layers, experts
 
 
 def reached(config: LlamaConfig, tokens: float) -> float:
