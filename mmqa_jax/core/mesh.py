@@ -309,6 +309,22 @@ def split_rows(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec)
 
 
+def columns_over_tensor(x: jax.Array) -> jax.Array:
+    """Activations [B, L, H] between products with split weights, whose columns `tensor` splits;
+    traced.
+
+    Each device then adds and norms some columns, where it else does all, and a sum over `tensor` is
+    scattered and gathered again before the next product (Korthikanti et al. 2022). Where `tensor`
+    does not divide the columns, x as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if mesh.empty or mesh.manual_axes else mesh.shape["tensor"]
+    if parts == 1 or x.shape[1] % parts:
+        return x
+    spec = PartitionSpec(batch_axes(mesh, x.shape[0]), "tensor")
+    return jax.lax.with_sharding_constraint(x, spec)
+
+
 def column_shards(length: int, mesh: Mesh | jax.sharding.AbstractMesh | None = None) -> int:
     """Into how many parts `sequence` splits rows of so many columns; traced.
 

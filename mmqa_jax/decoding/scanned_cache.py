@@ -19,11 +19,11 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import partition_spec, split_rows
+from mmqa_jax.core.mesh import columns_over_tensor, partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import places, quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
-from mmqa_jax.models.common.layers import attention, scan_layers
+from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.llama import experts
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -291,18 +291,20 @@ def _run(
     cos, sin = llama.rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
     layers, stacked = experts.apart(model.layers, embedded)
+    graphdef, params = nnx.split(layers)
 
-    def body(layer, x, of_layer, _):
-        number, traits = of_layer
-        layer = with_chosen(layer, adapters)
+    def body(x, of_layer):
+        params, number, traits = of_layer
+        layer = with_chosen(nnx.merge(graphdef, params), adapters)
         if stacked is not None:
             layer.experts = functools.partial(stacked, layer=number)
+        x = columns_over_tensor(x)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
         x = layer.finish(x, attend(q, k, v, number, traits.window))
-        return llama.added(x, deepstack, number), (k, v)
+        return columns_over_tensor(llama.added(x, deepstack, number)), (k, v)
 
-    xs = jnp.arange(model.config.layers), traits
-    x, (k, v) = scan_layers(layers, embedded, body, xs=xs, unroll=1)
+    xs = params, jnp.arange(model.config.layers), traits
+    x, (k, v) = jax.lax.scan(body, split_rows(embedded), xs)
     return model.norm(x), k, v
 
 

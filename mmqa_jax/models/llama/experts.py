@@ -103,11 +103,15 @@ class Experts(nnx.Module):
         parts = 1 if self.config.experts % parts else parts  # else all are on every device
         experts = PartitionSpec(*[None] * (layer is not None), _SPLIT if parts > 1 else None)
         columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
-        rows = PartitionSpec(batch_axes(mesh, x.shape[0]), columns)
+        # Out of a stack: see `columns_over_tensor`.
+        scattered = layer is not None and parts > 1 and x.shape[1] % parts == 0
+        rows = PartitionSpec(batch_axes(mesh, x.shape[0]), _SPLIT if scattered else columns)
         graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
 
         def local(router: nnx.State, kernels: nnx.State, x: jax.Array, layer: jax.Array | None):
-            y = nnx.merge(graphdef, router, kernels)._own(x, layer, parts)
+            y = nnx.merge(graphdef, router, kernels)._own(x, layer, parts, scattered)
+            if scattered:
+                return jax.lax.psum_scatter(y, _SPLIT, scatter_dimension=1, tiled=True)
             return jax.lax.psum(y, _SPLIT) if parts > 1 else y
 
         whole = PartitionSpec()
@@ -115,10 +119,20 @@ class Experts(nnx.Module):
         split = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)
         return split(router, kernels, x, layer)
 
-    def _own(self, x: jax.Array, layer: jax.Array | None, parts: int = 1) -> jax.Array:
-        """What the experts of this device, one of `parts`, give to x [B, L, H]."""
+    def _own(
+        self, x: jax.Array, layer: jax.Array | None, parts: int = 1, scattered: bool = False
+    ) -> jax.Array:
+        """What the experts of this device, one of `parts`, give to x [B, L, H].
+
+        scattered: x are this device's columns of L, and the result is of all.
+        """
+        routed = self.choose(x.reshape(-1, x.shape[-1]), layer)
+        if scattered:
+            whole = functools.partial(jax.lax.all_gather, axis_name=_SPLIT, axis=1, tiled=True)
+            routed = [whole(one.reshape(*x.shape[:2], -1)) for one in routed]
+            x = whole(x)
         rows = x.reshape(-1, x.shape[-1])
-        chosen, weights = self.choose(rows, layer)
+        chosen, weights = (one.reshape(len(rows), -1) for one in routed)
         if parts > 1:
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
         if layer is not None:
