@@ -3,7 +3,11 @@ over `tensor` and one sum over it a layer, whether sorted by expert or not."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import LAYER
@@ -79,6 +83,30 @@ def test_experts_that_do_not_divide_are_on_every_device():
     with jax.set_mesh(mesh):
         got = jax.jit(forward)(state, ids)
     np.testing.assert_allclose(got, jax.jit(forward)(jax.device_get(state), ids), **LAYER)
+
+
+def test_out_of_a_stack_columns_lie_over_tensor(monkeypatch):
+    """A chunk of prompts as a TPU computes it; columns that `tensor` does not divide stay whole."""
+    by_kernel = experts.Experts.by_kernel
+    interpreted = functools.partialmethod(by_kernel, interpret=True)
+    monkeypatch.setattr(experts.Experts, "by_kernel", interpreted)
+    config = dataclasses.replace(CONFIG, hidden=128, mlp=128)
+    mesh = make_mesh({"data": 2, "tensor": 2}, devices=jax.devices()[:4])
+    model = drawn(lambda: Llama(config, rngs=nnx.Rngs()), 3, config.init_stddev, mesh)
+    graphdef, state = nnx.split(model.layers.experts)
+    layer = nnx.merge(graphdef, jax.tree.map(lambda x: jax.device_get(x)[1], state))
+
+    @jax.jit
+    def run(state, x):
+        return nnx.merge(graphdef, state)(x, layer=jnp.int32(1))
+
+    for columns in (24, 31):
+        x = np.random.default_rng(0).normal(0, 0.1, (32, columns, 128)).astype("f")
+        with jax.set_mesh(mesh):
+            text = run.lower(state, x).as_text()
+            got = run(state, x)
+        assert ("reduce_scatter" in text) == (columns == 24)
+        np.testing.assert_allclose(got, layer(jnp.array(x)), **LAYER)
 
 
 def test_what_is_planned():

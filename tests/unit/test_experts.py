@@ -75,6 +75,52 @@ def test_sorted_by_expert_and_all_by_all_are_the_same():
     assert np.abs(want[0][1]).max() > 0.1
 
 
+STACKED = dataclasses.replace(CONFIG, hidden=256, mlp=128)  # sizes that the TPU's kernel takes
+
+
+def stack(bits8: bool = False):
+    """Experts of two layers as `apart` gives them, and each layer's."""
+    model = llama(STACKED)
+    if bits8:
+        quantize_weights(model)
+    graphdef, state = nnx.split(model.layers.experts)
+    of_layer = [nnx.merge(graphdef, jax.tree.map(lambda x, n=n: x[n], state)) for n in range(2)]
+    return model.layers.experts, of_layer
+
+
+@pytest.mark.parametrize("bits8", [False, True])
+def test_the_kernel_reads_a_layer_of_the_stack(bits8):
+    """Experts of more rows than a block, of some, of none; a part of the experts; int8."""
+    experts, of_layer = stack(bits8)
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(272, 256)).astype("f")
+    chosen = np.stack([np.full(272, 1), rng.choice([0, 3, 7], 272), rng.choice([5, 6], 272)], 1)
+    weights = rng.uniform(0.1, 1, chosen.shape).astype("f")
+    weights[:9] = 0  # as of a token whose probabilities underflow
+    for layer, shift in ((0, 0), (1, 0), (1, 4)):
+        took = experts.by_kernel(
+            rows, jnp.array(chosen - shift), weights, jnp.int32(layer), interpret=True
+        )
+        want = of_layer[layer].by_all(rows, jnp.array(chosen - shift), weights)
+        np.testing.assert_allclose(took, want, rtol=2e-5, atol=2e-5 * np.abs(want).max())
+        assert np.abs(want).max() > 0.1
+
+
+def test_in_the_kernel_a_token_does_not_depend_on_the_others():
+    experts, _ = stack()
+    rng, token = np.random.default_rng(0), np.random.default_rng(1).normal(size=256)
+    took = []
+    for _ in range(3):
+        rows = rng.normal(size=(48, 256)) * rng.uniform(0.1, 3, (48, 1))
+        rows[20] = token
+        rows = rows.astype(jnp.bfloat16)
+        layer = jnp.int32(1)
+        y = experts.by_kernel(rows, *experts.choose(rows, layer), layer, interpret=True)
+        took.append(np.asarray(y, np.float32)[20])
+    np.testing.assert_array_equal(took[0], took[1])
+    np.testing.assert_array_equal(took[0], took[2])
+
+
 def test_a_token_does_not_depend_on_the_others():
     """Bit for bit, by either way, whichever experts the others go to and in whichever type."""
     rng = np.random.default_rng(0)
@@ -164,6 +210,15 @@ def test_flops_are_those_of_active_experts():
         assert traced_flops(run(by), state, rows) == pytest.approx(want)
         gradient = jax.grad(run(by), argnums=(0, 1))
         assert traced_flops(gradient, state, rows) == pytest.approx(3 * want)
+    experts, _ = stack()
+    many = jax.ShapeDtypeStruct((272, 256), np.float32)
+
+    def by_kernel(rows):  # one of two devices
+        chosen, weights = experts.choose(rows, 0)
+        return experts.by_kernel(rows, chosen, weights, jnp.int32(0), parts=2)
+
+    want = 2 * 272 * 256 * (3 * 3 * 128 / 2 + 8)
+    assert traced_flops(by_kernel, many) == pytest.approx(want)
     assert reached(CONFIG, 1) == pytest.approx(3 / 8)
     assert reached(CONFIG, 4) == pytest.approx(1 - (5 / 8) ** 4)
 

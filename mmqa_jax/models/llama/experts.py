@@ -199,11 +199,12 @@ class Experts(nnx.Module):
         from mmqa_jax.models.llama.expert_kernel import Stack, multiply  # imports Pallas
 
         linears = (self.gate, self.up, self.down)
-        stacks = [(x.kernels[...], x.scale and x.scale[...]) for x in linears]
         return multiply(
             rows,
             self._shares(chosen, weights),
-            tuple(Stack(k.astype(rows.dtype) if s is None else k, s) for k, s in stacks),
+            tuple(
+                Stack(x.kernels[...], None if x.scale is None else x.scale[...]) for x in linears
+            ),
             layer,
             activation=self.config.activation,
             copies=chosen.size / parts,

@@ -298,7 +298,7 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
         q, k, v = self.products(x, apart=apart)
-        return rotate(q, cos, sin), rotate(k, cos, sin), v
+        return rotate_rows(q, cos, sin), rotate_rows(k, cos, sin), v
 
     def products(
         self, x: jax.Array, *, apart: bool = False
