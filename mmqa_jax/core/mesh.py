@@ -29,6 +29,7 @@ from mmqa_jax.core.errors import UserError
 MESH_AXES = ("data", "fsdp", "tensor")
 SEQUENCE = "sequence"  # the axis that splits the columns of a batch; a mesh has it on request
 _BATCH_AXES = ("data", "fsdp")
+_FEWEST_COLUMNS = 16  # of a device: a tile of bfloat16 on a TPU
 DCN_AXES = ("dcn_data", "dcn_fsdp")  # how many slices `data` and `fsdp` cross
 _PROCESS_IS_SLICE = "MMQA_PROCESS_IS_SLICE"
 
@@ -314,15 +315,20 @@ def columns_over_tensor(x: jax.Array) -> jax.Array:
     traced.
 
     Each device then adds and norms some columns, where it else does all, and a sum over `tensor` is
-    scattered and gathered again before the next product (Korthikanti et al. 2022). Where `tensor`
-    does not divide the columns, x as it is.
+    scattered and gathered again before the next product (Korthikanti et al. 2022). Where the
+    columns are too few, x as it is.
     """
+    if tensor_columns(x.shape[1]) == 1:
+        return x
+    axes = batch_axes(jax.sharding.get_abstract_mesh(), x.shape[0])
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, "tensor"))
+
+
+def tensor_columns(length: int) -> int:
+    """Into how many parts `columns_over_tensor` splits so many columns; traced."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if mesh.empty or mesh.manual_axes else mesh.shape["tensor"]
-    if parts == 1 or x.shape[1] % parts:
-        return x
-    spec = PartitionSpec(batch_axes(mesh, x.shape[0]), "tensor")
-    return jax.lax.with_sharding_constraint(x, spec)
+    return 1 if length % (_FEWEST_COLUMNS * parts) else parts
 
 
 def column_shards(length: int, mesh: Mesh | jax.sharding.AbstractMesh | None = None) -> int:

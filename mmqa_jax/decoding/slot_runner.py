@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
+from mmqa_jax.core.compiler_options import prompt_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
@@ -317,7 +318,11 @@ class Programs:
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         self.encode = jax.jit(
-            encode, static_argnums=10, donate_argnums=1, out_shardings=(self.rows, of_cache)
+            encode,
+            static_argnums=10,
+            donate_argnums=1,
+            out_shardings=(self.rows, of_cache),
+            compiler_options=prompt_options(mesh),
         )
         self.begin = jax.jit(
             begin, static_argnums=8, donate_argnums=1, out_shardings=(whole, whole, whole)

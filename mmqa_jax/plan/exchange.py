@@ -31,8 +31,8 @@ from mmqa_jax.core.mesh import SEQUENCE
 Split = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension of an array
 Sent = Counter[tuple[str, str]]  # (kind, axes joined by "+") -> bytes of whole arrays
 _ROWS = ("data", "fsdp", SEQUENCE)  # axes that share the batch
-# Collectives over `sequence` as the model writes them, which have the whole array of a group where
-# they send it: XLA's name, and whether it is what they give.
+# Collectives over `sequence`, of experts over `tensor`, as the model writes them, which have the
+# whole array of a group where they send it: XLA's name, and whether it is what they give.
 _WRITTEN = {
     "all_gather": ("all-gather", True),
     "reduce_scatter": ("reduce-scatter", False),
@@ -266,6 +266,7 @@ class _Reader:
                 size = variable.aval.size * variable.aval.dtype.itemsize / others
                 sent["all-gather", "+".join(over)] += size
         for one in equation.params["jaxpr"].eqns:
+            sent.update(_written(one, "tensor"))
             if one.primitive.name.startswith("psum"):
                 axes = [axis for axis in one.params["axes"] if axis not in _ROWS]
                 size = sum(v.aval.size * v.aval.dtype.itemsize for v in one.invars)
@@ -311,14 +312,19 @@ class _Reader:
         return outputs, Counter({what: size * times for what, size in sent.items()})
 
 
+def _written(equation: Any, axis: str) -> Sent:
+    """What an equation that is a collective over a mesh axis exchanges, see `_WRITTEN`."""
+    kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
+    if kind is None or axis not in equation.params["axis_name"]:
+        return Counter()
+    arrays = equation.outvars if gives_whole else equation.invars
+    return Counter({(kind, axis): sum(v.aval.size * v.aval.dtype.itemsize for v in arrays)})
+
+
 def _along_sequence(equation: Any) -> Sent:
     """Sums up the exchanges over `sequence` that an equation and its callees write; of several
     branches the dearest."""
-    sent: Sent = Counter()
-    kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
-    if kind is not None and SEQUENCE in equation.params["axis_name"]:
-        for variable in equation.outvars if gives_whole else equation.invars:
-            sent[kind, SEQUENCE] += variable.aval.size * variable.aval.dtype.itemsize
+    sent = _written(equation, SEQUENCE)
     # Every device runs a shard_map once.
     times = 1 if equation.primitive.name == "shard_map" else times_run(equation)
     callees = [

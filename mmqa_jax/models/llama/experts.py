@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.flops import one_in
-from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform
+from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform, tensor_columns
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.layers import normal_init, param
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -104,7 +104,7 @@ class Experts(nnx.Module):
         experts = PartitionSpec(*[None] * (layer is not None), _SPLIT if parts > 1 else None)
         columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
         # Out of a stack: see `columns_over_tensor`.
-        scattered = layer is not None and parts > 1 and x.shape[1] % parts == 0
+        scattered = layer is not None and parts == tensor_columns(x.shape[1]) > 1
         rows = PartitionSpec(batch_axes(mesh, x.shape[0]), _SPLIT if scattered else columns)
         graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
 
