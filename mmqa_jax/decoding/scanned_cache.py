@@ -10,6 +10,7 @@ kernel that alone reads and writes the cache (`ragged_attention`): there the sca
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import flax.struct
