@@ -209,6 +209,7 @@ def open_llm(
     model: str | os.PathLike = "smollm2",
     backend: Literal["engine", "openai"] = "engine",
     *,
+    thinking: str = "off",
     download: bool = False,
 ) -> Backend:
     """A language model, for a reader and a reranker to share; its `close` ends it.
@@ -217,13 +218,16 @@ def open_llm(
       model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
         Face cache, or a server's name for it.
       backend: `engine` is this process, `openai` a server, at OPENAI_BASE_URL with OPENAI_API_KEY.
+      thinking: whether it thinks before it answers: `auto` (as it does by itself), `off`, `on`, or
+        the number of tokens that thoughts may have beside those of an answer.
       download: fetch ORG/NAME if it is not in the cache.
     """
     if backend not in ("engine", "openai"):
         raise UserError(f"open_llm: backend {backend!r} is not known; use engine or openai.")
     if download:
         download_model(str(model), "model")
-    return open_cached(LLMSpec(str(model), backend), cache_dir() / "responses", "model")
+    spec = LLMSpec(str(model), backend, thinking=thinking)
+    return open_cached(spec, cache_dir() / "responses", "model")
 
 
 class Reader:
@@ -280,6 +284,7 @@ def open_reader(
     *,
     pictures: Pictures = "auto",
     max_new_tokens: int = LLMReaderOptions.max_new_tokens,
+    thinking: str = "off",
 ) -> Reader:
     """A language model as a reader of a corpus.
 
@@ -288,11 +293,12 @@ def open_reader(
       model, backend: see `open_llm`, or what it returned.
       pictures: how the model is shown pictures, see LLMReaderOptions.
       max_new_tokens: of an answer.
+      thinking: see `open_llm`, which has said it of a model that it returned.
     """
     _check_corpus(corpus, "open_reader")
     options = LLMReaderOptions(pictures=pictures, max_new_tokens=max_new_tokens)
     owns = isinstance(model, str | os.PathLike)
-    llm = open_llm(model, backend) if owns else model
+    llm = open_llm(model, backend, thinking=thinking) if owns else model
     return Reader(corpus, llm, LLMReader(corpus, llm, options), owns)
 
 

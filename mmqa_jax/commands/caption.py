@@ -17,7 +17,7 @@ EXAMPLE = (
 )
 # Flags of one of the two ways alone.
 _OF_REGIONS = ("tokenizer", "sizes", "names", "tags", "batch_size", "mesh")
-_OF_QUESTIONS = ("split", "backend", "prompt", "max_new_tokens")
+_OF_QUESTIONS = ("split", "backend", "prompt", "max_new_tokens", "thinking")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +59,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "according to the given question: {question})",
     )
     questions.add_argument("--max_new_tokens", type=int, help="of a caption (64)")
+    flags.add_thinking(questions, "", "off")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -87,7 +88,9 @@ def _of_questions(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.verbs.captioning import PROMPT, caption_questions
 
-    spec = LLMSpec(arguments.model, arguments.backend or "engine")
+    spec = LLMSpec(
+        arguments.model, arguments.backend or "engine", thinking=arguments.thinking or "off"
+    )
     model = open_llm(spec, cache_dir() / "responses", "--model")
     try:
         return caption_questions(

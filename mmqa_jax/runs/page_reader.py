@@ -29,7 +29,7 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
       flag: that named it, for messages.
     """
     model = name.removeprefix(_SERVER)
-    spec = LLMSpec(model, "engine" if model == name else "openai")
+    spec = LLMSpec(model, "engine" if model == name else "openai", thinking="off")
 
     def opened() -> contextlib.closing[Cached]:
         return contextlib.closing(open_llm(spec, cache_dir() / "responses", flag))

@@ -15,6 +15,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKEN
 from transformers.models.qwen3_5 import tokenization_qwen3_5
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.prompting.backends import Message
+from mmqa_jax.prompting.backends.thinking import Thinking
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 
 HOSTILE = [
@@ -201,3 +203,16 @@ def test_runs_of_spaces_as_gemmas_files_spell_them(tmp_path):
     assert ours.bos == theirs.bos_id()
     for text in [*CORPUS[:4], "a  b   c      d", "  two", "def f:\n        x", *TEXTS[:200]]:
         assert ours.encode_plain(text) == theirs.encode(text), text
+
+
+def test_a_files_template_is_told_whether_to_think(bpe, tmp_path):
+    source = (
+        "{{ messages[0].content }}{% if add_generation_prompt %}>"
+        "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+    )
+    file = _file(tmp_path / "m.gguf", bpe, "qwen2", chat_template=source)
+    asked = [Message("user", ("a",))]
+    told = [open_text_tokenizer(file, Thinking(on)) for on in (None, True, False)]
+    rendered = [tokenizer.template.render("q", asked) for tokenizer in told]
+    assert rendered == ["a>", "a>", "a><think></think>"]
+    assert len({tokenizer.fingerprint for tokenizer in told}) == 3
