@@ -253,11 +253,13 @@ def _remedy_for(model_type: Any) -> str:
         return (
             f"give a checkpoint of that model, or --model={types[model_type]} to convert this one"
         )
+    elsewhere = "serve this one elsewhere (vLLM, llama.cpp) and ask it by --backend=openai"
     near = difflib.get_close_matches(str(model_type), types, n=1)
-    nearest = f"the nearest by name that is read is {near[0]!r}" if near else "none is near it"
+    if not near:
+        return f"{elsewhere}; `mmqa models` lists what is read here"
     return (
-        f"{nearest} (`mmqa models` lists all): give such a checkpoint, or serve this one elsewhere "
-        "(vLLM, llama.cpp) and ask it by --backend=openai"
+        f"the nearest by name that is read is {near[0]!r} (`mmqa models` lists all): give such a "
+        f"checkpoint, or {elsewhere}"
     )
 
 
