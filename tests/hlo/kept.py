@@ -24,6 +24,7 @@ REFRESH = "MMQA_REFRESH_FACTS"  # in the environment: facts of programs that cha
 # would be another one.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 
+_APART = ("bundles.py", "decode_kernel.py")  # in which no fact is read
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 
 
@@ -55,8 +56,7 @@ def facts_of(
 def key_of(lowered: jax.stages.Lowered, source: str) -> str:
     """The hash of a program as it goes to the compiler, of the compiler, and of what counts."""
     digest = hashlib.sha256(lowered.as_text().encode())
-    here = sorted(Path(__file__).parent.glob("*.py"))
-    here.remove(Path(__file__).with_name("bundles.py"))  # no fact is read there
+    here = [file for file in sorted(Path(__file__).parent.glob("*.py")) if file.name not in _APART]
     for file in (Path(source), Path(compiler_options.__file__), *here):
         digest.update(file.read_bytes())
     digest.update(json.dumps({name: _version(name) for name in _PACKAGES}).encode())

@@ -15,6 +15,7 @@ from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.collection import CollectionPlan, plan_collections, read_sizes
 from mmqa_jax.plan.detectors import check_pictures, pictures_cost
 from mmqa_jax.plan.program import Planned
+from mmqa_jax.plan.programs import engine_sizes
 from mmqa_jax.plan.row import RowPlan, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Found, Plan, described
@@ -93,6 +94,11 @@ def run_plan(
                 f"{bounds['chip_hours_bound']:.3g} chip-hours at least, "
                 f"{bounds['pictures_per_second_bound']:,.0f} pictures/s at most"
             )
+    if "decode" in names and model is not None:
+        place = planning.place("decode", config, chips)
+        if reason := engine_sizes(config, place.devices, model).reason:
+            print(f"auto: {reason}")
+            cost["mesh_reason"] = reason
     print(result.verdict)
     if calibration is None:
         print("no estimate was compared with such a device: launch/device_check.sh does it there")
