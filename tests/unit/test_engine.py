@@ -160,6 +160,28 @@ def test_prompts_are_encoded_in_full_batches(engine, monkeypatch):
     assert min(shares) > 0  # none is all padding
 
 
+def test_those_that_decode_wait_for_one_batch_of_a_long_prompt(engine, monkeypatch):
+    """Its chunks alternate with steps, while at least as many decode as are encoded."""
+    called = []
+    for name in ("encode", "step"):
+        method = getattr(engine._runner, name)
+
+        def watched(*arguments, name=name, method=method):
+            called.append(name)
+            return method(*arguments)
+
+        monkeypatch.setattr(engine._runner, name, watched)
+    engine.forget()
+    rng = np.random.default_rng(12)
+    short = [Request(n, rng.integers(8, 60, 5), 12) for n in range(3)]
+    long = Request("long", rng.integers(8, 60, 140), 3)
+    served(engine, [*short, long, *(Request(10 + n, [9 + n], 2) for n in range(4))])
+    first = called.index("step")
+    assert called.count("encode") - called[:first].count("encode") >= 3
+    for one, other in zip(called[first:], called[first + 1 :], strict=False):
+        assert (one, other) != ("encode", "encode")
+
+
 def test_nothing_is_compiled_after_warm_up(engine):
     for size in (5, 150):  # both buckets
         served(engine, [Request(0, [1] * size, 3)])
