@@ -36,7 +36,7 @@ from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
-from mmqa_jax.retrieval.embedder import rows_of_length
+from mmqa_jax.retrieval.embedder import batches_by_length
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
     PicturePrompt,
@@ -102,26 +102,21 @@ class CrossEncoderReranker(PairScorer):
     def _scored(self, pairs: Sequence[tuple[str, str]]) -> Iterator[ScoredPairs]:
         tokens = self.tokenizer.encode_pairs(pairs)
         lengths = [self.tokenizer.pair_length(*map(len, pair)) for pair in tokens]
-        buckets = np.searchsorted(self._buckets, np.minimum(lengths, self._buckets[-1]))
         with Progress("Scoring sources", len(pairs), "pairs") as progress:
-            for number in np.unique(buckets):
-                members = np.flatnonzero(buckets == number)
-                most = rows_of_length(self.serving, self._buckets[number])
-                for start in range(0, len(members), most):
-                    chunk = members[start : start + most]
-                    batch = self._batch([tokens[i] for i in chunk], self._buckets[number])
-                    placement = self.serving.placement
-                    rows = placement.rows(len(batch[0]))
-                    put = placement.put(tuple(array[rows] for array in batch))
-                    scores = fetch(placement.call(self._relevance, self._state, *put))
-                    yield ScoredPairs(chunk, scores[: len(chunk)])
-                    progress.advance(len(chunk))
+            for chunk, length, most in batches_by_length(lengths, self._buckets, self.serving):
+                batch = self._batch([tokens[i] for i in chunk], length, most)
+                placement = self.serving.placement
+                rows = placement.rows(len(batch[0]))
+                put = placement.put(tuple(array[rows] for array in batch))
+                scores = fetch(placement.call(self._relevance, self._state, *put))
+                yield ScoredPairs(chunk, scores[: len(chunk)])
+                progress.advance(len(chunk))
 
     def _batch(
-        self, tokens: Sequence[tuple[list[int], ...]], length: int
+        self, tokens: Sequence[tuple[list[int], ...]], length: int, most: int
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Ids, mask and token types [B, length] of pairs; the last pair fills the batch."""
-        size = min(self.serving.size_for(len(tokens)), rows_of_length(self.serving, length))
+        size = min(self.serving.size_for(len(tokens)), most)
         ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
         mask, types = np.zeros((size, length), bool), np.zeros((size, length), np.int32)
         for row in range(size):

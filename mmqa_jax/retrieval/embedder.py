@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Bool, Float32, Int32
+from jaxtyping import Bool, Float32, Int, Int32
 
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import fetch, platform
@@ -335,41 +335,30 @@ class Embedder:
         longest = self.buckets[-1] - len(before) - len(after)
         whole = self.tokenizer.encode_batch([prompt + text for text in texts])
         tokens = [[*before, *ids[:longest], *after] for ids in whole]
-        lengths_of = np.array([len(ids) for ids in tokens])
-        bucket = np.searchsorted(self.buckets, lengths_of)
-        worth = _PROGRAM_ON_CPU if platform() == "cpu" else _PROGRAM
-        for number, longer in enumerate(self.buckets[1:]):
-            few = np.flatnonzero(bucket == number)
-            if (longer - lengths_of[few]).sum() < worth and (bucket > number).any():
-                bucket[few] += 1  # a program more would take longer than the padding
         empty = [*before, *after] or [self.tokenizer.pad_id]
-        for number, length in enumerate(self.buckets):
-            members = np.flatnonzero(bucket == number)
-            most = rows_of_length(self.serving, length)
-            for indices in self._batches(members, most):
-                size = min(self._padded_size(len(indices)), most)
-                if len(texts) == 1 and platform() == "cpu":  # others compute a few rows as fast
-                    size = self.serving.placement.padded(1)
-                ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
-                ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
-                lengths = np.full(size, len(empty))
-                for i, index in enumerate(indices):
-                    own = tokens[index] or empty
-                    ids[i, : len(own)], lengths[i] = own, len(own)
-                yield indices, ids, np.arange(length) < lengths[:, None]
+        batches = batches_by_length([len(ids) for ids in tokens], self.buckets, self.serving)
+        for indices, length, most in batches:
+            size = min(self._padded_size(len(indices)), most)
+            if len(texts) == 1 and platform() == "cpu":  # others compute a few rows as fast
+                size = self.serving.placement.padded(1)
+            ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
+            ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
+            lengths = np.full(size, len(empty))
+            for i, index in enumerate(indices):
+                own = tokens[index] or empty
+                ids[i, : len(own)], lengths[i] = own, len(own)
+            yield indices, ids, np.arange(length) < lengths[:, None]
 
     def _picture_batches(
         self, pictures: Sequence[np.ndarray]
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        for indices in self._batches(np.arange(len(pictures)), self.serving.batch_size):
+        for start in range(0, len(pictures), self.serving.batch_size):
+            indices = np.arange(start, min(start + self.serving.batch_size, len(pictures)))
             size = self._padded_size(len(indices))
             own = self.serving.placement.rows(size)
             chosen = [pictures[indices[n]] for n in own if n < len(indices)]
             pixels, _ = self._stack(chosen, len(own))
             yield indices, self._call(self._encode_image, self.serving.placement.put(pixels))
-
-    def _batches(self, members: np.ndarray, size: int) -> list[np.ndarray]:
-        return [members[start : start + size] for start in range(0, len(members), size)]
 
     def _padded_size(self, count: int) -> int:
         small = self.serving.placement.padded(_SMALL_BATCH)
@@ -501,6 +490,38 @@ def rows_of_length(serving: Serving, length: int) -> int:
     share = min(1.0, (FULL_LENGTH / length) ** 2)
     size = serving.batch_size
     return size if share == 1 else serving.placement.padded(max(1, int(size * share)))
+
+
+def batches_by_length(
+    lengths: Sequence[int], buckets: Sequence[int], serving: Serving, attended: int = 0
+) -> list[tuple[Int[np.ndarray, " rows"], int, int]]:
+    """Cuts texts, the longest first, into batches that are full but for the last one.
+
+    Args:
+      lengths: of the texts in tokens; what is longer than the longest bucket is cut by the caller.
+      buckets: lengths to which texts are padded, increasing.
+      serving: says how many texts a batch has (`rows_of_length`).
+      attended: what sees each other in a text's pictures, where it may be more than its tokens.
+
+    Returns:
+      Of every batch its places in `lengths`, the bucket of its longest text, and the most rows that
+      a batch of that bucket has.
+    """
+    cut = np.minimum(np.asarray(lengths, int), buckets[-1])
+    bucket = np.searchsorted(buckets, cut)
+    worth = _PROGRAM_ON_CPU if platform() == "cpu" else _PROGRAM
+    for number, longer in enumerate(buckets[1:]):
+        few = np.flatnonzero(bucket == number)
+        if (longer - cut[few]).sum() < worth and (bucket > number).any():
+            bucket[few] += 1  # a program more would take longer than the padding
+    order = np.argsort(-cut, kind="stable")
+    batches, start = [], 0
+    while start < len(order):
+        length = buckets[bucket[order[start]]]
+        most = rows_of_length(serving, max(length, attended))
+        batches.append((order[start : start + most], length, most))
+        start += most
+    return batches
 
 
 def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:

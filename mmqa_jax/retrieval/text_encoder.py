@@ -35,7 +35,10 @@ from mmqa_jax.retrieval import embedder
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 
-_BUCKETS = (*range(16, 128, 16), *range(128, 256, 32), *(2**power for power in range(8, 15)))
+_BUCKETS = (
+    *range(16, 128, 16),
+    *(size for power in range(7, 15) for size in range(2**power, 2 ** (power + 1), 2**power // 4)),
+)
 
 
 def load_text_embedder(

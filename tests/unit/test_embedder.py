@@ -20,13 +20,19 @@ from mmqa_jax.models.common.array_layout import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.heads import SentenceEncoder
 from mmqa_jax.models.two_towers.config import VisionConfig
-from mmqa_jax.retrieval.embedder import Embedder, make_encode_source, make_encode_text
+from mmqa_jax.retrieval.embedder import (
+    Embedder,
+    batches_by_length,
+    make_encode_source,
+    make_encode_text,
+)
 from mmqa_jax.retrieval.embeddings import (
     join_embeddings,
     open_embeddings,
     read_unfinished,
     write_embeddings,
 )
+from mmqa_jax.retrieval.text_encoder import length_buckets
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
@@ -224,7 +230,7 @@ def test_no_recompilation_between_jobs(tmp_path):
 
 def test_texts_that_need_little_padding_share_the_program_of_the_next_length(monkeypatch):
     texts = ["a", "b", "a b c d", "a b c d e f g h"]  # tokens around them: 3, 3, 6 and 10
-    one = embedder()
+    one = embedder(batch_size=2)
     apart = np.concatenate([one.embed_texts([text]) for text in texts])
     lengths = []
     run = one._encode_text
@@ -232,10 +238,24 @@ def test_texts_that_need_little_padding_share_the_program_of_the_next_length(mon
         one, "_encode_text", lambda s, ids, mask: lengths.append(ids.shape) or run(s, ids, mask)
     )
     np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
-    assert [length for _, length in lengths] == [12]
+    assert [length for _, length in lengths] == [12, 12]
     monkeypatch.setattr("mmqa_jax.retrieval.embedder._PROGRAM_ON_CPU", 8)  # tokens of padding
     np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
-    assert [length for _, length in lengths] == [12, 4, 12]  # 3 and 3 become 8, or 6 becomes 12
+    assert [length for _, length in lengths[2:]] == [12, 4]  # the two of 3 would have 10 of padding
+
+
+def test_batches_are_full_and_hold_texts_of_like_length():
+    """Of 2,000 texts of 4 to 500 tokens one batch is not full, and padding is a tenth."""
+    lengths = np.random.default_rng(0).integers(4, 600, 2000)
+    serving = embedder(batch_size=32).serving
+    batches = batches_by_length(lengths, length_buckets(500, 8192), serving)
+    np.testing.assert_array_equal(np.sort(np.concatenate([b[0] for b in batches])), np.arange(2000))
+    assert [len(rows) for rows, _, _ in batches] == [32] * 62 + [16]
+    assert all(lengths[rows].max() <= length or length == 500 for rows, length, _ in batches)
+    padded = sum(len(rows) * length for rows, length, _ in batches)
+    assert padded < 1.1 * np.minimum(lengths, 500).sum()
+    longer = batches_by_length([3000] * 5, length_buckets(8192, 8192), serving)
+    assert [(len(rows), length, most) for rows, length, most in longer] == [(1, 3072, 1)] * 5
 
 
 def test_layers_apart_give_the_same_vectors():
