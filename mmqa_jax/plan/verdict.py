@@ -273,13 +273,18 @@ def best_settings(
     config = settled(name, config, topology.devices, model)
     settings = _settings(name, config, len(topology.devices))
     programs: dict[int, Program] = {}
+    traces: dict[Any, Program] = {}  # settings without `data` and `fsdp` -> a program of them
     waiting: list[tuple[float, int]] = []  # (-rate at best, number of a setting)
     refused: UserError | None = None
     for number, changes in enumerate(settings):
         _tell(f"tracing {number + 1} of {len(settings)}: {described(changes)}")
         try:
             program = make_program(name, changed(config, changes), topology.devices, model)
-            traced = trace_program(program, topology.placement(program.placed))
+            # How rows and weights are split over the same number of devices is in the arguments:
+            # such programs have one jaxpr, which takes longest to make.
+            others = tuple(item for item in changes.items() if item[0] not in _SPLIT)
+            alike = dataclasses.replace(program, trace=traces.setdefault(others, program).trace)
+            traced = trace_program(alike, topology.placement(program.placed))
         except UserError as error:  # a batch or heads that the mesh does not divide
             refused = refused or error
             continue
@@ -321,7 +326,7 @@ def _hopeless(refused: Found, settings: Sequence[Changes], topology: Topology) -
     held = memory.parameters + memory.optimizer + memory.cache
     alone = memory.total - held > topology.chip.hbm_bytes
     *_, batch = refused.changes
-    free = {batch} | {key for key in refused.changes if alone and key in ("mesh.data", "mesh.fsdp")}
+    free = {batch} | {key for key in refused.changes if alone and key in _SPLIT}
     return [
         setting
         for setting in settings
@@ -340,6 +345,7 @@ def _tell(line: str) -> None:
 
 
 _FACTORS = (1, 2, 4)  # of the config's batch
+_SPLIT = ("mesh.data", "mesh.fsdp")
 
 
 def _settings(name: str, config: ConfigDict, devices: int) -> list[Changes]:

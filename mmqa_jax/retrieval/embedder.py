@@ -493,7 +493,7 @@ def rows_of_length(serving: Serving, length: int) -> int:
 
 
 def batches_by_length(
-    lengths: Sequence[int], buckets: Sequence[int], serving: Serving, attended: int = 0
+    lengths: Sequence[int], buckets: Sequence[int], serving: Serving
 ) -> list[tuple[Int[np.ndarray, " rows"], int, int]]:
     """Cuts texts, the longest first, into batches that are full but for the last one.
 
@@ -501,7 +501,6 @@ def batches_by_length(
       lengths: of the texts in tokens; what is longer than the longest bucket is cut by the caller.
       buckets: lengths to which texts are padded, increasing.
       serving: says how many texts a batch has (`rows_of_length`).
-      attended: what sees each other in a text's pictures, where it may be more than its tokens.
 
     Returns:
       Of every batch its places in `lengths`, the bucket of its longest text, and the most rows that
@@ -518,7 +517,7 @@ def batches_by_length(
     batches, start = [], 0
     while start < len(order):
         length = buckets[bucket[order[start]]]
-        most = rows_of_length(serving, max(length, attended))
+        most = rows_of_length(serving, length)
         batches.append((order[start : start + most], length, most))
         start += most
     return batches

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmqa_jax.core.serving import Serving
 from mmqa_jax.models.qwen_vl import network as qwen_vl
-from mmqa_jax.retrieval.embedder import batches_by_length
+from mmqa_jax.retrieval.embedder import rows_of_length
 
 HELD = 64  # decoded pictures at a time; of a page some 5 MB
 
@@ -52,23 +52,21 @@ def prompt_batches(
       lengths: to which prompts are padded, ascending; none is longer than the last.
       pad_token: any id but the placeholder's.
     """
-    groups: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
+    groups: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
     for number, prompt in enumerate(prompts):
         units = [qwen_vl.bucket_of(qwen_vl.grid_of(one.shape, config.vision), config.vision)
                  for one in prompt.pictures]  # fmt: skip
-        groups[len(units), max(units, default=0)].append(number)
-    for (count, bucket), members in sorted(groups.items()):
-        tokens = [
-            len(prompts[number].tokens) + beyond_placeholders(prompts[number].pictures, config)
-            for number in members
-        ]
-        patches = attended(config, bucket, 0)
-        for rows, length, most in batches_by_length(tokens, lengths, serving, patches):
-            chunk = np.array(members)[rows]
+        tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
+        length = lengths[int(np.searchsorted(lengths, tokens))]
+        groups[len(units), max(units, default=0), length].append(number)
+    for (count, bucket, length), members in sorted(groups.items()):
+        most = rows_of_length(serving, attended(config, bucket, length))
+        for start in range(0, len(members), most):
+            chunk = members[start : start + most]
             size = min(serving.size_for(len(chunk)), most)
             padded = [chunk[min(row, len(chunk) - 1)] for row in serving.placement.rows(size)]
             own = [prompts[number] for number in padded]
-            yield chunk, _batch(own, config, count, bucket, length, pad_token)
+            yield np.array(chunk), _batch(own, config, count, bucket, length, pad_token)
 
 
 def beyond_placeholders(pictures: Sequence[np.ndarray], config: qwen_vl.QwenVLConfig) -> int:

@@ -27,6 +27,7 @@ BENCHES = {
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
     "retrieval": "embedding, indexing and search against exact search",
+    "neighbors": "ScaNN, FAISS's lists and its graph over MiniLM's vectors of 200,000 real texts",
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "families": "models by family: deviation from transformers, memory, plan on v5e:2x4",

@@ -28,7 +28,7 @@ PROMPTS = {"query": "which flag: ", "document": "of kenya: "}
 
 
 def few(longest: int = 500) -> list[str]:
-    """A short text and the longest, which is cut: two buckets, and a program for each."""
+    """A short text and the longest, which is cut."""
     made = texts(longest)
     return [made[1], made[-1]]
 

@@ -329,7 +329,7 @@ def test_the_verdict_names_what_would_help():
 def compiled_by_rule(monkeypatch):
     """Programs whose memory is 1 GiB and .2 a pair, half with dots, a quarter with full; on `fsdp`
     all is shared by the devices. Recomputation takes time. Returns what was compiled."""
-    asked = []
+    asked, made = [], {}
 
     def make_program(name, config, devices, model):
         del devices, model
@@ -340,9 +340,8 @@ def compiled_by_rule(monkeypatch):
         total = (1 + 0.2 * pairs * kept) / share
         one = compiled(total, name=name, flops=work * 1e9 * pairs, sent=1e9 * share)
         setting = (pairs, remat, config.mesh.fsdp)
-        return dataclasses.replace(
-            one.program, examples=pairs, trace=lambda: one, arguments=setting
-        )
+        made[setting] = one
+        return dataclasses.replace(one.program, examples=pairs, arguments=setting)
 
     def compile_program(program, placement):
         asked.append(program.arguments)
@@ -350,7 +349,7 @@ def compiled_by_rule(monkeypatch):
 
     def trace_program(program, placement):
         del placement
-        return dataclasses.replace(program.trace(), program=program)
+        return dataclasses.replace(made[program.arguments], program=program)
 
     for function in (make_program, compile_program, trace_program):
         monkeypatch.setattr(planning, function.__name__, function)
@@ -417,6 +416,28 @@ def test_a_search_compiles_what_can_be_the_fastest(compiled_by_rule, capsys):
     assert most == [27, 26, 26, 25, 25]
     row = found[0].to_json()
     assert {"changes", "examples_per_second_bound", "fits", "memory_gib"} <= row.keys()
+
+
+@pytest.mark.parametrize("name", ["contrastive", "vlp_select"])
+def test_a_trace_tells_of_all_splits_of_rows_and_weights(name):
+    """What a search reads of one mesh's jaxpr is what the others' say."""
+    slice_, config = (
+        open_topology("v5e:2x2"),
+        load_config(f"{ROOT}/configs/webqa/{name}.py:runlocal"),
+    )
+    first, *others = (
+        make_program("train", changed(config, {"mesh.data": 4 // fsdp, "mesh.fsdp": fsdp}),
+                     slice_.devices)
+        for fsdp in (1, 2, 4)
+    )  # fmt: skip
+    for program in others:
+        alike = dataclasses.replace(program, trace=first.trace)
+        placement = slice_.placement(program.placed)
+        traced, shared = (planning.trace_program(each, placement) for each in (program, alike))
+        assert shared.flops == traced.flops
+        assert shared.exchanges == traced.exchanges
+        assert shared.floor_bytes == traced.floor_bytes
+        assert {"fsdp"} <= {exchange.axis for exchange in shared.exchanges}
 
 
 @pytest.mark.parametrize(
