@@ -41,6 +41,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "scan_layers": None,
         "cache_dtype": None,
         "weights": "given",
+        "exact": True,
     }
     # Whether a chat model thinks before it answers: auto (as it does by itself), off, on, or the
     # number of tokens that thoughts may have beside max_new_tokens.

@@ -45,7 +45,7 @@ from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
-from mmqa_jax.models.llama.network import Llama, for_length, unstack_layers
+from mmqa_jax.models.llama.network import Llama, for_length, transpose_head, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.qwen_vl.network import QwenVL
@@ -616,6 +616,9 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
     repeat_key_heads(model, mesh)
     if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
         unstack_layers(model)
+    device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
+    if config.exact and device.platform == "cpu":
+        transpose_head(model)
     if config.weights == "int8":
         quantize_weights(model)
 

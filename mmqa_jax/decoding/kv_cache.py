@@ -46,6 +46,11 @@ _VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
 _SCALE_NAMES = ("batch", "heads", "positions")
 
 
+# A row's bits then do not depend on how many rows are beside it: XLA on a CPU else takes sums, and
+# what follows a product, from YNNPACK where arrays are large, which rounds in another order.
+# YNNPACK's products alone have equal rows, of two rows and more.
+EXACT_ON_CPU = {"xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT"}
+
 KVCache = tuple[LayerCache, ...]  # not one stack: a donated cache is then updated in place
 
 
@@ -203,30 +208,25 @@ def run_layers(
     of_tokens: Tokens,
     traits: LayerTraits,
     deepstack: jax.Array | None = None,
+    program: Callable[..., tuple[jax.Array, LayerCache]] | None = None,
     **options: Any,
 ) -> tuple[jax.Array, KVCache]:
     """x [R, L, H] through all layers, each split by nnx; `options` are those of `_layer`.
 
     traits: of all layers; deepstack: see `forward`.
 
-    Outside of a program every layer runs one of its own, the same for all, and takes over its
-    cache.
+    program: of `layer_program`, which every layer runs by itself and which takes over its cache;
+      None within a program.
     """
-    written = []
+    written, program = [], program or _inlined
     for number, ((graphdef, params), held) in enumerate(zip(layers, cache, strict=True)):
         of_layer = traits.of(number)
-        x, held = _layer(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
+        x, held = program(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
         x = added(x, deepstack, number)
         written.append(held)
     return x, tuple(written)
 
 
-# Within a program too: all layers are then traced and lowered once, and XLA inlines them.
-@functools.partial(
-    jax.jit,
-    static_argnames=("graphdef", "limit", "implementation", "mesh"),
-    donate_argnames="held",
-)
 def _layer(
     params: nnx.State,
     x: jax.Array,
@@ -272,6 +272,21 @@ def _layer(
         where = (*where, jnp.full_like(of_tokens.starts, traits.window))
     attended, held = write_and_attend(q, k, v, held, *where)
     return layer.finish(x, attended), held
+
+
+@functools.cache
+def layer_program(exact: bool) -> Callable[..., tuple[jax.Array, LayerCache]]:
+    """`_layer` as a program of its own on a CPU; exact: see `EXACT_ON_CPU`."""
+    return _compiled(compiler_options=EXACT_ON_CPU if exact else None)
+
+
+_compiled = functools.partial(
+    jax.jit,
+    _layer,
+    static_argnames=("graphdef", "limit", "implementation", "mesh"),
+    donate_argnames="held",
+)
+_inlined = _compiled()  # within a program: all layers are then traced and lowered once
 
 
 def _specs(layer: LayerCache, mesh: Mesh) -> LayerCache:

@@ -233,6 +233,7 @@ def choose_sizes(
         few, many = _CPU_SLOTS
         of_copy = max(1, (many if (demand.sequences or 0) > 2 * many else few) // copies)
     of_copy = min(of_copy, _wanted(demand, copies))
+    of_copy = max(of_copy, 2) if cpu and base.exact else of_copy  # see EngineConfig
     engine = dataclasses.replace(
         base,
         length=length,

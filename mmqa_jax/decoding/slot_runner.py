@@ -22,7 +22,13 @@ from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_r
 from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
-from mmqa_jax.decoding.kv_cache import KVCache, run_layers, tokens_in
+from mmqa_jax.decoding.kv_cache import (
+    EXACT_ON_CPU,
+    KVCache,
+    layer_program,
+    run_layers,
+    tokens_in,
+)
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
@@ -35,7 +41,7 @@ WEIGHT_TYPES = ("given", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of the engine; results do not depend on them beyond the last bits.
+    """Sizes of the engine.
 
     `slots` sequences are decoded at once, each of up to `length` tokens including its prompt, over
     a cache of `pages` pages of `page` tokens: a sequence takes as many as it needs, and waits for
@@ -45,6 +51,9 @@ class EngineConfig:
     common prefix in steps of the larger of page and largest bucket. `cache_dtype` None is the
     model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one layer
     instead of all; None does so on a TPU, where it costs no copies.
+
+    `exact`: an answer's bits do not depend on what else is served, nor on slots (two or more for
+    each copy of the weights), length, pages and `prefill_tokens`; else on a CPU its last bits may.
     """
 
     slots: int = 16
@@ -56,6 +65,7 @@ class EngineConfig:
     cache_dtype: str | None = None
     weights: str = "given"
     scan_layers: bool | None = None
+    exact: bool = True
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -92,12 +102,17 @@ class EngineConfig:
     @property
     def scored_tokens(self) -> int:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
-        return max(1, self.prefill_tokens // 4)
+        return max(self._least, self.prefill_tokens // 4)
 
     def rows(self, bucket: int, shards: int = 1) -> int:
         """How many chunks of a bucket are encoded at once: equally many, and one at least, of each
         shard of the slots."""
-        return shards * max(1, min(self.prefill_tokens // bucket, self.slots) // shards)
+        return shards * max(self._least, min(self.prefill_tokens // bucket, self.slots) // shards)
+
+    @property
+    def _least(self) -> int:
+        """The fewest rows of a program: a single one is summed in another order."""
+        return 2 if self.exact else 1
 
 
 def page_fits(page: int, buckets: Buckets) -> bool:
@@ -317,17 +332,20 @@ class Programs:
 
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
+        exact = config.exact and device.platform == "cpu"
+        options = EXACT_ON_CPU if exact else None
+        jit = functools.partial(jax.jit, compiler_options=options)
         self.encode = jax.jit(
             encode,
             static_argnums=10,
             donate_argnums=1,
             out_shardings=(self.rows, of_cache),
-            compiler_options=prompt_options(mesh),
+            compiler_options=options or prompt_options(mesh),
         )
-        self.begin = jax.jit(
+        self.begin = jit(
             begin, static_argnums=8, donate_argnums=1, out_shardings=(whole, whole, whole)
         )
-        self.step = jax.jit(
+        self.step = jit(
             step,
             static_argnums=(6, 7),
             donate_argnums=(1, 2),
@@ -335,9 +353,9 @@ class Programs:
         )
         if self.by_layer:
             self.encode, self.step = encode_and_step(
-                graphdef, layer_traits(model.config, columns), embed, next_tokens
+                graphdef, layer_traits(model.config, columns), embed, next_tokens, config.exact
             )
-        self.score = jax.jit(score, out_shardings=(whole, whole, whole))
+        self.score = jit(score, out_shardings=(whole, whole, whole))
 
     def read(self, columns: int) -> int:
         """How many columns a program reads that is told of the longest row's."""
@@ -593,7 +611,11 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 
 
 def encode_and_step(
-    graphdef: nnx.GraphDef, traits: LayerTraits, embed: Callable, next_tokens: Callable
+    graphdef: nnx.GraphDef,
+    traits: LayerTraits,
+    embed: Callable,
+    next_tokens: Callable,
+    exact: bool,
 ) -> tuple[Callable, Callable]:
     """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
 
@@ -603,13 +625,15 @@ def encode_and_step(
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
       next_tokens: (model, slots, normed hidden states [S, 1, H], active, sampled) -> what a step
         returns after its cache.
+      exact: see EngineConfig.
     """
+    layer, (leave, leave_step) = layer_program(exact), _last_programs(exact)
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, _ = chunk
         x, deepstack, of_tokens = _enter(state.outer, *chunk, graphdef=graphdef, embed=embed)
-        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, deepstack)
-        return _leave(state.outer, x, graphdef=graphdef), cache
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, deepstack, layer)
+        return leave(state.outer, x, graphdef=graphdef), cache
 
     def step(
         state: SplitState,
@@ -624,9 +648,9 @@ def encode_and_step(
         x, of_tokens = _enter_step(
             state.outer, of_slots, table, active, adapters, graphdef=graphdef, embed=embed
         )
-        x, cache = run_layers(state.layers, x, cache, of_tokens, traits)
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, program=layer)
         options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
-        return cache, *_leave_step(state.outer, of_slots, x, active, **options)
+        return cache, *leave_step(state.outer, of_slots, x, active, **options)
 
     return encode, step
 
@@ -681,14 +705,10 @@ def _enter_step(
     return x, of_tokens
 
 
-@functools.partial(jax.jit, static_argnames="graphdef")
 def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
     return nnx.merge(graphdef, outer).norm(x)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graphdef", "next_tokens", "sampled"), donate_argnums=1
-)
 def _leave_step(
     outer: nnx.State,
     of_slots: Any,
@@ -701,3 +721,14 @@ def _leave_step(
 ) -> Any:
     model = nnx.merge(graphdef, outer)
     return next_tokens(model, of_slots, model.norm(x), active, sampled)
+
+
+@functools.cache
+def _last_programs(exact: bool) -> tuple[Callable, Callable]:
+    """`_leave` and `_leave_step`, compiled."""
+    jit = functools.partial(jax.jit, compiler_options=EXACT_ON_CPU if exact else None)
+    of_step = ("graphdef", "next_tokens", "sampled")
+    return (
+        jit(_leave, static_argnames="graphdef"),
+        jit(_leave_step, static_argnames=of_step, donate_argnums=1),
+    )

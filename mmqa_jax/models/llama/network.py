@@ -394,8 +394,9 @@ class Llama(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
         tied = self.head is None
+        by_word = tied or isinstance(self.head, TransposedLinear)
         weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
-        logits = product(hidden, weights.astype(hidden.dtype), int(tied), jnp.float32)
+        logits = product(hidden, weights.astype(hidden.dtype), int(by_word), jnp.float32)
         divisor = self.config.logit_divisor
         return capped(logits if divisor == 1 else logits / divisor, self.config.logit_cap)
 
@@ -541,6 +542,17 @@ def unstack_layers(model: Llama) -> None:
         for name in model.config.linears:
             linear = getattr(layer, name)
             setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
+
+
+def transpose_head(model: Llama) -> None:
+    """Holds a head of words that is not tied as a TransposedLinear, in place: its products then
+    have equal rows on a CPU, however many they are."""
+    if isinstance(model.head, Linear):
+        kernel = model.head.kernel
+        names = kernel.get_metadata()["out_sharding"][::-1]
+        transposed = jax.jit(jnp.transpose)(kernel[...])
+        param = nnx.Param(transposed, out_sharding=names, eager_sharding=False)
+        model.head = TransposedLinear(param, None)
 
 
 @functools.partial(jax.jit, static_argnums=2)
