@@ -4,7 +4,7 @@ Continuous batching (Orca, Yu et al. 2022): free slots take the next prompts, wh
 chunk by chunk, in full batches where possible; between these all slots whose prompts are encoded
 decode together, and a finished sequence frees its slot.
 Every program has one fixed shape and no row reads another's, so that an answer does not depend on
-what else is being served.
+what else is being served, nor on a CPU its bits (`EngineConfig.exact`).
 """
 
 from __future__ import annotations
