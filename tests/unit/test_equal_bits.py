@@ -12,7 +12,8 @@ pytestmark = pytest.mark.slow
 
 def assert_same(expected, found):
     different = [key for key in found if found[key] != expected[key]]
-    assert found and not different, different
+    assert found
+    assert not different, different
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", False), ("bfloat16", True)])

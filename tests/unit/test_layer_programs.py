@@ -33,8 +33,8 @@ def answers(layers: int, mesh=None):
 @pytest.fixture(scope="module")
 def of_two():
     """Answers of two layers, and how many programs of a layer they took."""
-    before = kv_cache._layer._cache_size()
-    return *answers(2), kv_cache._layer._cache_size() - before
+    before = kv_cache.layer_program(True)._cache_size()
+    return *answers(2), kv_cache.layer_program(True)._cache_size() - before
 
 
 def test_answers_are_those_of_whole_programs(of_two):
@@ -51,6 +51,6 @@ def test_answers_are_those_of_whole_programs(of_two):
 def test_one_program_serves_all_layers(of_two):
     """However many there are: one takes as many programs as two."""
     *_, count = of_two
-    before = kv_cache._layer._cache_size()
+    before = kv_cache.layer_program(True)._cache_size()
     answers(1)
-    assert kv_cache._layer._cache_size() - before == count > 1
+    assert kv_cache.layer_program(True)._cache_size() - before == count > 1
