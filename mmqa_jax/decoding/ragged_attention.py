@@ -51,8 +51,7 @@ def attend_on(
     Args:
       cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D], P a multiple of 128.
       table: int32 [S, most], the pages of each slot in the order of their columns, as the device
-        that holds the slot counts them; those behind its last token are not read. Below 0: page 0
-        is read, and none is written.
+        that holds the slot counts them; those behind its last token are not read.
       positions: int32 [S], the column of each slot's first token: all see those before.
       angles: float32 [S, L, D / 2], by which each query and key is rotated; [S, L, D] where some
         layers are local, see `LayerTraits.turned`.
@@ -239,24 +238,25 @@ def _kernel(
         """Starts, or waits for, the pages of a slot's block, which come to `place`."""
         for i in range(max(1, block // page)):
             column = number * block + i * page  # a block is pages, or a part of one
-            x = jnp.maximum(table_ref[slot * most + jax.lax.div(column, page)], 0)
             inside = pl.ds(jax.lax.rem(column, page) if block < page else 0, min(block, page))
 
             @pl.when(exist & (column < position_ref[slot] + length))
-            def _(i=i, x=x, inside=inside):
-                for source, target in zip(cache, buffers, strict=True):
-                    source = source.at[layer, x, :, inside]
-                    target = target.at[place, :, pl.ds(i * page, min(block, page))]
+            def _(i=i, column=column, inside=inside):
+                of_slot = table_ref[slot * most + jax.lax.div(column, page)]
+                for array, buffer in zip(cache, buffers, strict=True):
+                    source = array.at[layer, of_slot, :, inside]
+                    target = buffer.at[place, :, pl.ds(i * page, min(block, page))]
                     getattr(pltpu.make_async_copy(source, target, read_done.at[place]), act)()
 
     def start(at: tuple[jax.Array, jax.Array], place: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Starts the block `at` a slot and a number, if there is one; gives the next."""
         slot, number = at
-        exists, slot_ = slot < begin + slots, jnp.minimum(slot, begin + slots - 1)
-        copies(slot_, number, place, "start", exists)
-        ends = number == block_of(position_ref[slot_] + length - 1)
-        after = jnp.minimum(slot + 1, position_ref.shape[0] - 1)
-        return jnp.where(ends, slot + 1, slot), jnp.where(ends, first_block(after), number + 1)
+        last = begin + slots - 1
+        some = jnp.minimum(slot, last)  # the slot, if there is one
+        copies(some, number, place, "start", slot <= last)
+        ends = number == block_of(position_ref[some] + length - 1)
+        after = first_block(jnp.minimum(slot + 1, last))
+        return jnp.where(ends, slot + 1, slot), jnp.where(ends, after, number + 1)
 
     def repeated(x: jax.Array) -> jax.Array:  # [kv, ...] -> [heads * L, ...]
         if rows == 1:
@@ -329,52 +329,46 @@ def _kernel(
         return new_top, total, summed * decay + product(weights, buffers[1].at[place], 0)
 
     def write(slot: jax.Array, number: jax.Array, place: jax.Array) -> None:
-        """The tiles of a block that hold the slot's new tokens."""
+        """The tiles of a block that hold the slot's new tokens, into the cache."""
         new = [[new_ref[t], v_ref[slot - begin, t]] for t in range(length)]  # [kv, D] each
         if scaled:
             quantized = [[quantize(x, axis=1) for x in pair] for pair in new]
             new = [[x for x, _ in pairs] + [scale for _, scale in pairs] for pairs in quantized]
-        first = position_ref[slot] - number * block  # in the block
-        last = first + length - 1
-        put(slot, number, place, new, jnp.maximum(first, 0))
+        position = position_ref[slot] - number * block  # in the block
+        column = jnp.maximum(position, 0)
+        put(slot, number, place, new, position, column)
         if length > 1:
-            before, end = (
-                jax.lax.div(jnp.maximum(first, 0), tile_least),
-                jnp.minimum(last, block - 1),
-            )
-            pl.when(jax.lax.div(end, tile_least) != before)(
-                lambda: put(slot, number, place, new, end)
-            )
+            last = jnp.minimum(position + length - 1, block - 1)
+            smallest = min(x.shape[2] for x in tiles)
+            other = jax.lax.div(column, smallest) != jax.lax.div(last, smallest)
+            pl.when(other)(lambda: put(slot, number, place, new, position, last))
 
-    tile_least = min(x.shape[2] for x in tiles)
-
-    def put(slot, number, place, new, column) -> None:
-        """The tiles with the column of a block."""
+    def put(slot, number, place, new, position, column) -> None:
+        """The tiles with a column of the block, in which the tokens follow `position`."""
         turn = jax.lax.rem(written_ref[0], _WRITES)
         pl.when(written_ref[0] >= _WRITES)(lambda: wait(turn))
-        first_of_all = number * block
-        x = table_ref[slot * most + jax.lax.div(first_of_all + column, page)]
-        for n, (buffer, ring, target) in enumerate(zip(buffers, tiles, cache, strict=True)):
+        of_slot = table_ref[slot * most + jax.lax.div(number * block + column, page)]
+        for n, (buffer, ring, array) in enumerate(zip(buffers, tiles, cache, strict=True)):
             tile = ring.shape[2]
             first = pl.multiple_of(column & -tile, tile)
             old = buffer[place, :, pl.ds(first, tile)]
             # 8 bits are not selected by a mask of 32.
             wide = jnp.int32 if old.dtype == jnp.int8 else old.dtype
-            tile_ = old.astype(wide)
-            at = first + jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
-            for t, arrays in enumerate(new):
-                of_token = at == position_ref[slot] + t - first_of_all
-                tile_ = jnp.where(of_token, arrays[n].astype(wide)[:, None], tile_)
-            ring[turn] = tile_.astype(ring.dtype)
-            where = jax.lax.rem(first_of_all + first, page)
-            to = target.at[layer, x, :, pl.ds(pl.multiple_of(where, tile), tile)]
-            pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).start()
+            columns = first + jax.lax.broadcasted_iota(jnp.int32, old.shape, 1)
+            whole = old.astype(wide)
+            for t, of_token in enumerate(new):
+                x = of_token[n].astype(wide)[:, None]
+                whole = jnp.where(columns == position + t, x, whole)
+            ring[turn] = whole.astype(ring.dtype)
+            inside = pl.multiple_of(jax.lax.rem(number * block + first, page), tile)
+            target = array.at[layer, of_slot, :, pl.ds(inside, tile)]
+            pltpu.make_async_copy(ring.at[turn], target, write_done.at[turn]).start()
         written_ref[0] += 1
 
     def wait(turn: jax.Array) -> None:
-        for ring, target in zip(tiles, cache, strict=True):
-            to = target.at[0, 0, :, pl.ds(0, ring.shape[2])]
-            pltpu.make_async_copy(ring.at[turn], to, write_done.at[turn]).wait()
+        for ring, array in zip(tiles, cache, strict=True):
+            target = array.at[0, 0, :, pl.ds(0, ring.shape[2])]
+            pltpu.make_async_copy(ring.at[turn], target, write_done.at[turn]).wait()
 
     if block > page:  # what no copy has reached is multiplied by zero
         for buffer in buffers[1::2]:
@@ -391,11 +385,7 @@ def _kernel(
             place, ahead, softmax = carry
             copies(slot, number, place, "wait")
             ends = (number + 1) * block > position_ref[slot]
-
-            @pl.when(ends & (table_ref[slot * most] >= 0))
-            def _():
-                write(slot, number, place)
-
+            pl.when(ends)(lambda: write(slot, number, place))
             softmax = add(slot, number, place, softmax)
             ahead = start(ahead, place)
             return jnp.where(place + 1 == depth, 0, place + 1), ahead, softmax
