@@ -532,7 +532,13 @@ class Engine:
             if shifts is not None:  # the three are the same behind a prompt
                 shifts[row] = np.max(sequence.shifts(end, end + 1))
             rows[row] = sequence.slot
-        return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts)
+        text = None
+        if columns := self._runner.text_columns:
+            text = np.zeros((count, columns), np.int32)
+            for row, sequence in begun.items():
+                prompt = sequence.request.prompt
+                text[row, : len(prompt)] = marked(prompt)
+        return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts, text)
 
     def _score(
         self,
@@ -562,7 +568,9 @@ class Engine:
         self._unread = None
         if rows:
             mask = np.isin(np.arange(self.config.slots), list(rows))
-            columns = max(sequence.columns for sequence in rows.values())
+            # As far as they come if this step and the unread one write all that they take.
+            beyond = 2 * (self.config.speculate - 1)
+            columns = max(sequence.columns for sequence in rows.values()) + beyond
             adapters = self._numbers(self.config.slots, rows)
             self._unread = rows, self._runner.step(mask, columns, adapters)
             for sequence in rows.values():
@@ -572,8 +580,10 @@ class Engine:
         if unread is not None:
             rows, output = unread
             rows = {slot: sequence for slot, sequence in rows.items() if not sequence.finish}
+            before = sum(len(sequence.tokens) for sequence in rows.values())
             finished = self._append_tokens(rows, *jax.device_get(output))
-            self.throughput.decode_tokens += len(rows)
+            written = sum(len(sequence.tokens) for sequence in rows.values()) - before
+            self.throughput.decode_tokens += written
         for sequence in finished:
             del active[sequence.slot]
             self._pool.release(sequence.slot)
@@ -595,13 +605,23 @@ class Engine:
         tokens: np.ndarray,
         logprobs: np.ndarray,
     ) -> list[AnySequence]:
-        """Gives every sequence the token of its row; returns those that it finished."""
+        """Gives every sequence the token, or tokens, of its row; returns those that it finished.
+
+        Args:
+          tokens: int [R], or [R, L] with -1 behind the last one.
+          logprobs: float, of each.
+        """
         finished: list[AnySequence] = []
+        tokens, logprobs = (x.reshape(len(x), -1).tolist() for x in (tokens, logprobs))
         for row, sequence in rows.items():
-            if sequence.append(int(tokens[row]), float(logprobs[row])):
-                finished.append(sequence)
-            if self._on_token is not None and sequence.finish != scheduler.CANCELLED:
-                self._on_token(sequence)
+            for number, token in enumerate(tokens[row]):
+                if token < 0 or (number and sequence.finish):
+                    break
+                sequence.undecoded -= number > 0  # the first is the one that was started
+                if sequence.append(token, logprobs[row][number]):
+                    finished.append(sequence)
+                if self._on_token is not None and sequence.finish != scheduler.CANCELLED:
+                    self._on_token(sequence)
         return finished
 
     def _rates(self) -> dict[str, str]:

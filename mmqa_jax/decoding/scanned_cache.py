@@ -91,15 +91,15 @@ def decode(
     mesh: Mesh | None = None,
     ragged: bool = False,
 ) -> tuple[jax.Array, ScannedCache]:
-    """One token of every row.
+    """One token of every row; several where the kernel attends.
 
     Args:
       model: with stacked layers.
-      embedded: [S, 1, H], of the rows' next tokens.
+      embedded: [S, L, H], of the rows' next tokens.
       cache: donate it.
       table: int32 [S, M], each row's pages. Of rows whose results mean nothing it is 0, the page
         that no row reads, and so are their positions.
-      positions: int [S], of these tokens: what is cached before them.
+      positions: int [S], of the first of these tokens: what is cached before them.
       limit: columns read; no row's position is beyond.
       shifts: int [S], by how much rotary positions differ from these; None: not at all.
       adapters: int [S, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
@@ -108,7 +108,7 @@ def decode(
         see `ragged_fits`.
 
     Returns:
-      Normed hidden states [S, 1, H] and the cache.
+      Normed hidden states [S, L, H] and the cache.
     """
 
     if ragged:
@@ -146,7 +146,8 @@ def _decode_ragged(
     from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
 
     turned = positions if shifts is None else positions + shifts
-    angles = turned[:, None, None] * llama.inverse_frequencies(model.config)  # [S, 1, D / 2]
+    turned = turned[:, None, None] + jnp.arange(embedded.shape[1])[:, None]  # [S, L, 1]
+    angles = turned * llama.inverse_frequencies(model.config)  # [S, L, D / 2]
     attend = attend_on(
         cache,
         table,

@@ -30,6 +30,7 @@ from mmqa_jax.decoding.kv_cache import (
     tokens_in,
 )
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
+from mmqa_jax.decoding.speculation import MOST, kept_tokens, look_up
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
 from mmqa_jax.models.qwen_vl.network import spread
@@ -50,7 +51,8 @@ class EngineConfig:
     sizes `buckets`, `prefill_tokens` tokens of several prompts at a time; prompts share their
     common prefix in steps of the larger of page and largest bucket. `cache_dtype` None is the
     model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one layer
-    instead of all; None does so on a TPU, where it costs no copies.
+    instead of all; None does so on a TPU, where it costs no copies. A step takes `speculate` tokens
+    of a slot, of which all but the first are proposed, see speculation.py.
 
     `exact`: an answer's bits do not depend on what else is served, nor on slots (two or more for
     each copy of the weights), length, pages and `prefill_tokens`; else on a CPU its last bits may.
@@ -66,6 +68,7 @@ class EngineConfig:
     weights: str = "given"
     scan_layers: bool | None = None
     exact: bool = True
+    speculate: int = 1
 
     def __post_init__(self):
         object.__setattr__(self, "buckets", tuple(self.buckets))
@@ -84,6 +87,11 @@ class EngineConfig:
             raise UserError(
                 f"engine.page is {self.page}: expected 0 (chosen) or a number that each of "
                 f"engine.buckets = {self.buckets} divides or is divided by; change it."
+            )
+        if not 1 <= self.speculate <= MOST:
+            raise UserError(
+                f"engine.speculate is {self.speculate}: expected 1 (a token a step) to {MOST}; "
+                "change it."
             )
         if self.pages < 0:
             raise UserError(
@@ -176,6 +184,8 @@ class Slots:
     parameters: SamplingParameters
     # int32: by how much rotary positions differ from `position` (M-RoPE); None: they are it.
     shift: jax.Array | None = None
+    # int32 [S, T]: prompt and answer by column, where proposals are looked up; None: nowhere.
+    text: jax.Array | None = None
 
 
 class Programs:
@@ -204,7 +214,8 @@ class Programs:
         self.by_layer = mesh is None and device.platform == "cpu" and not self.scanned
         graphdef = split_model(model)[0] if self.by_layer else nnx.graphdef(model)
         self.page = page_of(config, device)
-        self.columns = columns = most_pages(config, self.page) * self.page
+        # Of a sequence, and of what is proposed behind its end.
+        self.columns = columns = -(-(config.length + config.speculate - 1) // self.page) * self.page
         # XLA on CPU writes bfloat16 through float32 copies of the whole cache.
         computed = "float32" if device.platform == "cpu" else model.config.dtype
         dtype = config.cache_dtype or computed
@@ -233,7 +244,14 @@ class Programs:
         self.reads_own = self.ragged or (device.platform == "cpu" and not self.scanned)
         # A GPU waits for the host at each round of a loop, as over pages.
         of_step = "xla" if implementation == "cudnn" else implementation
-        self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope))
+        if config.speculate > 1 and self.scanned and not self.ragged:
+            raise UserError(
+                f"engine.speculate is {config.speculate}: scanned layers take several tokens of a "
+                f"slot only by the TPU's kernel, with pages of 128 columns (here {self.page}); "
+                "leave engine.page and engine.buckets at their defaults, or set it to 1."
+            )
+        text = columns if config.speculate > 1 else 0
+        self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope), text=text)
         arrays = self.cache, self.slots
         placed = jax.tree.map(lambda x: x.sharding or self.whole, arrays)
         # One program makes all of them: one for every shape would take longer to compile. They are
@@ -279,22 +297,26 @@ class Programs:
                 mesh=mesh,
             )
 
-        def begin(state, slots, hidden, lengths, rows, positions, parameters, shifts, sampled):
+        def begin(
+            state, slots, hidden, lengths, rows, positions, parameters, shifts, text, sampled
+        ):
             logits = nnx.merge(graphdef, state).logits(last_token(hidden, lengths))
             zeros = jnp.zeros_like(rows)
             token, logprob = choose(logits, parameters, zeros, rows < config.slots, sampled)
-            fresh = Slots(token, positions, zeros + 1, parameters, shifts)
+            if text is not None:
+                text = jnp.where(jnp.arange(columns) == positions[:, None], token[:, None], text)
+            fresh = Slots(token, positions, zeros + 1, parameters, shifts, text)
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, table, active, adapters, limit, sampled):
+        def step(state, cache, slots, table, active, adapters, limit, sampled, proposed=None):
             model = nnx.merge(graphdef, state)
-            table, position = of_active(slots, table, active)
-            embedded = by_rows(model.embed(slots.token[:, None]))
+            proposed = proposals(slots, config.speculate) if proposed is None else proposed
             if self.scanned:
+                table, position = of_active(slots, table, active)
                 hidden, cache = scanned_cache.decode(
                     model,
-                    embedded,
+                    by_rows(model.embed(with_proposed(slots.token, proposed))),
                     cache,
                     table=table,
                     positions=position,
@@ -305,20 +327,22 @@ class Programs:
                     ragged=self.ragged,
                 )
             else:
+                rows = token_rows(slots, table, active, adapters, proposed)
+                tokens, table, position, shifts, adapters = rows
                 hidden, cache = kv_cache.forward(
                     model,
-                    embedded,
+                    by_rows(model.embed(tokens)),
                     cache,
                     table=table,
                     starts=position,
                     ends=position + 1,
-                    shifts=None if slots.shift is None else slots.shift[:, None],
+                    shifts=shifts,
                     adapters=adapters,
                     limit=limit,
                     implementation=of_step,
                     mesh=mesh,
                 )
-            return cache, *next_tokens(model, slots, hidden, active, sampled)
+            return cache, *next_tokens(model, slots, hidden, active, sampled, proposed)
 
         def score(state, hidden, rows, offsets, targets):
             predicting = by_rows(hidden[rows, offsets])  # each device some of them
@@ -343,7 +367,7 @@ class Programs:
             compiler_options=options or prompt_options(mesh),
         )
         self.begin = jit(
-            begin, static_argnums=8, donate_argnums=1, out_shardings=(whole, whole, whole)
+            begin, static_argnums=9, donate_argnums=1, out_shardings=(whole, whole, whole)
         )
         self.step = jit(
             step,
@@ -353,7 +377,12 @@ class Programs:
         )
         if self.by_layer:
             self.encode, self.step = encode_and_step(
-                graphdef, layer_traits(model.config, columns), embed, next_tokens, config.exact
+                graphdef,
+                layer_traits(model.config, columns),
+                config.speculate,
+                embed,
+                next_tokens,
+                config.exact,
             )
         self.score = jit(score, out_shardings=(whole, whole, whole))
 
@@ -398,21 +427,66 @@ def of_active(slots: Slots, table: jax.Array, active: jax.Array) -> tuple[jax.Ar
     return jnp.where(active[:, None], table, 0), jnp.where(active, slots.position, 0)
 
 
+def proposals(slots: Slots, speculate: int) -> jax.Array | None:
+    """What a step of `speculate` tokens a slot takes beside the last ones, int32 [S, L - 1]; None:
+    nothing."""
+    return None if slots.text is None else look_up(slots.text, slots.position, speculate - 1)
+
+
+def with_proposed(token: jax.Array, proposed: jax.Array | None) -> jax.Array:
+    """The tokens [S, L] of a step; marks of pictures, which a text may hold, are token 0."""
+    if proposed is None:
+        return token[:, None]
+    return jnp.concatenate([token[:, None], jnp.maximum(proposed, 0)], axis=1)
+
+
+def token_rows(
+    slots: Slots,
+    table: jax.Array,
+    active: jax.Array,
+    adapters: jax.Array | None,
+    proposed: jax.Array | None,
+) -> tuple[jax.Array | None, ...]:
+    """A step's tokens as rows of one token each: [R, 1], their pages, positions, shifts, adapters.
+
+    Keys and values of all rows are written before any row reads: a slot's later tokens see its
+    earlier ones.
+    """
+    table, position = of_active(slots, table, active)
+    tokens = with_proposed(slots.token, proposed)
+    length = tokens.shape[1]
+    shifts = None if slots.shift is None else slots.shift[:, None]
+    if length > 1:
+        position = (position[:, None] + jnp.arange(length)).reshape(-1)
+        of_slots = (table, shifts, adapters)
+        table, shifts, adapters = jax.tree.map(lambda x: jnp.repeat(x, length, axis=0), of_slots)
+    return tokens.reshape(-1, 1), table, position, shifts, adapters
+
+
 def next_tokens(
-    model: Llama, slots: Slots, hidden: jax.Array, active: jax.Array, sampled: bool | None
+    model: Llama,
+    slots: Slots,
+    hidden: jax.Array,
+    active: jax.Array,
+    sampled: bool | None,
+    proposed: jax.Array | None = None,
 ) -> tuple[Slots, jax.Array, jax.Array]:
     """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H].
 
-    sampled: see `choose`.
+    With proposals [S, L - 1] it is [S * L, 1, H] or [S, L, H], and the rest as `kept_tokens` gives
+    it. sampled: see `choose`.
     """
+    if proposed is not None:
+        hidden = hidden.reshape(-1, hidden.shape[-1])
+        return kept_tokens(model, slots, hidden, proposed, active, sampled)
     logits = model.logits(hidden[:, 0])
     token, logprob = choose(logits, slots.parameters, slots.count, active, sampled)
     slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
     return slots, token, logprob
 
 
-def _slots(count: int, sharding: Sharding, *, shifts: bool) -> Slots:
-    """ShapeDtypeStructs of the state of `count` slots."""
+def _slots(count: int, sharding: Sharding, *, shifts: bool, text: int) -> Slots:
+    """ShapeDtypeStructs of the state of `count` slots, with so many columns of text, if any."""
 
     def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((count, *shape), kind, sharding=sharding)
@@ -420,7 +494,8 @@ def _slots(count: int, sharding: Sharding, *, shifts: bool) -> Slots:
     number = array("float32")
     parameters = SamplingParameters(number, array("int32"), number, array("uint32", 2))
     integer = array("int32")
-    return Slots(integer, integer, integer, parameters, integer if shifts else None)
+    of_text = array("int32", text) if text else None
+    return Slots(integer, integer, integer, parameters, integer if shifts else None, of_text)
 
 
 class SlotRunner:
@@ -501,6 +576,7 @@ class SlotRunner:
         positions: np.ndarray,
         parameters: SamplingParameters,
         shifts: np.ndarray | None = None,
+        text: np.ndarray | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Draws the first tokens after encoded prompts; their slots are then ready for `step`.
 
@@ -511,6 +587,7 @@ class SlotRunner:
           positions: int32 [R], of the first token.
           parameters: of the R requests.
           shifts: int32 [R], by how much rotary positions differ from these, with M-RoPE.
+          text: int32 [R, T], the prompts by column, where the slots hold it (`text_columns`).
 
         Returns:
           Tokens [R] and their log-probabilities.
@@ -518,7 +595,7 @@ class SlotRunner:
         begun = rows < self.config.slots
         self._temperatures[rows[begun]] = parameters.temperature[begun]
         sampled = self._programs.sampled(parameters.temperature[begun])
-        inputs = self._put_rows((lengths, rows, positions, parameters, shifts))
+        inputs = self._put_rows((lengths, rows, positions, parameters, shifts, text))
         self._slots, token, logprob = self._run(
             self._programs.begin, self._outer, self._slots, hidden, *inputs, sampled
         )
@@ -527,7 +604,8 @@ class SlotRunner:
     def step(
         self, active: np.ndarray, columns: int, adapters: np.ndarray | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """The next token of every active slot (bool [S]) and its log-probability, [S] each.
+        """The next token of every active slot (bool [S]) and its log-probability, [S] each; [S, L]
+        with speculation, see `kept_tokens`.
 
         columns: what the longest active sequence takes with the token that this step caches. There
           is one program for each number of pages that is a power of two, and one for all where each
@@ -566,6 +644,11 @@ class SlotRunner:
     def rows(self) -> Sharding:
         """Where the embeddings of patches in a batch of chunks are taken from."""
         return self._programs.whole
+
+    @property
+    def text_columns(self) -> int:
+        """Columns of the slots' text; 0: they hold none."""
+        return 0 if self._slots.text is None else self._programs.columns
 
     @property
     def pages_of_shard(self) -> int:
@@ -613,6 +696,7 @@ def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
 def encode_and_step(
     graphdef: nnx.GraphDef,
     traits: LayerTraits,
+    speculate: int,
     embed: Callable,
     next_tokens: Callable,
     exact: bool,
@@ -622,9 +706,10 @@ def encode_and_step(
     Args:
       graphdef: of the model without its layers.
       traits: of its layers.
+      speculate: tokens of a slot in a step, where nothing proposes them from outside.
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
-      next_tokens: (model, slots, normed hidden states [S, 1, H], active, sampled) -> what a step
-        returns after its cache.
+      next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed) -> what
+        a step returns after its cache.
       exact: see EngineConfig.
     """
     layer, (leave, leave_step) = layer_program(exact), _last_programs(exact)
@@ -644,13 +729,15 @@ def encode_and_step(
         adapters: jax.Array | None,
         _: int,
         sampled: bool | None,
+        proposed: jax.Array | None = None,
     ):
-        x, of_tokens = _enter_step(
-            state.outer, of_slots, table, active, adapters, graphdef=graphdef, embed=embed
+        inputs = (of_slots, table, active, adapters, proposed)
+        x, of_tokens, proposed = _enter_step(
+            state.outer, *inputs, graphdef=graphdef, speculate=speculate, embed=embed
         )
         x, cache = run_layers(state.layers, x, cache, of_tokens, traits, program=layer)
         options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
-        return cache, *leave_step(state.outer, of_slots, x, active, **options)
+        return cache, *leave_step(state.outer, of_slots, x, active, proposed, **options)
 
     return encode, step
 
@@ -686,23 +773,26 @@ def _enter(
     return *embed(model, tokens, patches), of_tokens
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "speculate", "embed"))
 def _enter_step(
     outer: nnx.State,
     of_slots: Any,
     table: jax.Array,
     active: jax.Array,
     adapters: jax.Array | None,
+    proposed: jax.Array | None,
     *,
     graphdef: nnx.GraphDef,
+    speculate: int,
     embed: Callable,
 ) -> tuple[Any, ...]:
-    """`_enter` of the last token of every slot."""
-    table, starts = of_active(of_slots, table, active)
-    shifts = None if of_slots.shift is None else of_slots.shift[:, None]
-    chunk = (of_slots.token[:, None], table, starts, starts + 1, None, None, shifts, adapters)
+    """`_enter` of the last token of every slot and of what is proposed, which is returned as well."""
+    proposed = proposals(of_slots, speculate) if proposed is None else proposed
+    rows = token_rows(of_slots, table, active, adapters, proposed)
+    tokens, table, starts, shifts, adapters = rows
+    chunk = (tokens, table, starts, starts + 1, None, None, shifts, adapters)
     x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
-    return x, of_tokens
+    return x, of_tokens, proposed
 
 
 def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
@@ -714,13 +804,14 @@ def _leave_step(
     of_slots: Any,
     x: jax.Array,
     active: jax.Array,
+    proposed: jax.Array | None,
     *,
     graphdef: nnx.GraphDef,
     next_tokens: Callable,
     sampled: bool | None,
 ) -> Any:
     model = nnx.merge(graphdef, outer)
-    return next_tokens(model, of_slots, model.norm(x), active, sampled)
+    return next_tokens(model, of_slots, model.norm(x), active, sampled, proposed)
 
 
 @functools.cache
