@@ -42,6 +42,8 @@ def get_config(mode: str = "") -> ConfigDict:
         "cache_dtype": None,
         "weights": "given",
         "exact": True,
+        "speculate": 1,  # tokens of a sequence in a step, of which all but the first are proposed
+        "draft": "",  # path or name of the model that proposes them; "": looked up in the text
     }
     # Whether a chat model thinks before it answers: auto (as it does by itself), off, on, or the
     # number of tokens that thoughts may have beside max_new_tokens.

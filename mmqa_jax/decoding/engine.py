@@ -43,7 +43,7 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
-from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, scans
+from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
 from mmqa_jax.models.llama.network import Llama, for_length, transpose_head, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
@@ -81,6 +81,8 @@ class Engine:
       config: sizes, see EngineConfig.
       mesh: of a sharded model; slots are sharded over `data`, heads over `tensor`.
       adapters: by the names that requests give; a batch may mix them.
+      draft: a smaller model of the same vocabulary that proposes tokens, `config.speculate` - 1 a
+        step; the engine owns it. None: they are looked up in the text so far.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Engine:
         config: EngineConfig | None = None,
         mesh: Mesh | None = None,
         adapters: Mapping[str, Additions] | None = None,
+        draft: Llama | None = None,
     ):
         whole = None if isinstance(model, Llama) else model  # with a tower
         model = model if whole is None else whole.llama
@@ -108,6 +111,10 @@ class Engine:
             )
         check_end_ids(end_ids, model.config.vocab_size)
         _serve_ready(model, config, mesh)
+        if draft is not None:
+            check_draft(draft.config, model.config, config, sees=whole is not None)
+            _serve_ready(draft, config, mesh)
+        self._draft = draft
         self._adapters = tuple(adapters or ())
         if adapters:
             add_adapters(model, list(adapters.values()), mesh)
@@ -142,7 +149,8 @@ class Engine:
     def _allocate(self, config: EngineConfig) -> None:
         model, whole = for_length(self._model, config.length), self._whole
         self.config = config
-        self._runner = SlotRunner(model, config, self.mesh)
+        draft = self._draft and for_length(self._draft, config.length)
+        self._runner = SlotRunner(model, config, self.mesh, draft)
         self._tokenizer = scheduler.RequestTokenizer(
             self._text,
             self._end_ids,

@@ -66,10 +66,12 @@ _CPU_BUCKETS, _BUCKETS = (32, 128), (128, 512)
 
 Size = int | Literal["auto"]
 
+DRAFT = "draft"  # beside EngineConfig's values: path or name of a model that proposes tokens; ""
 SIZES = ("slots", "length", "prefill_tokens", "buckets")  # of EngineConfig, which may be AUTO
 ENGINE_SPEC = spec_of(EngineConfig) | {
     **{name: Key(Size, False) for name in SIZES},
     "buckets": Key(Buckets | Literal["auto"], False),
+    DRAFT: Key(str, False),
 }
 
 
@@ -187,6 +189,7 @@ def choose_sizes(
     *,
     free: float | None = None,
     beside: float = 0,
+    draft: LlamaConfig | None = None,
 ) -> EngineSizes:
     """Devices and sizes of an engine; what the settings give is kept.
 
@@ -198,8 +201,9 @@ def choose_sizes(
       devices: of the process, or compile-only ones.
       free: bytes on each device before the weights are there; None: what the devices say.
       beside: bytes of other weights that each device holds, see `tower_bytes`.
+      draft: of the model that the settings name as their draft.
     """
-    chosen = {key: value for key, value in settings.items() if value != AUTO}
+    chosen = {key: value for key, value in settings.items() if value != AUTO and key != DRAFT}
     cpu = devices[0].platform == "cpu"
     most = chosen.get("length", model.positions)
     if most > model.positions:
@@ -217,7 +221,8 @@ def choose_sizes(
     page = page_of(base, devices[0])
     job = demand.job(length)
     mean = job.prompt_tokens + job.new_tokens + page / 2  # half of the last page is empty
-    cost = _Cost(model, base, length, min(mean, length), page, cpu)
+    lengths = (length, min(mean, length), page, cpu)
+    cost = _Cost(model, base, *lengths, draft and _Cost(draft, base, *lengths))
     chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
     splits = [n for n in range(1, len(devices) + 1) if _divides(n, len(devices), model)]
     tensor, reason = _fewest(cost, splits, free, most_free, len(devices), demand), ""
@@ -342,6 +347,7 @@ class _Cost:
       mean: tokens whose pages a sequence takes.
       page: tokens of a page.
       cpu: whether the devices are CPUs.
+      draft: of a model that proposes tokens, with a cache of its own; None: there is none.
     """
 
     model: LlamaConfig
@@ -350,6 +356,7 @@ class _Cost:
     mean: float
     page: int
     cpu: bool
+    draft: _Cost | None = None
 
     def weights(self, tensor: int, kind: str | None = None) -> float:
         """Bytes of a device's part of a copy split over `tensor`; `kind` is engine.weights."""
@@ -359,7 +366,8 @@ class _Cost:
         matrices = model.layers * (of_attention + 3 * self._of_mlp())
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
         of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
-        return (matrices * of_matrix + tables * size) / tensor
+        of_draft = self.draft.weights(tensor, kind) if self.draft else 0
+        return (matrices * of_matrix + tables * size) / tensor + of_draft
 
     def copy(self, tensor: int, chip: Chip) -> SplitCopy:
         """What of a copy's weights, split over `tensor`, one call reads."""
@@ -397,7 +405,8 @@ class _Cost:
         held_as = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
         of_head = self.model.head_size * np.dtype(_numpy(held_as)).itemsize
         of_head += 4 if held_as == "int8" else 0  # its scale
-        return 2 * self.model.layers * self._kv_heads(tensor) / tensor * of_head
+        of_draft = self.draft.token(tensor, dtype) if self.draft else 0
+        return 2 * self.model.layers * self._kv_heads(tensor) / tensor * of_head + of_draft
 
     def step(self, tensor: int) -> float:
         """Bytes of the arrays of a batch of chunks; keys and values are written at its end."""

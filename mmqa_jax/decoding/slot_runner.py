@@ -32,6 +32,7 @@ from mmqa_jax.decoding.kv_cache import (
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.decoding.speculation import MOST, kept_tokens, look_up
 from mmqa_jax.models.attention.flash import implementation_for
+from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
 from mmqa_jax.models.qwen_vl.network import spread
 
@@ -121,6 +122,27 @@ class EngineConfig:
     def _least(self) -> int:
         """The fewest rows of a program: a single one is summed in another order."""
         return 2 if self.exact else 1
+
+
+def check_draft(
+    draft: LlamaConfig, model: LlamaConfig, config: EngineConfig, *, sees: bool
+) -> None:
+    """Rejects a model that cannot propose tokens to another one.
+
+    Args:
+      sees: whether the other one takes pictures.
+    """
+    problem, remedy = "", "leave engine.draft out"
+    if sees:
+        problem = "the model takes pictures, which a draft does not see"
+    elif draft.bidirectional:
+        problem = "its tokens see what follows them, so that it writes none"
+    elif config.speculate < 2:
+        problem, remedy = "engine.speculate is 1, a token a step", "set that to 4, for example"
+    elif config.length > draft.positions:
+        problem = f"it reads {draft.positions} tokens, fewer than engine.length = {config.length}"
+    if problem:
+        raise UserError(f"engine.draft: {problem}; {remedy}.")
 
 
 def page_fits(page: int, buckets: Buckets) -> bool:
@@ -508,10 +530,19 @@ class SlotRunner:
       model: on the mesh if there is one; see `Programs`.
       config: sizes.
       mesh: where the cache goes; None is the default device.
+      draft: a smaller model that proposes tokens, with a cache of its own in the same pages; None:
+        they are looked up.
     """
 
-    def __init__(self, model: Llama, config: EngineConfig, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        model: Llama,
+        config: EngineConfig,
+        mesh: Mesh | None = None,
+        draft: Llama | None = None,
+    ):
         self.config, self._mesh = config, mesh
+        self._draft = None if draft is None else SlotRunner(draft, config, mesh)
         graphdef, state = nnx.split(model)
         shapes = nnx.merge(graphdef, jax.eval_shape(lambda: state))
         self._programs = _programs_of(_Architecture(graphdef, shapes), config, mesh)
@@ -521,6 +552,9 @@ class SlotRunner:
         self._table = np.zeros((config.slots + 1, columns // self.page), np.int32)
         self._placed_table: jax.Array | None = None  # on the device, if it is the same
         self.cache, self._slots = self._programs.empty()
+        if self._draft is not None:
+            self._slots = self._slots.replace(text=None)
+            self._draft._table = self._table  # its pages have the same numbers
         self._temperatures = np.zeros(config.slots, np.float32)  # the slots', for the host
 
     def use(self, model: Llama) -> None:
@@ -555,6 +589,8 @@ class SlotRunner:
         None if there are none (a separate program). shifts: int32 [R, L, 3], with M-RoPE.
         adapters: int32 [R, 1], numbers of `lora.add_adapters`; None: the model has none.
         """
+        if self._draft is not None and not branches.trunk.any():  # else nothing is written after it
+            self._draft.encode(tokens, starts, ends, rows, branches)
         limit = self._programs.read(ends.max())
         if self._programs.scanned:  # it reads what is in front of the chunks
             limit = self._programs.read(starts.max())
@@ -612,14 +648,49 @@ class SlotRunner:
           slot's own columns are read.
         adapters: int32 [S, 1], of the slots, as in `encode`.
         """
-        programs = self._programs
-        limit = programs.columns if programs.reads_own else programs.read(columns)
         if self._placed_table is None:
             self._placed_table = self._put_rows(self._table[:-1].copy())
-        inputs = self._state, self.cache, self._slots, self._placed_table
-        inputs = *inputs, *self.put((active, adapters)), limit
         sampled = self._programs.sampled(self._temperatures[active])
-        self.cache, self._slots, token, logprob = self._run(self._programs.step, *inputs, sampled)
+        active, adapters = self.put((active, adapters))
+        proposed = None
+        if self._draft is not None:
+            of_slots = (self._slots, self._placed_table, active)
+            proposed = self._draft.propose(*of_slots, columns, sampled)
+        token, logprob = self._step(
+            self._placed_table, active, adapters, columns, sampled, proposed
+        )
+        return token, logprob
+
+    def propose(
+        self,
+        slots: Slots,
+        table: jax.Array,
+        active: jax.Array,
+        columns: int,
+        sampled: bool | None,
+    ) -> jax.Array:
+        """What this model writes behind the last tokens of another one's slots, int32 [S, L - 1]:
+        by the same draws, so that of equal models all is right."""
+        self._slots = jax.tree.map(jnp.copy, slots)  # a step takes its slots over
+        steps = range(self.config.speculate)  # the last one only caches what the one before wrote
+        tokens = [self._step(table, active, None, columns, sampled)[0] for _ in steps]
+        return jnp.stack(tokens[:-1], axis=1)
+
+    def _step(
+        self,
+        table: jax.Array,
+        active: jax.Array,
+        adapters: jax.Array | None,
+        columns: int,
+        sampled: bool | None,
+        proposed: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        programs = self._programs
+        limit = programs.columns if programs.reads_own else programs.read(columns)
+        inputs = self._slots, table, active, adapters, limit, sampled, proposed
+        self.cache, self._slots, token, logprob = self._run(
+            programs.step, self._state, self.cache, *inputs
+        )
         return token, logprob
 
     def score(

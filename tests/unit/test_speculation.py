@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from test_engine import END, Letters, make_engine
-from tiny_llm import MODEL, SIZES, by_id
+from tiny_llm import MODEL, SIZES, by_id, tiny_llama
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request, Scoring
@@ -97,3 +97,30 @@ def test_answers_are_those_of_single_tokens(one_by_one, speculate):
     assert counts.decode_tokens == sum(
         len(one[0]) - 1 for candidates in one_by_one.values() for one in candidates
     )
+
+
+def test_a_draft_proposes_what_the_model_takes(one_by_one):
+    """An equal model is always right, also where tokens are drawn; another one changes nothing."""
+    steps = {}
+    for name, seed in (("equal", 6), ("another", 1)):
+        engine = make_engine(sizes=SPECULATING, draft=tiny_llama(MODEL, seed))
+        equal(answers(engine), one_by_one)
+        steps[name] = engine.throughput.decode_tokens / engine.throughput.steps
+    assert steps["equal"] > 1.5 * steps["another"]
+
+
+REFUSED = [
+    ({"sizes": {"speculate": 9}}, "engine.speculate is 9: expected 1"),
+    ({"sizes": {"speculate": 0}}, "engine.speculate is 0: expected 1"),
+    ({"sizes": {"speculate": 2, "scan_layers": True}}, "pages of 128 columns.*set it to 1"),
+    ({"draft": {}}, "engine.draft: engine.speculate is 1.*set that to 4"),
+    ({"sizes": {"speculate": 2}, "draft": {"positions": 100}}, "reads 100 tokens.*leave engine"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_cannot_be_speculated_is_refused(changes, message):
+    draft = changes.get("draft")
+    with pytest.raises(UserError, match=message):
+        options = {} if draft is None else {"draft": tiny_llama(dataclasses.replace(MODEL, **draft))}
+        make_engine(sizes=dataclasses.replace(SIZES, **changes.get("sizes", {})), **options)

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -22,6 +22,7 @@ from mmqa_jax.core.mesh import MESH_AXES, platform
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import (
+    DRAFT,
     SIZES,
     UNKNOWN,
     Demand,
@@ -30,7 +31,7 @@ from mmqa_jax.decoding.sizes import (
     takes_all,
     tower_bytes,
 )
-from mmqa_jax.decoding.slot_runner import EngineConfig, scans
+from mmqa_jax.decoding.slot_runner import EngineConfig, check_draft, scans
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
@@ -99,6 +100,7 @@ def open_backend(
     if isinstance(engine, EngineConfig):
         engine = dataclasses.asdict(engine)
     engine = {**dict.fromkeys(SIZES, AUTO), **(engine or {})}
+    draft = _open_draft(engine.get(DRAFT))
     if adapters and not family.lora:
         raise UserError(
             f"--adapter: {path} holds a {kind}, and a {nouns('lora')} takes adapters; leave it out."
@@ -139,9 +141,17 @@ def open_backend(
         None if pictures is None else pictures.vision,
         f"{flag}={model}",
         beside=values * (4 if dtype == "float32" else 2),
+        draft=draft and dataclasses.replace(draft.config, dtype=dtype),
     )
-    sizing.choose()  # sizes that do not fit are refused before any weights are read
+    sizes = sizing.choose()  # sizes that do not fit are refused before any weights are read
     text = open_text_tokenizer(path if tokenizer is None else tokenizer, thinking)
+    if draft is not None:
+        check_draft(draft.config, llama, sizes.engine, sees=pictures is not None)
+        if open_text_tokenizer(draft.path).published.get_vocab() != text.published.get_vocab():
+            raise UserError(
+                f"engine.draft={draft.path}: its vocabulary is another than that of {path}; name a "
+                "smaller model of the same family, or leave it out."
+            )
     # Engine sizes change answers at most in their last bits; rounding changes more.
     numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
     parts = [kind, digest or weights_hash(path), text.fingerprint, [*numerics, __version__]]
@@ -155,6 +165,9 @@ def open_backend(
         apart = bool(family.layers_apart) and not scans(sizes.engine, mesh)
         model = _load(kind, path, dtype, mesh, apart)
         options = {"end_ids": text.end_ids, "config": sizes.engine, "mesh": mesh}
+        if draft is not None:
+            apart = bool(architecture(draft.kind).layers_apart) and apart
+            options["draft"] = _load(draft.kind, draft.path, dtype, mesh, apart)
         return Engine(model, text, **options, adapters=additions)
 
     def resize(engine: Engine, demand: Demand) -> None:
@@ -174,6 +187,28 @@ def open_backend(
     )
 
 
+class _Draft(NamedTuple):
+    """A model that proposes tokens."""
+
+    kind: str
+    path: Path
+    config: LlamaConfig
+
+
+def _open_draft(model: str | None) -> _Draft | None:
+    """The model that `engine.draft` names, its weights not yet read."""
+    if not model:
+        return None
+    path = _find(model, "engine.draft")
+    kind = model_of(path) or "llama"
+    family = architecture(kind, "engine.draft", trained=True)
+    if family.writes != "decoder" or family.sees:
+        raise UserError(
+            f"engine.draft={path}: contains a {kind}; give a LLaMA or a relative, which reads texts."
+        )
+    return _Draft(kind, path, _config_of(kind, path))
+
+
 def _dtype(config: ModelConfig) -> str:
     if config.dtype != "auto":
         return config.dtype
@@ -189,6 +224,7 @@ class Sizing:
       vision: of a model with a tower.
       named: what named the model, for messages.
       beside: bytes of adapters, which each device holds.
+      draft: of a model that proposes tokens, as `llama`.
     """
 
     def __init__(
@@ -200,8 +236,9 @@ class Sizing:
         named: str,
         *,
         beside: float = 0,
+        draft: LlamaConfig | None = None,
     ):
-        self._named = named
+        self._named, self._draft = named, draft
         self._llama, self._settings, self._mesh = llama, settings, mesh
         self._beside = tower_bytes(llama, vision) + beside
         self._free: float | None = None
@@ -228,6 +265,7 @@ class Sizing:
             demand or UNKNOWN,
             free=free,
             beside=self._beside,
+            draft=self._draft,
         )
         if len(sizes.devices) > 1:
             sizes.mesh()  # sizes that the devices do not have

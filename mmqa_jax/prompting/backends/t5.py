@@ -222,7 +222,7 @@ def open_t5_backend(
 def engine_sizes(engine: Mapping[str, Any], *, on_cpu: bool) -> T5EngineConfig:
     """The sizes that the section `engine` gives, and for "auto" those of the platform."""
     for name, value in engine.items():
-        if name not in _TAKEN and value not in (AUTO, getattr(EngineConfig, name)):
+        if name not in _TAKEN and value not in (AUTO, getattr(EngineConfig, name, "")):
             raise UserError(
                 f"config key engine.{name}={value}: a T5 is served in batches without a shared "
                 f"cache, which has {', '.join(_TAKEN)} alone; leave it out."
