@@ -592,6 +592,7 @@ class Engine:
             finished = self._append_tokens(rows, *jax.device_get(output))
             written = sum(len(sequence.tokens) for sequence in rows.values()) - before
             self.throughput.decode_tokens += written
+            self.throughput.turns += len(rows)
         for sequence in finished:
             del active[sequence.slot]
             self._pool.release(sequence.slot)

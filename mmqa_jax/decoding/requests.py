@@ -219,6 +219,7 @@ class Throughput:
     reused_tokens: int = 0  # of prompts, taken from the prefix cache instead
     decode_tokens: int = 0
     steps: int = 0  # decode steps
+    turns: int = 0  # of sequences in these steps; with speculation one gives several tokens
     pictures: int = 0  # that the tower encoded
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0

@@ -687,10 +687,9 @@ class SlotRunner:
     ) -> tuple[jax.Array, jax.Array]:
         programs = self._programs
         limit = programs.columns if programs.reads_own else programs.read(columns)
-        inputs = self._slots, table, active, adapters, limit, sampled, proposed
-        self.cache, self._slots, token, logprob = self._run(
-            programs.step, self._state, self.cache, *inputs
-        )
+        inputs = [self._state, self.cache, self._slots, table, active, adapters, limit, sampled]
+        inputs += [] if proposed is None else [proposed]
+        self.cache, self._slots, token, logprob = self._run(programs.step, *inputs)
         return token, logprob
 
     def score(

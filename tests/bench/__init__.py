@@ -40,6 +40,7 @@ BENCHES = {
     "parsers": "what libraries read of documents, their time, memory and license, beside our readers",
     "rectangles": "whether passages of the PDFs in --data stand in the rectangles that they state",
     "folders": "passages found in five folders of --data, against docling, bm25s, sentence-transformers",
+    "speculation": "steps of several tokens against steps of one, of SmolLM2 reading OpenStax",
     "serve": "20 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
