@@ -856,7 +856,7 @@ def _enter_step(
     speculate: int,
     embed: Callable,
 ) -> tuple[Any, ...]:
-    """`_enter` of the last token of every slot and of what is proposed, which is returned as well."""
+    """`_enter` of the last token of every slot, and of what is proposed; returns that as well."""
     proposed = proposals(of_slots, speculate) if proposed is None else proposed
     rows = token_rows(of_slots, table, active, adapters, proposed)
     tokens, table, starts, shifts, adapters = rows

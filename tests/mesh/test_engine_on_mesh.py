@@ -120,7 +120,8 @@ def test_answers_are_those_of_one_device(cache_dtype, config):
 
 
 def test_adapters_on_a_mesh():
-    """Slots over `data`, A and B over `tensor`, and the B of key heads that are repeated."""
+    """Slots over `data`, A and B over `tensor`, and the B of key heads that are repeated; with steps
+    of one token and of three."""
     sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
     rng = np.random.default_rng(0)
 
@@ -143,12 +144,12 @@ def test_adapters_on_a_mesh():
         for n in range(3)
     ]
     found = []
-    for where, scan in (
-        (alone(), False),
-        (mesh_of(data=2, tensor=2), False),
-        (mesh_of(tensor=4), True),
+    for where, changes in (
+        (alone(), {"scan_layers": False}),
+        (mesh_of(data=2, tensor=2), {"scan_layers": False, "speculate": 3}),
+        (mesh_of(tensor=4), {"scan_layers": True}),
     ):
-        own = dataclasses.replace(sizes, scan_layers=scan)
+        own = dataclasses.replace(sizes, **changes)
         engine = Engine(sharded(where), end_ids=[1], config=own, mesh=where, adapters=adapters)
         found.append({result.id: result.candidates[0] for result in engine.generate(requests)})
     expected, *others = found

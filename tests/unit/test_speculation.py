@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import numpy as np
 import pytest
-from test_engine import END, Letters, make_engine
-from tiny_llm import MODEL, SIZES, by_id, tiny_llama
+from cli_runs import mmqa
+from test_cli_prompt import ENGINE
+from test_engine import make_engine
+from tiny_llm import MODEL, SIZES, by_id, pictured_letters, tiny_llama, write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request, Scoring
-from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.decoding.speculation import look_up
 
 pytestmark = pytest.mark.slow
@@ -118,9 +120,58 @@ REFUSED = [
 ]
 
 
+def made(sizes: dict, draft: dict | None):
+    model = None if draft is None else tiny_llama(dataclasses.replace(MODEL, **draft))
+    return make_engine(sizes=dataclasses.replace(SIZES, **sizes), draft=model)
+
+
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
 def test_what_cannot_be_speculated_is_refused(changes, message):
-    draft = changes.get("draft")
     with pytest.raises(UserError, match=message):
-        options = {} if draft is None else {"draft": tiny_llama(dataclasses.replace(MODEL, **draft))}
-        make_engine(sizes=dataclasses.replace(SIZES, **changes.get("sizes", {})), **options)
+        made(changes.get("sizes", {}), changes.get("draft"))
+
+
+def test_every_token_is_told_once_and_choices_are_scored_as_ever():
+    told: dict = {}
+    engine = make_engine(sizes=SPECULATING)
+
+    def hear(sequence):
+        told.setdefault(sequence.request.original.id, []).append(sequence.tokens[-1])
+
+    served = [Request(n, [9, 10, 11, 9, 10], 20) for n in range(3)]
+    scored = Scoring("scored", [9, 10, 11], [[12, 13], [9, 10, 11]])
+    results = by_id(engine.serve([*served, scored], on_token=hear))
+    for request in served:
+        assert told[request.id] == list(results[request.id].candidates[0].tokens)
+    expected = make_engine().loglikelihood(scored.prompt, scored.continuations)
+    for one, other in zip(results["scored"].scores, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_verb_takes_a_draft_of_its_vocabulary_alone(tmp_path):
+    model, another = write_folder(tmp_path / "model"), write_folder(tmp_path / "another")
+    (another / "tokenizer.json").unlink()
+    pictured_letters().save(str(another / "tokenizer.json"))
+    prompts = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "to be or not to be or", "max_new_tokens": 9}, {"prompt": "a"}]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = []
+
+    def prompt(**engine):
+        out = tmp_path / f"{len(answers)}.jsonl"
+        changes = [f"--config.engine.{name}={value}" for name, value in engine.items()]
+        flags = f"--model={model}", f"--prompts={prompts}", f"--out={out}", "--no_cache", "--raw"
+        ended = mmqa("prompt", *flags, *ENGINE, *changes)
+        answers.append(out.read_text() if out.exists() else None)
+        return ended
+
+    for engine in ({}, {"speculate": 3}, {"speculate": 3, "draft": model}):
+        assert prompt(**engine).code == 0
+    texts = [[json.loads(line)["text"] for line in file.splitlines()] for file in answers]
+    assert texts[0] == texts[1] == texts[2]
+    refused = prompt(speculate=3, draft=another)
+    assert refused.code == 2
+    assert "its vocabulary is another" in refused.err
+    assert "name a smaller model of the same family" in refused.err
+    assert answers[-1] is None

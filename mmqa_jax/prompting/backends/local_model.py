@@ -204,7 +204,7 @@ def _open_draft(model: str | None) -> _Draft | None:
     family = architecture(kind, "engine.draft", trained=True)
     if family.writes != "decoder" or family.sees:
         raise UserError(
-            f"engine.draft={path}: contains a {kind}; give a LLaMA or a relative, which reads texts."
+            f"engine.draft={path}: contains a {kind}; give a LLaMA or a relative of it."
         )
     return _Draft(kind, path, _config_of(kind, path))
 
