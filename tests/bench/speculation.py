@@ -20,6 +20,7 @@ from tests.bench import Options
 from tests.shared_data import SHARED
 
 _SLOTS, _TOKENS = (1, 16), (2, 4, 8)
+_QUESTIONS = {"small": 6, "full": 32}
 _NEW, _CONTEXT = 48, 1_600  # new tokens of an answer, characters of paragraphs
 ROWS = (
     *(f"slots_{slots}_look_up_{tokens}" for slots in _SLOTS for tokens in _TOKENS),
@@ -28,8 +29,8 @@ ROWS = (
 
 
 def run(options: Options) -> dict[str, Any]:
-    """Measures all rows, or those selected, over 16 questions."""
-    prompts, rows = _prompts(16), []
+    """Measures all rows, or those selected, over 32 questions, of small over 6."""
+    prompts, rows = _prompts(_QUESTIONS[options.size or "full"]), []
     for slots in _SLOTS:
         wanted = [x for x in options.chosen(ROWS) if x.startswith(f"slots_{slots}_")]
         if not wanted:
@@ -64,10 +65,10 @@ def _answered(
 
     path = smollm2_path()
     tokenizer = open_text_tokenizer(path)
-    model, other = (load_published("llama", path) for _ in range(2))
     sizes = EngineConfig(slots=slots, length=768, speculate=speculate)
     options = {"end_ids": tokenizer.end_ids, "config": sizes}
-    engine = Engine(model, tokenizer, **options, draft=other if draft else None)
+    proposing = load_published("llama", path) if draft else None
+    engine = Engine(load_published("llama", path), tokenizer, **options, draft=proposing)
 
     def seconds(new: int) -> tuple[float, dict[int, tuple[int, ...]]]:
         requests = [Request(n, prompt, new) for n, prompt in enumerate(prompts)]
