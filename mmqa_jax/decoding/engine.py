@@ -112,7 +112,7 @@ class Engine:
         check_end_ids(end_ids, model.config.vocab_size)
         _serve_ready(model, config, mesh)
         if draft is not None:
-            check_draft(draft.config, model.config, config, sees=whole is not None)
+            check_draft(draft.config, config, sees=whole is not None)
             _serve_ready(draft, config, mesh)
         self._draft = draft
         self._adapters = tuple(adapters or ())

@@ -124,9 +124,7 @@ class EngineConfig:
         return 2 if self.exact else 1
 
 
-def check_draft(
-    draft: LlamaConfig, model: LlamaConfig, config: EngineConfig, *, sees: bool
-) -> None:
+def check_draft(draft: LlamaConfig, config: EngineConfig, *, sees: bool) -> None:
     """Rejects a model that cannot propose tokens to another one.
 
     Args:

@@ -146,7 +146,7 @@ def open_backend(
     sizes = sizing.choose()  # sizes that do not fit are refused before any weights are read
     text = open_text_tokenizer(path if tokenizer is None else tokenizer, thinking)
     if draft is not None:
-        check_draft(draft.config, llama, sizes.engine, sees=pictures is not None)
+        check_draft(draft.config, sizes.engine, sees=pictures is not None)
         if open_text_tokenizer(draft.path).published.get_vocab() != text.published.get_vocab():
             raise UserError(
                 f"engine.draft={draft.path}: its vocabulary is another than that of {path}; name a "
