@@ -10,16 +10,13 @@ sampled ones too, and no proposal needs a probability.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mmqa_jax.decoding.sampling import choose
 from mmqa_jax.models.llama.network import Llama
-
-if TYPE_CHECKING:
-    from mmqa_jax.decoding.slot_runner import Slots
 
 MOST = 8  # tokens of a slot in a step, as many as the TPU's kernel takes
 _LONGEST = 3  # of the last tokens, how many are looked up
@@ -55,15 +52,16 @@ def look_up(text: jax.Array, position: jax.Array, count: int) -> jax.Array:
 
 def kept_tokens(
     model: Llama,
-    slots: Slots,
+    slots: Any,
     hidden: jax.Array,
     proposed: jax.Array,
     active: jax.Array,
     sampled: bool | None,
-) -> tuple[Slots, jax.Array, jax.Array]:
+) -> tuple[Any, jax.Array, jax.Array]:
     """The slots after a step of L tokens each, and what it wrote.
 
     Args:
+      slots: `slot_runner.Slots`.
       hidden: normed states [S * L, H] of each slot's last token and of those proposed.
       proposed: int32 [S, L - 1].
       active, sampled: see `sampling.choose`.
