@@ -46,3 +46,13 @@ def prompt_options(mesh: Mesh | None) -> dict[str, bool | str]:
     """`compiler_options` of `jax.jit` for an engine's chunks of prompts, see `training_options`."""
     on_tpus = mesh is not None and mesh.devices.flat[0].platform == "tpu"
     return _PROMPTS if on_tpus and mesh.shape["tensor"] > 1 else {}
+
+
+# A row's bits then do not depend on how many rows are beside it: XLA on a CPU else takes sums, and
+# what follows a product, from YNNPACK where arrays are large, which rounds in another order.
+# YNNPACK's products alone have equal rows, of two rows and more. Roundings to bfloat16 are never
+# left out, which else depends on what is compiled together.
+EXACT_ON_CPU: dict[str, bool | str] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    "xla_allow_excess_precision": False,
+}

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
 from mmqa_jax.decoding.cached_attention import (
     Branches,
@@ -45,15 +46,6 @@ _KEY_NAMES = ("batch", "heads", "head_dim", "positions")
 _VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
 _SCALE_NAMES = ("batch", "heads", "positions")
 
-
-# A row's bits then do not depend on how many rows are beside it: XLA on a CPU else takes sums, and
-# what follows a product, from YNNPACK where arrays are large, which rounds in another order.
-# YNNPACK's products alone have equal rows, of two rows and more.
-# Roundings to bfloat16 are never left out, which else depends on what is compiled together.
-EXACT_ON_CPU = {
-    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
-    "xla_allow_excess_precision": False,
-}
 
 KVCache = tuple[LayerCache, ...]  # not one stack: a donated cache is then updated in place
 

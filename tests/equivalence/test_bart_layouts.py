@@ -125,7 +125,7 @@ def test_a_config_that_does_not_fit_is_named(large_cnn, tmp_path):
         ({"normalize_before": True}, "normalize_before True"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings False"),
         ({"decoder_layerdrop": 0.1}, r"decoder_layerdrop 0\.1"),
-        ({"activation_function": "quick_gelu"}, "activation_function is 'quick_gelu'"),
+        ({"activation_function": "mish"}, "activation_function is 'mish'"),
         ({"decoder_attention_heads": 5}, r"model\.decoder_heads is 5"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))

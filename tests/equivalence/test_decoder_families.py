@@ -615,7 +615,7 @@ REFUSED = [
         r"attention_cap is 0\.0: expected a number above 0",
     ),
     ("gemma2", {"sliding_window_pattern": 6}, "key 'sliding_window_pattern'"),
-    ("gemma2", {"hidden_activation": "quick_gelu"}, "hidden_activation"),
+    ("gemma2", {"hidden_activation": "mish"}, "hidden_activation"),
     ("gemma3_text", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50\.0"),
     (
         "gemma3_text",

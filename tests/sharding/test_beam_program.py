@@ -30,4 +30,5 @@ def test_beams_are_reordered_without_touching_the_cache():
     assert found["copied"] < 1e-3 * found["cache"]
     assert found["repeated"] == []  # prompts are held and read once for all beams of a question
     assert STEPS - 1 in found["loops"]
-    assert len(found["loops"]) == 1 + 2 * LAYERS  # and the prompts' rows, which are written once
+    # And those of the prompts, once: over their pages, and over their rows of keys and values.
+    assert len(found["loops"]) == 1 + 3 * LAYERS

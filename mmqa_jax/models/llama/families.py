@@ -275,7 +275,7 @@ FAMILIES: Mapping[str, Family] = {
         harmless=(*_BALANCING, "router_jitter_noise"),
         names={"num_experts": "num_local_experts"},
         tensors={
-            "block_sparse_moe.": "mlp.",
+            **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
             **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
         },
     ),
