@@ -82,7 +82,7 @@ def bytes_on(device: jax.Device, tree) -> int:
 
 def compiled(model: LlamaConfig, scan: bool) -> dict:
     """The engine's programs on eight copies: what each computes and exchanges."""
-    sizes = EngineConfig(slots=16, length=64, buckets=(32,), prefill_tokens=256, scan_layers=scan)
+    sizes = EngineConfig(slots=16, length=64, buckets=(32,), prefill_tokens=512, scan_layers=scan)
     mesh = make_mesh({"data": 8})
     one = make_mesh({"data": 1}, jax.devices()[:1])
     programs = dict(engine_programs(model, sizes, mesh))
