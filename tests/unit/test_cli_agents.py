@@ -177,7 +177,7 @@ def test_a_planner_of_its_own(inputs, tmp_path):
     changes = {
         "parts.planner.model": tmp_path / "planner", "parts.planner.cache": tmp_path / "plans",
         **{f"parts.planner.engine.{key}": value for key, value in ENGINE.items()},
-        "parts.planner.engine.length": 640, "parts.planner.engine.block": 640,
+        "parts.planner.engine.length": 640,
         "options.max_new_tokens": 4, "options.plan_tokens": 4,
         "data.folds": 1, "data.fold": 0,
     }  # fmt: skip

@@ -25,7 +25,7 @@ def run(name: str, row: str, model, data, workdir, length=512, **values) -> tupl
     """The scores of a row with the tiny model, and its traces."""
     values = {"data.dir": data, "parts.llm.model": model, **values}
     values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    values |= {"parts.llm.engine.length": length, "parts.llm.engine.block": length}
+    values["parts.llm.engine.length"] = length
     flags = [f"--config.{key}={value}" for key, value in values.items()]
     config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
     scores = done("run", config, f"--workdir={workdir}", *flags)

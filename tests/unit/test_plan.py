@@ -704,7 +704,7 @@ def test_chips_by_the_names_that_jax_gives_them():
 def test_the_engine_is_planned_without_weights():
     config = changed(
         load_config(f"{ROOT}/configs/prompt/default.py:runlocal"),
-        {"engine.length": 64, "engine.buckets": (32,), "engine.block": 32, "engine.slots": 2},
+        {"engine.length": 64, "engine.buckets": (32,), "engine.slots": 2},
     )
     program = make_program("decode", config, jax.devices()[:1], "stories260k")
     sizes = PRESETS["stories260k"]()
