@@ -243,7 +243,8 @@ class Programs:
         self.rows = batch_sharding(mesh) if self.shards > 1 else self.whole
         self.pages_of_shard = pages_of_shard(config, self.page, self.shards)
         count = self.shards * (self.pages_of_shard + 1)  # with page 0, which is no slot's
-        if self.shards == 1 and mesh is not None and count % batch_blocks(mesh) == 0:
+        blocks = 1 if mesh is None else batch_blocks(mesh)
+        if self.shards == 1 < blocks and count % blocks == 0:
             count += 1  # else the mesh would split them
         sizes = (model.config, count, self.page, dtype, mesh)
         # Steps (and, on a GPU, prompts) read each slot's own columns: one program, whatever the

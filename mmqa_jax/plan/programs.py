@@ -27,7 +27,7 @@ from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.sampling import SamplingParameters
-from mmqa_jax.decoding.slot_runner import slot_shards
+from mmqa_jax.decoding.slot_runner import page_of, pages_of_shard, slot_shards
 from mmqa_jax.decoding.t5_engine import room
 from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
@@ -410,7 +410,8 @@ def _engine(
 
     chosen, llama = engine_sizes(config, devices, model), _llama(config, devices, model)
     mesh, sizes = chosen.mesh(), chosen.engine
-    made = engine_programs(llama, sizes, mesh)
+    made, shards = engine_programs(llama, sizes, mesh), slot_shards(sizes.slots, mesh)
+    pages = pages_of_shard(sizes, page_of(sizes, devices[0]), shards)
 
     def program(name: str, examples: int) -> Program:
         function, arguments = made[name]
@@ -429,14 +430,15 @@ def _engine(
             mesh,
             parameters=weights,
             cache=held,
-            floor_bytes=weights - unread + (held if name == "decode" else 0),
+            # Of the cache all but the page that is no sequence's.
+            floor_bytes=weights - unread + (name == "decode") * held * pages / (pages + 1),
             examples=examples,
             unit="tokens",
             input_bytes=examples * 4,
         )
 
     bucket = sizes.buckets[-1]
-    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
+    rows = sizes.rows(bucket, shards)
     return {"decode": program("decode", sizes.slots), "prefill": program("prefill", bucket * rows)}
 
 

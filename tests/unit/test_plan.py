@@ -713,9 +713,9 @@ def test_the_engine_is_planned_without_weights():
     of_layer += 3 * sizes.hidden * sizes.mlp
     norms = sizes.hidden * (2 * sizes.layers + 1)
     assert program.parameters == 4 * (head + sizes.layers * of_layer + norms)
-    cache = 2 * 2 * 64 * sizes.kv_heads * sizes.head_size * sizes.layers * 4
-    assert program.cache == cache
-    assert program.floor_bytes == program.parameters + cache
+    page = 2 * 32 * sizes.kv_heads * sizes.head_size * sizes.layers * 4
+    assert program.cache == (2 * 2 + 1) * page  # two a slot, and one that is nobody's
+    assert program.floor_bytes == program.parameters + 4 * page
     products = 2 * 2 * (head + sizes.layers * of_layer)
     attention = 2 * 2 * 2 * 64 * sizes.hidden * sizes.layers
     assert program.model_flops() == pytest.approx(products + attention, rel=0.1)
