@@ -54,7 +54,7 @@ def _measured() -> dict[str, tuple[str, list[tuple[str, str, str | None]]]]:
             family, deviation, presets, sizes, mesh, *_ = cells
             if family:
                 listed = families[family] = (deviation, [])
-            split = re.search(r"tensor=(\d+)", mesh)
+            split = re.search(r"tensor=(\d{1,4})", mesh)
             for preset, size in zip(presets.split("` `"), sizes.split(), strict=False):
                 chip = f"{float(size) / int(split[1] if split else 1):.3g}" if "=" in mesh else None
                 listed[1].append((preset, size, chip) if preset != "–" else (None, None, None))
