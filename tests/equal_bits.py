@@ -1,12 +1,8 @@
-"""What an engine answers to the same prompts, whatever else it serves.
-
-`python -m tests.equal_bits` prints what exactness costs on this CPU.
-"""
+"""Engines of drawn weights, and prompts to which they are to give the same bits."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -19,8 +15,6 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.weights.bundled import smollm2_path
-from mmqa_jax.weights.published import load_published
 from tests.drawn_weights import drawn
 
 # Wide enough for XLA on a CPU to choose other kernels by the number of rows.
@@ -76,39 +70,3 @@ def answers(served: Engine, *asked: Request | Scoring) -> dict[Any, Any]:
             drawn = result.candidates[0]
             results[result.id] = drawn.tokens, drawn.logprobs
     return results
-
-
-def _measure(exact: bool, dtype: str) -> None:
-    """Prints what SmolLM2 takes for 16 prompts of 128 tokens and 16 drawn ones each, and how far
-    the scores of drawn tokens are from what they were drawn with."""
-    model = load_published("llama", smollm2_path())
-    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
-    model.config = dataclasses.replace(model.config, dtype=dtype)
-    served = Engine(model, config=EngineConfig(slots=16, length=256, exact=exact))
-    rng, seconds = np.random.default_rng(0), []
-    for seed in range(3):
-        prompts = rng.integers(3, 49_000, (16, 128))
-        asked = [
-            Request(n, prompt, 16, temperature=1.0, seed=seed, logprobs=True)
-            for n, prompt in enumerate(prompts)
-        ]
-        began = time.process_time()
-        drawn = answers(served, *asked)
-        seconds.append(time.process_time() - began)
-    scored = answers(
-        served, *(Scoring(("scored", one.id), one.prompt, [drawn[one.id][0]]) for one in asked)
-    )
-    apart = np.concatenate(
-        [np.subtract(drawn[n][1], scored["scored", n][0]) for n in range(len(asked))]
-    )
-    print(
-        f"{dtype}, exact={exact}: {min(seconds[1:]):.1f} s of processor time; drawn - scored: mean "
-        f"{apart.mean():.1e} (KL), largest {abs(apart).max():.1e}",
-        flush=True,
-    )
-
-
-if __name__ == "__main__":
-    for kind in ("float32", "bfloat16"):
-        for exactly in (False, True):
-            _measure(exactly, kind)

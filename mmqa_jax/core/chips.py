@@ -63,7 +63,7 @@ class Chip:
 
     @property
     def dimensions(self) -> int:
-        """Of a TPU's slices."""
+        """Returns how many dimensions the torus of a TPU's slice has: each has two links."""
         return self.links // 2
 
     @property

@@ -1,4 +1,4 @@
-"""What a device sends of a collective, and over which links of a slice.
+"""Counts what a device sends in a collective, and over which links of a slice it goes.
 
 A slice is a grid of chips with links between neighbors, and from end to end along those dimensions
 that wrap around. What a group of chips exchanges goes at most at the rate of the chip with the

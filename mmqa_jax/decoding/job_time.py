@@ -37,7 +37,7 @@ class JobTime(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of both, one after the other."""
+        """Returns the time of prompts and of decoding, one after the other."""
         return self.prefill + self.decode
 
 

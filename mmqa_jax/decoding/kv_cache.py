@@ -327,7 +327,7 @@ def write(
 def places(
     table: jax.Array, starts: jax.Array, length: int, width: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Where `length` tokens of each row go, in parts that lie each in one page of `width` columns.
+    """Finds where `length` tokens of each row go, in parts within one page of `width` columns.
 
     Returns:
       int32 [R, n] twice: the page of each part, 0 where the table has none, and its first column

@@ -35,7 +35,7 @@ class Prefix:
 
 
 class Placement(NamedTuple):
-    """Where a sequence goes, and what need not be computed for it."""
+    """Says where a sequence goes, and which of its columns need not be computed."""
 
     slot: int
     pages: list[int]  # in the order of its columns
@@ -45,7 +45,7 @@ class Placement(NamedTuple):
 
 @dataclasses.dataclass
 class _Held:
-    """What a sequence in a slot holds."""
+    """Lists the pages and prefixes that a sequence in a slot holds."""
 
     prefixes: list[Prefix]  # in the order of columns
     pages: list[int]  # that it does not share

@@ -370,7 +370,7 @@ class _Cost:
         return (matrices * of_matrix + tables * size) / tensor + of_draft
 
     def copy(self, tensor: int, chip: Chip) -> SplitCopy:
-        """What of a copy's weights, split over `tensor`, one call reads."""
+        """Returns what one call reads of a copy of the weights that is split over `tensor`."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         head = model.vocab_size * model.hidden * size / tensor
         of_matrix = 1 if self.sizes.weights == "int8" else size

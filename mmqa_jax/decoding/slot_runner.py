@@ -667,7 +667,7 @@ class SlotRunner:
         columns: int,
         sampled: bool | None,
     ) -> jax.Array:
-        """What this model writes behind the last tokens of another one's slots, int32 [S, L - 1]:
+        """Writes proposals behind the last tokens of another model's slots, int32 [S, L - 1]:
         by the same draws, so that of equal models all is right."""
         self._slots = jax.tree.map(jnp.copy, slots)  # a step takes its slots over
         steps = range(self.config.speculate)  # the last one only caches what the one before wrote
