@@ -99,6 +99,17 @@ class _Published:
     activation: str
 
 
+_QWEN2_5_VL = _Published(
+    architecture="Qwen2_5_VLForConditionalGeneration",
+    tower="qwen2_5_vl",
+    text="qwen2",
+    text_defaults=_LARGE,
+    sections=(16, 24, 24),
+    theta=1000000.0,
+    sizes=_TOWER,
+    further=kinds(size="window_size", list="fullatt_block_indexes"),
+    activation="silu",
+)
 _QWEN3_VL = _Published(
     architecture="Qwen3VLForConditionalGeneration",
     tower="qwen3_vl",
@@ -111,13 +122,10 @@ _QWEN3_VL = _Published(
     activation="gelu_pytorch_tanh",
 )
 PUBLISHED: Mapping[str, _Published] = {  # by model_type
-    "qwen2_vl": _Published(
+    "qwen2_vl": dataclasses.replace(
+        _QWEN2_5_VL,
         architecture="Qwen2VLForConditionalGeneration",
         tower="qwen2_vl",
-        text="qwen2",
-        text_defaults=_LARGE,
-        sections=(16, 24, 24),
-        theta=1000000.0,
         sizes={
             **_TOWER,
             "width": ("embed_dim", 1280),
@@ -127,17 +135,7 @@ PUBLISHED: Mapping[str, _Published] = {  # by model_type
         further={},
         activation="quick_gelu",
     ),
-    "qwen2_5_vl": _Published(
-        architecture="Qwen2_5_VLForConditionalGeneration",
-        tower="qwen2_5_vl",
-        text="qwen2",
-        text_defaults=_LARGE,
-        sections=(16, 24, 24),
-        theta=1000000.0,
-        sizes=_TOWER,
-        further=kinds(size="window_size", list="fullatt_block_indexes"),
-        activation="silu",
-    ),
+    "qwen2_5_vl": _QWEN2_5_VL,
     "qwen3_vl": _QWEN3_VL,
     "qwen3_vl_moe": dataclasses.replace(
         _QWEN3_VL,
