@@ -249,7 +249,7 @@ def _remedy_for(model_type: Any) -> str:
     """What to do with a checkpoint of a model type that was not expected: what reads it, else the
     nearest model type that is read, and where else it can be asked."""
     types = {kind: entry.name for entry in architectures().values() for kind in entry.known_types}
-    if model_type in types:
+    if isinstance(model_type, str) and model_type in types:
         return (
             f"give a checkpoint of that model, or --model={types[model_type]} to convert this one"
         )

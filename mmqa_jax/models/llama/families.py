@@ -497,7 +497,7 @@ FAMILIES: Mapping[str, Family] = {
 def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Fields of LlamaConfig from transformers' `config.json`; see `LlamaConfig.from_hf`."""
     model_type = published.get("model_type", "llama")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ForeignModel(where, model_type, f"one of {', '.join(FAMILIES)}")
     family = FAMILIES[model_type]
     read = _read(family)
