@@ -7,9 +7,8 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,17 +21,13 @@ from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_r
 from mmqa_jax.decoding import kv_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
-from mmqa_jax.decoding.kv_cache import (
-    KVCache,
-    layer_program,
-    run_layers,
-    tokens_in,
-)
+from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
-from mmqa_jax.decoding.speculation import MOST, kept_tokens, look_up
+from mmqa_jax.decoding.slots import Slots, of_active, slot_shapes, token_rows, with_proposed
+from mmqa_jax.decoding.speculation import MOST, kept_tokens, proposals
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.network import LayerTraits, Llama, for_length, last_token, layer_traits
+from mmqa_jax.models.llama.network import Llama, for_length, last_token, layer_traits
 from mmqa_jax.models.qwen_vl.network import spread
 
 _PAGE = 128  # columns: a multiple of a TPU's lanes
@@ -193,20 +188,6 @@ def slot_shards(slots: int, mesh: Mesh | None) -> int:
     return 1 if slots % shards else shards
 
 
-@flax.struct.dataclass
-class Slots:
-    """Decoding state of every slot; [S] each."""
-
-    token: jax.Array  # int32: the last token, not yet in the cache
-    position: jax.Array  # int32: its position
-    count: jax.Array  # int32: new tokens so far
-    parameters: SamplingParameters
-    # int32: by how much rotary positions differ from `position` (M-RoPE); None: they are it.
-    shift: jax.Array | None = None
-    # int32 [S, T]: prompt and answer by column, where proposals are looked up; None: nowhere.
-    text: jax.Array | None = None
-
-
 class Programs:
     """The engine's jitted programs for a model, sizes and mesh; nothing is allocated.
 
@@ -271,7 +252,9 @@ class Programs:
                 "leave engine.page and engine.buckets at their defaults, or set it to 1."
             )
         text = columns if config.speculate > 1 else 0
-        self.slots = _slots(config.slots, self.whole, shifts=bool(model.config.mrope), text=text)
+        self.slots = slot_shapes(
+            config.slots, self.whole, shifts=bool(model.config.mrope), text=text
+        )
         arrays = self.cache, self.slots
         placed = jax.tree.map(lambda x: x.sharding or self.whole, arrays)
         # One program makes all of them: one for every shape would take longer to compile. They are
@@ -442,47 +425,6 @@ def embed(
     return spread(embedded, patches, tokens < 0)
 
 
-def of_active(slots: Slots, table: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The pages [S, M] and positions [S] of slots in a step; of those that are not active 0."""
-    return jnp.where(active[:, None], table, 0), jnp.where(active, slots.position, 0)
-
-
-def proposals(slots: Slots, speculate: int) -> jax.Array | None:
-    """What a step of `speculate` tokens a slot takes beside the last ones, int32 [S, L - 1]; None:
-    nothing."""
-    return None if slots.text is None else look_up(slots.text, slots.position, speculate - 1)
-
-
-def with_proposed(token: jax.Array, proposed: jax.Array | None) -> jax.Array:
-    """The tokens [S, L] of a step; marks of pictures, which a text may hold, are token 0."""
-    if proposed is None:
-        return token[:, None]
-    return jnp.concatenate([token[:, None], jnp.maximum(proposed, 0)], axis=1)
-
-
-def token_rows(
-    slots: Slots,
-    table: jax.Array,
-    active: jax.Array,
-    adapters: jax.Array | None,
-    proposed: jax.Array | None,
-) -> tuple[jax.Array | None, ...]:
-    """A step's tokens as rows of one token each: [R, 1], their pages, positions, shifts, adapters.
-
-    Keys and values of all rows are written before any row reads: a slot's later tokens see its
-    earlier ones.
-    """
-    table, position = of_active(slots, table, active)
-    tokens = with_proposed(slots.token, proposed)
-    length = tokens.shape[1]
-    shifts = None if slots.shift is None else slots.shift[:, None]
-    if length > 1:
-        position = (position[:, None] + jnp.arange(length)).reshape(-1)
-        of_slots = (table, shifts, adapters)
-        table, shifts, adapters = jax.tree.map(lambda x: jnp.repeat(x, length, axis=0), of_slots)
-    return tokens.reshape(-1, 1), table, position, shifts, adapters
-
-
 def next_tokens(
     model: Llama,
     slots: Slots,
@@ -503,19 +445,6 @@ def next_tokens(
     token, logprob = choose(logits, slots.parameters, slots.count, active, sampled)
     slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
     return slots, token, logprob
-
-
-def _slots(count: int, sharding: Sharding, *, shifts: bool, text: int) -> Slots:
-    """ShapeDtypeStructs of the state of `count` slots, with so many columns of text, if any."""
-
-    def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *shape), kind, sharding=sharding)
-
-    number = array("float32")
-    parameters = SamplingParameters(number, array("int32"), number, array("uint32", 2))
-    integer = array("int32")
-    of_text = array("int32", text) if text else None
-    return Slots(integer, integer, integer, parameters, integer if shifts else None, of_text)
 
 
 class SlotRunner:
@@ -736,158 +665,3 @@ class SlotRunner:
     def _put_rows(self, inputs: Any) -> Any:
         """Moves host arrays of chunks [R, ...] to the devices of their slots."""
         return jax.device_put(inputs, self._programs.rows)
-
-
-# A model's forward pass on one CPU as a small program for each layer, the same for all.
-#
-# XLA unrolls layers that are not scanned, and a scan on a CPU copies each layer's weights. One
-# program of 30 layers takes 30 times as long to compile, and to read from the compile cache, as
-# one of a layer. A CPU loses nothing where a program ends; an accelerator would wait for the
-# host.
-
-
-class SplitState(NamedTuple):
-    """A model's arrays, its layers by themselves."""
-
-    outer: nnx.State  # embedding, last norm and head
-    layers: tuple[tuple[nnx.GraphDef, nnx.State], ...]
-
-
-def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
-    """The model without its layers, which are not stacked, and its arrays."""
-    layers, model.layers = model.layers, nnx.List([])
-    graphdef, outer = nnx.split(model)
-    model.layers = layers
-    return graphdef, SplitState(outer, tuple(map(nnx.split, layers)))
-
-
-def encode_and_step(
-    graphdef: nnx.GraphDef,
-    traits: LayerTraits,
-    speculate: int,
-    embed: Callable,
-    next_tokens: Callable,
-    exact: bool,
-) -> tuple[Callable, Callable]:
-    """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
-
-    Args:
-      graphdef: of the model without its layers.
-      traits: of its layers.
-      speculate: tokens of a slot in a step, where nothing proposes them from outside.
-      embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
-      next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed) -> what
-        a step returns after its cache.
-      exact: see EngineConfig.
-    """
-    layer, (leave, leave_step) = layer_program(exact), _last_programs(exact)
-
-    def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
-        *chunk, _ = chunk
-        x, deepstack, of_tokens = _enter(state.outer, *chunk, graphdef=graphdef, embed=embed)
-        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, deepstack, layer)
-        return leave(state.outer, x, graphdef=graphdef), cache
-
-    def step(
-        state: SplitState,
-        cache: KVCache,
-        of_slots: Any,
-        table: jax.Array,
-        active: jax.Array,
-        adapters: jax.Array | None,
-        _: int,
-        sampled: bool | None,
-        proposed: jax.Array | None = None,
-    ):
-        inputs = (of_slots, table, active, adapters, proposed)
-        x, of_tokens, proposed = _enter_step(
-            state.outer, *inputs, graphdef=graphdef, speculate=speculate, embed=embed
-        )
-        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, program=layer)
-        options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
-        return cache, *leave_step(state.outer, of_slots, x, active, proposed, **options)
-
-    return encode, step
-
-
-# By shapes, so that engines of other sizes share them where these are the same.
-@functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
-def _enter(
-    outer: nnx.State,
-    tokens: jax.Array,
-    table: jax.Array,
-    starts: jax.Array,
-    ends: jax.Array,
-    branches: Any,
-    patches: jax.Array | None,
-    shifts: jax.Array | None,
-    adapters: jax.Array | None,
-    *,
-    graphdef: nnx.GraphDef,
-    embed: Callable,
-) -> tuple[Any, ...]:
-    """Computes what the layers take: tokens [R, L] embedded, deepstack, and their places."""
-    model = nnx.merge(graphdef, outer)
-    of_tokens = tokens_in(
-        model.config,
-        tokens.shape[1],
-        table=table,
-        starts=starts,
-        ends=ends,
-        branches=branches,
-        shifts=shifts,
-        adapters=adapters,
-    )
-    return *embed(model, tokens, patches), of_tokens
-
-
-@functools.partial(jax.jit, static_argnames=("graphdef", "speculate", "embed"))
-def _enter_step(
-    outer: nnx.State,
-    of_slots: Any,
-    table: jax.Array,
-    active: jax.Array,
-    adapters: jax.Array | None,
-    proposed: jax.Array | None,
-    *,
-    graphdef: nnx.GraphDef,
-    speculate: int,
-    embed: Callable,
-) -> tuple[Any, ...]:
-    """`_enter` of the last token of every slot, and of what is proposed; returns that as well."""
-    proposed = proposals(of_slots, speculate) if proposed is None else proposed
-    rows = token_rows(of_slots, table, active, adapters, proposed)
-    tokens, table, starts, shifts, adapters = rows
-    chunk = (tokens, table, starts, starts + 1, None, None, shifts, adapters)
-    x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
-    return x, of_tokens, proposed
-
-
-def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
-    return nnx.merge(graphdef, outer).norm(x)
-
-
-def _leave_step(
-    outer: nnx.State,
-    of_slots: Any,
-    x: jax.Array,
-    active: jax.Array,
-    proposed: jax.Array | None,
-    *,
-    graphdef: nnx.GraphDef,
-    next_tokens: Callable,
-    sampled: bool | None,
-) -> Any:
-    model = nnx.merge(graphdef, outer)
-    return next_tokens(model, of_slots, model.norm(x), active, sampled, proposed)
-
-
-@functools.cache
-def _last_programs(exact: bool) -> tuple[Callable, Callable]:
-    """`_leave` and `_leave_step`, compiled."""
-    jit = functools.partial(jax.jit, compiler_options=EXACT_ON_CPU if exact else None)
-    of_step = ("graphdef", "next_tokens", "sampled")
-    return (
-        jit(_leave, static_argnames="graphdef"),
-        jit(_leave_step, static_argnames=of_step, donate_argnums=1),
-    )

@@ -10,12 +10,11 @@ sampled ones too, and no proposal needs a probability.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from mmqa_jax.decoding.sampling import choose
+from mmqa_jax.decoding.slots import Slots
 from mmqa_jax.models.llama.network import Llama
 
 MOST = 8  # tokens of a slot in a step, as many as the TPU's kernel takes
@@ -50,18 +49,24 @@ def look_up(text: jax.Array, position: jax.Array, count: int) -> jax.Array:
     return jnp.take_along_axis(text, following, axis=1)
 
 
+def proposals(slots: Slots, speculate: int) -> jax.Array | None:
+    """What a step of `speculate` tokens a slot takes beside the last ones, int32 [S, L - 1]; None:
+    nothing."""
+    return None if slots.text is None else look_up(slots.text, slots.position, speculate - 1)
+
+
 def kept_tokens(
     model: Llama,
-    slots: Any,
+    slots: Slots,
     hidden: jax.Array,
     proposed: jax.Array,
     active: jax.Array,
     sampled: bool | None,
-) -> tuple[Any, jax.Array, jax.Array]:
+) -> tuple[Slots, jax.Array, jax.Array]:
     """The slots after a step of L tokens each, and what it wrote.
 
     Args:
-      slots: `slot_runner.Slots`.
+      slots: all slots, S.
       hidden: normed states [S * L, H] of each slot's last token and of those proposed.
       proposed: int32 [S, L - 1].
       active, sampled: see `sampling.choose`.

@@ -1,0 +1,168 @@
+"""A model's forward pass on one CPU as a small program for each layer, the same for all.
+
+XLA unrolls layers that are not scanned, and a scan on a CPU copies each layer's weights. One
+program of 30 layers takes 30 times as long to compile, and to read from the compile cache, as
+one of a layer. A CPU loses nothing where a program ends; an accelerator would wait for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU
+from mmqa_jax.decoding.kv_cache import KVCache, layer_program, run_layers, tokens_in
+from mmqa_jax.decoding.slots import Slots, token_rows
+from mmqa_jax.decoding.speculation import proposals
+from mmqa_jax.models.llama.network import LayerTraits, Llama
+
+
+class SplitState(NamedTuple):
+    """A model's arrays, its layers by themselves."""
+
+    outer: nnx.State  # embedding, last norm and head
+    layers: tuple[tuple[nnx.GraphDef, nnx.State], ...]
+
+
+def split_model(model: Llama) -> tuple[nnx.GraphDef, SplitState]:
+    """The model without its layers, which are not stacked, and its arrays."""
+    layers, model.layers = model.layers, nnx.List([])
+    graphdef, outer = nnx.split(model)
+    model.layers = layers
+    return graphdef, SplitState(outer, tuple(map(nnx.split, layers)))
+
+
+def encode_and_step(
+    graphdef: nnx.GraphDef,
+    traits: LayerTraits,
+    speculate: int,
+    embed: Callable,
+    next_tokens: Callable,
+    exact: bool,
+) -> tuple[Callable, Callable]:
+    """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
+
+    Args:
+      graphdef: of the model without its layers.
+      traits: of its layers.
+      speculate: tokens of a slot in a step, where nothing proposes them from outside.
+      embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
+      next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed) -> what
+        a step returns after its cache.
+      exact: see EngineConfig.
+    """
+    layer, (leave, leave_step) = layer_program(exact), _last_programs(exact)
+
+    def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
+        *chunk, _ = chunk
+        x, deepstack, of_tokens = _enter(state.outer, *chunk, graphdef=graphdef, embed=embed)
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, deepstack, layer)
+        return leave(state.outer, x, graphdef=graphdef), cache
+
+    def step(
+        state: SplitState,
+        cache: KVCache,
+        of_slots: Slots,
+        table: jax.Array,
+        active: jax.Array,
+        adapters: jax.Array | None,
+        _: int,
+        sampled: bool | None,
+        proposed: jax.Array | None = None,
+    ):
+        inputs = (of_slots, table, active, adapters, proposed)
+        x, of_tokens, proposed = _enter_step(
+            state.outer, *inputs, graphdef=graphdef, speculate=speculate, embed=embed
+        )
+        x, cache = run_layers(state.layers, x, cache, of_tokens, traits, program=layer)
+        options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
+        return cache, *leave_step(state.outer, of_slots, x, active, proposed, **options)
+
+    return encode, step
+
+
+# By shapes, so that engines of other sizes share them where these are the same.
+@functools.partial(jax.jit, static_argnames=("graphdef", "embed"))
+def _enter(
+    outer: nnx.State,
+    tokens: jax.Array,
+    table: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    branches: Any,
+    patches: jax.Array | None,
+    shifts: jax.Array | None,
+    adapters: jax.Array | None,
+    *,
+    graphdef: nnx.GraphDef,
+    embed: Callable,
+) -> tuple[Any, ...]:
+    """Computes what the layers take: tokens [R, L] embedded, deepstack, and their places."""
+    model = nnx.merge(graphdef, outer)
+    of_tokens = tokens_in(
+        model.config,
+        tokens.shape[1],
+        table=table,
+        starts=starts,
+        ends=ends,
+        branches=branches,
+        shifts=shifts,
+        adapters=adapters,
+    )
+    return *embed(model, tokens, patches), of_tokens
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "speculate", "embed"))
+def _enter_step(
+    outer: nnx.State,
+    of_slots: Slots,
+    table: jax.Array,
+    active: jax.Array,
+    adapters: jax.Array | None,
+    proposed: jax.Array | None,
+    *,
+    graphdef: nnx.GraphDef,
+    speculate: int,
+    embed: Callable,
+) -> tuple[Any, ...]:
+    """`_enter` of the last token of every slot, and of what is proposed; returns that as well."""
+    proposed = proposals(of_slots, speculate) if proposed is None else proposed
+    rows = token_rows(of_slots, table, active, adapters, proposed)
+    tokens, table, starts, shifts, adapters = rows
+    chunk = (tokens, table, starts, starts + 1, None, None, shifts, adapters)
+    x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
+    return x, of_tokens, proposed
+
+
+def _leave(outer: nnx.State, x: jax.Array, *, graphdef: nnx.GraphDef) -> jax.Array:
+    return nnx.merge(graphdef, outer).norm(x)
+
+
+def _leave_step(
+    outer: nnx.State,
+    of_slots: Slots,
+    x: jax.Array,
+    active: jax.Array,
+    proposed: jax.Array | None,
+    *,
+    graphdef: nnx.GraphDef,
+    next_tokens: Callable,
+    sampled: bool | None,
+) -> Any:
+    model = nnx.merge(graphdef, outer)
+    return next_tokens(model, of_slots, model.norm(x), active, sampled, proposed)
+
+
+@functools.cache
+def _last_programs(exact: bool) -> tuple[Callable, Callable]:
+    """`_leave` and `_leave_step`, compiled."""
+    jit = functools.partial(jax.jit, compiler_options=EXACT_ON_CPU if exact else None)
+    of_step = ("graphdef", "next_tokens", "sampled")
+    return (
+        jit(_leave, static_argnames="graphdef"),
+        jit(_leave_step, static_argnames=of_step, donate_argnums=1),
+    )
