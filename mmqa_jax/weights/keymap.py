@@ -128,11 +128,14 @@ class Rule:
       key: template of the source key, e.g. `encoder.layer.{layer}.output.dense.weight`.
       path: path of the parameter joined by `/`, e.g. `layers/mlp_out/kernel`.
       transform: layout change of one source tensor.
+      first, step: the rule is of the layers first, first + step, ... alone.
     """
 
     key: str
     path: str
     transform: Transform = IDENTITY
+    first: int = 0
+    step: int = 1
 
     @functools.cached_property
     def regex(self) -> re.Pattern:
@@ -143,6 +146,17 @@ class Rule:
     def path_regex(self) -> re.Pattern:
         """The path as a regular expression with the layer number as its group."""
         return re.compile(re.escape(self.path).replace(r"\{layer\}", r"(\d+)"))
+
+    def match(self, key: str) -> re.Match | None:
+        """The match of a source key that this rule is of."""
+        match = self.regex.match(key)
+        if match and "{layer}" in self.key and not self.has(int(match["layer"])):
+            return None
+        return match
+
+    def has(self, layer: int) -> bool:
+        """Whether the rule is of this layer."""
+        return layer >= self.first and (layer - self.first) % self.step == 0
 
     @property
     def stacked(self) -> bool:
@@ -336,9 +350,11 @@ def model_source(state: nnx.State, key_map: KeyMap) -> TensorSource:
             match = rule.path_regex.fullmatch(path)
             if not match:
                 continue
-            layers = range(leaf.shape[0]) if rule.stacked else [*map(int, match.groups())]
+            layers = [layer for layer in map(int, match.groups()) if rule.has(layer)]
+            if rule.stacked:
+                layers = range(rule.first, rule.first + rule.step * leaf.shape[0], rule.step)
             for layer in layers if "{layer}" in rule.key else [None]:
-                slot = (layer,) if rule.stacked else ()
+                slot = ((layer - rule.first) // rule.step,) if rule.stacked else ()
                 key = rule.key if layer is None else rule.key.format(layer=layer)
                 ours = jax.ShapeDtypeStruct(leaf.shape[len(slot) :], leaf.dtype)
                 spec = _spec_after(inverse, ours)
@@ -403,7 +419,7 @@ def plan_loading(
     for renamed, key in keys.items():
         if any(re.search(pattern, renamed) for pattern in key_map.ignore):
             continue
-        matches = [(rule, m) for rule in key_map.rules if (m := rule.regex.match(renamed))]
+        matches = [(rule, m) for rule in key_map.rules if (m := rule.match(renamed))]
         if not matches:
             offend("keys without a rule", key)
             continue
@@ -417,9 +433,9 @@ def plan_loading(
             offend("keys whose parameter the model lacks", f"{key} -> {path}")
             continue
         value = leaves[path].get_value()
-        slot = (layer,) if rule.stacked else ()
-        if slot and layer >= value.shape[0]:
-            offend("layers the model lacks", f"{key} (model: {value.shape[0]})")
+        slot = ((layer - rule.first) // rule.step,) if rule.stacked else ()
+        if slot and slot[0] >= value.shape[0]:
+            offend("layers the model lacks", f"{key} (model: {rule.step * value.shape[0]})")
             continue
         slots = plan.setdefault(path, {})
         if slot in slots:

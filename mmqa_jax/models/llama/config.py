@@ -16,6 +16,7 @@ from mmqa_jax.models.common.config_checks import (
 )
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.llama import families as decoder_families
+from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
@@ -50,7 +51,11 @@ class LlamaConfig:
 
     `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
     goes to `active_experts` (`llama.experts`); None is one MLP. With `normed_experts` the weights
-    of these add up to 1.
+    of these add up to 1. A `shared_expert` of that width sees every token, gated by one number.
+
+    `kinds`: of each layer one of `layer_kinds.KINDS`, () is attention in all. Layers of several
+    kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
+    of "linear" ones. `gated`: what attention gives is multiplied by a sigmoid of the layer's input.
 
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
@@ -100,6 +105,10 @@ class LlamaConfig:
     experts: int | None = None
     active_experts: int | None = None
     normed_experts: bool = False
+    shared_expert: int | None = None
+    kinds: tuple[str, ...] = ()
+    delta: DeltaConfig | None = None
+    gated: bool = False
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -133,7 +142,7 @@ class LlamaConfig:
                 f"model.mrope is {self.mrope}: expected three numbers of rotary pairs, together "
                 f"{self.rotary_size // 2}, half of a head; correct it."
             )
-        for name in ("windows", "rotated", "local"):
+        for name in ("windows", "rotated", "local", "kinds"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
             if values and len(values) != self.layers:
@@ -141,6 +150,10 @@ class LlamaConfig:
                     f"model.{name} has {len(values)} values: expected one for each of "
                     f"model.layers = {self.layers}, or none; correct it."
                 )
+        for kind in self.kinds:
+            check_known("model.kinds", kind, KINDS)
+        if self.recurrent and self.delta is None:
+            raise UserError('model.kinds has "linear", whose sizes model.delta says; give them.')
         if any(window < 0 for window in self.windows):
             raise UserError(
                 f"model.windows is {self.windows}: expected numbers from 0; correct it."
@@ -167,16 +180,38 @@ class LlamaConfig:
         return int(self.head_size * self.rotary_fraction)
 
     @property
+    def recurrent(self) -> bool:
+        """Whether some layer holds a state of the tokens before in place of keys and values."""
+        return "linear" in self.kinds
+
+    @property
+    def period(self) -> int:
+        """After how many layers their kinds repeat: the least number that divides all layers."""
+        kinds = self.kinds or ("full",) * self.layers
+        periods = (n for n in range(1, self.layers + 1) if self.layers % n == 0)
+        return next(n for n in periods if kinds == kinds[:n] * (self.layers // n))
+
+    def of_layer(self, number: int) -> LlamaConfig:
+        """The config of one layer, which has all that its kind changes; where all layers are of one
+        kind, of all."""
+        if not self.kinds:
+            return self
+        alike = {"windows": (), "rotated": (), "local": ()}
+        return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **alike)
+
+    @property
     def linears(self) -> tuple[str, ...]:
-        """The names of a layer's linears, without those inside experts."""
-        of_attention = ("q", "k", "v", "out")
-        return of_attention if self.experts else (*of_attention, "gate", "up", "down")
+        """The names of a layer's linears, without those inside experts and the gated delta rule."""
+        names = () if self.kinds == ("linear",) else ("q", "k", "v", "out")
+        names += ("out_gate",) if self.gated and names else ()
+        return names if self.experts else (*names, "gate", "up", "down")
 
     @property
     def biases(self) -> frozenset[str]:
         """The projections of a layer that have a bias, of `linears`."""
         out = self.attention_bias if self.out_bias is None else self.out_bias
         names = ("q", "k", "v") if self.attention_bias else ()
+        names += ("out_gate",) if names and self.gated else ()
         names += ("out",) if out else ()
         return frozenset(names + (("gate", "up", "down") if self.mlp_bias else ()))
 

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
@@ -74,6 +75,29 @@ _GEMMA = kinds(
     size_or_null="sliding_window",
     list_or_null="layer_types",
 )
+_DELTA = {  # of DeltaConfig
+    "key_heads": "linear_num_key_heads",
+    "value_heads": "linear_num_value_heads",
+    "key_size": "linear_key_head_dim",
+    "value_size": "linear_value_head_dim",
+    "taps": "linear_conv_kernel_dim",
+}
+# Qwen3.5's: layers of the gated delta rule, and of attention with a gate.
+_HYBRID = kinds(
+    flag="attention_bias",
+    list_or_null="layer_types",
+    size="full_attention_interval " + " ".join(_DELTA.values()),
+)
+_HYBRID_DEFAULTS = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+}
+_HYBRID_COMPUTES = {"qk_norm": "head", "unit_norms": True, "gated": True}
+# Of layers that propose tokens, which are no part of the model.
+_HYBRID_HARMLESS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
+_HYBRID_FIXED = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
 # Gemma's key in the place of a common one.
 _GEMMA_NAMES = {"hidden_act": "hidden_activation"}
 _GEMMA_DEFAULTS = {
@@ -94,7 +118,7 @@ _GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
 _BALANCING = ("output_router_logits", "router_aux_loss_coef")
 # Fields that are ours, or have another form in a config.json.
 _OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
 def _none() -> Any:
@@ -238,6 +262,22 @@ FAMILIES: Mapping[str, Family] = {
         },
         names={"intermediate_size": "moe_intermediate_size"},
         renamed={"num_experts": "num_local_experts"},
+    ),
+    "qwen3_5_text": Family(
+        title="Qwen3.5 and 3.6, without experts",
+        architecture="Qwen3_5ForCausalLM",
+        keys=_HYBRID,
+        defaults={
+            **_HYBRID_DEFAULTS,
+            "vocab_size": 248320,
+            "intermediate_size": 12288,
+            "num_key_value_heads": 4,
+        },
+        computes=_HYBRID_COMPUTES,
+        harmless=_HYBRID_HARMLESS,
+        fixed=_HYBRID_FIXED,
+        partial=True,
+        fused=("q", "in_proj_qkv", "conv1d"),
     ),
     "olmoe": Family(
         title="OLMoE",
@@ -544,6 +584,10 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rotary_fraction": 1.0 if partial is None else float(partial),
         **family.computes,
     }
+    if _DELTA["key_heads"] in read:
+        sizes = DeltaConfig()
+        sizes = {ours: value(key, getattr(sizes, ours)) for ours, key in _DELTA.items()}
+        fields |= {"delta": DeltaConfig(**sizes), "kinds": _layer_kinds(value, fields, where)}
     if family.scaled:
         fields["embedding_scale"] = fields["hidden"] ** 0.5
     if "query_pre_attn_scalar" in read:
@@ -616,6 +660,21 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     return () if all(rotated) else rotated
 
 
+def _layer_kinds(value: Any, fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """`LlamaConfig.kinds` of a decoder with layers of the gated delta rule."""
+    layers, every = fields["layers"], value("full_attention_interval", 4)
+    types = value("layer_types") or [
+        _LINEAR if (number + 1) % every else _FULL for number in range(layers)
+    ]
+    names = {_LINEAR: "linear", _FULL: "full"}
+    if len(types) != layers or any(one not in names for one in types):
+        raise UserError(
+            f"{where}: layer_types is {types!r}, expected {_LINEAR} or {_FULL} for each of "
+            f"{layers} layers; use a checkpoint of these."
+        )
+    return tuple(names[one] for one in types)
+
+
 def _slides(
     family: Family, value: Any, read: Mapping[str, str], fields: Mapping[str, Any], where: str
 ) -> tuple[bool, ...]:
@@ -686,6 +745,10 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     if "no_rope_layers" in read:
         rotated = config.rotated or (True,) * config.layers
         published["no_rope_layers"] = [int(one) for one in rotated]
+    if config.delta:
+        published |= {key: getattr(config.delta, ours) for ours, key in _DELTA.items()}
+        types = {"linear": _LINEAR, "full": _FULL}
+        published["layer_types"] = [types[kind] for kind in config.kinds]
     if "sliding_window" in read:
         published |= _windows_to_hf(config, read)
     again = type(config)(**fields_from_hf(published, "the exported config.json"))

@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -48,6 +48,7 @@ _NAMES = {
     "k": ("self_attn.k_proj", "attention.wk", "attn_k"),
     "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
     "out": ("self_attn.o_proj", "attention.wo", "attn_output"),
+    "out_gate": ("self_attn.gate_proj", "", ""),  # of queries' rows, see fused_rows
     "gate": ("mlp.gate_proj", "feed_forward.w1", "ffn_gate"),
     "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
     "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
@@ -61,6 +62,11 @@ _EXPERTS = {  # of a mixture, all of a layer in one tensor (see expert_tensors)
     "gate": ("mlp.experts.gate_proj", "", "ffn_gate_exps"),
     "up": ("mlp.experts.up_proj", "", "ffn_up_exps"),
     "down": ("mlp.experts.down_proj", "", "ffn_down_exps"),
+}
+_DELTA = {  # of the gated delta rule, in transformers; what is fused there is apart (fused_rows)
+    **{part: f"linear_attn.{part}_proj" for part in ("q", "k", "v")},
+    **{"gate": "linear_attn.in_proj_z", "correction": "linear_attn.in_proj_b"},
+    **{"decay": "linear_attn.in_proj_a", "out": "linear_attn.out_proj"},
 }
 _NORMS_BOTH = {**_NORMS_AFTER, "mlp_norm": ("pre_feedforward_layernorm", "", "ffn_norm")}
 _COMPUTED = {  # tensors that the model computes
@@ -115,29 +121,61 @@ def llama_rules(
     ]
     if not config.tied:
         rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
-    layer = f"{prefix}{names['layer']}."
+    layer, places = f"{prefix}{names['layer']}.", config.period if config.kinds else 1
+    for place in range(places):
+        parts = f"{path}layers/places/{place}/" if config.kinds else f"{path}layers/"
+        of_layer = _layer_rules(config.of_layer(place), names, layout, layer, parts)
+        rules += [dataclasses.replace(rule, first=place, step=places) for rule in of_layer]
+    return rules
+
+
+def _layer_rules(
+    config: LlamaConfig, names: Mapping[str, str], layout: str, layer: str, path: str
+) -> list[Rule]:
+    """Rules of layers of one kind; `layer` and `path` are in front of keys and paths."""
+    rules = _delta_rules(layer, f"{path}delta/") if config.recurrent else []
+    # llama.cpp keeps what is multiplied by.
+    of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
+    neighbours = FAMILIES[config.family].neighbours or layout == "meta"
+    neighbours |= layout == "gguf" and config.family in TURNED
+    sizes, turns = (config.head_size, config.rotary_size), {}
+    if neighbours or len({*sizes}) > 1:
+        turned = functools.partial(rotary_rows, neighbours=neighbours)
+        turns = {"q": turned(config.heads, *sizes), "k": turned(config.kv_heads, *sizes)}
+        if config.qk_norm == "head":
+            turns |= {"q_norm": turned(1, *sizes), "k_norm": turned(1, *sizes)}
     norms = () if config.norms == "after" else ("input_norm", "mlp_norm")
     norms += () if config.norms == "before" else ("out_norm", "down_norm")
-    norms += () if config.qk_norm == "none" else ("q_norm", "k_norm")
+    norms += () if config.qk_norm == "none" or config.recurrent else ("q_norm", "k_norm")
     for norm in norms:
-        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}layers/{norm}/scale", of_norms))
-    turns: dict[str, Transform] = {}
-    for linear, heads in (("q", config.heads), ("k", config.kv_heads)):
-        neighbours = FAMILIES[config.family].neighbours or layout == "meta"
-        neighbours |= layout == "gguf" and config.family in TURNED
-        sizes = config.head_size, config.rotary_size
-        if neighbours or len({*sizes}) > 1:
-            turns[linear] = rotary_rows(heads, *sizes, neighbours=neighbours)
+        turned = turns.get(norm, of_norms)
+        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}{norm}/scale", turned))
     for linear in config.linears:
         turned = turns.get(linear)
-        key, ours = f"{layer}{names[linear]}", f"{path}layers/{linear}"
+        key, ours = f"{layer}{names[linear]}", f"{path}{linear}"
         rules.append(Rule(f"{key}.weight", f"{ours}/kernel", turned or TRANSPOSE))
         if linear in config.biases:
             rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
     for part, keys in _EXPERTS.items() if config.experts else ():
         ours = "router" if part == "router" else f"{part}/kernels"
-        rules.append(Rule(f"{layer}{keys[column]}.weight", f"{path}layers/experts/{ours}", SWAPPED))
+        key = keys[_LAYOUTS.index(layout)]
+        rules.append(Rule(f"{layer}{key}.weight", f"{path}experts/{ours}", SWAPPED))
     return rules
+
+
+def _delta_rules(layer: str, path: str) -> list[Rule]:
+    rules = [
+        Rule(f"{layer}{key}.weight", f"{path}{part}/kernel", TRANSPOSE)
+        for part, key in _DELTA.items()
+    ]
+    taps = Transform(lambda x: x[:, 0].T, lambda x: x.T[:, None])  # Conv1d (channels, 1, taps)
+    rules += [
+        Rule(f"{layer}linear_attn.{part}_conv.weight", f"{path}{part}_taps", taps) for part in "qkv"
+    ]
+    others = {"A_log": "decay_rate", "dt_bias": "decay_bias", "norm.weight": "norm"}
+    return rules + [
+        Rule(f"{layer}linear_attn.{key}", f"{path}{ours}") for key, ours in others.items()
+    ]
 
 
 def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
@@ -164,7 +202,7 @@ def layers_apart(checkpoint: layouts.Checkpoint) -> tuple[Callable[..., Llama], 
         turn = rule.path.endswith("/kernel")
         return dataclasses.replace(
             rule,
-            path=rule.path.replace("layers/", "layers/{layer}/", 1),
+            path=re.sub(r"layers/(places/\d+/)?", "layers/{layer}/", rule.path, count=1),
             transform=_transposed(rule.transform) if turn else rule.transform,
         )
 
@@ -460,40 +498,77 @@ CHECK = comparison.Check("AutoModelForCausalLM", _run, {"logits": "logits"})
 
 
 # Linears that a checkpoint keeps as rows of one tensor (q, k and v; gate and up): apart, and
-# back.
-#
-# A family says which: `{name of the whole: {name of a part: its rows}}`.
+# back. A family says which.
 
 
-Fused = Mapping[str, Mapping[str, int]]
+class Parts(NamedTuple):
+    """The rows of one tensor.
+
+    Attributes:
+      rows: of each part, by its name.
+      groups: how often these follow one another, as for every head.
+    """
+
+    rows: Mapping[str, int]
+    groups: int = 1
+
+
+Fused = Mapping[str, Parts]  # by the name of the whole
 _KINDS = ("weight", "bias")
 
 
 def fused_rows(config: LlamaConfig) -> Fused:
     """Of a family, as transformers calls them."""
-    of_keys = config.kv_heads * config.head_size
+    of_keys, size = config.kv_heads * config.head_size, config.head_size
     wholes = {
-        "self_attn.qkv_proj": {
-            "self_attn.q_proj": config.heads * config.head_size,
-            "self_attn.k_proj": of_keys,
-            "self_attn.v_proj": of_keys,
-        },
-        "mlp.gate_up_proj": {"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp},
+        "self_attn.qkv_proj": Parts(
+            {
+                "self_attn.q_proj": config.heads * size,
+                "self_attn.k_proj": of_keys,
+                "self_attn.v_proj": of_keys,
+            }
+        ),
+        "mlp.gate_up_proj": Parts({"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp}),
+        "self_attn.q_proj": Parts(
+            {"self_attn.q_proj": size, "self_attn.gate_proj": size}, config.heads
+        ),
     }
-    fused = FAMILIES[config.family].fused
+    if delta := config.delta:
+        per = delta.value_heads // delta.key_heads
+        keys, values = delta.key_size, per * delta.value_size
+        once = {"q": keys * delta.key_heads, "k": keys * delta.key_heads}
+        once["v"] = values * delta.key_heads
+        wholes |= {
+            "linear_attn.in_proj_qkv": Parts(
+                {f"linear_attn.{part}_proj": rows for part, rows in once.items()}
+            ),
+            "linear_attn.conv1d": Parts(
+                {f"linear_attn.{part}_conv": rows for part, rows in once.items()}
+            ),
+            "linear_attn.in_proj_qkvz": Parts(  # Qwen3-Next's, of each key head
+                {
+                    **{f"linear_attn.{part}_proj": keys for part in "qk"},
+                    **{"linear_attn.v_proj": values, "linear_attn.in_proj_z": values},
+                },
+                delta.key_heads,
+            ),
+            "linear_attn.in_proj_ba": Parts(
+                {"linear_attn.in_proj_b": per, "linear_attn.in_proj_a": per}, delta.key_heads
+            ),
+        }
     return {
         name: parts
         for name, parts in wholes.items()
-        if name.split(".")[1].removesuffix("_proj") in fused
+        if name.split(".")[1].removesuffix("_proj") in FAMILIES[config.family].fused
     }
 
 
 def phi3_gguf_rows(config: LlamaConfig) -> Fused:
     """Phi-3's in llama.cpp's names."""
     of_heads, of_gate = fused_rows(config).values()
-    parts = zip(("attn_q", "attn_k", "attn_v"), of_heads.values(), strict=True)
-    gate, up = of_gate.values()
-    return {"attn_qkv": dict(parts), "ffn_up": {"ffn_gate": gate, "ffn_up": up}}
+    parts = zip(("attn_q", "attn_k", "attn_v"), of_heads.rows.values(), strict=True)
+    gate, up = of_gate.rows.values()
+    return {"attn_qkv": Parts(dict(parts)), "ffn_up": Parts({"ffn_gate": gate, "ffn_up": up})}
 
 
 def apart(source: TensorSource, fused: Fused) -> TensorSource:
@@ -501,35 +576,48 @@ def apart(source: TensorSource, fused: Fused) -> TensorSource:
     tensors = {}
     for key, spec in source.specs().items():
         name = _of(key, fused)
-        parts = {} if name is None else fused[name]
-        if name is None or spec.shape[0] != sum(parts.values()):
+        parts, groups = fused.get(name, Parts({}))
+        if name is None or spec.shape[0] != groups * sum(parts.values()):
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         first = 0
         for part, size in parts.items():
             rows = slice(first, first + size)
-            of_part = jax.ShapeDtypeStruct((size, *spec.shape[1:]), spec.dtype)
-            read = functools.partial(lambda key, rows: source.read(key)[rows], key, rows)
+            of_part = jax.ShapeDtypeStruct((groups * size, *spec.shape[1:]), spec.dtype)
+            read = functools.partial(_rows_of_groups, source, key, groups, rows, of_part.shape)
             tensors[key.replace(name, part)] = of_part, read
             first += size
     return DerivedSource(source.name, tensors)
 
 
+def _rows_of_groups(
+    source: TensorSource, key: str, groups: int, rows: slice, shape: tuple[int, ...]
+) -> np.ndarray:
+    return source.read(key).reshape(groups, -1, *shape[1:])[:, rows].reshape(shape)
+
+
 def together(source: TensorSource, fused: Fused, prefix: str = "") -> TensorSource:
     """The reverse of `apart`, of the keys that begin with `prefix`."""
     tensors = {}
-    whole = {part: name for name, parts in fused.items() for part in parts}
+    whole = {part: name for name, parts in fused.items() for part in parts.rows}
+
+    def read(keys: list[str], shape: tuple[int, ...], groups: int) -> np.ndarray:
+        parts = [source.read(key).reshape(groups, -1, *shape[1:]) for key in keys]
+        return np.concatenate(parts, 1).reshape(shape)
+
     for key, spec in source.specs().items():
         part = _of(key, whole) if key.startswith(prefix) else None
         if part is None:
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         name = whole[part]
-        keys = [key.replace(part, one) for one in fused[name]]
-        rows = sum(source.specs()[one].shape[0] for one in keys)
-        of_all = jax.ShapeDtypeStruct((rows, *spec.shape[1:]), spec.dtype)
-        read = functools.partial(lambda keys: np.concatenate([*map(source.read, keys)]), keys)
-        tensors[key.replace(part, name)] = of_all, read
+        keys = [key.replace(part, one) for one in fused[name].rows]
+        shape = (sum(source.specs()[one].shape[0] for one in keys), *spec.shape[1:])
+        of_all = jax.ShapeDtypeStruct(shape, spec.dtype)
+        tensors[key.replace(part, name)] = (
+            of_all,
+            functools.partial(read, keys, shape, fused[name].groups),
+        )
     return DerivedSource(source.name, tensors)
 
 

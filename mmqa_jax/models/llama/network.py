@@ -39,6 +39,7 @@ from mmqa_jax.models.common.layers import (
     product,
     scan_layers,
     split_heads,
+    split_key,
     stack_layers,
     word_head,
     zeros_init,
@@ -46,6 +47,8 @@ from mmqa_jax.models.common.layers import (
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts
+from mmqa_jax.models.llama.gated_delta import DeltaState, GatedDelta
+from mmqa_jax.models.llama.layer_kinds import DELTA_LINEARS
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -150,6 +153,7 @@ def rotary_angles(
         positions = positions[:, :, None, None]
     else:
         axes = axes_of_pairs(config.mrope, config.mrope_interleaved)
+        axes = np.pad(axes, (0, config.head_size // 2 - len(axes)))  # pairs that do not turn
         positions = positions[:, :, None, axes]
     return positions.astype(jnp.float32) * turning
 
@@ -270,10 +274,15 @@ class LlamaLayer(nnx.Module):
             self.out_norm = norm(size)
         else:
             self.input_norm = norm(size)
-        self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
-        self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
-        self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
-        self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
+        if config.recurrent:
+            self.delta = GatedDelta(config, rngs=rngs)
+        else:
+            self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
+            self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
+            self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
+            self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
+        if config.gated and not config.recurrent:
+            self.out_gate = linear(size, width, ("embed", "heads"), use_bias="out_gate" in biases)
         if config.norms == "after":
             self.down_norm = norm(size)
         else:
@@ -284,7 +293,9 @@ class LlamaLayer(nnx.Module):
             self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
-        if config.qk_norm == "head":
+        if config.recurrent:
+            pass  # it has norms of its own
+        elif config.qk_norm == "head":
             self.q_norm, self.k_norm = (norm(config.head_size, name="head_dim") for _ in "qk")
         elif config.qk_norm == "whole":
             self.q_norm = norm(width, name="heads")
@@ -325,14 +336,35 @@ class LlamaLayer(nnx.Module):
 
     def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
+        attended = merge_heads(attended)
+        if self.config.gated:
+            attended = attended * jax.nn.sigmoid(self.out_gate(self.input_norm(x)))
+        return self.with_mlp(x, self.out(attended))
+
+    def with_mlp(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+        """The layer after its attention, or what is in its place: both [B, L, H] -> [B, L, H]."""
         config = self.config
-        x = x + self._given(self.out(merge_heads(attended)), "out_norm")
+        x = x + self._given(mixed, "out_norm")
         y = x if config.norms == "after" else self.mlp_norm(x)
         if config.experts:
             y = self.experts(y)
         else:
             y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
         return x + self._given(y, "down_norm")
+
+    def continued(
+        self, x: jax.Array, state: DeltaState | None = None, **rows: jax.Array | None
+    ) -> tuple[jax.Array, DeltaState]:
+        """A recurrent layer: x [B, L, H] and the state before and after it; `rows` are those of
+        `GatedDelta.__call__`."""
+        mixed, state = self.delta(self.input_norm(x), state, **rows)
+        return self.with_mlp(x, mixed), state
+
+    def each_linear(self) -> Iterator[tuple[nnx.Module, str]]:
+        """What holds each linear of the layer, and its name there; without those of experts."""
+        if self.config.recurrent:
+            yield from ((self.delta, name) for name in DELTA_LINEARS)
+        yield from ((self, name) for name in self.config.linears)
 
     def _given(self, y: jax.Array, norm: str) -> jax.Array:
         """What attention or MLP adds to x."""
@@ -354,6 +386,9 @@ class LlamaLayer(nnx.Module):
         Causal, unless the config is bidirectional. traits: this layer's. segments int [B, L]: a
         token sees its own segment alone.
         """
+        if self.config.recurrent:
+            is_real = None if mask is None else mask[:, 0, 0]
+            return self.continued(x, begins=_begins(segments), is_real=is_real)[0]
         both = self.config.bidirectional
         q, k, v = self.products(x)
         q, k = (rotate_rows(one, *traits.turned(cos, sin)) for one in (q, k))
@@ -373,6 +408,30 @@ class LlamaLayer(nnx.Module):
         return self.finish(x, attended)
 
 
+def _begins(segments: jax.Array | None) -> jax.Array | None:
+    """bool [B, L]: whether a token of these texts, int [B, L], is the first of its own."""
+    if segments is None:
+        return None
+    return jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+
+
+class Period(nnx.Module):
+    """The layers, each of its own kind, that repeat through a decoder (`LlamaConfig.kinds`).
+
+    A decoder of several kinds of layers is a stack of these: layer n is `places[n % period]` of
+    number n // period. Scans run over periods, whose places they write out one after another.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        places = range(config.period)
+        self.places = nnx.List([LlamaLayer(config.of_layer(n), rngs=rngs) for n in places])
+
+
+def stacks(layers: nnx.Module) -> list[nnx.Module]:
+    """The stacks of layers of one kind that a decoder's stack is, or consists of, by place."""
+    return [*layers.places] if isinstance(layers, Period) else [layers]
+
+
 class Llama(nnx.Module):
     """Decoder with its output head; `embed` and `encode` are separate for LLaVA."""
 
@@ -381,7 +440,10 @@ class Llama(nnx.Module):
         self.tokens = Embedding(
             config.vocab_size, config.hidden, ("vocab", "embed"), rngs=rngs, init=init
         )
-        self.layers = stack_layers(lambda r: LlamaLayer(config, rngs=r), config.layers, rngs)
+        kind, count = LlamaLayer, config.layers
+        if config.kinds:
+            kind, count = Period, count // config.period
+        self.layers = stack_layers(lambda r: kind(config, rngs=r), count, rngs)
         self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
         self.head = word_head(config, init, rngs)
         self.config = config
@@ -472,9 +534,11 @@ class Llama(nnx.Module):
         if isinstance(self.layers, nnx.List):
             yield from self.layers
             return
-        graphdef, params = nnx.split(self.layers)
+        of_places = [nnx.split(stack) for stack in stacks(self.layers)]
         for number in range(self.config.layers):
-            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=number: p[n], params))
+            in_stack, place = divmod(number, len(of_places))
+            graphdef, params = of_places[place]
+            yield nnx.merge(graphdef, jax.tree.map(lambda p, n=in_stack: p[n], params))
 
     def _prepare(self, embedded, attention_mask, positions):
         """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
@@ -492,15 +556,33 @@ class Llama(nnx.Module):
     ):
         if isinstance(self.layers, nnx.List):
             raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
-        return scan_layers(
+        traits = layer_traits(self.config, x.shape[1], numbered=numbered)
+        if period := isinstance(self.layers, Period) and self.config.period:
+            traits = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), traits)
+            body = functools.partial(_of_period, body)
+        x, ys = scan_layers(
             self.layers,
             x,
             body,
-            xs=layer_traits(self.config, x.shape[1], numbered=numbered),
+            xs=traits,
             dropout_key=dropout_key,
             remat=self.config.remat,
             unroll=self.config.unroll,
         )
+        if period:
+            ys = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+        return x, ys
+
+
+def _of_period(
+    body: Callable, period: Period, x: jax.Array, traits: LayerTraits, key: jax.Array | None
+) -> tuple[jax.Array, Any]:
+    """What `body` makes of one layer after another, and what it gives besides, stacked."""
+    ys = []
+    for place, of_layer in enumerate(split_key(key, len(period.places))):
+        x, y = body(period.places[place], x, traits.of(place), of_layer)
+        ys.append(y)
+    return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 
 
 def last_token(hidden: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -526,9 +608,15 @@ def unstack_layers(model: Llama) -> None:
     held them loses them): the peak is the model and its largest stack. Shardings are kept, since
     the layer axis is never split.
     """
-    graphdef, state = nnx.split(model.layers)
-    layers: list[list] = [[] for _ in range(model.config.layers)]
-    for path, stack in nnx.to_flat_state(state):
+    of_places = [_unstacked(stack) for stack in stacks(model.layers)]
+    model.layers = nnx.List(layer for period in zip(*of_places, strict=True) for layer in period)
+
+
+def _unstacked(stack: nnx.Module) -> list[LlamaLayer]:
+    graphdef, state = nnx.split(stack)
+    state = nnx.to_flat_state(state)
+    layers: list[list] = [[] for _ in range(state[0][1].shape[0])]
+    for path, stack in state:
         value, names = stack.get_value(), stack.get_metadata()["out_sharding"][1:]
         transposed = path[-1] == "kernel"
         names = names[::-1] if transposed else names
@@ -537,11 +625,12 @@ def unstack_layers(model: Llama) -> None:
             layer.append((path, nnx.Param(of_layer, out_sharding=names, eager_sharding=False)))
         if not isinstance(value, jax.core.Tracer):
             value.delete()
-    model.layers = nnx.List(nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers)
-    for layer in model.layers:
-        for name in model.config.linears:
-            linear = getattr(layer, name)
-            setattr(layer, name, TransposedLinear(linear.kernel, linear.bias))
+    unstacked = [nnx.merge(graphdef, nnx.from_flat_state(layer)) for layer in layers]
+    for layer in unstacked:
+        for owner, name in layer.each_linear():
+            linear = getattr(owner, name)
+            setattr(owner, name, TransposedLinear(linear.kernel, linear.bias))
+    return unstacked
 
 
 def transpose_head(model: Llama) -> None:

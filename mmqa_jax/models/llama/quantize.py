@@ -17,7 +17,7 @@ from flax import nnx
 
 from mmqa_jax.models.common.layers import Linear, TransposedLinear, product
 from mmqa_jax.models.llama.experts import GroupedLinear, batched_product, grouped_product
-from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llama.network import Llama, stacks
 
 _GROUP = 64  # inputs that share a scale in 4 bits
 
@@ -103,10 +103,10 @@ def quantize_weights(model: Llama, bits: int = 8) -> None:
     rounding would directly change the log-probabilities, a router's the choice of experts.
     """
     unstacked = isinstance(model.layers, nnx.List)
-    for layer in model.layers if unstacked else [model.layers]:
-        for name in model.config.linears:
-            linear = getattr(layer, name)
-            setattr(layer, name, QuantizedLinear(linear, bits))
+    for layer in model.layers if unstacked else stacks(model.layers):
+        for owner, name in layer.each_linear():
+            linear = getattr(owner, name)
+            setattr(owner, name, QuantizedLinear(linear, bits))
             _free(linear.kernel)
         for name in ("gate", "up", "down") if model.config.experts else ():
             grouped = getattr(layer.experts, name)
