@@ -109,6 +109,8 @@ class Engine:
                 "the model's tokens see what follows them (use_bidirectional_attention): it writes "
                 "no texts; use it as an encoder of texts."
             )
+        if model.config.recurrent:
+            raise UserError("engine: layers of the gated delta rule are not served; take another.")
         check_end_ids(end_ids, model.config.vocab_size)
         _serve_ready(model, config, mesh)
         if draft is not None:
