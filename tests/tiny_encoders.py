@@ -96,6 +96,29 @@ FAMILIES = {
         classifier=transformers.ModernBertForSequenceClassification,
         sizes=MODERN_SIZES,
     ),
+    "nomic_bert": Family(
+        transformers.NomicBertConfig,
+        transformers.NomicBertModel,
+        _bert_tokenizer,
+        {"type_vocab_size": 3, "rope_parameters": {"rope_type": "default", "rope_theta": 70.0}},
+        transformers.NomicBertForSequenceClassification,
+    ),
+    "gte": Family(
+        transformers.GteConfig,
+        transformers.GteModel,
+        _bert_tokenizer,
+        {
+            "type_vocab_size": 0,
+            "rope_parameters": {"rope_type": "linear", "rope_theta": 900.0, "factor": 1.6},
+        },
+        transformers.GteForSequenceClassification,
+    ),
+    "jina_embeddings_v3": Family(
+        transformers.JinaEmbeddingsV3Config,
+        transformers.JinaEmbeddingsV3Model,
+        _bert_tokenizer,
+        {"type_vocab_size": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 30.0}},
+    ),
 }
 
 

@@ -14,6 +14,7 @@ from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.serving import AUTO, Serving, planned_batch_size, serving_mesh
 from mmqa_jax.models.bert import network as bert
 from mmqa_jax.models.bert.mpnet import MPNet
+from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, RotaryBert, rotary_config
 from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
 from mmqa_jax.models.encoders.text_encoders import for_reading
 from mmqa_jax.models.encoders.vlm_keys import for_encoding
@@ -47,6 +48,11 @@ def _xlm_roberta(
     return functools.partial(base, **sizes)
 
 
+def _rotary(family: RotaryBert) -> Callable[[], bert.BertConfig]:
+    """The sizes that a family's config.json need not state."""
+    return functools.partial(rotary_config, family, {}, "config.json")
+
+
 _SMALL = functools.partial(bert.minilm_l6, layers=12)
 _QWEN3 = {"positions": 32768, "vocab_size": 151665}
 _QWEN3_8B = {**_QWEN3, "tied": True}  # without a head, as all of them
@@ -63,6 +69,9 @@ ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
     "mpnet_base": functools.partial(bert.bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
     **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), modernbert_base),
     "modernbert_large": modernbert_large,
+    "nomic_embed": _rotary(NOMIC),
+    **dict.fromkeys(("gte_multilingual_base", "arctic_m_v2"), _rotary(GTE)),
+    "jina_v3": _rotary(JINA_V3),
     "qwen3_embedding_06b": functools.partial(
         RELATIVES["qwen3_06b"], positions=32768, vocab_size=151669
     ),

@@ -30,6 +30,7 @@ from mmqa_jax.models.encoders.text_encoders import (
     load_text_encoder,
     model_type_of,
 )
+from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.retrieval import embedder
 from mmqa_jax.weights.bundled import minilm_path
@@ -77,7 +78,10 @@ def load_text_embedder(
             f"{width}; correct it in config_sentence_transformers.json."
         )
     tokenizer = load_encoder_tokenizer(
-        folder, config.vocab_size, lowercase=recipe.lowercase, pairs=not decoder
+        folder,
+        config.vocab_size,
+        lowercase=recipe.lowercase,
+        pairs=not isinstance(config, LlamaConfig),
     )
     check_padding(folder, tokenizer.pad_id)
     buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)

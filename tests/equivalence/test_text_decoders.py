@@ -51,7 +51,10 @@ def save(kind, folder, around=(), **more):
     """A random decoder of transformers with its tokenizer; returns both."""
     own = byte_tokenizer(*around)
     config = kind.config_class(
-        **SIZES | {"vocab_size": len(own) + 3, "attn_implementation": "eager"} | more
+        **SIZES
+        | {"vocab_size": len(own) + 3, "attn_implementation": "eager"}
+        | {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+        | more
     )
     torch.manual_seed(0)
     model = randomize(kind(config), 0, 0.15)
@@ -80,8 +83,13 @@ def save_sentences(kind, folder, around, prompts, truncate_dim=None, **more):
     [
         (transformers.Qwen3Model, ("$A", "<|endoftext|>"), {}),  # as Qwen3-Embedding
         (transformers.MistralModel, ("<s>", "$A", "</s>"), {"sliding_window": 70}),  # E5-Mistral
+        (
+            transformers.EuroBertModel,
+            ("<s>", "$A", "</s>"),
+            {"hidden_act": "gelu", "mask_token_id": 3},
+        ),
     ],
-    ids=["qwen3", "mistral"],
+    ids=["qwen3", "mistral", "eurobert"],
 )
 def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path):
     folder = tmp_path / "model"

@@ -9,16 +9,19 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 import transformers
 from compare import LAYER, WHOLE, alone, compiled
 from tiny_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import cut_longest
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
+from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, rotary_config
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.weights.bundled import minilm_path
@@ -39,7 +42,10 @@ def plain(request, tmp_path):
     return tmp_path, save_plain(request.param, tmp_path)
 
 
-@pytest.mark.parametrize("plain", ["xlm-roberta", "mpnet"], indirect=True)
+ROTARY = ["nomic_bert", "gte", "jina_embeddings_v3"]
+
+
+@pytest.mark.parametrize("plain", ["xlm-roberta", "mpnet", *ROTARY], indirect=True)
 def test_each_layer(plain):
     """BERT's own, and ModernBERT's, are in their files."""
     folder, theirs = plain
@@ -69,6 +75,51 @@ def test_each_layer(plain):
     np.testing.assert_allclose(each[:, mask], states[1:, mask], **LAYER)
     np.testing.assert_allclose(stacked[:, mask], states[1:, mask], **WHOLE)
     np.testing.assert_allclose(last[mask], states[-1][mask], **WHOLE)
+
+
+@pytest.mark.parametrize("plain", ROTARY, indirect=True)
+def test_both_layouts_of_rotary_berts_are_read(plain):
+    """transformers writes the authors' names of tensors; its own are in later files."""
+    folder, theirs = plain
+    ids, mask = np.arange(12).reshape(2, 6) % 7, np.ones((2, 6), bool)
+    wanted = load_text_encoder(folder)(ids, mask)
+    names = {*safetensors.numpy.load_file(folder / "model.safetensors")}
+    own = {key: value.numpy() for key, value in theirs.state_dict().items()}
+    assert names != {*own}
+    safetensors.numpy.save_file(own, folder / "model.safetensors")
+    np.testing.assert_array_equal(load_text_encoder(folder)(ids, mask), wanted)
+
+
+def test_the_authors_configs_of_rotary_berts():
+    nomic = {"n_embd": 36, "n_layer": 2, "n_head": 3, "n_inner": 52, "layer_norm_epsilon": 1e-4}
+    nomic |= {"rotary_emb_base": 70, "max_trained_positions": 99, "n_positions": 200}
+    nomic |= {"activation_function": "swiglu", "prenorm": False, "rotary_emb_fraction": 1.0}
+    ours = rotary_config(NOMIC, nomic, "here")
+    sizes = ours.hidden, ours.layers, ours.heads, ours.mlp, ours.eps, ours.positions
+    assert sizes == (36, 2, 3, 52, 1e-4, 99)
+    assert (ours.rope_theta, ours.activation, ours.gated) == (70, "silu", True)
+    shared = {"hidden_size": 36, "num_attention_heads": 3}
+    old = shared | {"rope_theta": 20000, "rope_scaling": {"type": "ntk", "factor": 8.0}}
+    new = {"rope_type": "linear", "rope_theta": 160000, "factor": 8 ** (2 / 12)}
+    old |= {"position_embedding_type": "rope", "layer_norm_type": "layer_norm"}
+    assert rotary_config(GTE, old, "") == rotary_config(GTE, shared | {"rope_parameters": new}, "")
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (NOMIC, {"prenorm": True}, "prenorm is True"),
+        (NOMIC, {"mlp_fc1_bias": True}, "mlp_fc1_bias is True"),
+        (NOMIC, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0"),
+        (GTE, {"layer_norm_type": "rms_norm"}, "layer_norm_type is 'rms_norm'"),
+        (GTE, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 1.0}}, "'mixed_b'"),
+        (JINA_V3, {"lora_rank": 4}, "'lora_rank'"),
+        (JINA_V3, {"hidden_size": 9, "num_attention_heads": 3}, "an even number"),
+    ],
+)
+def test_rotary_berts_that_are_refused(family, change, message):
+    with pytest.raises(UserError, match=message):
+        rotary_config(family, change, "config.json")
 
 
 def test_tokens(plain):

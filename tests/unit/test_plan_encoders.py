@@ -48,6 +48,22 @@ def test_sizes_are_the_published_ones(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("nomic_embed", "NomicBert"),
+        ("gte_multilingual_base", "Gte"),
+        ("jina_v3", "JinaEmbeddingsV3"),
+    ],
+)
+def test_sizes_of_rotary_berts_are_those_of_transformers(name, model):
+    config = getattr(transformers, f"{model}Config")()
+    with torch.device("meta"):
+        theirs = getattr(transformers, f"{model}Model")(config, add_pooling_layer=False)
+    count = sum(parameter.numel() for parameter in theirs.parameters())
+    assert encoders.encoder_program(name, jax.devices()[:1]).parameters == 4 * count
+
+
+@pytest.mark.parametrize(
     ("name", "vision", "text"),
     [
         (

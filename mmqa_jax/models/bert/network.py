@@ -1,7 +1,8 @@
 """BERT (Devlin et al. 2019): the post-norm encoder of VLP, MiniLM and Prophet's questions.
 
 Weights of Hugging Face's `BertModel` and of VLP's `pytorch_pretrained_bert` fit it; the two
-differ in LayerNorm's eps (1e-12 and 1e-5) and in the number of token types (2 and 6).
+differ in LayerNorm's eps (1e-12 and 1e-5) and in the number of token types (2 and 6). With rotary
+positions it is NomicBERT, GTE and jina-embeddings-v3 (`rotary.py`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from mmqa_jax.models.common.layers import (
     stack_layers,
     zeros_init,
 )
+from mmqa_jax.models.common.rope import RopeScaling, frequencies
+from mmqa_jax.models.llama.network import rotate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,11 @@ class BertConfig:
     attention weights. `dtype` is the compute dtype (parameters, norms and softmax stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
     `layers.scan_layers`.
+
+    With `rope_theta` queries and keys are rotated by their positions, by this base and
+    `rope_scaling`, and there is no table of positions. `gated`: the activation of one linear is
+    multiplied by another's result. `attention_bias` is on the four linears of attention, `up_bias`
+    on those that widen, `down_bias` on the last. With `types` 0 there are no token types.
     """
 
     vocab_size: int = 28996
@@ -67,10 +75,21 @@ class BertConfig:
     attention: str = "auto"
     remat: str = "none"
     unroll: int | bool | None = None
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+    gated: bool = False
+    attention_bias: bool = True
+    up_bias: bool = True
+    down_bias: bool = True
 
     def __post_init__(self):
         config_checks.check_layers(self, "model", "layers")
         config_checks.check_divides("model.heads", self.heads, "model.hidden", self.hidden)
+        if self.rope_theta is not None and (self.hidden // self.heads) % 2:
+            raise UserError(
+                f"model.heads is {self.heads}: a head of {self.hidden // self.heads} values was "
+                "expected to have an even number, since rotary embeddings rotate pairs; change it."
+            )
         for name in ("dropout", "attention_dropout"):
             config_checks.check_rate(f"model.{name}", getattr(self, name))
         config_checks.check_known("model.activation", self.activation, ACTIVATIONS)
@@ -111,10 +130,16 @@ class BertEmbeddings(nnx.Module):
         init = normal_init(config.init_stddev)
         size = config.hidden
         self.word = Embedding(config.vocab_size, size, ("vocab", "embed"), rngs=rngs, init=init)
-        self.position = Embedding(
-            config.positions, size, ("positions", "embed"), rngs=rngs, init=init
+        self.position = (
+            Embedding(config.positions, size, ("positions", "embed"), rngs=rngs, init=init)
+            if config.rope_theta is None
+            else None
         )
-        self.token_type = Embedding(config.types, size, (None, "embed"), rngs=rngs, init=init)
+        self.token_type = (
+            Embedding(config.types, size, (None, "embed"), rngs=rngs, init=init)
+            if config.types
+            else None
+        )
         self.norm = LayerNorm(size, config.eps, rngs=rngs)
         self.config = config
 
@@ -133,13 +158,14 @@ class BertEmbeddings(nnx.Module):
         of slots 1..R (VLP); the token type is added to them too.
         """
         tokens = self.word(input_ids)  # [B, L, H]
-        positions = self.position(position_ids)
+        positions = 0.0 if self.position is None else self.position(position_ids)
+        types = 0.0 if self.token_type is None else self.token_type(token_type_ids)
         if regions is not None:
             tokens, positions = (
                 jnp.concatenate([text[:, :1], region, text[:, 1 + region.shape[1] :]], axis=1)
                 for text, region in zip((tokens, positions), regions, strict=True)
             )
-        x = self.norm(tokens + positions + self.token_type(token_type_ids))
+        x = self.norm(tokens + positions + types)
         return dropout(x, self.config.dropout, dropout_key).astype(self.config.dtype)
 
 
@@ -148,13 +174,20 @@ class BertLayer(nnx.Module):
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
-        self.query = linear(config.hidden, config.hidden, ("embed", "heads"))
-        self.key = linear(config.hidden, config.hidden, ("embed", "heads"))
-        self.value = linear(config.hidden, config.hidden, ("embed", "heads"))
-        self.out = linear(config.hidden, config.hidden, ("heads", "embed"))
+        of_heads = functools.partial(
+            linear, config.hidden, config.hidden, use_bias=config.attention_bias
+        )
+        widens = functools.partial(
+            linear, config.hidden, config.mlp, ("embed", "mlp"), use_bias=config.up_bias
+        )
+        self.query = of_heads(("embed", "heads"))
+        self.key = of_heads(("embed", "heads"))
+        self.value = of_heads(("embed", "heads"))
+        self.out = of_heads(("heads", "embed"))
         self.attention_norm = LayerNorm(config.hidden, config.eps, rngs=rngs)
-        self.up = linear(config.hidden, config.mlp, ("embed", "mlp"))
-        self.down = linear(config.mlp, config.hidden, ("mlp", "embed"))
+        self.gate = widens() if config.gated else None
+        self.up = widens()
+        self.down = linear(config.mlp, config.hidden, ("mlp", "embed"), use_bias=config.down_bias)
         self.mlp_norm = LayerNorm(config.hidden, config.eps, rngs=rngs)
         self.config = config
 
@@ -184,7 +217,8 @@ class BertLayer(nnx.Module):
         mark = keep if dropout_key is None else keep_kernel
         y = self.out(mark(attended).reshape(x.shape))
         x = self.attention_norm(keep(x + dropout(y, rate, first)))
-        hidden = ACTIVATIONS[self.config.activation](keep(self.up(x)))  # [..., mlp]
+        activation, hidden = ACTIVATIONS[self.config.activation], keep(self.up(x))  # [..., mlp]
+        hidden = activation(hidden) if self.gate is None else activation(self.gate(x)) * hidden
         x = self.mlp_norm(keep(x + dropout(self.down(hidden), rate, second)))
         return x.reshape(attended.shape)
 
@@ -217,10 +251,25 @@ class BertLayer(nnx.Module):
     ) -> jax.Array:
         """x [B, L, H], mask bool broadcastable to [B, heads, L, L] -> [B, L, H]."""
         first, second = split_key(dropout_key, 2)
-        rows, biases = as_rows(x), biases_apart(self.query, self.key, self.value)
+        rotary = (
+            self.config.rope_theta is not None
+        )  # biases are rotated with what they are added to
+        rows = as_rows(x)
+        biases = None if rotary else biases_apart(self.query, self.key, self.value)
         apart = {} if biases is None else {"constant_bias": True}
-        attended = self.attend(*self.project(rows, x.shape, **apart), mask, first, biases)
+        query, key, value = self.project(rows, x.shape, **apart)
+        if rotary:
+            query, key = rotate_by_position(self.config, query, key)
+        attended = self.attend(query, key, value, mask, first, biases)
         return self.finish(rows, attended, second)
+
+
+def rotate_by_position(config: BertConfig, *heads: jax.Array) -> tuple[jax.Array, ...]:
+    """Rotates queries or keys [B, L, heads, head_dim] of positions 0..L-1 each."""
+    turning = frequencies(config.hidden // config.heads, config.rope_theta, config.rope_scaling)
+    angles = jnp.arange(heads[0].shape[1], dtype=jnp.float32)[:, None] * turning  # [L, D / 2]
+    cos, sin = (f(angles)[None, :, None] for f in (jnp.cos, jnp.sin))
+    return tuple(rotate(x, cos, sin) for x in heads)
 
 
 class Bert(nnx.Module):
@@ -268,6 +317,8 @@ class Bert(nnx.Module):
         x, _ = self._scan(embedded, body, of_before, before)
         _, key, value = last.project(x)
         query, _, _ = last.project(x[:, :1])
+        if self.config.rope_theta is not None:  # position 0 turns nothing
+            (key,) = rotate_by_position(self.config, key)
         attended = last.attend(query, key, value, mask[:, :, :1], of_weights)
         return last.finish(x[:, :1], attended, of_last)[:, 0]
 
@@ -309,6 +360,7 @@ class Bert(nnx.Module):
         bool or 0/1; token types default to 0 and positions to 0..L-1. Returns [B, L, H].
         """
         length = input_ids.shape[1]
+        assert position_ids is None or self.config.rope_theta is None, "they are 0..L-1 there"
         if token_type_ids is None:
             token_type_ids = jnp.zeros_like(input_ids)
         if position_ids is None:

@@ -20,6 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.bert import keys as bert_keys
+from mmqa_jax.models.bert import rotary
 from mmqa_jax.models.bert.mpnet import MPNET_PADDING, MPNet, mpnet_config, mpnet_key_map
 from mmqa_jax.models.bert.network import Bert
 from mmqa_jax.models.common import comparison
@@ -93,6 +94,27 @@ def _decoder_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
     return for_reading(config, platform())
 
 
+# transformers' defaults of EuroBERT where they are not LLaMA's.
+_EUROBERT = {
+    **{"vocab_size": 128256, "hidden_size": 768, "intermediate_size": 3072},
+    **{"num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 8192},
+    "rms_norm_eps": 1e-5,
+}
+
+
+def _eurobert_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
+    """EuroBERT (Boizard et al. 2025): a LLaMA whose tokens see both ways. It writes no texts, so
+    that it is no entry of `llama.families`."""
+    of_llama = {**_EUROBERT, **published, "model_type": "llama"}
+    for key in ("classifier_pooling", "clf_pooling"):  # of its classifier
+        of_llama.pop(key, None)
+    if of_llama.pop("is_causal", False):
+        raise UserError(
+            f"{where}: is_causal is true, expected false; use a checkpoint of EuroBERT."
+        )
+    return dataclasses.replace(_decoder_config(of_llama, where), bidirectional=True)
+
+
 def _decoder_key_map(config: LlamaConfig) -> KeyMap:
     """Maps keys of a decoder that may lack `model.`, as those saved without their head."""
     key_map = llama_key_map(config)
@@ -114,6 +136,18 @@ _ROBERTA = Family(
     bert_keys.roberta_classifier_key_map,
     unplaced=bert_keys.roberta_padding,
 )
+
+
+def _rotary(family: rotary.RotaryBert) -> Family:
+    return Family(
+        functools.partial(rotary.rotary_config, family, harmless=_SCORED),
+        Bert,
+        functools.partial(rotary.rotary_key_map, family),
+        functools.partial(rotary.rotary_classifier_key_map, family),
+        fused=rotary.rotary_fused,
+    )
+
+
 _DECODER = Family(_decoder_config, TextDecoder, _headless_key_map, fused=fused_rows)
 FAMILIES: Mapping[str, Family] = {
     "bert": Family(
@@ -133,6 +167,11 @@ FAMILIES: Mapping[str, Family] = {
         ModernBertCrossEncoder,
         modernbert_fused,
     ),
+    "nomic_bert": _rotary(rotary.NOMIC),
+    "gte": _rotary(rotary.GTE),
+    "new": _rotary(rotary.GTE),  # the authors' name of GTE
+    "jina_embeddings_v3": _rotary(rotary.JINA_V3),
+    "eurobert": dataclasses.replace(_DECODER, config=_eurobert_config),
     **dict.fromkeys(DECODERS, _DECODER),
 }
 
@@ -286,7 +325,7 @@ def _load(
         source = apart(source, fused)
     checkpoint = Checkpoint(config, key_map, source, "transformers")
     # A decoder's parameters are kept in the type that it computes in.
-    dtype = config.dtype if family is _DECODER else "float32"
+    dtype = config.dtype if isinstance(config, LlamaConfig) else "float32"
     return load_checkpoint(model, checkpoint, config, mesh, dtype)
 
 
