@@ -17,6 +17,7 @@ import os
 import re
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -145,6 +146,7 @@ class _Schedule:
       branches: number of a bundle -> predicate, whether it has to be false, target.
       copies: number of a bundle -> bytes that it moves to or from main memory.
       defining: predicate -> the instruction that compares.
+      heads: numbers of the bundles with which loops begin.
       busy: numbers of the bundles that are in one of these, and the end.
       lags: bundles between a branch and the end of its region, most of which are its delay.
     """
@@ -181,7 +183,8 @@ class _Schedule:
             granules = constants.get(size, size)
             if granules.isdigit():
                 self.copies[number] = self.copies.get(number, 0) + int(granules) * _GRANULE
-        self.busy = sorted({*self.operations, *self.branches, *self.copies, self.size})
+        self.heads = {target for at, (_, _, target) in self.branches.items() if target <= at}
+        self.busy = sorted({*self.operations, *self.branches, *self.copies, *self.heads, self.size})
 
 
 def _operations(plain: str) -> tuple[_Operation, ...]:
@@ -201,6 +204,7 @@ def _operations(plain: str) -> tuple[_Operation, ...]:
 
 
 _Value = int | bool | None  # None: the text does not tell it
+_Span = tuple[int, int]  # a loop's first and last bundle
 
 
 @dataclasses.dataclass
@@ -209,10 +213,12 @@ class _Loop:
 
     Attributes:
       totals: bundles up to the end of each turn.
+      once: at the ends of the same turns, what `_Run` knows of loops that run once.
       states: all values at the ends of the last turns before the rest is skipped.
     """
 
     totals: list[float] = dataclasses.field(default_factory=list)
+    once: list[Counter[_Span]] = dataclasses.field(default_factory=list)
     states: list[dict[str, _Value]] = dataclasses.field(default_factory=list)
 
 
@@ -225,27 +231,34 @@ class _Run:
         self._last: dict[str, str] = {}  # register of the chip -> what was written there last
         self._moved = 0.0
         self._steps = 0
-        # Loops whose turns are not known: first and last bundle -> bundles and bytes of a turn.
-        self._unknown: dict[tuple[int, int], tuple[float, float]] = {}
+        # Of loops whose turns are not known: bundles and bytes of a turn, and the bundles of all the
+        # times that one is run once in its place.
+        self._unknown: dict[_Span, tuple[float, float]] = {}
+        self._once: Counter[_Span] = Counter()
 
     def bundles(self) -> Bundles:
         """Interprets the call."""
         fixed = self._span(0, self._schedule.size)
         outer = [
-            cost
-            for (first, last), cost in self._unknown.items()
+            (first, last)
+            for first, last in self._unknown
             if not any(
                 (a <= first and last < b) or (a < first and last <= b) for a, b in self._unknown
             )
         ]
-        turn, moved = max(outer, key=lambda cost: cost[1], default=(0.0, 0.0))
-        return Bundles(fixed, turn, moved)
+        if not outer:
+            return Bundles(fixed)
+        most = max(outer, key=lambda loop: self._unknown[loop][1])
+        return Bundles(fixed - self._once[most], *self._unknown[most])
 
     def _span(self, start: int, stop: int) -> float:
         """Bundles that run from `start` until `stop` is reached."""
         total, at, busy = 0.0, start, self._schedule.busy
         loops: dict[int, _Loop] = {}
+        entered: dict[int, float] = {}  # head of a loop -> bundles before its last turn
         while at < stop:
+            if at in self._schedule.heads:
+                entered[at] = total
             following = min(busy[bisect.bisect_left(busy, at)], stop)
             if following > at:
                 total, at = total + following - at, following
@@ -267,9 +280,13 @@ class _Run:
                     total += self._skipped(loop, total, predicate, negated)
                 else:
                     loops.pop(at, None)
-                if value is None and (target, at) not in self._unknown:
-                    self._unknown[target, at] = (0.0, 0.0)
-                    self._unknown[target, at] = self._turn(target, after)
+                if value is None:
+                    self._once[target, at] += total - entered.get(target, start)
+                    if (target, at) not in self._unknown:
+                        self._unknown[target, at] = (0.0, 0.0)
+                        once = self._once.copy()
+                        self._unknown[target, at] = self._turn(target, after)
+                        self._once = once
             at = target if taken else after
         return total
 
@@ -284,6 +301,7 @@ class _Run:
     def _skipped(self, loop: _Loop, total: float, predicate: str, negated: bool) -> float:
         """Bundles of the turns of a long loop that are taken to be as those before them."""
         loop.totals.append(total)
+        loop.once.append(self._once.copy())
         if len(loop.totals) > _EXACT or len(loop.totals) < _EXACT - 2:
             return 0
         loop.states.append(dict(self._values))
@@ -302,6 +320,8 @@ class _Run:
         for name, step in steps.items():
             self._values[name] = _wrapped(third[name] + left * step)
         half = _EXACT // 2
+        for inner, bundles in loop.once[-1].items():
+            self._once[inner] += left * (bundles - loop.once[-1 - half][inner]) / half
         return left * (loop.totals[-1] - loop.totals[-1 - half]) / half
 
     def _turns_left(

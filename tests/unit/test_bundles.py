@@ -55,10 +55,42 @@ def test_turns_that_the_text_decides_are_multiplied_out(tmp_path, turns):
 def test_turns_that_data_decide_follow_from_the_bytes_that_they_move(tmp_path):
     written(tmp_path, LOOP.format(limit="sld [smem:[#allocation3]]"))
     kernel = take(tmp_path)["kernel.1"]
-    once = 2 + TURN + FIRST
-    assert kernel == Bundles(once, TURN + FIRST, 256)
-    assert kernel.cycles(10 * 256) == once + 10 * (TURN + FIRST)
+    assert kernel == Bundles(2, TURN + FIRST, 256)
+    assert kernel.cycles(10 * 256) == 2 + 10 * (TURN + FIRST)
     assert Bundles(7).cycles(10 * 256) == 7
+
+
+# A loop over slots, of 9 bundles a turn and 8 of each turn of the loop inside, which data decide.
+SLOTS = """\
+     0   :  {{ %s9_s3 = smov {slots}  ;;  %s10_s1 = smov 0  ;;  %s8_s4 = sld [smem:[#allocation3]] }}
+   0x1 LB: > {{ %s11_s1 = sphi %s10_s1, %s12_s1 }} /* Start region 7 */
+   0x2   : > {{ %s20_s2 = smov 0 }}
+   0x3 LB: >> {{ %s21_s2 = sphi %s20_s2, %s22_s2 }} /* Start region 8 */
+   0x4   : >> {{ %20 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s1_s8, /*size_in_granules=*/4, /*vmem=*/%s2_s9  ;;  %s22_s2 = sadd.s32 1, %s21_s2 }}
+   0x5   : >> {{ %p1_p1 = scmp.ge.s32.totalorder %s22_s2, %s8_s4 }}
+   0x6   : > {{ %31 = sbr.rel (!%p1_p1) target = $region8 }}
+   0x7   : > {{}}
+   0x8   : > {{}}
+   0x9   : > {{}}
+   0xa   : > {{}} /* End region 8 */
+   0xb   : > {{ %s12_s1 = sadd.s32 1, %s11_s1 }}
+   0xc   : > {{ %p5_p2 = scmp.ge.s32.totalorder %s12_s1, %s9_s3 }}
+   0xd   :  {{ %32 = sbr.rel (!%p5_p2) target = $region7 }}
+   0xe   :  {{}}
+   0xf   :  {{}}
+  0x10   :  {{}}
+  0x11   :  {{}} /* End region 7 */
+  0x12   :  {{ %s40 = smov 1 }}
+"""
+
+
+@pytest.mark.parametrize("slots", [1, 64, 1000])
+def test_blocks_of_slots_are_counted_by_their_bytes_alone(tmp_path, slots):
+    """Also the first block of each, which the interpreter runs."""
+    written(tmp_path, SLOTS.format(slots=slots))
+    kernel = take(tmp_path)["kernel.1"]
+    assert kernel == Bundles(2 + 9 * slots, 8, 128)
+    assert kernel.cycles(2 * slots * 128) == 2 + (9 + 2 * 8) * slots
 
 
 COMPILED = """
