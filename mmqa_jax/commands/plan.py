@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
-_OF_ROW = ("questions", "prices")
+_OF_ROW = ("questions", "prices", "workdir")
 SUMMARY = "what a config's programs need on a TPU slice or GPUs, by the compiler, without them."
 EXAMPLE = "mmqa plan --config=configs/webqa/vlp_select.py --topology=v5e:4x4"
 
@@ -62,6 +62,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="of a row: TOML with what an hour of each chip costs you (mmqa_jax/plan/prices.toml)",
+    )
+    parser.add_argument(
+        "--workdir",
+        type=Path,
+        metavar="DIR",
+        help="of a row: of `mmqa run`, whose finished questions take no more time",
     )
 
 

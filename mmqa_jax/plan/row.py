@@ -12,7 +12,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -32,6 +32,13 @@ _CLIP = "configs/webqa/contrastive.py"  # whose `embed` is that of a CLIP ViT-B/
 _RESTRICTED = 34  # candidates of a question: WebQA's cap of 16 + 16, and two gold sources
 
 
+class Done(NamedTuple):
+    """Of how many questions the answers, and of how many sources the vectors, are finished."""
+
+    questions: int = 0
+    sources: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class RowPart:
     """One part's work.
@@ -40,6 +47,7 @@ class RowPart:
       name: embed, search, rerank, read, prompts or tokens.
       key: of the config, such as parts.reranker.
       work: examples of the traced program that all questions take.
+      done: of these, what is finished and kept.
       once: whether its results are made before, and kept for every row that names them.
     """
 
@@ -47,6 +55,7 @@ class RowPart:
     key: str
     work: float
     traced: Compiled
+    done: float = 0.0
     once: bool = False
 
     @property
@@ -55,13 +64,15 @@ class RowPart:
         return self.traced.program
 
     def chip_hours(self, chip: Chip) -> float:
-        """At least, if its devices were such chips, with the topology's meshes and batches."""
+        """What is not done takes at least, if its devices were such chips, with the topology's
+        meshes and batches."""
         exchanges = tuple(
             one._replace(links=min(one.links or chip.links, chip.links) or None)
             for one in self.traced.exchanges
         )
         bound = least_time(dataclasses.replace(self.traced, exchanges=exchanges), chip)
-        seconds = self.work / self.program.examples * bound.seconds * self.program.devices
+        calls = (self.work - self.done) / self.program.examples
+        seconds = calls * bound.seconds * self.program.devices
         return seconds / 3600 / chip.of_chip
 
 
@@ -82,13 +93,16 @@ class RowPlan:
     prices: Mapping[str, float]
 
     def chip_hours(self, chip: Chip, *, once: bool) -> float:
-        """Of the parts that are made once, or of those that the row itself runs."""
+        """Of the parts that are made once, or of those that the row itself runs; what is done takes
+        none."""
         return sum(part.chip_hours(chip) for part in self.parts if part.once == once)
 
     def price(self, name: str) -> float | None:
-        """Of the row itself on a chip; None: the table of prices does not have it."""
-        price = self.prices.get(name)
-        return None if price is None else price * self.chip_hours(CHIPS[name], once=False)
+        """Of all that is not done on a chip; None: the table of prices does not have it."""
+        if name not in self.prices:
+            return None
+        hours = (self.chip_hours(CHIPS[name], once=once) for once in (True, False))
+        return self.prices[name] * sum(hours)
 
     def hours(self, part: RowPart) -> float:
         """Of a part on all devices of the topology."""
@@ -109,6 +123,7 @@ class RowPlan:
                     "key": part.key,
                     "work": part.work,
                     "unit": part.program.unit,
+                    "done": part.done,
                     "once": part.once,
                     "hours_bound": self.hours(part),
                 }
@@ -137,6 +152,7 @@ def plan_row(
     model: str | None,
     counts: tuple[int, int],
     prices: Mapping[str, float],
+    done: Done = Done(),  # noqa: B008 - frozen
 ) -> RowPlan:
     """A row's parts, whose programs are traced for one host of a topology.
 
@@ -144,8 +160,11 @@ def plan_row(
       model: sizes of the row's language model, see programs.PRESETS.
       counts: from `row_counts`.
       prices: from `read_prices`.
+      done: what is finished.
     """
-    parts = tuple(_parts(config, topology, model, *counts))
+    questions, sources = counts
+    done = Done(min(done.questions, questions), min(done.sources, sources))
+    parts = tuple(_parts(config, topology, model, questions, sources, done))
     on_host = tuple(
         f"parts.{name}" for name in config.parts if not any(name in part.key for part in parts)
     )
@@ -199,7 +218,12 @@ def row_counts(config: ConfigDict, questions: int | None, sources: int | None) -
 
 
 def _parts(
-    config: ConfigDict, topology: Topology, model: str | None, questions: int, sources: int
+    config: ConfigDict,
+    topology: Topology,
+    model: str | None,
+    questions: int,
+    sources: int,
+    done: Done,
 ) -> Iterator[RowPart]:
     options, made_by, host = config.options, dict(config.made_by), topology.host
 
@@ -212,9 +236,10 @@ def _parts(
         embed = traced(make_program("embed", encoder, host.devices))
         dim = read_task(encoder).planned_config().embed_dim
         search = traced(search_program("mesh", sources, dim, host))
-        yield RowPart("embed sources", "parts.retriever.index", sources, embed, once=True)
-        yield RowPart("embed questions", "parts.retriever.model", questions, embed)
-        yield RowPart("search", "parts.retriever.index", questions, search)
+        index, answered = "parts.retriever.index", done.questions
+        yield RowPart("embed sources", index, sources, embed, done.sources, once=True)
+        yield RowPart("embed questions", "parts.retriever.model", questions, embed, answered)
+        yield RowPart("search", index, questions, search, answered)
     for name, verb, pairs in (
         ("reranker", "rerank", options.get("top_k") or _RESTRICTED),
         ("reader", "answer", 1),
@@ -228,13 +253,19 @@ def _parts(
                     "its own config."
                 )
             program = traced(make_program(verb, of_part, host.devices))
-            yield RowPart(verb, f"parts.{name}", questions * pairs, program)
+            work, finished = questions * pairs, done.questions * pairs
+            yield RowPart(verb, f"parts.{name}", work, program, finished)
     if "llm" in config.parts:
-        yield from _language_model(config, traced, host, model, questions)
+        yield from _language_model(config, traced, host, model, questions, done.questions)
 
 
 def _language_model(
-    config: ConfigDict, traced: Any, host: Topology, model: str | None, questions: int
+    config: ConfigDict,
+    traced: Any,
+    host: Topology,
+    model: str | None,
+    questions: int,
+    answered: int,
 ) -> Iterator[RowPart]:
     """Prompts as long as the engine's length allows, and all new tokens: the most there can be."""
     llm, options = config.parts.llm, config.options
@@ -248,11 +279,12 @@ def _language_model(
         "configs/prompt/default.py",
         {"engine.length": llm.engine.length, "decoding.max_new_tokens": new},
     )
-    calls = questions * options.get("ensemble", 1)
-    tokens = {"decode": calls * new, "prefill": calls * (llm.engine.length - new)}
+    times = options.get("ensemble", 1)
+    of_question = {"decode": times * new, "prefill": times * (llm.engine.length - new)}
     for name in ENGINE:
         program = traced(make_program(name, engine, host.devices, model))
-        yield RowPart(name, "parts.llm", tokens[name], program)
+        each = of_question[name]
+        yield RowPart(name, "parts.llm", questions * each, program, answered * each)
 
 
 def _maker(made_by: Mapping[str, str], key: str, folder: str) -> str:

@@ -168,6 +168,15 @@ def read_unfinished(folder: str | os.PathLike) -> Unfinished | None:
     return Unfinished(parts, list(map(PartState, map(len, spans), written)))
 
 
+def embedded_rows(folder: str | os.PathLike) -> int:
+    """How many rows the job in `folder` has embedded."""
+    if (unfinished := read_unfinished(folder)) is not None:
+        return sum(part.items for part in unfinished.parts if part.ended is not None)
+    manifest = read_manifest(folder, _WHAT, _VERB)
+    _check_sizes(folder, manifest)
+    return manifest["rows"]
+
+
 def join_embeddings(folder: str | os.PathLike) -> Embeddings:
     """Finishes a job whose shards are all written."""
     folder = as_path(folder)

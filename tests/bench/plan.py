@@ -27,6 +27,7 @@ from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.topology import Topology, of_tpu, open_topology
 from mmqa_jax.runs.verbs.plan import bytes_text, memory_cells, milliseconds
 from tests.bench.steps import hidden_cycles
+from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, dumping, take
 from tests.hlo.collectives import Collective
 from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, stated_cycles
@@ -88,7 +89,7 @@ class Counted(Planned):
 
     Attributes:
       counts: None where the compiler refused it.
-      bundles: of its kernels by instruction, of a TPU; empty where they were not written.
+      bundles: of its kernels by instruction (see twins.py), of a TPU; empty where they were not written.
     """
 
     counts: Counts | None = None
@@ -105,7 +106,8 @@ class Counted(Planned):
         seconds = time.perf_counter() - began
         if executable is None:
             return cls(Compiled(program, memory, None, (), 0.0, seconds), chip, None)
-        text, bundles = executable.as_text(), take(folder) if folder else {}
+        text = executable.as_text()
+        bundles = of_twins(take(folder), text) if folder else {}
         cycles_of = cycles_by(bundles, chip)
         counts = count(text, cycles_of)
         if counts.unknown.pop(KERNEL, 0):  # kernels that do not state what they do

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, take
 
 # A loop of 2 + 1 bundles and 4 behind its branch, which moves 2 x 128 bytes a turn; a part of two
@@ -93,9 +94,63 @@ def test_blocks_of_slots_are_counted_by_their_bytes_alone(tmp_path, slots):
     assert kernel.cycles(2 * slots * 128) == 2 + (9 + 2 * 8) * slots
 
 
+# Two products of one input with matrices of one shape, as libtpu compiles once; a third is wider, a
+# fourth adds.
+TWINS = """\
+HloModule twins
+
+%body.1 (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
+  %a = f32[8,16]{1,0} parameter(0)
+  %b = f32[16,4]{1,0} parameter(1)
+  ROOT %dot.1 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="gate"}
+}
+
+%body.2 (c: f32[8,16], d: f32[16,4]) -> f32[8,4] {
+  %c = f32[8,16]{1,0} parameter(0)
+  %d = f32[16,4]{1,0} parameter(1)
+  ROOT %dot.2 = f32[8,4]{1,0} dot(%c, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="up"}
+}
+
+%body.3 (e: f32[8,16], f: f32[16,8]) -> f32[8,8] {
+  %e = f32[8,16]{1,0} parameter(0)
+  %f = f32[16,8]{1,0} parameter(1)
+  ROOT %dot.3 = f32[8,8]{1,0} dot(%e, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%body.4 (g: f32[8,16], h: f32[16,4]) -> f32[8,4] {
+  %g = f32[8,16]{1,0} parameter(0)
+  %h = f32[16,4]{1,0} parameter(1)
+  %dot.4 = f32[8,4]{1,0} dot(%g, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  ROOT %add.4 = f32[8,4]{1,0} add(%dot.4, %dot.4)
+}
+
+ENTRY %main (x: f32[8,16], p: f32[16,4], q: f32[16,4], r: f32[16,8]) -> f32[8,4] {
+  %x = f32[8,16]{1,0} parameter(0)
+  %p = f32[16,4]{1,0} parameter(1)
+  %q = f32[16,4]{1,0} parameter(2)
+  %r = f32[16,8]{1,0} parameter(3)
+  %fusion.1 = f32[8,4]{1,0} fusion(%x, %p), kind=kOutput, calls=%body.1, backend_config={"window_config":{"kernel_window_bounds":["2"]}}
+  %fusion.2 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.2, metadata={op_name="up"}, backend_config={"window_config":{"kernel_window_bounds":["2"]}}
+  %fusion.3 = f32[8,8]{1,0} fusion(%x, %r), kind=kOutput, calls=%body.3
+  %fusion.5 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.2, backend_config={"window_config":{"kernel_window_bounds":["4"]}}
+  ROOT %fusion.4 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.4
+}
+"""
+
+
+def test_twins_have_one_kernel():
+    kernel = Bundles(7)
+    assert of_twins({"fusion.2": kernel}, TWINS) == {"fusion.1": kernel, "fusion.2": kernel}
+    assert of_twins({"fusion.4": kernel}, TWINS) == {"fusion.4": kernel}
+    own = Bundles(8)
+    assert of_twins({"fusion.1": own, "fusion.2": kernel}, TWINS)["fusion.1"] == own
+    assert of_twins({}, TWINS) == {}
+
+
 COMPILED = """
 import json, os
 os.environ |= {"JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=16384"}
+from tests.bench.twins import of_twins
 from tests.hlo.bundles import dumping, take
 with dumping() as folder:
     import jax, jax.numpy as jnp

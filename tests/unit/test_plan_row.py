@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from mmqa_jax.core.chips import CHIPS
+from mmqa_jax.core.chunks import Job
+from mmqa_jax.core.chunks import Part as ChunkPart
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.shards import Shard
 from mmqa_jax.plan.program import least_time, trace_program
 from mmqa_jax.plan.programs import make_program
-from mmqa_jax.plan.row import is_row, plan_row, read_prices, row_counts
+from mmqa_jax.plan.row import Done, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import open_topology
+from mmqa_jax.retrieval.embeddings import write_embeddings
+from mmqa_jax.runs.verbs.plan import finished_work
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +47,8 @@ def test_a_row_is_the_sum_of_its_parts(row):
     hours = sum(part["hours_bound"] for part in made["parts"] if not part["once"])
     v5e = made["chips"]["v5e"]
     assert v5e["chip_hours_bound"] == pytest.approx(8 * hours)
-    assert v5e["price"] == pytest.approx(2 * v5e["chip_hours_bound"])
+    of_all = v5e["chip_hours_bound"] + v5e["once_chip_hours_bound"]  # none of it is made
+    assert v5e["price"] == pytest.approx(2 * of_all)
     assert made["chips"]["h200"]["price"] is None
     assert set(made["chips"]) == set(CHIPS)
     assert json.dumps(made)
@@ -92,6 +99,10 @@ def test_a_language_model_reads_and_writes():
             ["--questions=9", "--sources=1M,2M"],
             r"--sources=1M,2M: a row has one number .* give one",
         ),
+        (
+            ["--questions=9", "--sources=9", "--workdir={tmp}"],
+            r"--workdir=.*no workdir of `mmqa run`",
+        ),
         (["--search"], r"--search: is no flag of a row; leave it out"),
         (
             ["--prices=nowhere.toml"],
@@ -108,13 +119,53 @@ def test_a_language_model_reads_and_writes():
 def test_bad_input(flags, message, refused, tmp_path):
     for name, line in (("unknown", "v9 = 1"), ("negative", "h200 = -1"), ("text", "h200 = 'dear'")):
         (tmp_path / name).write_text(f"[chip_hour]\n{line}\n")
-    files = {name: tmp_path / name for name in ("unknown", "negative", "text")}
+    files = {name: tmp_path / name for name in ("unknown", "negative", "text")} | {"tmp": tmp_path}
     refused("plan", f"--config={ROW}", *(flag.format(**files) for flag in flags), message=message)
 
 
 def test_flags_of_a_row_belong_to_rows(refused):
-    message = r"--questions and --prices: are a row's; .*leave them out"
-    refused("plan", "--config=configs/webqa/vlp_select.py", "--questions=3", message=message)
+    message = r"--questions, --prices and --workdir: are a row's; .*leave them out"
+    for flag in ("--questions=3", "--workdir=runs/row"):
+        refused("plan", "--config=configs/webqa/vlp_select.py", flag, message=message)
+
+
+def test_what_is_done_takes_no_time(row):
+    config, place = load_config(ROW), open_topology("v5e-8")
+    done = plan_row(config, place, None, (QUESTIONS, SOURCES), {"v5e": 2.0}, Done(QUESTIONS, 10**9))
+    assert [part.done for part in done.parts] == [part.work for part in done.parts]
+    assert done.price("v5e") == 0
+    half = plan_row(config, place, None, (QUESTIONS, SOURCES), {"v5e": 2.0}, Done(QUESTIONS // 2))
+    for one, whole in zip(half.parts, row.parts, strict=True):
+        share = 1 if whole.once else 2  # no source is in the index
+        assert share * half.hours(one) == pytest.approx(row.hours(whole))
+    once, each = (half.chip_hours(CHIPS["v5e"], once=once) for once in (True, False))
+    assert half.price("v5e") == pytest.approx(2 * (once + each))
+
+
+def test_what_is_finished_is_looked_for(tmp_path):
+    index, workdir = tmp_path / "clip", tmp_path / "row"
+    config = load_config(ROW, {"parts.retriever.index": str(index)})
+    assert finished_work(config, None) == Done(0, 0)
+    for part, done in ((0, 6), (1, 10)):
+        write_embeddings(
+            index / "embeddings",
+            lambda span: np.ones((len(span), 4), np.float32),
+            **{"rows": 10, "dim": 4, "shard_rows": 4, "part": (part, 2)},
+            **{"model_fingerprint": "m", "corpus_fingerprint": "c"},
+        )
+        assert finished_work(config, None) == Done(0, done)
+    workdir.mkdir()
+    (workdir / "config.json").write_text(json.dumps({"config": {"row": "clip20_vlp"}}))
+    assert finished_work(config, workdir) == Done(0, 10)
+    with Job(workdir / "parts", {"verb": "run"}, 7, chunk=3, shard=Shard(2, 3)) as job:
+        job.run(lambda: lambda chunk: ChunkPart([{}] * len(chunk)))
+    assert finished_work(config, workdir) == Done(1, 10)
+    (workdir / "scores.json").write_text(json.dumps({"questions": 7, "scores": {}}))
+    assert finished_work(config, workdir) == Done(7, 10)
+    with config.unlocked():
+        config.row = "vlp"
+    with pytest.raises(UserError, match=r"holds the row clip20_vlp, and the config is of vlp"):
+        finished_work(config, workdir)
 
 
 def test_the_table_of_prices_that_is_shipped_names_no_price():

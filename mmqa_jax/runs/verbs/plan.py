@@ -10,15 +10,20 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.chips import CHIPS
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.collection import CollectionPlan, plan_collections, read_sizes
 from mmqa_jax.plan.detectors import check_pictures, pictures_cost
 from mmqa_jax.plan.program import Planned
 from mmqa_jax.plan.programs import engine_sizes
-from mmqa_jax.plan.row import RowPlan, is_row, plan_row, read_prices, row_counts
+from mmqa_jax.plan.row import Done, RowPlan, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Found, Plan, described
+from mmqa_jax.retrieval.embeddings import embedded_rows
+from mmqa_jax.retrieval.manifest import EMBEDDINGS, MANIFEST
+from mmqa_jax.runs.jobs import find_job, job_status
+from mmqa_jax.runs.status import kind_of, row_status
 
 _BEST = 5  # settings of a search that are shown
 
@@ -35,13 +40,15 @@ def run_plan(
     measured: Path | None = None,
     questions: int | None = None,
     prices: Path | None = None,
+    workdir: Path | None = None,
 ) -> dict[str, Any]:
     """Compiles for a topology (`open_topology`), and prints the table and the verdict.
 
     An empty config has a `model`; `only` names programs; `sources` are the numbers of sources of
     collections, which are planned alone; `pictures` are a detector's; `search` looks for the
     fastest settings of the first program; `measured` is a file of launch/device_check.sh. A row of
-    a paper's table has `questions`, `sources` and `prices`, see `plan_row`.
+    a paper's table has `questions`, `sources` and `prices`, see `plan_row`, and a `workdir` of
+    `mmqa run`, if it was started.
     """
     if is_row(config):
         flags = {"only": only, "pictures": pictures, "search": search, "measured": measured}
@@ -53,14 +60,15 @@ def run_plan(
             raise UserError(f"--sources={sources}: a row has one number of sources; give one.")
         table = read_prices(prices)
         counts = row_counts(config, questions, sizes[0])
-        row = plan_row(config, open_topology(topology), model, counts, table)
+        done = finished_work(config, workdir)
+        row = plan_row(config, open_topology(topology), model, counts, table, done)
         show(_row_table(row))
         show(_chips_table(row))
         return row.to_json()
-    if questions is not None or prices is not None:
+    if questions is not None or prices is not None or workdir is not None:
         raise UserError(
-            "--questions and --prices: are a row's; name one by --config=configs/*/tables.py:ROW, "
-            "or leave them out."
+            "--questions, --prices and --workdir: are a row's; name one by "
+            "--config=configs/*/tables.py:ROW, or leave them out."
         )
     # What is refused is so before a compiler is loaded.
     names = planning.chosen(config, only, model)
@@ -105,6 +113,27 @@ def run_plan(
     else:
         print(calibration.sentence)
     return result.to_json() | cost
+
+
+def finished_work(config: ConfigDict, workdir: Path | None) -> Done:
+    """What of a row is finished: sources of its index, questions of a workdir if there is one."""
+    sources = 0
+    index = config.parts.get("retriever", {}).get("index", "")
+    vectors = Path(index) / EMBEDDINGS
+    if index and (vectors / MANIFEST).is_file():
+        sources = embedded_rows(vectors)
+    if workdir is None:
+        return Done(0, sources)
+    if not (workdir / "config.json").is_file() or kind_of(workdir) != "row":
+        raise UserError(f"--workdir={workdir}: is no workdir of `mmqa run`; name one.")
+    status = row_status(workdir) or job_status(find_job(workdir))
+    if (name := read_config(workdir).row) != config.row:
+        raise UserError(
+            f"--workdir={workdir}: holds the row {name}, and the config is of {config.row}; name "
+            "that row's, or leave it out."
+        )
+    answered = status.get("items_done", status.get("questions"))
+    return Done(answered if isinstance(answered, int) else 0, sources)
 
 
 def _devices(topology: Topology) -> dict[str, Any]:
@@ -156,6 +185,7 @@ def _row_table(row: RowPlan) -> Table:
             part.key,
             f"{part.work:,.0f} {part.program.unit}",
             "once, then kept" if part.once else "each run",
+            f"{part.done:,.0f}",
             f"{row.hours(part):.3g}",
         ]
         for part in row.parts
@@ -164,10 +194,11 @@ def _row_table(row: RowPlan) -> Table:
     return Table(
         f"{row.questions:,} questions, {row.sources:,} sources, {devices} x {chip.name} "
         f"({row.topology.name})",
-        ["part", "config key", "work", "made", "hours at least"],
+        ["part", "config key", "work", "made", "done", "hours at least"],
         rows,
         "Hours are the roofline's of full batches of the longest inputs, nothing of which was run; "
-        f"a part that `mmqa run` finds finished takes none.{on_host}",
+        "what is done takes none: sources in the row's index, questions in --workdir."
+        f"{on_host}",
     )
 
 
@@ -185,7 +216,7 @@ def _chips_table(row: RowPlan) -> Table:
         "The row on other chips, as many devices as these",
         ["chip", "chip-hours at least", "once, before", "price"],
         rows,
-        "Prices are those of --prices=FILE, the user's own.",
+        "Prices are those of --prices=FILE, the user's own, of both columns.",
     )
 
 
