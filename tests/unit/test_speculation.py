@@ -9,13 +9,25 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import mmqa
+from flax import nnx
 from test_cli_prompt import ENGINE
 from test_engine import make_engine
-from tiny_llm import MODEL, SIZES, by_id, pictured_letters, tiny_llama, write_folder
+from tiny_llm import (
+    MODEL,
+    SIZES,
+    by_id,
+    pictured_letters,
+    qwen_vl_config,
+    tiny_llama,
+    write_folder,
+)
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.speculation import look_up
+from mmqa_jax.models.qwen_vl.network import QwenVL
+from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
 
@@ -69,13 +81,13 @@ def requests():
     ]
 
 
-def answers(engine):
-    return {
-        key: [
-            (drawn.tokens, drawn.text, drawn.finish, drawn.logprobs) for drawn in result.candidates
-        ]
-        for key, result in by_id(engine.generate(requests())).items()
-    }
+def listed(result):
+    return [(one.tokens, one.text, one.finish, one.logprobs) for one in result.candidates]
+
+
+def answers(engine, asked=None):
+    results = by_id(engine.generate(requests() if asked is None else asked))
+    return {key: listed(result) for key, result in results.items()}
 
 
 def equal(got, want):
@@ -109,6 +121,59 @@ def test_a_draft_proposes_what_the_model_takes(one_by_one):
         equal(answers(engine), one_by_one)
         steps[name] = engine.throughput.decode_tokens / engine.throughput.steps
     assert steps["equal"] > 1.5 * steps["another"]
+
+
+def test_pictures_with_positions_of_three_axes():
+    """Marks of pictures in the text are no tokens to propose; positions behind them are shifted."""
+    config, rng = qwen_vl_config(), np.random.default_rng(4)
+    shown = [rng.integers(0, 256, shape).astype(np.uint8) for shape in ((8, 12, 3), (16, 8, 3))]
+    mark, again = config.image_token, rng.integers(8, 50, 9).tolist()
+    told = [
+        ([5, mark, *again, 6, *again], [shown[0]]),
+        ([5, mark, *again, mark, 7, *again], [shown[0], shown[1]]),
+        ([mark, mark, 9], [shown[1], shown[1]]),
+        ([*again, *again], []),
+    ]
+    asked = [
+        Request((n, temperature), tokens, 16, temperature, images=images, seed=n, logprobs=True)
+        for n, (tokens, images) in enumerate(told)
+        for temperature in (0.0, 0.8)
+    ]
+    sizes = dataclasses.replace(SIZES, slots=3)
+    found, steps = [], []
+    for speculate in (1, 4):
+        sizes = dataclasses.replace(sizes, speculate=speculate)
+        model = drawn(lambda: QwenVL(config, rngs=nnx.Rngs()), 3, config.llama.init_stddev)
+        engine = Engine(model, config=sizes)
+        found.append(answers(engine, asked))
+        steps.append(engine.throughput.steps)
+    equal(*reversed(found))
+    assert steps[1] < steps[0]
+
+
+def test_what_a_shared_beginning_holds_is_looked_up_too():
+    """The text of a prompt whose beginning is cached is whole, and so are its answers."""
+    head = np.random.default_rng(5).integers(8, 50, 70).tolist()
+    asked = [Request(n, [*head, n, *head[:5]], 20, logprobs=True) for n in (8, 9)]
+    want, engine = answers(make_engine(), asked), make_engine(sizes=SPECULATING)
+    for request, shared in zip(asked, (0, 64), strict=True):
+        (result,) = engine.generate([request])
+        assert result.reused_tokens == shared
+        equal({request.id: listed(result)}, {request.id: want[request.id]})
+        text = [*request.prompt, *result.candidates[0].tokens]
+        texts = np.asarray(engine._runner._slots.text)
+        assert text in texts[:, : len(text)].tolist()
+
+
+def test_a_run_that_is_given_up_goes_on_with_the_rest(one_by_one):
+    engine, found = make_engine(sizes=SPECULATING), {}
+    run = engine.generate(requests())
+    for result, _ in zip(run, range(11), strict=False):
+        found[result.id] = listed(result)
+    run.close()
+    rest = [request for request in requests() if request.id not in found]
+    assert 30 < len(rest) < 40
+    equal(found | answers(engine, rest), one_by_one)
 
 
 REFUSED = [
