@@ -298,8 +298,16 @@ def check_reading(arguments: argparse.Namespace) -> None:
 
 def add_thinking(parser: argparse.ArgumentParser, condition: str, default: str) -> None:
     """`--thinking`; `condition`: where it holds, for the help."""
+
+    def read(text: str) -> str:
+        from mmqa_jax.prompting.backends.thinking import read_thinking
+
+        read_thinking(text, "--thinking")  # which is refused by the flag's name, not a key's
+        return text
+
     parser.add_argument(
         "--thinking",
+        type=read,
         metavar="off|on|TOKENS",
         help=f"{condition}whether a chat model thinks before it answers: auto (as it does by "
         f"itself), off, on, or the tokens that thoughts may have beside the answer's ({default})",

@@ -214,6 +214,8 @@ def build(program: Program) -> tuple[Memory, jax.stages.Compiled | None]:
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     total = stats.argument_size_in_bytes + results + stats.temp_size_in_bytes
     total += stats.generated_code_size_in_bytes
+    # What a program does not read is no argument of it (the head, in chunks of prompts), and there.
+    total += max(0.0, shard_bytes(program.shapes) - stats.argument_size_in_bytes)
     return Memory(*parts, max(0.0, total - sum(parts)), total), executable
 
 

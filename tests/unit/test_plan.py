@@ -156,6 +156,24 @@ def test_memory_is_that_of_the_compiled_program():
     assert Planned.of(planned, TPUS["v5e"]).fits
 
 
+def test_weights_that_a_program_does_not_read_are_there():
+    weights = {name: jax.ShapeDtypeStruct((256, 512), jnp.float32) for name in ("layers", "head")}
+    x = jax.ShapeDtypeStruct((64, 256), jnp.float32)
+    encode = jax.jit(lambda weights, x: x @ weights["layers"])
+    program = Program(
+        name="prefill",
+        trace=lambda: encode.trace(weights, x),
+        mesh={},
+        model_flops=lambda: 2 * 64 * 256 * 512,
+        parameters=shard_bytes(weights),
+        arguments=(weights, x),
+    )
+    memory = compile_program(program).memory
+    assert memory.parameters == 2 * 256 * 512 * 4
+    assert memory.temporaries >= 64 * 512 * 4  # what it returns
+    assert memory.total == memory.parameters + memory.temporaries
+
+
 def test_a_config_is_planned_without_its_data():
     ended = mmqa(
         "plan",

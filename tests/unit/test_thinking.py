@@ -138,3 +138,8 @@ def test_a_template_is_told_where_an_answer_begins():
             template.render("q", turns) == f"user: ?\nassistant{end if end == ':' else ':' + end}"
         )
     assert ChatTemplate("{{ messages }}", thinking=Thinking(False)).switches == {}
+
+
+@pytest.mark.parametrize("verb", ["prompt", "ask", "serve", "caption"])
+def test_verbs_name_the_flag(verb, refused):
+    refused(verb, "--thinking=maybe", message=r"--thinking=maybe: expected auto, off, on or the n")
