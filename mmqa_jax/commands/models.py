@@ -28,12 +28,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lists the models."""
     from mmqa_jax.evaluation.tables import Table, show
+    from mmqa_jax.models.llava.families import FAMILIES as VISION_FAMILIES
     from mmqa_jax.weights.registry import architectures
 
     entries = architectures().values()
     owners = {name: one for one in entries for name in (*sorted(one.known_types), one.name)}
     measured = _measured()
-    owners = {name: one for name, one in owners.items() if one.name not in measured or one.gguf}
+    owners = {
+        name: one
+        for name, one in owners.items()
+        if one.name not in measured or one.gguf or name in (*measured, *VISION_FAMILIES)
+    }
     owners |= {one.name: one for one in entries}
     rows = []
     for name, entry in owners.items():

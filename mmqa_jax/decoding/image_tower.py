@@ -21,7 +21,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
-from mmqa_jax.models.llava.network import LlavaConfig, PictureConfig, picture_features
+from mmqa_jax.models.llava.config import LlavaConfig, PictureConfig
+from mmqa_jax.models.llava.network import picture_features
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import (
     OnevisionConfig,
@@ -117,7 +118,7 @@ class TowerPrograms(abc.ABC):
 
 
 class LlavaTower(TowerPrograms):
-    """LLaVA's: its tower and the projector; all pictures have one size.
+    """LLaVA's: its tower and the connector; all pictures, and tiles of pictures, have one size.
 
     `gather(features, index)`: features of pictures and int32 [R, L], rows of all their patches in
     order -> [R, L, H].
@@ -297,11 +298,12 @@ def tower_programs_of(
       rows, mesh: see TowerPrograms.
     """
     kinds = {
-        network.QwenVLConfig: QwenTower,
-        OnevisionConfig: OnevisionTower,
-        LlavaConfig: LlavaTower,
+        "square": LlavaTower,
+        "tiles": LlavaTower,
+        "anyres": OnevisionTower,
+        "units": QwenTower,
     }
-    return kinds[type(config)](tower, config, rows, mesh)
+    return kinds[config.picture_kind](tower, config, rows, mesh)
 
 
 # Pictures in the engine's prompts: their tokens under ids of their own.

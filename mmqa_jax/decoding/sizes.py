@@ -48,7 +48,7 @@ from mmqa_jax.decoding.slot_runner import (
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
-from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.weights.registry import architecture_of
@@ -702,10 +702,9 @@ def feature_bytes(
     Parameters and temporaries of the tower come on top: they are its program's.
     """
     programs = tower_programs(config, sizes, mesh)
-    if type(config) is LlavaConfig:
-        (picture, *_), _ = programs["gather"].arguments
-    else:
-        _, picture, _ = programs["gather"].arguments
+    # Of pictures of one size all, else that of one in the rows of a batch.
+    features, *others = programs["gather"].arguments
+    picture = features[0] if isinstance(features, tuple) else others[0]
     _, pixels = programs["tower"].arguments
     batch = jax.tree.leaves(pixels)[0].shape[0]
     most = sizes.slots * max(1, pictures) + batch  # see image_features

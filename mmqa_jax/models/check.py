@@ -228,7 +228,7 @@ def outputs(
     ).eval()
     found: dict[str, list[np.ndarray]] = {name: [] for name in check.stacks}
     for name, path in check.stacks.items():
-        layers = _layers(model.get_submodule(path))
+        layers = _layers(_module(model, path))
         for layer in layers:
             layer.register_forward_pre_hook(_entering(found[name]), with_kwargs=True)
         layers[-1].register_forward_hook(_leaving(found[name]))
@@ -240,6 +240,13 @@ def outputs(
         made = model(**inputs)
     ended = {name: getattr(made, attribute).numpy() for name, attribute in check.ends.items()}
     return {name: np.stack(states) for name, states in found.items()}, ended
+
+
+def _module(model: Any, path: str | tuple[str, ...]) -> Any:
+    """The first module of these paths that the model has."""
+    paths = (path,) if isinstance(path, str) else path
+    known = {name for name, _ in model.named_modules()}
+    return model.get_submodule(next((one for one in paths if one in known), paths[0]))
 
 
 def _layers(module: Any) -> Any:

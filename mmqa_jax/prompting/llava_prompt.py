@@ -15,15 +15,21 @@ SYSTEM = (
 )
 
 
-def question(text: str, pictures: int = 1, shield: Callable[[str], str] = str) -> str:
+def question(
+    text: str,
+    pictures: int = 1,
+    shield: Callable[[str], str] = str,
+    placeholder: str = PLACEHOLDER,
+) -> str:
     """A user's message: placeholders of its pictures, each on a line, then the question.
 
     A literal `<image>` in the question is removed, as in the original.
 
     Args:
       shield: of the tokenizer, for a prompt that is encoded.
+      placeholder: what stands for a picture.
     """
-    return f"{PLACEHOLDER}\n" * pictures + shield(text.replace(PLACEHOLDER, "").strip())
+    return f"{placeholder}\n" * pictures + shield(text.replace(PLACEHOLDER, "").strip())
 
 
 def conversation(turns: Sequence[tuple[str, str | None]]) -> str:

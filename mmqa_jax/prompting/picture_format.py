@@ -1,12 +1,14 @@
-"""How the prompts of a vision-language model hold pictures: what differs between LLaVA, OneVision
-and Qwen-VL.
+"""How the prompts of a vision-language model hold pictures: what differs between LLaVA, OneVision,
+models of tiles (SmolVLM) and Qwen-VL.
 
 The engine's backend asks for nothing else. A model is added with a class here, its config
-(`models.llava.network.PictureConfig`) and its tower (`decoding.image_tower`).
+(`models.llava.config.PictureConfig`, whose `picture_kind` chooses the class) and its tower
+(`decoding.image_tower`).
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures import decode, resize
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, LlavaConfig, PictureConfig
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig, PictureConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt, text_tokenizer
@@ -52,17 +54,39 @@ class PictureFormat(Protocol):
         """The prompt of a text to be continued, whose pictures are marked by `<image>` or come
         first; of a text without pictures `<image>` is a part, as all other marks are."""
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids, one of the model's `image_token` for each placeholder."""
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
+        """Token ids of a text with its pictures, one of the model's `image_token` for each of what
+        `read_all` gives; raises PictureError."""
 
     def tokens(self, one: Shown) -> int:
-        """Tokens of a picture, by its header; raises PictureError."""
+        """Tokens of a picture, by its header, without what `encode` writes around it; raises
+        PictureError."""
 
+    def places(self, one: Shown) -> int:
+        """How many placeholders a picture has, by its header; raises PictureError."""
+
+    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+        """The pixels that the model takes, for each placeholder of a picture; raises
+        PictureError."""
+
+
+class _OnePlace(abc.ABC):
+    """A picture has one placeholder."""
+
+    def places(self, one: Shown) -> int:
+        """See PictureFormat."""
+        return 1
+
+    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+        """See PictureFormat."""
+        return [self.read(one)]
+
+    @abc.abstractmethod
     def read(self, one: Shown) -> np.ndarray | TiledPicture:
         """The pixels that the model takes; raises PictureError."""
 
 
-class LlavaFormat:
+class LlavaFormat(_OnePlace):
     """LLaVA's: `<image>` for each picture.
 
     The original's conversation is Vicuna's, whatever its tokenizer's template says; that of a
@@ -80,7 +104,7 @@ class LlavaFormat:
         """See PictureFormat."""
         return _with_places(text, pictures, PLACEHOLDER, f"{PLACEHOLDER}\n", self._tokenizer.shield)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
         """See PictureFormat."""
         bos = self._tokenizer.bos
         if bos is not None and text.startswith(self._tokenizer.decode([bos])):
@@ -143,6 +167,92 @@ class OnevisionFormat(LlavaFormat):
         return 1 + rows * columns
 
 
+class RowsFormat:
+    """Idefics3's, SmolVLM's and granite-docling's: each tile of a picture stands behind a token of
+    its row and column, and the whole behind that of all.
+
+    Original: transformers models/idefics3/processing_idefics3.py. Pictures are turned as EXIF says,
+    as by transformers' load_image.
+    """
+
+    video = None
+    _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
+
+    def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
+        self._config, self._tokenizer, self._split = config, tokenizer, config.split
+        self.placeholder = tokenizer.decode([config.image_token])
+        _check_placeholder(self.placeholder, config.image_token, tokenizer)
+        template = tokenizer.template
+        self.chat_format = template and PictureTemplate(template, self.placeholder)
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """See PictureFormat."""
+        place = self.placeholder
+        return _with_places(text, pictures, place, f"{place}\n", self._tokenizer.shield)
+
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
+        """See PictureFormat."""
+        first, *pieces = text.split(self.placeholder)
+        for one, piece in zip(pictures, pieces, strict=True):
+            first += self._written(*self._grid(one)) + piece
+        bos = self._tokenizer.bos
+        written = bos is not None and first.startswith(self._tokenizer.decode([bos]))
+        tokens = self._tokenizer.encode_plain(first)
+        return tokens if bos is None or written else [bos, *tokens]
+
+    def _written(self, rows: int, columns: int) -> str:
+        """What stands for a picture of so many tiles."""
+        text = "" if rows * columns == 1 else "\n"
+        for row in range(rows if text else 0):
+            tiles = (
+                f"{self._AROUND}<row_{row + 1}_col_{column + 1}>{self.placeholder}"
+                for column in range(columns)
+            )
+            text = text[:-1] + "".join(tiles) + "\n\n"
+        return f"{text}{self._AROUND}{self._WHOLE}{self.placeholder}{self._AROUND}"
+
+    def _grid(self, one: Shown) -> tuple[int, int]:
+        """Rows and columns of a picture's tiles, without the whole."""
+        size = decode.upright_size_of(one.picture.data, one.picture.name)
+        side = self._config.vision.image_size
+        width, height = self._split.steps(*size, side)[-1]
+        return height // side, width // side
+
+    def places(self, one: Shown) -> int:
+        """See PictureFormat."""
+        rows, columns = self._grid(one)
+        return 1 if rows * columns == 1 else rows * columns + 1
+
+    def tokens(self, one: Shown) -> int:
+        """See PictureFormat."""
+        return self.places(one) * self._config.features
+
+    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+        """See PictureFormat."""
+        name, side, split = one.picture.name, self._config.vision.image_size, self._split
+        image = decode.decode_upright(one.picture.data, name)
+        return list(
+            resize.cut_tiles(
+                image,
+                split.steps(*image.size, side),
+                side,
+                split.resample,
+                whole_of_canvas=split.whole_of_canvas,
+                name=name,
+            )
+        )
+
+
+def _check_placeholder(
+    placeholder: str, token: int, tokenizer: text_tokenizer.TextTokenizer
+) -> None:
+    if tokenizer.encode_plain(placeholder) != [token]:
+        raise UserError(
+            "--tokenizer, or the config's key tokenizer: it has no token of its own for pictures "
+            f"(id {token}); name the model's own."
+        )
+
+
 def _conversation(
     config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer
 ) -> text_tokenizer.ChatFormat | None:
@@ -161,7 +271,7 @@ def _with_places(
     return front + place.join(map(shield, pieces))
 
 
-class QwenFormat:
+class QwenFormat(_OnePlace):
     """Qwen-VL's: `<|vision_start|><|image_pad|><|vision_end|>` for each picture.
 
     Its chat template writes that itself. Pictures are turned as EXIF says, as by transformers'
@@ -181,17 +291,13 @@ class QwenFormat:
             )
         )
         self._place = f"{before}{self.placeholder}{after}"
-        if tokenizer.encode_plain(self.placeholder) != [config.image_token]:
-            raise UserError(
-                f"--tokenizer, or the config's key tokenizer: it has no token of its own for "
-                f"pictures (id {config.image_token}); name the model's own."
-            )
+        _check_placeholder(self.placeholder, config.image_token, tokenizer)
 
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
         return _with_places(text, pictures, self._place, self._place, self._tokenizer.shield)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
         """See PictureFormat."""
         return self._tokenizer.encode_plain(text)
 
@@ -216,11 +322,12 @@ class QwenFormat:
 def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenizer) -> PictureFormat:
     """Finds the picture format of a model."""
     kinds = {
-        QwenVLConfig: QwenFormat,
-        OnevisionConfig: OnevisionFormat,
-        LlavaConfig: LlavaFormat,
+        "square": LlavaFormat,
+        "tiles": RowsFormat,
+        "anyres": OnevisionFormat,
+        "units": QwenFormat,
     }
-    return kinds[type(config)](config, tokenizer)
+    return kinds[config.picture_kind](config, tokenizer)
 
 
 # Chat templates of models that see: how they take pictures is found by trying.
@@ -234,13 +341,14 @@ _WORD = "flag"  # any that a template does not write itself
 
 
 class PictureTemplate:
-    """A ChatFormat (see text_tokenizer) of a model's own template, with `<image>` for a picture."""
+    """A ChatFormat (see text_tokenizer) of a model's own template, with `placeholder` for a
+    picture."""
 
     before_answer = ""
 
-    def __init__(self, template: text_tokenizer.ChatTemplate):
-        self._template = template
-        self._takes_parts = _takes_parts(template)
+    def __init__(self, template: text_tokenizer.ChatTemplate, placeholder: str = PLACEHOLDER):
+        self._template, self._placeholder = template, placeholder
+        self._takes_parts = _takes_parts(template, placeholder)
 
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat."""
@@ -251,15 +359,15 @@ class PictureTemplate:
         count = len(message.pictures)
         if not count:
             return self._template.fields(message)
-        content = question(message.text, count, self._template.shield)
+        content = question(message.text, count, self._template.shield, self._placeholder)
         return {"role": message.role, "content": content}
 
 
-def _takes_parts(template: text_tokenizer.ChatTemplate) -> bool:
+def _takes_parts(template: text_tokenizer.ChatTemplate, placeholder: str) -> bool:
     """Whether a template shows both parts of a message, the picture and the words."""
     parts = [{"type": "image"}, {"type": "text", "text": _WORD}]
     try:
         text = template.written("a trial", [{"role": "user", "content": parts}])
     except UserError:
         return False
-    return text.count(PLACEHOLDER) == 1 and _WORD in text
+    return text.count(placeholder) == 1 and _WORD in text

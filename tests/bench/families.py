@@ -24,7 +24,7 @@ from mmqa_jax.core.chips import GIB
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.t5.config import PRESETS as T5S

@@ -26,7 +26,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama.network import unstack_layers
-from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.llava.config import llava_1_5_7b
 from mmqa_jax.models.llava.keys import llava_key_map
 from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.weights.keymap import model_source
@@ -258,6 +258,6 @@ def test_what_the_model_cannot_take_is_named(published):
     with pytest.raises(UserError, match=r"takes \(40, 40, 3\)"):
         jax.eval_shape(ours.encode_images, jnp.zeros((1, 36, 36, 3)))
     with pytest.raises(UserError, match=r"feature_layer is -26: the vision tower has 24 layers; c"):
-        llava.llava_1_5_7b(feature_layer=-26)
+        llava_1_5_7b(feature_layer=-26)
     with pytest.raises(UserError, match="projector_activation is 'tanh': expected one of gelu"):
-        llava.llava_1_5_7b(projector_activation="tanh")
+        llava_1_5_7b(projector_activation="tanh")

@@ -26,8 +26,9 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
 from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN
 from mmqa_jax.models.llava.keys import publish_llava
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, expand_images
+from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format

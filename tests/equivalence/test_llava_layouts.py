@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.network import unstack_layers
-from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.llava.keys import (
     llava_config,
     llava_key_map,
@@ -26,7 +26,7 @@ from mmqa_jax.models.llava.keys import (
     original_config,
     publish_llava,
 )
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava
+from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.weights.keymap import model_source
@@ -198,7 +198,7 @@ def test_original_layout_loads_alike(pair, tmp_path):
 
 def test_original_and_transformers_configs_are_the_presets():
     original = original_config(PUBLISHED, None)
-    sizes = llava.llava_1_5_7b()
+    sizes = llava_1_5_7b()
     assert original == dataclasses.replace(
         sizes,
         llama=dataclasses.replace(sizes.llama, vocab_size=32000),
@@ -238,7 +238,7 @@ def test_original_and_transformers_configs_are_the_presets():
 @pytest.mark.parametrize("name", ["llava_1_5_7b", "llava_1_5_13b"])
 def test_presets_have_the_published_sizes(name):
     """Every parameter's shape is that of transformers' model with the published sizes."""
-    config = getattr(llava, name)()
+    config = {"llava_1_5_7b": llava_1_5_7b, "llava_1_5_13b": llava_1_5_13b}[name]()
     large = name.endswith("13b")
     text = {"model_type": "llama", "vocab_size": 32064, "max_position_embeddings": 4096}
     if large:
@@ -347,7 +347,7 @@ def test_a_siglip_of_which_another_layer_is_read_is_refused():
 )
 def test_transformers_configs_of_another_kind_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
-        llava_config(llava_to_hf(llava.llava_1_5_7b()) | changes, "here/config.json")
+        llava_config(llava_to_hf(llava_1_5_7b()) | changes, "here/config.json")
 
 
 def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
@@ -393,4 +393,4 @@ def test_the_clip_folder_must_be_a_clip(pair, tmp_path):
 
 
 def test_vision_tower_is_clip_l_336():
-    assert llava.llava_1_5_7b().vision == clip.vit_l_14_336().vision
+    assert llava_1_5_7b().vision == clip.vit_l_14_336().vision

@@ -15,7 +15,8 @@ from random_weights import publish
 from mmqa_jax.core.mesh import batch_sharding, state_shardings
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.network import LlavaConfig, expand_images
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import expand_images
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.weights.published import load_published
 

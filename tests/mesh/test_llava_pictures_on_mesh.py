@@ -11,7 +11,8 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.two_towers.config import VisionConfig
 from tests.drawn_weights import drawn
 

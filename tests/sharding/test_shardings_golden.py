@@ -25,6 +25,7 @@ from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama import lora
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llava import network as llava
+from mmqa_jax.models.llava.config import llava_1_5_13b
 from mmqa_jax.models.mcan import network as mcan
 from mmqa_jax.models.mcan import patches as patch_mcan
 from mmqa_jax.models.mcan.network import FusionConfig
@@ -98,7 +99,7 @@ MODELS = {
     "llama3_8b": _of(llama.Llama, llama_config.llama3_8b()),
     "qwen3_30b_a3b": _of(llama.Llama, llama_config.RELATIVES["qwen3_30b_a3b"]()),
     "smollm2_135m": _of(llama.Llama, llama_config.smollm2_135m()),
-    "llava_1_5_13b": _of(llava.Llava, llava.llava_1_5_13b()),
+    "llava_1_5_13b": _of(llava.Llava, llava_1_5_13b()),
     "flan_t5_xl": _of(t5.T5, t5_config.PRESETS["flan_t5_xl"]()),
 }
 

@@ -13,7 +13,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llava.network import Llava, LlavaConfig, expand_images
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.models.two_towers.network import normalize_pixels
 from tests.drawn_weights import drawn

@@ -18,7 +18,7 @@ from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderModel, of_towers
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig, expand_pictures

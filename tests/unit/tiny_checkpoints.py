@@ -18,7 +18,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.detection.faster_rcnn import vlp_x101
 from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
-from mmqa_jax.models.llava.network import LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, MCANOpenVQAConfig
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig

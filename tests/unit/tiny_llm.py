@@ -19,7 +19,8 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.onevision.keys import publish_onevision
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig
 from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl

@@ -7,7 +7,8 @@ square with its tower's mean color (haotian-liu/LLaVA llava/mm_utils.py, `expand
 `process_images` with `image_aspect_ratio` "pad"), then CLIP's image processor; transformers'
 preprocessor_config of llava-hf/llava-1.5-*-hf does not pad: it crops the center, which is
 `to_pixels(image, 336, "crop")` alone. LLaVA-OneVision: whole, and alone in its prompt in tiles too
-(transformers models/llava_onevision/image_processing_pil_llava_onevision.py).
+(transformers models/llava_onevision/image_processing_pil_llava_onevision.py). Idefics3, SmolVLM,
+InternVL: in tiles, behind which it follows whole (`cut_tiles`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from mmqa_jax.data.pictures.bounds import FREE_PIXELS, PictureError, check_made
 Resize = Literal["squash", "squash_bilinear", "crop", "crop_openai", "sample"]
 # Bounds of the scale of a picture for NaFlex, and where the search for it ends.
 _LEAST_SCALE, _MOST_SCALE, _SCALE_STEP = 1e-6, 100.0, 1e-5
-_FILTERS = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
+_FILTERS = {
+    "bicubic": Image.Resampling.BICUBIC,
+    "bilinear": Image.Resampling.BILINEAR,
+    "lanczos": Image.Resampling.LANCZOS,
+}
 _SQUASHED = {
     "squash": Image.Resampling.BICUBIC,
     "squash_bilinear": Image.Resampling.BILINEAR,
@@ -284,9 +289,49 @@ def tiled_pixels(
     place = (width - size[0]) // 2, (height - size[1]) // 2
     canvas.paste(image.resize(size, Image.Resampling.BICUBIC), place)
     whole = image.resize((side, side), Image.Resampling.BICUBIC)
+    return np.concatenate([np.asarray(whole)[None], _cut(canvas, side)])
+
+
+def _cut(canvas: Image.Image, side: int) -> UInt8[np.ndarray, "tiles S S 3"]:
+    """The squares of a canvas, row by row."""
+    width, height = canvas.size
     tiles = np.asarray(canvas).reshape(height // side, side, width // side, side, 3)
-    tiles = tiles.swapaxes(1, 2).reshape(-1, side, side, 3)
-    return np.concatenate([np.asarray(whole)[None], tiles])
+    return tiles.swapaxes(1, 2).reshape(-1, side, side, 3)
+
+
+def cut_tiles(
+    image: Image.Image,
+    steps: Sequence[tuple[int, int]],
+    side: int,
+    resample: str,
+    *,
+    whole_of_canvas: bool,
+    name: str = "picture",
+) -> UInt8[np.ndarray, "tiles S S 3"]:
+    """The RGB picture in tiles, row by row, and behind several of them whole.
+
+    Args:
+      image: of any shape.
+      steps: widths and heights to which it is scaled one after the other; those of the last, the
+        canvas, are multiples of `side`.
+      side: S.
+      resample: Pillow's filter.
+      whole_of_canvas: the whole is made of the canvas, not of the picture as it was.
+      name: for errors.
+
+    Raises:
+      PictureError: it is too long and thin.
+    """
+    canvas, used = image, _FILTERS[resample]
+    for size in steps:
+        check_made(size[0], max(canvas.height, size[1]), name)  # Pillow resizes one side first
+        canvas = canvas.resize(size, used)
+    tiles = _cut(canvas, side)
+    if len(tiles) == 1:
+        return tiles
+    check_made(side, image.height, name)
+    whole = (canvas if whole_of_canvas else image).resize((side, side), used)
+    return np.concatenate([tiles, np.asarray(whole)[None]])
 
 
 # Parts of a resized picture, equal to Pillow's whole one bit by bit. A picture of 1 x 65,000 scaled

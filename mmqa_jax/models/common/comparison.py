@@ -59,7 +59,8 @@ class Check:
       model: transformers' class.
       run: (model, inputs) -> Outputs of ours.
       ends: name in Outputs.ends -> attribute of transformers' output.
-      stacks: name in Outputs.stacks -> path of transformers' module with the layers, "" for all.
+      stacks: name in Outputs.stacks -> path of transformers' module with the layers, "" for all;
+        of several paths the first that it has.
       inputs: our model's config -> inputs by their names in `run`, numpy arrays or trees of them.
       given: inputs -> transformers' own, numpy arrays by name.
     """
@@ -67,7 +68,9 @@ class Check:
     model: str
     run: Callable[[Any, Mapping[str, Any]], Outputs]
     ends: Mapping[str, str]
-    stacks: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"": ""})
+    stacks: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
+        default_factory=lambda: {"": ""}
+    )
     inputs: Callable[[Any], dict[str, Any]] = texts
     given: Callable[[Mapping[str, Any]], dict[str, np.ndarray]] = texts_for_transformers
 

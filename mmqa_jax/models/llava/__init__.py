@@ -1,21 +1,21 @@
-"""LLaVA: a tower before a language model."""
+"""LLaVA and its like: a tower before a language model."""
 
 from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 
 FAMILIES = (
     Architecture(
         name="llava",
-        model_types=("llava.keys.MODEL_TYPES",),
-        title="LLaVA: CLIP or SigLIP, and any family of decoders",
+        model_types=("llava.families.FAMILIES", "llava.keys.MODEL_TYPES"),
+        title="LLaVA, SmolVLM, Idefics3: a tower, and any family of decoders",
         model="llava.network.Llava",
-        config="llava.network.LlavaConfig",
+        config="llava.config.LlavaConfig",
         layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),
-        exports="LlavaForConditionalGeneration",
+        exports="LlavaForConditionalGeneration, or the class of its family",
         takes_clip=True,
         noun="LLaVA",
         writes="decoder",
         sees=True,
-        presets="llava.network.PRESETS",
+        presets="llava.config.PRESETS",
         check="llava.keys.CHECK",
     ),
 )

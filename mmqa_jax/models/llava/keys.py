@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors
-from mmqa_jax.models.llava.network import ORIGINAL_IMAGE_TOKEN, Llava, LlavaConfig, expand_images
+from mmqa_jax.models.llava import families, towers
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.llava.connectors import KINDS, PREFIX
+from mmqa_jax.models.llava.network import Llava, expand_images
+from mmqa_jax.models.llava.processor import processor_to_hf, read_split
+from mmqa_jax.models.llava.towers import TOWERS
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
@@ -37,10 +44,10 @@ from mmqa_jax.models.two_towers.processor import check_processor, read_preparati
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
-from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, untied_source
+from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 
 LLAMA_PREFIX = "language_model."
-_TOWER, _PROJECTOR = "vision_tower.", "multi_modal_projector."
+_TOWER, _PROJECTOR = "vision_tower.", PREFIX
 _TABLE, _HEAD = f"{LLAMA_PREFIX}model.embed_tokens.weight", f"{LLAMA_PREFIX}lm_head.weight"
 
 _RENAME = (
@@ -69,7 +76,7 @@ _REST_OF_CLIP = (
 MODEL_TYPES = {
     "llava": "llama",
     "llava_qwen": "qwen2",
-    **{f"llava_{family}": family for family in FAMILIES},
+    **{f"llava_{family}": family for family in DECODERS},
 }
 
 # Options of haotian-liu/LLaVA: what the code takes for absent ones, and LLaVA-1.5's value.
@@ -90,16 +97,9 @@ _ORIGINAL_HARMLESS = (
     *("tokenizer_model_max_length", "tokenizer_padding_side", "image_grid_pinpoints"),
     *("image_crop_resolution", "image_split_resolution", "vision_config"),
 )
-HF_READ = kinds(
-    object="text_config",
-    object_or_null="vision_config",
-    integer="image_token_index image_token_id",
-    flag="tie_word_embeddings multimodal_projector_bias",
-    name="projector_hidden_act",
-    any="vision_feature_layer vision_feature_select_strategy",
-)
+_READ = kinds(object="text_config", object_or_null="vision_config", flag="tie_word_embeddings")
 # Copies of what text_config or vision_config say, and of training.
-HF_HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
+_HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
 _VOCABULARY_MULTIPLE = 64  # transformers' conversion pads the embedding table to it
 
 
@@ -124,21 +124,20 @@ def widen_vocabulary(source: TensorSource, rows: int) -> TensorSource:
 
 def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyMap:
     """Key map of every layout, see the module."""
+    prefixes = families.ALL[config.family].prefixes
+    rename = [(f"^{re.escape(theirs)}", ours) for theirs, ours in prefixes.items()]
     rules: list[Rule] = [
-        *_tower_rules(config.vision),
-        *linear_rules(f"{_PROJECTOR}linear_1", "projector/linear_1", config.projector_bias),
-        *linear_rules(f"{_PROJECTOR}linear_2", "projector/linear_2", config.projector_bias),
+        *_tower_rules(config),
+        *KINDS[config.connector].rules(config),
         *llama_rules(config.llama, prefix=LLAMA_PREFIX, path="llama/"),
     ]
     tied = ((_HEAD, _TABLE),) if config.llama.tied else ()
-    return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
+    return KeyMap(rules, rename=(*rename, *_RENAME), ignore=ignore, tied=tied)
 
 
-def _tower_rules(vision: VisionConfig | SiglipVisionConfig) -> list[Rule]:
-    return [
-        dataclasses.replace(rule, key=f"{_TOWER}{rule.key}")
-        for rule in two_towers.vision_rules(vision)
-    ]
+def _tower_rules(config: LlavaConfig) -> list[Rule]:
+    rules = TOWERS[families.ALL[config.family].tower].rules(config.vision)
+    return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in rules]
 
 
 def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
@@ -156,8 +155,10 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
     """
     file = layouts.config_file(folder)
     published = read_json(file)
+    source, ignore = layouts.open_source(folder), _BUFFERS
     if "text_config" in published:
-        config = _with_processor(llava_config(published, str(file)), file.parent)
+        has_head = any(key.endswith("lm_head.weight") for key in source.specs())
+        config = _with_processor(llava_config(published, str(file), has_head), file.parent)
     elif "mm_vision_tower" in published:
         named = Path(str(published["mm_vision_tower"]))
         clip = named if clip is None and named.is_dir() else clip
@@ -168,8 +169,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
             f"{file}: has neither `text_config` (transformers) nor `mm_vision_tower` (the "
             "original); give the folder of a LLaVA checkpoint."
         )
-    source, ignore = layouts.open_source(folder), _BUFFERS
-    if not any(_TOWER in key for key in source.specs()):
+    if config.family == "llava" and not any(_TOWER in key for key in source.specs()):
         if clip is None:
             raise UserError(
                 f"{source.name}: holds no vision tower; give the folder of the CLIP that it was "
@@ -188,7 +188,7 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
 
 
 def publish_llava(config: LlavaConfig, state: nnx.State) -> layouts.Published:
-    """LlavaForConditionalGeneration.
+    """The class of its family in transformers.
 
     transformers looks the placeholder up in the embedding table. Where its id is outside (the
     original's layout), the table and the head get further rows, as in transformers' own
@@ -199,7 +199,9 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> layouts.Published:
     source = to_published_tensors(source, config.llama, LLAMA_PREFIX)
     tokens = config.llama.vocab_size
     if 0 <= config.image_token < tokens:
-        return layouts.Published(source, llava_to_hf(config))
+        prefixes = families.ALL[config.family].prefixes
+        source = layouts.with_prefixes(source, prefixes)
+        return layouts.Published(source, llava_to_hf(config), processor_to_hf(config))
     wider = -(-(tokens + 2) // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
     llama = dataclasses.replace(config.llama, vocab_size=wider)
     config = dataclasses.replace(config, llama=llama, image_token=tokens)
@@ -207,52 +209,81 @@ def publish_llava(config: LlavaConfig, state: nnx.State) -> layouts.Published:
     return layouts.Published(widen_vocabulary(source, wider), entries)
 
 
-def llava_config(published: Mapping[str, Any], where: str = "config.json") -> LlavaConfig:
-    """Our config from transformers' `config.json`; absent values are transformers' defaults."""
-    layouts.check_model_type(published, where, "llava")
-    check_keys(published, where, read=HF_READ, harmless=HF_HARMLESS)
-    return LlavaConfig(**fields_from_hf(published, where, LlavaConfig, vit_l_14_336().vision))
+def llava_config(
+    published: Mapping[str, Any], where: str = "config.json", has_head: bool = False
+) -> LlavaConfig:
+    """Our config from transformers' `config.json`; absent values are transformers' defaults.
+
+    has_head: the tensors have a head, which decides where the file does not say whether it is the
+      embedding table.
+    """
+    layouts.check_model_type(published, where, *families.FAMILIES)
+    family = families.FAMILIES[published["model_type"]]
+    check_published(published, where, family)
+    return LlavaConfig(
+        family=published["model_type"], **fields_from_hf(published, where, family, has_head)
+    )
+
+
+def check_published(
+    published: Mapping[str, Any],
+    where: str,
+    family: families.Family,
+    more: Mapping[str, str] = types.MappingProxyType({}),
+) -> None:
+    """Checks the keys of a `config.json`; `more`: kinds of further ones that are read."""
+    read = {**_READ, **family.kinds, **more}
+    harmless = (*_HARMLESS, *family.harmless)
+    check_keys(published, where, read=read, harmless=harmless, fixed=family.fixed)
 
 
 def fields_from_hf(
-    published: Mapping[str, Any],
-    where: str,
-    kind: type[LlavaConfig],
-    vision: VisionConfig | SiglipVisionConfig,
+    published: Mapping[str, Any], where: str, family: families.Family, has_head: bool = False
 ) -> dict[str, Any]:
     """The fields of LlavaConfig in a `config.json` whose keys are checked.
 
     Args:
-      published, where: see `llava_config`.
-      kind: whose defaults absent values have.
-      vision: the tower where the file has none.
+      published, where, has_head: see `llava_config`.
+      family: whose defaults absent values have.
     """
-    layer = published.get("vision_feature_layer", kind.feature_layer)
+    fields = {name: published.get(key, default) for name, (key, default) in family.keys.items()}
+    if "image_token_index" not in published and "image_token_id" in published:
+        fields["image_token"] = published["image_token_id"]
+    fields |= family.computes
+    layer = fields["feature_layer"]
     if type(layer) is not int:
         raise UserError(
             f"{where}: vision_feature_layer is {layer!r}, which is not supported; use a checkpoint "
             "that reads one layer."
         )
-    tied = {"tie_word_embeddings": True} if published.get("tie_word_embeddings") else {}
-    if published.get("vision_config"):
-        tower = "siglip_vision_model"
-        if isinstance(vision, VisionConfig):
-            tower = "clip_vision_model"
-        tower_config = {"model_type": tower} | published["vision_config"]
-        vision = _vision_config(tower_config, f"{where}, vision_config")
-    llama = LlamaConfig.from_hf(published["text_config"] | tied, f"{where}, text_config")
-    token = published.get("image_token_id", kind.image_token)
+    tower, vision = published.get("vision_config") or {}, family.vision
+    if tower or vision is None:
+        tower = {"model_type": family.tower} | tower
+        vision = TOWERS[family.tower].read(tower, f"{where}, vision_config")
+    llama = _decoder(published, f"{where}, text_config", family, has_head)
     return {
-        "vision": vision,
-        # transformers' LLaVA takes the decoder's head without its cap or divisor.
-        "llama": dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0),
-        "feature_layer": layer,
-        "select": published.get("vision_feature_select_strategy", kind.select),
         "resize": "squash" if isinstance(vision, SiglipVisionConfig) else "pad",
-        "projector_activation": published.get("projector_hidden_act", "gelu"),
-        "projector_bias": published.get("multimodal_projector_bias", True),
-        "image_token": published.get("image_token_index", token),
+        **fields,
+        "vision": vision,
+        # transformers' classes take the decoder's head without its cap or divisor.
+        "llama": dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0),
     }
+
+
+def _decoder(
+    published: Mapping[str, Any], where: str, family: families.Family, has_head: bool
+) -> LlamaConfig:
+    text = published["text_config"]
+    fixed = {key: value for key, value in text.items() if key in family.text_fixed}
+    check_keys(fixed, where, read=(), fixed=family.text_fixed)
+    text = {
+        key: value
+        for key, value in text.items()
+        if key not in (*family.text_fixed, *family.text_harmless)
+    }
+    said = [one["tie_word_embeddings"] for one in (published, text) if "tie_word_embeddings" in one]
+    tied = any(said) if said else family.tied and not has_head
+    return LlamaConfig.from_hf({**family.text, **text, "tie_word_embeddings": tied}, where)
 
 
 def original_config(
@@ -319,23 +350,30 @@ def original_config(
 
 def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but the placeholder's."""
+    family = families.ALL[config.family]
+    for field, value in family.computes.items():
+        if getattr(config, field) != value and field != "resize":
+            raise UserError(
+                f"model.{field} is {getattr(config, field)!r}: {family.architecture} has "
+                f"{value!r}, and no key for it in its config.json; it cannot be exported."
+            )
+    lengths = {family.length_key: config.features} if family.length_key else {}
     return {
-        "architectures": ["LlavaForConditionalGeneration"],
-        "model_type": "llava",
-        "image_token_index": config.image_token,
-        "image_seq_length": config.features,
-        "projector_hidden_act": config.projector_activation,
-        "multimodal_projector_bias": config.projector_bias,
-        "vision_feature_layer": config.feature_layer,
-        "vision_feature_select_strategy": config.select,
+        "architectures": [family.architecture],
+        "model_type": config.family,
+        **{key: getattr(config, field) for field, (key, _) in family.keys.items()},
         "tie_word_embeddings": config.llama.tied,
         "text_config": config.llama.to_hf(),
-        "vision_config": two_towers.vision_to_hf(config.vision),
+        "vision_config": {"model_type": family.tower, **TOWERS[family.tower].write(config.vision)},
+        **lengths,
     }
 
 
 def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
-    """Checks the picture processor beside a checkpoint, and takes a SigLIP's filter from it."""
+    """Checks the picture processor beside a checkpoint, and takes from it how pictures are cut, or
+    a SigLIP's filter."""
+    if (kind := families.ALL[config.family].split) is not None:
+        return dataclasses.replace(config, split=read_split(folder, config, kind))
     if not isinstance(config.vision, SiglipVisionConfig):
         check_processor(folder)
         return config
@@ -346,25 +384,7 @@ def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
 
 
 def _read_vision_config(folder: Path) -> VisionConfig | SiglipVisionConfig:
-    return _vision_config(read_json(folder / "config.json"), str(folder / "config.json"))
-
-
-def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig | SiglipVisionConfig:
-    """The tower from the config of a CLIPModel, a SiglipModel or a vision model alone."""
-    kind = published.get("model_type")
-    if kind in (two_towers.FIXED, f"{two_towers.FIXED}_vision_model"):
-        sizes = published.get("vision_config") or {} if kind == two_towers.FIXED else published
-        return two_towers.siglip_vision_config(sizes, where, may_lack_head=True)
-    if kind == "clip_vision_model":
-        sizes = {"vision_config": published}
-        if "projection_dim" in published:
-            sizes["projection_dim"] = published["projection_dim"]
-        return two_towers.clip_config(sizes, where).vision
-    towers = ("clip", "siglip")
-    layouts.check_model_type(
-        published, where, *towers, *(f"{tower}_vision_model" for tower in towers)
-    )
-    return two_towers.clip_config(published, where).vision
+    return towers.clip_or_siglip(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
 # Beside transformers.
@@ -373,7 +393,14 @@ def _vision_config(published: Mapping[str, Any], where: str) -> VisionConfig | S
 def _inputs(config: LlavaConfig) -> dict[str, np.ndarray]:
     row = comparison.around_a_picture(config, config.features)
     ids = expand_images([row], [1], config).input_ids
-    return {"ids": ids, "pixels": comparison.picture(config.vision)}
+    pixels = comparison.picture(config.vision)
+    is_nested = families.ALL[config.family].nested
+    return {"ids": ids, "pixels": pixels[None] if is_nested else pixels}
+
+
+def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    pixels = inputs["pixels"].reshape(-1, *inputs["pixels"].shape[-3:])
+    return run_pictured(model, inputs["ids"], pixels, pixels)
 
 
 def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> comparison.Outputs:
@@ -388,10 +415,14 @@ def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> co
     return comparison.Outputs(stacks, {"logits": logits})
 
 
-STACKS = {"picture": "model.vision_tower", "": "model.language_model"}
+# Idefics3's names of both come second.
+STACKS = {
+    "picture": ("model.vision_tower", "model.vision_model"),
+    "": ("model.language_model", "model.text_model"),
+}
 CHECK = comparison.Check(
-    "LlavaForConditionalGeneration",
-    lambda model, x: run_pictured(model, x["ids"], x["pixels"], x["pixels"]),
+    "AutoModelForImageTextToText",
+    _run,
     {"logits": "logits"},
     STACKS,
     _inputs,

@@ -14,10 +14,8 @@ those embeddings (`decoding.kv_cache.forward`).
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,100 +23,11 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.common.layers import Linear, normal_init
-from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b, llama2_13b
-from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig, vit_l_14_336
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.connectors import KINDS, Connector
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before
-
-# The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
-ORIGINAL_IMAGE_TOKEN = -200
-SELECTS = ("default", "full")
-RESIZES = ("pad", "squash", "squash_bilinear")
-
-
-@dataclasses.dataclass(frozen=True)
-class LlavaConfig:
-    """Both towers and the projector; the defaults are LLaVA-1.5's in transformers' layout.
-
-    Attributes:
-      vision: the CLIP or SigLIP tower; CLIP's `embed_dim` is not used (LLaVA drops its own
-        projection).
-      llama: the language model.
-      feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
-      select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
-        token; of a SigLIP, which has none, transformers leaves out the first patch.
-      resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
-        (`data.pictures.decode.to_pixels`).
-      projector_activation: between the projector's two linears.
-      projector_bias: whether these have biases.
-      image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
-        may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
-    """
-
-    vision: VisionConfig | SiglipVisionConfig
-    llama: LlamaConfig
-    feature_layer: int = -2
-    select: str = "default"
-    resize: str = "pad"
-    projector_activation: str = "gelu"
-    projector_bias: bool = True
-    image_token: int = 32000
-
-    def __post_init__(self):
-        check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
-        check_known("model.select", self.select, SELECTS)
-        check_known("model.resize", self.resize, RESIZES)
-        if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
-            raise UserError(
-                "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
-                "size; use a SigLIP of a fixed size."
-            )
-        blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
-
-    @property
-    def expected_pixels(self) -> str:
-        """See PictureConfig."""
-        size = self.vision.image_size
-        return f"uint8 [{size}, {size}, 3]; use data.pictures.resize.llava_pixels"
-
-    def picture_tokens(self, shape: Sequence[int]) -> int:
-        """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
-        size = self.vision.image_size
-        return self.features if tuple(shape) == (size, size, 3) else 0
-
-    @property
-    def features(self) -> int:
-        """How many of the tower's states a picture has: its tokens."""
-        class_token = isinstance(self.vision, VisionConfig)
-        return self.vision.patches + class_token - (self.select == "default")
-
-    @property
-    def feature_scale(self) -> float:
-        """What pictures' features are multiplied by where the decoder scales all it is given."""
-        return self.llama.embedding_scale if FAMILIES[self.llama.family].scales_all else 1.0
-
-    def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
-        """None: positions are columns."""
-
-
-def llava_1_5_7b(**changes) -> LlavaConfig:
-    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.
-
-    The embedding table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has
-    32,000 rows and `ORIGINAL_IMAGE_TOKEN`; see `models.llava.keys`.
-    """
-    sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
-    return dataclasses.replace(sizes, **changes)
-
-
-def llava_1_5_13b(**changes) -> LlavaConfig:
-    """llava-hf/llava-1.5-13b-hf: as the 7B, on Vicuna-1.5 13B."""
-    sizes = LlavaConfig(vit_l_14_336().vision, llama2_13b(vocab_size=32064))
-    return dataclasses.replace(sizes, **changes)
 
 
 class LlavaVision(VisionTower):
@@ -133,33 +42,16 @@ class LlavaVision(VisionTower):
         del self.proj
 
 
-class Projector(nnx.Module):
-    """linear, activation, linear: the tower's width to the decoder's."""
-
-    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        linear = functools.partial(
-            Linear,
-            rngs=rngs,
-            use_bias=config.projector_bias,
-            kernel_init=normal_init(config.llama.init_stddev),
-        )
-        width = config.llama.hidden
-        self.linear_1 = linear(config.vision.width, width, ("embed", "mlp"))
-        self.linear_2 = linear(width, width, ("mlp", "embed"))
-        self.activation = config.projector_activation
-
-    def __call__(self, states: jax.Array) -> jax.Array:  # [..., vision width] -> [..., H]
-        return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(states)))
-
-
 def picture_features(
     vision: LlavaVision | VisionTower,
-    projector: Projector,
+    projector: Connector,
     pixels: jax.Array,
     config: LlavaConfig,
 ) -> jax.Array:
     """[N, S, S, 3] normalized pixels (the tower's `normalize`) -> [N, features, H]."""
     states = vision.states_of(pixels, config.feature_layer)
+    if config.normed:
+        states = vision.ln_post(states)
     if config.select == "default":
         states = states[:, 1:]
     features = projector(states.astype(config.llama.dtype))
@@ -167,12 +59,12 @@ def picture_features(
 
 
 class Llava(nnx.Module):
-    """Vision tower, projector and decoder."""
+    """Vision tower, connector and decoder."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         is_clip = isinstance(config.vision, VisionConfig)
         self.vision = (LlavaVision if is_clip else VisionTower)(config.vision, rngs=rngs)
-        self.projector = Projector(config, rngs=rngs)
+        self.projector = KINDS[config.connector](config, rngs=rngs)
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config
 
@@ -187,7 +79,8 @@ class Llava(nnx.Module):
         # Cut once, not in every call; in one program, not in one for each shape.
         cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
         parts.vision.layers = nnx.merge(graphdef, cut(layers))
-        del parts.vision.ln_post
+        if not self.config.normed:
+            del parts.vision.ln_post
         if hasattr(parts.vision, "head"):
             del parts.vision.head
         return parts
@@ -305,43 +198,3 @@ def expand_images(
         input_ids[number, positions] = row
         mask[number, positions] = True
     return Prompts(input_ids, mask)
-
-
-PRESETS = {"llava15_7b": llava_1_5_7b, "llava15_13b": llava_1_5_13b}
-
-
-# What a vision-language model's config says to whoever feeds it.
-
-
-@runtime_checkable
-class PictureConfig(Protocol):
-    """The config of a model whose pictures become tokens of its language model.
-
-    Attributes:
-      llama: of the language model.
-      image_token: the placeholder in a prompt, one for each picture.
-      expected_pixels: what pictures are, for messages.
-    """
-
-    llama: LlamaConfig
-    image_token: int
-
-    @property
-    def expected_pixels(self) -> str: ...
-
-    def picture_tokens(self, shape: Sequence[int]) -> int:
-        """Tokens of a picture whose pixels have this shape; 0: it cannot be one."""
-
-    def position_shifts(
-        self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]
-    ) -> np.ndarray | None:
-        """Returns how much each token's three positions differ from its column, int32 [L + 1, 3].
-
-        Args:
-          tokens: a prompt, one placeholder for each picture.
-          shapes: of the pictures' pixels.
-
-        Returns:
-          Of every token of the prompt in which each placeholder is repeated once for each token of
-          its picture; the last row is that of all that follow. None: positions are columns.
-        """

@@ -22,21 +22,21 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.keys import to_published_tensors, to_rule_tensors
 from mmqa_jax.models.llava import keys
+from mmqa_jax.models.llava.families import ALL
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SIGLIP_STD
 from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.weights import layouts
-from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.config_json import kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
 
 _NEWLINE = "image_newline"
-_READ = keys.HF_READ | kinds(
+_READ = kinds(
     integer="video_token_index video_token_id",
     list_or_null="image_grid_pinpoints",
     name="vision_aspect_ratio",
 )
 _ANYRES = "anyres_max_"
-_FIXED = {"use_image_newline_parameter": (True,)}  # of old versions
 
 
 def onevision_key_map(config: onevision.OnevisionConfig) -> KeyMap:
@@ -74,10 +74,11 @@ def onevision_config(
 ) -> onevision.OnevisionConfig:
     """Our config from transformers' `config.json`; absent values are transformers' defaults."""
     layouts.check_model_type(published, where, "llava_onevision")
-    check_keys(published, where, read=_READ, harmless=keys.HF_HARMLESS, fixed=_FIXED)
+    family = ALL["onevision"]
+    keys.check_published(published, where, family, _READ)
     resolutions = published.get("image_grid_pinpoints") or onevision.RESOLUTIONS
     return onevision.OnevisionConfig(
-        **keys.fields_from_hf(published, where, onevision.OnevisionConfig, onevision.SIGLIP),
+        **keys.fields_from_hf(published, where, family),
         resolutions=_resolutions(resolutions, where),
         most_tiles=_most_tiles(published.get("vision_aspect_ratio", f"{_ANYRES}9"), where),
         video_token=published.get("video_token_index", published.get("video_token_id", 151647)),
@@ -86,11 +87,8 @@ def onevision_config(
 
 def onevision_to_hf(config: onevision.OnevisionConfig) -> dict[str, Any]:
     """transformers' `config.json`, without token ids but the placeholders'."""
-    entries = keys.llava_to_hf(config)
-    del entries["image_seq_length"]
     return {
-        **entries,
-        "architectures": ["LlavaOnevisionForConditionalGeneration"],
+        **keys.llava_to_hf(config),
         "model_type": "llava_onevision",
         "video_token_index": config.video_token,
         "image_grid_pinpoints": [list(pair) for pair in config.resolutions],

@@ -22,8 +22,11 @@ from jaxtyping import Float32, Int32, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import normal_init, param
 from mmqa_jax.models.llama.config import RELATIVES
-from mmqa_jax.models.llava.network import Llava, LlavaConfig, Projector, picture_features
-from mmqa_jax.models.two_towers.config import SiglipVisionConfig, siglip_so400m
+from mmqa_jax.models.llava.config import LlavaConfig, PictureKind
+from mmqa_jax.models.llava.connectors import Connector
+from mmqa_jax.models.llava.families import ALL
+from mmqa_jax.models.llava.network import Llava, picture_features
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower
 
 # LLaVA-OneVision's pictures as tiles, and its tokens as sums of states of these tiles.
@@ -245,7 +248,7 @@ def _taps(
 
 
 # The published tower: SigLIP so400m without its last layer and its head.
-SIGLIP = dataclasses.replace(siglip_so400m().vision, layers=26, head=False)
+SIGLIP = ALL["onevision"].vision
 RESOLUTIONS = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for columns in range(1, 7))
 
 
@@ -264,6 +267,7 @@ class OnevisionConfig(LlavaConfig):
     select: str = "full"
     resize: str = "squash"
     image_token: int = 151646
+    family: str = "onevision"
     resolutions: tuple[tuple[int, int], ...] = RESOLUTIONS
     most_tiles: int = 9
     video_token: int = 151647
@@ -291,6 +295,11 @@ class OnevisionConfig(LlavaConfig):
         """What the tokens of pictures follow from."""
         vision = self.vision
         return TileSizes(vision.image_size, vision.side, self.resolutions, self.most_tiles)
+
+    @property
+    def picture_kind(self) -> PictureKind:
+        """See PictureConfig."""
+        return "anyres"
 
     @property
     def expected_pixels(self) -> str:
@@ -335,7 +344,7 @@ class Onevision(Llava):
 
 def tile_features(
     vision: VisionTower,
-    projector: Projector,
+    projector: Connector,
     newline: jax.Array,
     pictures: TileBatch,
     config: OnevisionConfig,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -181,6 +181,11 @@ class QwenVLConfig:
                 f"model.vision.deepstack is {self.vision.deepstack}: expected at most as many as "
                 f"model.llama.layers = {self.llama.layers}; shorten it."
             )
+
+    @property
+    def picture_kind(self) -> Literal["units"]:
+        """See PictureConfig."""
+        return "units"
 
     @property
     def expected_pixels(self) -> str:

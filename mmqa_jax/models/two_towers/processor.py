@@ -43,8 +43,8 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
     A folder without a processor's file passes. Without the center crop's `image_size` in pixels
     the model has another crop (LLaVA's).
     """
-    for processor, file in _processors(folder):
-        _check(processor, file, "CLIP", sizes.PIXEL_MEAN, sizes.PIXEL_STD)
+    for processor, file in processors(folder):
+        check_numbers(processor, file, "CLIP", sizes.PIXEL_MEAN, sizes.PIXEL_STD)
         if _resample(processor, file, "CLIP", "bicubic") != "bicubic":
             raise _refusal(file, "resample", processor["resample"], "bicubic (3)", "CLIP")
         if image_size is not None:
@@ -58,8 +58,8 @@ def read_preparation(folder: Path, config: sizes.SiglipVisionConfig) -> Preparat
     """What the processor's file in a folder says; without one what transformers does without."""
     resample = "bilinear" if config.flexible else "bicubic"
     most = _MOST_PATCHES if config.flexible else 0
-    for processor, file in _processors(folder):
-        _check(processor, file, "SigLIP", sizes.SIGLIP_MEAN, sizes.SIGLIP_STD)
+    for processor, file in processors(folder):
+        check_numbers(processor, file, "SigLIP", sizes.SIGLIP_MEAN, sizes.SIGLIP_STD)
         if processor.get("do_center_crop"):
             raise _refusal(file, "do_center_crop", True, False, "SigLIP")
         resample = _resample(processor, file, "SigLIP", resample)
@@ -76,7 +76,7 @@ def read_preparation(folder: Path, config: sizes.SiglipVisionConfig) -> Preparat
     return Preparation(resample, most)
 
 
-def _processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
+def processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
     """The image processors in a folder, by the files of old and new versions of transformers."""
     for name in _FILES:
         file = folder / name
@@ -89,7 +89,7 @@ def _processors(folder: Path) -> Iterator[tuple[Mapping[str, Any], Path]]:
         yield (inner if isinstance(inner, dict) else content), file
 
 
-def _check(
+def check_numbers(
     processor: Mapping[str, Any],
     file: Path,
     model: str,

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
-from mmqa_jax.models.llava.network import PictureConfig
+from mmqa_jax.models.llava.config import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown
@@ -220,7 +221,10 @@ class EngineBackend:
         return max(self.length - self.prompt_tokens(query), 1)
 
     def _prompt_tokens(self, prompt: _Prompt) -> int:
-        of_pictures = [self._pictures.tokens(picture) - 1 for picture in shown(prompt.pictures)]
+        of_pictures = [
+            self._pictures.tokens(picture) - self._pictures.places(picture)
+            for picture in shown(prompt.pictures)
+        ]
         return len(prompt.tokens) + sum(of_pictures)
 
     def engine_request(self, query: Query) -> requests.Request | requests.Scoring:
@@ -228,10 +232,10 @@ class EngineBackend:
         for one that is broken behind its header."""
         prompt = self._prompt(query)
         try:
-            pixels = [self._pictures.read(picture) for picture in shown(prompt.pictures)]
+            tiles = [self._pictures.read_all(picture) for picture in shown(prompt.pictures)]
         except decode.PictureError as error:
             raise requests.Unanswerable(str(error)) from error
-        return self._request(query, prompt, pixels)
+        return self._request(query, prompt, list(itertools.chain(*tiles)))
 
     def _requests(
         self, prompts: Sequence[tuple[Query, _Prompt]]
@@ -240,14 +244,14 @@ class EngineBackend:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)
             return
         ahead = self.engine.look_ahead
-        for (query, prompt), pixels in read_ahead(
-            prompts, lambda one: shown(one[1].pictures), self._pictures.read, ahead
+        for (query, prompt), tiles in read_ahead(
+            prompts, lambda one: shown(one[1].pictures), self._pictures.read_all, ahead
         ):
-            if isinstance(pixels, decode.PictureError):
-                self.failures.append(Failure(query.id, str(pixels)))
+            if isinstance(tiles, decode.PictureError):
+                self.failures.append(Failure(query.id, str(tiles)))
                 self.usage.failures += 1
             else:
-                yield self._request(query, prompt, pixels)
+                yield self._request(query, prompt, list(itertools.chain(*tiles)))
 
     def _request(
         self, request: Query, prompt: _Prompt, pixels: Sequence[np.ndarray]
@@ -290,8 +294,7 @@ class EngineBackend:
         else:
             self._no_video(request.id, request.prompt)
             text = self._pictures.with_places(request.prompt, len(request.images))
-            self._one_each(request.id, text, request.images)
-            encode = self._pictures.encode
+            encode = self._encoder(request.id, text, request.images)
         return _Prompt(encode(text), request.images, encode, text, "")
 
     def _conversation(self, request_id: Hashable, messages: Sequence[Message]) -> _Prompt:
@@ -307,8 +310,7 @@ class EngineBackend:
         if self._pictures is None:
             encode = self.tokenizer.encode_plain  # the template spells the special tokens
         else:
-            self._one_each(request_id, text, pictures)
-            encode = self._pictures.encode
+            encode = self._encoder(request_id, text, pictures)
         return _Prompt(encode(text), pictures, encode, text, self._chat_format.before_answer)
 
     def _no_pictures(self, request_id: Hashable, pictures: Sequence[Picture]) -> None:
@@ -326,13 +328,24 @@ class EngineBackend:
                 "videos are not read here; give frames of it as pictures."
             )
 
-    def _one_each(self, request_id: Hashable, text: str, pictures: Sequence[Picture]) -> None:
+    def _encoder(
+        self, request_id: Hashable, text: str, pictures: Sequence[Picture]
+    ) -> Callable[[str], list[int]]:
+        """Encodes texts with these pictures, each of which has a placeholder."""
         count = text.count(self._pictures.placeholder)
         if count != len(pictures):
             raise UserError(
                 f"request {request_id!r}: its text has {count} {PLACEHOLDER} "
                 f"placeholders for {len(pictures)} pictures; write one for each, or none at all."
             )
+
+        def encode(text: str) -> list[int]:
+            try:
+                return self._pictures.encode(text, shown(pictures))
+            except decode.PictureError as error:
+                raise requests.Unanswerable(str(error)) from error
+
+        return encode
 
 
 # Pictures of a stream of queries, decoded in threads before they are needed.

@@ -1,0 +1,302 @@
+"""The config of a tower in front of a decoder, and what any model that sees says of its pictures.
+
+A model of this shape is an entry of `models/llava/families.py`: which tower, which connector
+(`connectors.py`), and how a picture is cut. A picture is one square, or several tiles, each of
+which is a square of its own with a placeholder of its own: what stands between them is text, which
+`prompting/picture_format.py` writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.config_checks import check_known
+from mmqa_jax.models.llama.config import (
+    RELATIVES,
+    LlamaConfig,
+    llama2_7b,
+    llama2_13b,
+    smollm2_135m,
+)
+from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.two_towers.config import (
+    SiglipVisionConfig,
+    VisionConfig,
+    siglip_base,
+    siglip_so400m,
+    vit_l_14_336,
+)
+from mmqa_jax.models.two_towers.network import blocks_before
+
+# The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
+ORIGINAL_IMAGE_TOKEN = -200
+CONNECTORS = ("mlp", "shuffle")
+SELECTS = ("default", "full")
+RESIZES = ("pad", "squash", "squash_bilinear")
+# What `PictureConfig.picture_kind` says: a square; several of them; a OneVision's tiles, of which
+# one sequence is made; a picture of any size.
+PictureKind = Literal["square", "tiles", "anyres", "units"]
+_EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
+
+
+@dataclasses.dataclass(frozen=True)
+class RowTiles:
+    """Idefics3's tiles: a picture is scaled until its longer side has a length, then to a canvas
+    of whole tiles; where these are several, the canvas as one more square follows them.
+
+    Original: transformers models/idefics3/image_processing_pil_idefics3.py.
+
+    Attributes:
+      longest: of the longer side in pixels.
+    """
+
+    longest: int = 2048
+    resample: ClassVar[str] = "lanczos"
+    whole_of_canvas: ClassVar[bool] = True
+    _LARGEST: ClassVar[int] = 4096  # a canvas has no longer side
+
+    def __post_init__(self):
+        if not 1 <= self.longest <= self._LARGEST:
+            raise UserError(
+                f"model.split.longest is {self.longest}: expected 1 to {self._LARGEST} pixels; "
+                "use a checkpoint as it was published."
+            )
+
+    def steps(self, width: int, height: int, side: int) -> list[tuple[int, int]]:
+        """Widths and heights to which a picture is resized one after the other; the last is that
+        of the canvas of squares with `side` pixels."""
+        ratio = width / height
+        if width >= height:
+            scaled = self.longest, _to_even(int(self.longest / ratio))
+        else:
+            scaled = _to_even(int(self.longest * ratio)), self.longest
+        wide, high = (max(length, 1) for length in scaled)
+        ratio = wide / high
+        if wide >= high:
+            wide = math.ceil(wide / side) * side
+            high = math.ceil(int(wide / ratio) / side) * side
+        else:
+            high = math.ceil(high / side) * side
+            wide = math.ceil(int(high * ratio) / side) * side
+        return [(max(scaled[0], 1), max(scaled[1], 1)), (max(wide, side), max(high, side))]
+
+
+def _to_even(length: int) -> int:
+    return length + length % _EVEN
+
+
+Split = RowTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class LlavaConfig:
+    """Tower, connector and decoder; the defaults are LLaVA-1.5's in transformers' layout.
+
+    Attributes:
+      vision: the tower; CLIP's `embed_dim` is not used (LLaVA drops its own projection).
+      llama: the language model.
+      feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
+      select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
+        token; of a SigLIP, which has none, transformers leaves out the first patch.
+      resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
+        (`data.pictures.decode.to_pixels`).
+      projector_activation: between the projector's two linears.
+      projector_bias: whether these have biases.
+      image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
+        may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
+      family: the entry of `families.FAMILIES`, or "onevision".
+      connector: what makes a tower's states the decoder's tokens, a name of `CONNECTORS`.
+      merge: side of the square of states that become one token.
+      normed: whether the states that are read go through the tower's last norm.
+      split: how a picture is cut into tiles; None: it is one square.
+    """
+
+    vision: VisionConfig | SiglipVisionConfig
+    llama: LlamaConfig
+    feature_layer: int = -2
+    select: str = "default"
+    resize: str = "pad"
+    projector_activation: str = "gelu"
+    projector_bias: bool = True
+    image_token: int = 32000
+    family: str = "llava"
+    connector: str = "mlp"
+    merge: int = 1
+    normed: bool = False
+    split: Split | None = None
+
+    def __post_init__(self):
+        check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
+        check_known("model.select", self.select, SELECTS)
+        check_known("model.resize", self.resize, RESIZES)
+        check_known("model.connector", self.connector, CONNECTORS)
+        if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
+            raise UserError(
+                "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
+                "size; use a SigLIP of a fixed size."
+            )
+        blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
+        side = math.isqrt(self._states)
+        if self.merge != 1 and (side**2 != self._states or self.merge < 1 or side % self.merge):
+            raise UserError(
+                f"model.merge is {self.merge}: expected a divisor of the side of a square of the "
+                f"{self._states} states that the tower gives; change it or the tower's sizes."
+            )
+
+    @property
+    def expected_pixels(self) -> str:
+        """See PictureConfig."""
+        size = self.vision.image_size
+        return f"uint8 [{size}, {size}, 3]; use data.pictures.resize.llava_pixels"
+
+    @property
+    def picture_kind(self) -> PictureKind:
+        """See PictureConfig."""
+        return "square" if self.split is None else "tiles"
+
+    def picture_tokens(self, shape: Sequence[int]) -> int:
+        """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
+        size = self.vision.image_size
+        return self.features if tuple(shape) == (size, size, 3) else 0
+
+    @property
+    def features(self) -> int:
+        """The tokens of a square."""
+        return self._states // self.merge**2
+
+    @property
+    def _states(self) -> int:
+        """How many of the tower's states are read of a square."""
+        class_token = not isinstance(self.vision, SiglipVisionConfig)
+        return self.vision.patches + class_token - (self.select == "default")
+
+    @property
+    def feature_scale(self) -> float:
+        """What pictures' features are multiplied by where the decoder scales all it is given."""
+        return self.llama.embedding_scale if DECODERS[self.llama.family].scales_all else 1.0
+
+    def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
+        """None: positions are columns."""
+
+
+def llava_1_5_7b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.
+
+    The embedding table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has
+    32,000 rows and `ORIGINAL_IMAGE_TOKEN`; see `models.llava.keys`.
+    """
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+def llava_1_5_13b(**changes) -> LlavaConfig:
+    """llava-hf/llava-1.5-13b-hf: as the 7B, on Vicuna-1.5 13B."""
+    sizes = LlavaConfig(vit_l_14_336().vision, llama2_13b(vocab_size=32064))
+    return dataclasses.replace(sizes, **changes)
+
+
+def _smolvlm(vision: SiglipVisionConfig, llama: LlamaConfig, merge: int, token: int) -> LlavaConfig:
+    return LlavaConfig(
+        vision,
+        dataclasses.replace(llama, tied=False),
+        feature_layer=-1,
+        select="full",
+        resize="squash",
+        projector_bias=False,
+        image_token=token,
+        family="smolvlm",
+        connector="shuffle",
+        merge=merge,
+        normed=True,
+        split=RowTiles(longest=4 * vision.image_size),
+    )
+
+
+_BASE_512 = dataclasses.replace(siglip_base(512).vision, head=False)
+_SO400M = dataclasses.replace(siglip_so400m().vision, head=False)
+
+
+def smolvlm2_256m(**changes) -> LlavaConfig:
+    """HuggingFaceTB/SmolVLM2-256M-Video-Instruct."""
+    llama = smollm2_135m(vocab_size=49280)
+    return dataclasses.replace(_smolvlm(_BASE_512, llama, 4, 49190), **changes)
+
+
+def smolvlm2_500m(**changes) -> LlavaConfig:
+    """HuggingFaceTB/SmolVLM2-500M-Video-Instruct."""
+    llama = RELATIVES["smollm2_360m"](vocab_size=49280)
+    return dataclasses.replace(_smolvlm(_BASE_512, llama, 4, 49190), **changes)
+
+
+def smolvlm2_22b(**changes) -> LlavaConfig:
+    """HuggingFaceTB/SmolVLM2-2.2B-Instruct; the rotary base is SmolLM2-1.7B's."""
+    llama = RELATIVES["smollm2_17b"](vocab_size=49280)
+    return dataclasses.replace(_smolvlm(_SO400M, llama, 3, 49190), **changes)
+
+
+def granite_docling_258m(**changes) -> LlavaConfig:
+    """ibm-granite/granite-docling-258M."""
+    sizes = _smolvlm(_BASE_512, smollm2_135m(vocab_size=100352), 4, 100270)
+    sizes = dataclasses.replace(
+        sizes, family="idefics3", llama=dataclasses.replace(sizes.llama, tied=True)
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+PRESETS = {
+    "llava15_7b": llava_1_5_7b,
+    "llava15_13b": llava_1_5_13b,
+    "smolvlm2_256m": smolvlm2_256m,
+    "smolvlm2_500m": smolvlm2_500m,
+    "smolvlm2_22b": smolvlm2_22b,
+    "granite_docling_258m": granite_docling_258m,
+}
+
+
+# What a vision-language model's config says to whoever feeds it.
+
+
+@runtime_checkable
+class PictureConfig(Protocol):
+    """The config of a model whose pictures become tokens of its language model.
+
+    Attributes:
+      llama: of the language model.
+      image_token: the placeholder in a prompt, one for each picture, or for each of its tiles.
+      expected_pixels: what pictures are, for messages.
+      picture_kind: how prompts hold pictures (`prompting.picture_format`) and which tower encodes
+        them (`decoding.image_tower`).
+    """
+
+    llama: LlamaConfig
+    image_token: int
+
+    @property
+    def expected_pixels(self) -> str: ...
+
+    @property
+    def picture_kind(self) -> PictureKind: ...
+
+    def picture_tokens(self, shape: Sequence[int]) -> int:
+        """Tokens of a picture whose pixels have this shape; 0: it cannot be one."""
+
+    def position_shifts(
+        self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]
+    ) -> np.ndarray | None:
+        """Returns how much each token's three positions differ from its column, int32 [L + 1, 3].
+
+        Args:
+          tokens: a prompt, one placeholder for each picture.
+          shapes: of the pictures' pixels.
+
+        Returns:
+          Of every token of the prompt in which each placeholder is repeated once for each token of
+          its picture; the last row is that of all that follow. None: positions are columns.
+        """

@@ -1,0 +1,91 @@
+"""What stands between a tower and a decoder: the states of a picture become tokens.
+
+Each kind is a module here, and says which tensors of a checkpoint it has; its name is
+`LlavaConfig.connector`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import jax
+from flax import nnx
+
+from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.layers import Linear, normal_init
+from mmqa_jax.weights.keymap import TRANSPOSE, Rule, linear_rules
+
+if TYPE_CHECKING:
+    from mmqa_jax.models.llava.config import LlavaConfig
+
+PREFIX, _PATH = "multi_modal_projector.", "projector/"
+
+
+class Projector(nnx.Module):
+    """linear, activation, linear: the tower's width to the decoder's."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(
+            Linear,
+            rngs=rngs,
+            use_bias=config.projector_bias,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        width = config.llama.hidden
+        self.linear_1 = linear(config.vision.width * config.merge**2, width, ("embed", "mlp"))
+        self.linear_2 = linear(width, width, ("mlp", "embed"))
+        self.activation = config.projector_activation
+
+    def __call__(self, states: jax.Array) -> jax.Array:  # [..., vision width] -> [..., H]
+        return self.linear_2(ACTIVATIONS[self.activation](self.linear_1(states)))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return [
+            rule
+            for name in ("linear_1", "linear_2")
+            for rule in linear_rules(f"{PREFIX}{name}", f"{_PATH}{name}", config.projector_bias)
+        ]
+
+
+class Shuffle(nnx.Module):
+    """The states of each square of `merge` x `merge` side by side, then a linear without bias
+    (Idefics3's pixel shuffle)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        self.linear = Linear(
+            config.vision.width * config.merge**2,
+            config.llama.hidden,
+            ("mlp", "embed"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        self.merge = config.merge
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, states, vision width] -> [N, features, H]."""
+        return self.linear(side_by_side(states, self.merge))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return [Rule(f"{PREFIX}proj.weight", f"{_PATH}linear/kernel", TRANSPOSE)]
+
+
+Connector = Projector | Shuffle
+KINDS: Mapping[str, type[Connector]] = {"mlp": Projector, "shuffle": Shuffle}
+
+
+def side_by_side(states: jax.Array, merge: int) -> jax.Array:
+    """The states of a square picture, row by row, as those of its squares of `merge` x `merge`.
+
+    [N, s * s, D] -> [N, (s / merge)^2, merge^2 * D]; within a square row by row.
+    """
+    count, length, width = states.shape
+    side = round(length**0.5) // merge
+    states = states.reshape(count, side, merge, side, merge, width)
+    return states.swapaxes(2, 3).reshape(count, side**2, merge**2 * width)

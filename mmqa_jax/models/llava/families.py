@@ -1,0 +1,151 @@
+"""The families of models that are a tower, a connector and a decoder: one entry for each.
+
+An entry says what transformers' config.json of a family calls our fields, what its code fixes
+without a key, and how its tensors are named. To add a family: one entry here, its connector in
+`connectors.py` and its tower in `towers.py` where they are new, presets in `config.py`, and one
+case of `tests/equivalence/test_vlm_families.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from mmqa_jax.models.llava.config import RowTiles, Split
+from mmqa_jax.models.two_towers.config import (
+    SiglipVisionConfig,
+    VisionConfig,
+    siglip_so400m,
+    vit_l_14_336,
+)
+from mmqa_jax.weights.config_json import kinds
+
+
+def _none() -> Any:
+    return dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+      title: what people call it.
+      architecture: its class in transformers.
+      tower: model type of a vision_config that does not say it; a key of `towers.TOWERS`.
+      keys: our fields -> their keys in config.json and transformers' defaults.
+      kinds: kinds of its keys (`config_json.kinds`) beside those that every family has.
+      computes: our fields that its code fixes, and no key says.
+      fixed: keys that have only these values here.
+      harmless: keys that change nothing in inference.
+      text: of its text_config, what transformers takes for absent keys where that is not what the
+        decoder's own family takes.
+      text_fixed, text_harmless: of its text_config, as `fixed` and `harmless`; no decoder has them.
+      tied: whether the head is the embedding table where neither config.json nor the tensors say.
+      prefixes: of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
+      vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
+      split: how its pictures are cut; None: they are squares.
+      length_key: its key for a square's tokens, which follow from other keys.
+      nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
+    """
+
+    title: str
+    architecture: str
+    tower: str
+    keys: Mapping[str, tuple[str, Any]]
+    kinds: Mapping[str, str]
+    computes: Mapping[str, Any] = _none()
+    fixed: Mapping[str, tuple[Any, ...]] = _none()
+    harmless: tuple[str, ...] = ()
+    text: Mapping[str, Any] = _none()
+    text_fixed: Mapping[str, tuple[Any, ...]] = _none()
+    text_harmless: tuple[str, ...] = ()
+    tied: bool = False
+    prefixes: Mapping[str, str] = _none()
+    vision: VisionConfig | SiglipVisionConfig | None = None
+    split: type[Split] | None = None
+    length_key: str = ""
+    nested: bool = False
+
+
+LLAVA_KEYS = {
+    "feature_layer": ("vision_feature_layer", -2),
+    "select": ("vision_feature_select_strategy", "default"),
+    "projector_activation": ("projector_hidden_act", "gelu"),
+    "projector_bias": ("multimodal_projector_bias", True),
+    "image_token": ("image_token_index", 32000),
+}
+LLAVA_KINDS = kinds(
+    integer="image_token_index image_token_id",
+    flag="multimodal_projector_bias",
+    name="projector_hidden_act",
+    any="vision_feature_layer vision_feature_select_strategy",
+)
+_IDEFICS3 = Family(
+    title="Idefics3, granite-docling",
+    architecture="Idefics3ForConditionalGeneration",
+    tower="idefics3_vision",
+    keys={"merge": ("scale_factor", 2), "image_token": ("image_token_id", 128257)},
+    kinds=kinds(size="scale_factor", integer="image_token_id"),
+    computes={
+        "connector": "shuffle",
+        "feature_layer": -1,
+        "select": "full",
+        "normed": True,
+        "resize": "squash",
+        "projector_bias": False,
+    },
+    harmless=("use_reentrant_checkpointing",),
+    text={"model_type": "llama", "rms_norm_eps": 1e-5},
+    # Of a resampler that the published models do not have.
+    text_fixed={"use_resampler": (False,), "qk_layer_norms": (False,)},
+    text_harmless=("perceiver_config", "pixel_shuffle_factor"),
+    prefixes={
+        "model.vision_model.": "vision_tower.vision_model.",
+        "model.connector.modality_projection.": "multi_modal_projector.",
+        "model.text_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    split=RowTiles,
+    nested=True,
+)
+_LLAVA = Family(
+    title="LLaVA-1.5",
+    architecture="LlavaForConditionalGeneration",
+    tower="clip_vision_model",
+    keys=LLAVA_KEYS,
+    kinds=LLAVA_KINDS,
+    vision=vit_l_14_336().vision,
+    length_key="image_seq_length",
+)
+FAMILIES: Mapping[str, Family] = {  # by model_type
+    "llava": _LLAVA,
+    "idefics3": _IDEFICS3,
+    "smolvlm": dataclasses.replace(
+        _IDEFICS3,
+        title="SmolVLM, SmolVLM2",
+        architecture="SmolVLMForConditionalGeneration",
+        tower="smolvlm_vision",
+    ),
+}
+# By `LlavaConfig.family`: OneVision reads config.json and tensors as LLaVA does, and is a model of
+# its own (models/onevision).
+ALL: Mapping[str, Family] = {
+    **FAMILIES,
+    "onevision": dataclasses.replace(
+        _LLAVA,
+        title="LLaVA-OneVision",
+        architecture="LlavaOnevisionForConditionalGeneration",
+        tower="siglip_vision_model",
+        keys={
+            **LLAVA_KEYS,
+            "feature_layer": ("vision_feature_layer", -1),
+            "select": ("vision_feature_select_strategy", "full"),
+            "image_token": ("image_token_index", 151646),
+        },
+        fixed={"use_image_newline_parameter": (True,)},  # of old versions
+        vision=dataclasses.replace(siglip_so400m().vision, layers=26, head=False),
+        length_key="",
+    ),
+}
