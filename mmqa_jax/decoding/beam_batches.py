@@ -19,7 +19,7 @@ from mmqa_jax.decoding.kv_cache import KVCache
 from mmqa_jax.decoding.requests import Result, check_one_end
 from mmqa_jax.decoding.scheduler import TokenizedRequest, TokenizedScoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.attention.masked import Ancestry
+from mmqa_jax.models.attention.masked import Ancestry, sink_rows
 from mmqa_jax.models.common.layers import group_queries, prefix_attention, ungroup_queries
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -252,7 +252,7 @@ def _decode(
         turned = of_layer.turned(cos, sin)
         # The beams of a prompt are rows of one product: [B, K, heads, D].
         q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, *turned, apart=True))
-        of_prefix, of_own = prefix_mask, seen
+        of_prefix, of_own, sinks = prefix_mask, seen, layer.sink_logits
         if of_layer.window is not None:
             column = jnp.arange(prefix_mask.shape[1])
             of_prefix &= column > (lengths + step)[:, None] - of_layer.window
@@ -270,6 +270,9 @@ def _decode(
             *(held.swapaxes(1, 2) for held in of_beams),
             mask=of_own,
             cap=config.attention_cap,
+            sinks=None
+            if sinks is None
+            else sink_rows(sinks, config.kv_heads, size[1]).swapaxes(0, 1),
         )
         attended = ungroup_queries(attended, config.heads)
         x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))

@@ -8,7 +8,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.models.attention.masked import MASKED, capped
+from mmqa_jax.models.attention.masked import MASKED, capped, sink_rows
 from mmqa_jax.models.common.layers import attention
 
 
@@ -22,6 +22,7 @@ def attend(
     end: jax.Array,
     window: jax.Array | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows' pages, one of each
     row at a time.
@@ -32,7 +33,7 @@ def attend(
       table: int32 [R, M], each row's pages.
       end: int [], no row reads this column or one behind it.
       window: int [R], of how many positions a token sees, its own included; None is all.
-      cap: of `layers.attention`.
+      cap, sinks: of `layers.attention`.
 
     Returns:
       [R, L, heads, D].
@@ -66,6 +67,9 @@ def attend(
 
     shape = grouped.shape[:3]
     nothing = (jnp.full((*shape, 1), -jnp.inf), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    if sinks is not None:
+        top = jnp.broadcast_to(sink_rows(sinks, kv_heads, length), (*shape, 1))
+        nothing = (top, jnp.ones((*shape, 1)), nothing[2])
 
     def one(n: jax.Array, carry: Softmax) -> Softmax:
         page = held.map(lambda x: x[table[:, n]])
@@ -87,6 +91,7 @@ def attend_to_rows(
     implementation: str,
     window: jax.Array | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attends as `attend`, with all pages of the table side by side [R, T, kv_heads, D] in q's
     type."""
@@ -109,7 +114,8 @@ def attend_to_rows(
         if branches is not None:
             first = jnp.where(of_trunk, in_trunk[:, :, None], first)
         mask &= column >= first
-    return attention(q, key, value, mask=mask[:, None], implementation=implementation, cap=cap)
+    options = {"implementation": implementation, "cap": cap, "sinks": sinks}
+    return attention(q, key, value, mask=mask[:, None], **options)
 
 
 def first_seen(

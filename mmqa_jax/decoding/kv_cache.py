@@ -239,23 +239,24 @@ def _layer(
     q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
     cap = layer.config.attention_cap
 
-    def write_and_attend(q, k, v, held, table, starts, ends, columns, branches, window=None):
+    def write_and_attend(q, k, v, held, sinks, table, starts, ends, columns, branches, window=None):
         held = write(held, k, v, table, starts)
         width = held.value.shape[2]
         read = table.shape[1] * width if limit is None else limit
+        options = {"window": window, "cap": cap, "sinks": sinks}
         if implementation == "ragged":
             from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
 
-            of_layer = {"window": window, "cap": cap, "read": read}
+            of_layer = {**options, "read": read}
             if q.shape[1] == 1:
                 out = ragged_triton.attend_to_own(q, held, table, starts + 1, **of_layer)
             else:
                 out = ragged_triton.attend_in_place(q, held, table, starts, branches, **of_layer)
         elif implementation == "blocks":
-            out = attend(q, held, columns, branches, table, end=ends.max(), window=window, cap=cap)
+            out = attend(q, held, columns, branches, table, end=ends.max(), **options)
         else:
             table = table[:, : -(-read // width)]
-            out = attend_to_rows(q, held, columns, branches, table, implementation, window, cap)
+            out = attend_to_rows(q, held, columns, branches, table, implementation, **options)
         return out, held
 
     of_pages = _axes_of_pages(held, mesh)
@@ -266,7 +267,7 @@ def _layer(
     where = (*where, of_tokens.branches)
     if traits.window is not None:
         where = (*where, jnp.full_like(of_tokens.starts, traits.window))
-    attended, held = write_and_attend(q, k, v, held, *where)
+    attended, held = write_and_attend(q, k, v, held, layer.sink_logits, *where)
     return layer.finish(x, attended), held
 
 
@@ -377,7 +378,8 @@ Axes = str | tuple[str, ...]  # of the mesh, that pages are split over
 def on_own_pages(
     attend: Callable[..., tuple[jax.Array, C]], specs: C, axes: Axes | None, mesh: Mesh
 ) -> Callable[..., tuple[jax.Array, C]]:
-    """`attend(q, k, v, held, *more)` -> (attended, held), each device its rows, pages and heads.
+    """`attend(q, k, v, held, sinks, *more)` -> (attended, held), each device its rows, pages and
+    heads; sinks [heads] or None.
 
     Args:
       specs: the PartitionSpec of each array of a layer `held`, [pages, kv_heads, ...].
@@ -386,15 +388,15 @@ def on_own_pages(
     row, of_heads = PartitionSpec(axes), jax.tree.leaves(specs, is_leaf=_is_spec)[0][1]
     of_token = PartitionSpec(axes, None, of_heads)  # [R, L, heads, D]
 
-    def split(q, k, v, held, *more):
+    def split(q, k, v, held, sinks, *more):
         function = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(of_token, of_token, of_token, specs, *(row for _ in more)),
+            in_specs=(*[of_token] * 3, specs, PartitionSpec(of_heads), *(row for _ in more)),
             out_specs=(of_token, specs),
             check_vma=False,
         )
-        return function(q, k, v, held, *more)
+        return function(q, k, v, held, sinks, *more)
 
     return split
 

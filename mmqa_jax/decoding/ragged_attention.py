@@ -64,8 +64,9 @@ def attend_on(
 
     Returns:
       A function of q [S, L, heads, D], k and v [S, L, kv_heads, D], q and k not rotated, which each
-      token and those after it see as well, the cache, the layer's number and its traits. It gives
-      [S, L, heads, D] and the cache with the tokens of each slot in their columns, in place.
+      token and those after it see as well, the cache, the layer's number, its traits, and `sinks`
+      of `layers.attention`. It gives [S, L, heads, D] and the cache with the tokens of each slot in
+      their columns, in place.
     """
 
     cores = 1 if mesh is None else getattr(mesh.devices.flat[0], "num_cores", 1)
@@ -80,7 +81,10 @@ def attend_on(
         attend = jax.shard_map(
             attend,
             mesh=mesh,
-            in_specs=(*[of_heads] * 3, of_slots, specs, of_all, of_all, of_slots, of_slots),
+            in_specs=(
+                *(*[of_heads] * 3, of_slots, specs, of_all, of_all),
+                *(PartitionSpec(specs.key[2]), of_slots, of_slots),
+            ),
             out_specs=(of_heads, specs),
             check_vma=False,
         )
@@ -95,12 +99,13 @@ def attend_on(
         cache: Any,
         layer: jax.Array,
         traits: LayerTraits = NO_TRAITS,
+        sinks: jax.Array | None = None,
     ) -> tuple[jax.Array, Any]:
         of_tokens = whole
         if traits.rotated is not None or traits.local is not None:
             of_tokens = jnp.stack(traits.turned(turns[:, :, 0], turns[:, :, 1]), axis=2)
             of_tokens = jnp.concatenate([of_tokens, of_tokens], axis=3)
-        return attend(q, k, v, of_tokens, cache, layer, traits.window, table, positions)
+        return attend(q, k, v, of_tokens, cache, layer, traits.window, sinks, table, positions)
 
     return of_layer
 
@@ -124,6 +129,7 @@ def ragged_attention(
     cache: Any,
     layer: jax.Array,
     window: jax.Array | None,
+    sinks: jax.Array | None,
     table: jax.Array,
     positions: jax.Array,
     *,
@@ -141,6 +147,7 @@ def ragged_attention(
       cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D]; donate it.
       layer: int32 [], which of the N.
       window: int32 [], how many tokens each sees, itself included; None is all.
+      sinks: of `layers.attention`.
       table, positions: see `attend_on`.
       read: columns of each slot that the kernel's stated costs are those of.
       cap: of `layers.attention`.
@@ -169,18 +176,26 @@ def ragged_attention(
     def buffers(count: int, width: Callable[[jax.Array], int]) -> list[Any]:
         return [pltpu.VMEM((count, kv_heads, width(x), *x.shape[4:]), x.dtype) for x in arrays]
 
+    of_rows = []  # a sink for each row of queries, in the order of `_kernel`
+    if sinks is not None:
+        of_rows = [jnp.tile(sinks.reshape(kv_heads, -1), (1, length)).reshape(-1, 1)]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * len(arrays)
     tokens = [of_tokens(count, size) for count in (heads, kv_heads, kv_heads, 2)]
     moved = sum(n * (read + tile(x)) for n, x in zip(of_column, arrays, strict=True))
     call = pl.pallas_call(
         functools.partial(
-            _kernel, count=len(arrays), block=block, windowed=window is not None, cap=cap
+            _kernel,
+            count=len(arrays),
+            block=block,
+            windowed=window is not None,
+            cap=cap,
+            has_sinks=sinks is not None,
         ),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, *arrays)],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
             grid=(slots // of_grid,),
-            in_specs=[*tokens, *anywhere],
+            in_specs=[*tokens, *[pl.BlockSpec(memory_space=pltpu.VMEM)] * len(of_rows), *anywhere],
             out_specs=[tokens[0], *anywhere],
             scratch_shapes=[
                 *buffers(depth, lambda _: block),
@@ -192,7 +207,7 @@ def ragged_attention(
                 pltpu.SemaphoreType.DMA((_WRITES,)),
             ],
         ),
-        input_output_aliases={8 + n: 1 + n for n in range(len(arrays))},
+        input_output_aliases={8 + len(of_rows) + n: 1 + n for n in range(len(arrays))},
         cost_estimate=pl.CostEstimate(
             flops=4 * q.size * read,
             transcendentals=slots * length * heads * read,
@@ -206,15 +221,17 @@ def ragged_attention(
     )
     size_of_window = jnp.full(1, 0 if window is None else window, jnp.int32)
     prefetched = (layer[None], size_of_window, positions, table.reshape(-1))
-    out, *arrays = call(*prefetched, q, k, v, turns, *arrays)
+    out, *arrays = call(*prefetched, q, k, v, turns, *of_rows, *arrays)
     return out, jax.tree.unflatten(structure, arrays)
 
 
 def _kernel(
     layer_ref, window_ref, position_ref, table_ref,
-    q_ref, k_ref, v_ref, turns_ref, *refs, count, block, windowed, cap,
+    q_ref, k_ref, v_ref, turns_ref, *refs, count, block, windowed, cap, has_sinks,
 ):  # fmt: skip
-    """Some slots: q [slots, L, heads, D]; k, v [slots, L, kv, D]; the cache's arrays in place."""
+    """Some slots: q [slots, L, heads, D]; k, v [slots, L, kv, D]; sinks [heads * L, 1] if there are
+    some; the cache's arrays in place."""
+    sink_ref, *refs = refs if has_sinks else (None, *refs)
     out_ref, cache = refs[count], refs[count + 1 : 2 * count + 1]
     buffers, tiles = refs[2 * count + 1 : 3 * count + 1], refs[3 * count + 1 : 4 * count + 1]
     query_ref, new_ref, written_ref, read_done, write_done = refs[4 * count + 1 :]
@@ -295,9 +312,12 @@ def _kernel(
                 visible &= of_row - t < window_ref[0]
             scores.append(score if length == 1 else jnp.where(visible, score, MASKED))
             values.append(value)
-        top = functools.reduce(jnp.maximum, scores)
+        top, total = functools.reduce(jnp.maximum, scores), 0.0
+        if has_sinks:
+            top = jnp.maximum(top, sink_ref[...])
+            total = jnp.exp(sink_ref[...] - top)
         weights = [jnp.exp(score - top) for score in scores]
-        return top, sum(weights), sum(x * y for x, y in zip(weights, values, strict=True))
+        return top, total + sum(weights), sum(x * y for x, y in zip(weights, values, strict=True))
 
     def seen(x: jax.Array, t: int) -> jax.Array:
         """New token `t`'s key or value [kv, D] by row: those after it see it as it is cached."""

@@ -38,6 +38,7 @@ def attend_to_own(
     *,
     window: jax.Array | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
     read: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -52,7 +53,7 @@ def attend_to_own(
       table: int32 [S, M], each slot's pages.
       lengths: int32 [S], columns up to each slot's token, one at least.
       window: int32 [S], how many of them it sees; no block before is read. None is all.
-      cap: of `layers.attention`.
+      cap, sinks: of `layers.attention`.
       read: columns of each slot that the kernel's stated costs are those of.
       interpret: run without a GPU, slowly, for tests.
 
@@ -96,6 +97,12 @@ def attend_to_own(
         name="attend_to_own",
         **_stated(q, arrays, slots, read, 4 * slots * heads * parts * (size + 2)),
     )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), table, *windows, *arrays)
+    if sinks is not None:  # as one part more, which has no values
+        top, total = (
+            jnp.concatenate([x, jnp.broadcast_to(one, (slots, kv_heads, 1, groups))], axis=2)
+            for x, one in ((top, sinks.reshape(kv_heads, 1, groups)), (total, 1.0))
+        )
+        summed = jnp.pad(summed, ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0)))
     weights = jnp.exp(top - top.max(2, keepdims=True))  # [S, kv, parts, G]
     summed = (summed * weights[..., None]).sum(2) / (total * weights).sum(2)[..., None]
     return summed.astype(q.dtype).reshape(q.shape)
@@ -110,6 +117,7 @@ def attend_in_place(
     *,
     window: jax.Array | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
     read: int,
     interpret: bool = False,
 ) -> jax.Array:
@@ -123,7 +131,7 @@ def attend_in_place(
       branches: of the tokens.
       window: int32 [R], how many positions a token sees, its own included; no block before those of
         the first token is read. None is all.
-      cap: of `layers.attention`.
+      cap, sinks: of `layers.attention`.
       read: columns of each row that the kernel's stated costs are those of.
       interpret: run without a GPU, slowly, for tests.
 
@@ -137,7 +145,9 @@ def attend_in_place(
         branches = Branches(jnp.zeros_like(starts), jnp.zeros((count, length), jnp.int32))
     arrays = jax.tree.leaves(held)
     windows = [] if window is None else [window.astype(jnp.int32)]
+    of_heads = [] if sinks is None else [sinks.astype(jnp.float32)]
     options = {"windowed": window is not None, "cap": cap, "block": _block(page)}
+    options["has_sinks"] = sinks is not None
     of_tokens = pl.BlockSpec((None, tokens, None, size), lambda n, h, r: (r, n, h, 0))
     of_row = pl.BlockSpec((None,), lambda n, h, r: (r,))
 
@@ -150,6 +160,7 @@ def attend_in_place(
             *[of_row] * 2,
             pl.BlockSpec((None, tokens), lambda n, h, r: (r, n)),
             *[of_row] * len(windows),
+            *[pl.BlockSpec((None,), lambda n, h, r: (h,))] * len(of_heads),
             *[_of_head(x, lambda n, h, r: h // groups) for x in arrays],
         ],
         out_specs=of_tokens,
@@ -158,7 +169,10 @@ def attend_in_place(
         interpret=interpret,
         name="attend_in_place",
         **_stated(q, arrays, count, read, q.nbytes),
-    )(q, table, starts.astype(jnp.int32), branches.trunk, branches.begin, *windows, *arrays)
+    )(
+        q, table, starts.astype(jnp.int32), branches.trunk, branches.begin,
+        *windows, *of_heads, *arrays,
+    )  # fmt: skip
 
 
 def _block(page: int) -> int:
@@ -219,11 +233,12 @@ def _token(
 
 def _tokens(
     q_ref: Any, table_ref: Any, start_ref: Any, trunk_ref: Any, begin_ref: Any, *refs: Any,
-    block: int, windowed: bool, cap: float | None,
+    block: int, windowed: bool, has_sinks: bool, cap: float | None,
 ):  # fmt: skip
     """Tokens of one head: q [L, D]; table [M]; keys [pages, D, P], values [pages, P, D], scales
     [pages, P]."""
     window_ref, *refs = refs if windowed else (None, *refs)
+    sink_ref, *refs = refs if has_sinks else (None, *refs)
     *held, out_ref = refs
     tokens, trunk = q_ref.shape[0], trunk_ref[()]
     first = start_ref[()] + pl.program_id(0) * tokens
@@ -242,7 +257,7 @@ def _tokens(
         return _add(q, _columns(held, table_ref, n, block), visible, carry, cap)
 
     blocks = (first + tokens + block - 1) // block
-    _, total, out = jax.lax.fori_loop(earliest, blocks, one, _nothing(q))
+    _, total, out = jax.lax.fori_loop(earliest, blocks, one, _nothing(q, sink_ref))
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
 
 
@@ -255,9 +270,12 @@ def _columns(held: Sequence[Any], table_ref: Any, n: Any, block: int) -> list[ja
     return [key[page, :, columns], value[page, columns, :], *(x[page, columns] for x in scales)]
 
 
-def _nothing(q: jax.Array) -> tuple[jax.Array, ...]:
-    """Largest score and sum of weights [rows], and weighted values [rows, D], of no column."""
+def _nothing(q: jax.Array, sink_ref: Any = None) -> tuple[jax.Array, ...]:
+    """Largest score and sum of weights [rows], and weighted values [rows, D], of no column, or of
+    the sink alone."""
     none = jnp.zeros(q.shape[0], jnp.float32)
+    if sink_ref is not None:
+        return none + sink_ref[()], none + 1, jnp.zeros(q.shape, jnp.float32)
     return none + MASKED, none, jnp.zeros(q.shape, jnp.float32)
 
 

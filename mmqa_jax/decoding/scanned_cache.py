@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.mesh import columns_over_tensor, partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import places, quantize
-from mmqa_jax.models.attention.masked import MASKED, capped
+from mmqa_jax.models.attention.masked import MASKED, capped, sink_rows
 from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.llama import experts
 from mmqa_jax.models.llama import network as llama
@@ -119,10 +119,15 @@ def decode(
     pages = table[:, : -(-limit // cache.key.shape[3])]
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: jax.Array,
+        window: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         held = read(cache, layer, pages)
-        return _one_token(q, k, v, held, positions, window, model.config.attention_cap)
+        return _one_token(q, k, v, held, positions, window, model.config.attention_cap, sinks)
 
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
@@ -166,7 +171,7 @@ def _decode_ragged(
         (x, cache, number), (params, traits) = carry, of_layer
         layer = with_chosen(nnx.merge(graphdef, params), adapters)
         q, k, v = layer.products(split_rows(x), apart=True)
-        attended, cache = attend(q, k, v, cache, number, traits)
+        attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
         return (layer.finish(x, attended), cache, number + 1), None
 
     (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), (params, traits))
@@ -233,7 +238,12 @@ def prefill(
         return (column >= first)[:, None]
 
     def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, layer: jax.Array, window: jax.Array | None
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        layer: jax.Array,
+        window: jax.Array | None,
+        sinks: jax.Array | None,
     ) -> jax.Array:
         seen = mask if window is None else mask & near(window)
         if limit:
@@ -248,6 +258,7 @@ def prefill(
             implementation=implementation,
             mesh=mesh,
             cap=model.config.attention_cap,
+            sinks=sinks,
         )
 
     positions = columns if branches is None else branches.positions(columns)
@@ -285,7 +296,8 @@ def _run(
     deepstack: jax.Array | None = None,
     adapters: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window)` gives [R, L, heads, D].
+    """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window, sinks)` gives
+    [R, L, heads, D].
 
     Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
     """
@@ -302,7 +314,7 @@ def _run(
             layer.experts = functools.partial(stacked, layer=number)
         x = columns_over_tensor(x)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
-        x = layer.finish(x, attend(q, k, v, number, traits.window))
+        x = layer.finish(x, attend(q, k, v, number, traits.window, layer.sink_logits))
         return columns_over_tensor(llama.added(x, deepstack, number)), (k, v)
 
     xs = params, jnp.arange(model.config.layers), traits
@@ -345,11 +357,12 @@ def _one_token(
     positions: jax.Array,
     window: jax.Array | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of one token per row to `held` ([S, kv, T, D]) before its position, and to itself.
 
     q [S, 1, heads, D]; k, v [S, 1, kv_heads, D]. window: how many tokens it sees, itself included;
-    None is all. cap: of `layers.attention`. The query heads of one key head are rows of one
+    None is all. cap, sinks: of `layers.attention`. The query heads of one key head are rows of one
     product. Returns [S, 1, heads, D].
     """
     rows, _, kv_heads, size = k.shape
@@ -373,8 +386,13 @@ def _one_token(
     own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
     own = capped(own, cap)
     top = jnp.maximum(scores.max(-1, keepdims=True), own)
+    if sinks is not None:
+        sinks = jnp.pad(sink_rows(sinks, kv_heads, 1), ((0, 0), (0, top.shape[2] - groups), (0, 0)))
+        top = jnp.maximum(top, sinks)
     weights, of_own = jnp.exp(scores - top), jnp.exp(own - top)
     total = weights.sum(-1, keepdims=True) + of_own
+    if sinks is not None:
+        total += jnp.exp(sinks - top)
     if held.value_scale is not None:
         weights *= held.value_scale[:, :, None]
     out = product("skgt,sktd->skgd", weights, held.value) + of_own * v

@@ -39,7 +39,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import experts_together, publish_llama
+from mmqa_jax.models.llama.keys import publish_llama, to_rule_tensors
 from mmqa_jax.models.llama.network import Llama, layer_traits
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
@@ -171,6 +171,18 @@ CASES = {
             "num_experts_per_tok": 3,
             "attention_bias": True,
             "rope_parameters": _THETA,
+        },
+    ),
+    "gpt_oss": Case(
+        "GptOss",
+        {
+            "head_dim": 12,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 43,
+            "swiglu_limit": 0.4,
+            "rope_parameters": {**_YARN, "truncate": False},
+            **TOKENS,
         },
     ),
     "seed_oss": Case(
@@ -353,12 +365,13 @@ OF_MANY = "gemma2"
 BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # Engines run the layer that the forward runs, and the model's own embeddings and logits. Code of
 # their own have windows and caps (gemma2, with beams), layers that differ in rotation (gemma3_text)
-# or have none (smollm3), and rotations that are fitted to the longest text (longrope, in a test of
+# or have none (smollm3), sinks (gpt_oss), and rotations that are fitted to the longest text (longrope, in a test of
 # its own); experts are given padding. Scanned layers have their own code of windows, caps and
 # rotations alone.
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe")),
+    *(("gpt_oss", scan) for scan in (False, True)),
 ]
 
 
@@ -471,7 +484,7 @@ def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layo
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
 # behind the parts and caps. Windows, rotations and multipliers have no parameters.
-TRAINED = ("qwen3_moe", "gemma2")
+TRAINED = ("qwen3_moe", "gemma2", "gpt_oss")
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
@@ -499,9 +512,8 @@ def test_three_training_steps_are_torchs(pair):
                 parameter -= rate * parameter.grad
     arrays = {name: x.detach().numpy() for name, x in theirs.named_parameters()}
     # transformers keeps all experts of a layer in one parameter, files do not.
-    want = experts_together(ArraySource(arrays), ours.config.experts or 0)
-    got = publish_llama(ours.config, state).source
-    got = experts_together(got, ours.config.experts or 0)
+    want = to_rule_tensors(ArraySource(arrays), ours.config)
+    got = to_rule_tensors(publish_llama(ours.config, state).source, ours.config)
     assert got.specs().keys() == want.specs().keys()
     for name in want.specs():
         np.testing.assert_allclose(got.read(name), want.read(name), **WHOLE, err_msg=name)
@@ -542,6 +554,7 @@ SWITCHES = {
         {"rope_parameters": _THETA | {"rope_theta": 5000.0}},
     ],
     "qwen3_moe": [{"norm_topk_prob": False}],
+    "gpt_oss": [_FULL, {"swiglu_limit": 7.0}],
     "smollm3": [{"no_rope_layers": [1, 1]}],
     "phi3, longrope": [{"rope_parameters": _THETA | {"rope_theta": 2345.0}}],
     "granite": [

@@ -40,7 +40,7 @@ def compiled(device: jax.Device, dtype: str, heads: int, kv_heads: int, tokens: 
     @jax.jit(donate_argnums=4)
     def attend(q, k, v, turns, cache, layer, table, positions):
         rest = {"read": PAGE * PAGES, "cores": device.num_cores}
-        return ragged_attention(q, k, v, turns, cache, layer, None, table, positions, **rest)
+        return ragged_attention(q, k, v, turns, cache, layer, None, None, table, positions, **rest)
 
     attend.lower(q, k, k, turns, cache, layer, table, positions).compile()
 

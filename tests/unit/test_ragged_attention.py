@@ -35,7 +35,7 @@ def arrays(heads, kv_heads, columns, size, tokens, int8, rows=SLOTS):
     return token, ScannedCache(key, value, *scales)
 
 
-def reference(token, cache, positions, angles, window=None, cap=None):
+def reference(token, cache, positions, angles, window=None, cap=None, sinks=None):
     """By `_one_token` and `_write`, token by token, as where the kernel does not serve."""
     out = []
     for number in range(token[0].shape[1]):
@@ -43,7 +43,7 @@ def reference(token, cache, positions, angles, window=None, cap=None):
         cos, sin = (f(angles[:, number, None, None]) for f in (jnp.cos, jnp.sin))
         q, k, at = rotate(q, cos, sin), rotate(k, cos, sin), positions + number
         held = cache.map(lambda x: x[LAYER])
-        out.append(scanned_cache._one_token(q, k, v, held, at, window, cap=cap))
+        out.append(scanned_cache._one_token(q, k, v, held, at, window, cap, sinks))
         only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
         written = scanned_cache._write(cache, *only, kv_cache.page_each(len(q)), at, None)
         cache = written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
@@ -66,7 +66,8 @@ def test_as_plain_products(
     heads, kv_heads, size, page, pages, tokens, window, cap, int8, monkeypatch
 ):
     """Slots without a column, with one, with a whole page, with one more, and almost full; blocks of
-    several pages, of one, and of a part of one; several tokens a slot, then a slot a grid step."""
+    several pages, of one, and of a part of one; several tokens a slot, then a slot a grid step. With
+    a window there are sinks too, as of gpt-oss."""
     if tokens > 1:
         monkeypatch.setattr(ragged_attention, "_ROWS", heads * tokens)
     columns = page * pages
@@ -76,6 +77,7 @@ def test_as_plain_products(
     table = order.astype(np.int32)
     angles = np.random.default_rng(1).normal(size=(SLOTS, tokens, size // 2)).astype(np.float32)
     traits = LayerTraits(window=None if window is None else np.int32(window))
+    sinks = None if window is None else np.linspace(-1, 3, heads, dtype=np.float32)
     options = {"cap": cap, "read": columns, "mesh": None, "specs": None, "interpret": True}
 
     def paged(x):  # [N, S, kv, T, ...] -> [N, pages, kv, P, ...]
@@ -90,8 +92,8 @@ def test_as_plain_products(
     @jax.jit
     def both(token, cache, held, table, positions, angles):
         attend = attend_on(held, table, positions, angles, **options)
-        plain = reference(token, cache, positions, angles, traits.window, cap)
-        return attend(*token, held, jnp.int32(LAYER), traits), plain
+        plain = reference(token, cache, positions, angles, traits.window, cap, sinks)
+        return attend(*token, held, jnp.int32(LAYER), traits, sinks), plain
 
     found = both(token, cache, cache.map(paged), table, positions, angles)
     (got, written), (want, want_written) = jax.device_get(found)

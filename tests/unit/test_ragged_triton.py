@@ -52,9 +52,14 @@ def pages(kv_heads, columns, size, dtype, cache):
 
 
 @functools.partial(jax.jit, static_argnames="cap")
-def plainly(q, held, own, branches, table, end, window=None, cap=None):
+def plainly(q, held, own, branches, table, end, window=None, cap=None, sinks=None):
     """By products over all columns."""
-    return attend(q, held, own, branches, table, end=end, window=window, cap=cap)
+    return attend(q, held, own, branches, table, end=end, window=window, cap=cap, sinks=sinks)
+
+
+def sinks_of(heads, cap):
+    """Sinks where there is a cap."""
+    return None if cap is None else np.linspace(-1, 3, heads, dtype=np.float32)
 
 
 @pytest.mark.parametrize(
@@ -72,14 +77,15 @@ def test_a_step_as_plain_products(heads, kv_heads, columns, size, dtype, cache, 
     q = normal(dtype, SLOTS, 1, heads, size)
     lengths = np.array([1, 16, columns // 2, columns // 2 + 1, columns], np.int32)
     window = None if window is None else np.full(SLOTS, window, np.int32)
+    sinks = sinks_of(heads, cap)
 
     def attended(*arguments):
         options = {"cap": cap, "read": columns, "interpret": interpret()}
-        return attend_to_own(*arguments, window=window, **options)
+        return attend_to_own(*arguments, window=window, sinks=sinks, **options)
 
     got = jax.jit(attended)(q, held, TABLE, lengths)
     own = lengths[:, None] - 1
-    want = plainly(q, held, own, None, TABLE, lengths.max(), window, cap)
+    want = plainly(q, held, own, None, TABLE, lengths.max(), window, cap, sinks)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x) for x in (got, want)), rtol=0, atol=most)
 
@@ -107,13 +113,14 @@ def test_prompts_as_plain_products(branched, dtype, cache, most, window, cap):
         branches = Branches(np.array([10, 80, columns, 0], np.int32), begin)
 
     window = None if window is None else np.full(4, window, np.int32)
+    sinks = sinks_of(heads, cap)
 
     def attended(*arguments):
         options = {"cap": cap, "read": columns, "interpret": interpret()}
-        return attend_in_place(*arguments, window=window, **options)
+        return attend_in_place(*arguments, window=window, sinks=sinks, **options)
 
     got = jax.jit(attended)(q, held, table, starts, branches)
-    want = plainly(q, held, own, branches, table, own.max() + 1, window, cap)
+    want = plainly(q, held, own, branches, table, own.max() + 1, window, cap, sinks)
     assert got.dtype == want.dtype
     np.testing.assert_allclose(*(np.float32(x)[:3] for x in (got, want)), rtol=0, atol=most)
 

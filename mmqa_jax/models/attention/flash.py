@@ -43,6 +43,7 @@ def auto_implementation(
     is_causal: bool,
     drops: bool,
     capped: bool = False,
+    sinks: bool = False,
 ) -> str:
     """What `layers.attention` means by "auto" for q [B, Lq, heads, D] and k where it is traced.
 
@@ -53,7 +54,7 @@ def auto_implementation(
     Args:
       segmented, windowed: there are `segments`, a `window` of `layers.attention`.
       drops: attention weights are dropped, which only "fused" and "xla" do.
-      capped: scores are bent, which "fused" and "cudnn" do not do.
+      capped, sinks: scores are bent, have sinks, which "fused" and "cudnn" do not do.
 
     A mask has to be the same for all heads, and for cuDNN lengths even: odd ones have no gradient.
     What `sequence` splits goes to splash, XLA or blocks.
@@ -61,6 +62,7 @@ def auto_implementation(
     length, columns = q.shape[1], k.shape[1]
     shards = column_shards(length) if length == columns else 1
     half_on_tpu = platform() == "tpu" and q.dtype == jnp.bfloat16
+    capped |= sinks
     if half_on_tpu and not capped and not segmented and shards == 1:
         from mmqa_jax.models.attention.fused import (
             fused_fits,  # Pallas takes half a second to import
@@ -96,24 +98,25 @@ def block_attention(
     is_causal: bool,
     block: int = 512,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention over blocks of keys with a running maximum (Milakov and Gimelshein 2018).
 
     q [B, Lq, heads, D]; k, v [B, Lk, kv_heads, D]; mask bool, broadcastable to [B, 1, Lq, Lk].
-    cap, segments, window: of `layers.attention`. No array is larger than Lq times a block; the
-    backward pass computes the scores of a block again. Over the mesh axis `sequence` a device has
-    some columns of the queries (Lq == Lk) and gathers all keys and values.
+    cap, segments, window, sinks: of `layers.attention`. No array is larger than Lq times a
+    block; the backward pass computes the scores of a block again. Over the mesh axis `sequence` a
+    device has some columns of the queries (Lq == Lk) and gathers all keys and values.
     Returns [B, Lq, heads, D].
     """
     length, columns, kv_heads = q.shape[1], *k.shape[1:3]
     attend = functools.partial(_blocks, is_causal=is_causal, block=block, cap=cap)
     if length != columns or column_shards(length) == 1:
-        return attend(q, k, v, mask, segments, segments, window, columns - length)
+        return attend(q, k, v, mask, segments, segments, window, sinks, columns - length)
 
-    def attend_part(q, k, v, mask, of_queries, of_keys, window):
+    def attend_part(q, k, v, mask, of_queries, of_keys, window, sinks):
         k, v = (jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True) for x in (k, v))
         first = jax.lax.axis_index(SEQUENCE) * q.shape[1]
-        return attend(q, k, v, mask, of_queries, of_keys, window, first)
+        return attend(q, k, v, mask, of_queries, of_keys, window, sinks, first)
 
     mesh = jax.sharding.get_abstract_mesh()
     rows, heads = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
@@ -127,11 +130,11 @@ def block_attention(
         attend_part,
         in_specs=(
             *(spec, spec, spec, of_mask),
-            *(PartitionSpec(rows, SEQUENCE), PartitionSpec(rows), whole),
+            *(PartitionSpec(rows, SEQUENCE), PartitionSpec(rows), whole, PartitionSpec(heads)),
         ),
         out_specs=spec,
         check_vma=False,
-    )(q, k, v, mask, segments, segments, window)
+    )(q, k, v, mask, segments, segments, window, sinks)
 
 
 def _blocks(
@@ -142,6 +145,7 @@ def _blocks(
     segments: jax.Array | None,
     key_segments: jax.Array | None,
     window: Window | None,
+    sinks: jax.Array | None,
     first_query: jax.Array | int,
     *,
     is_causal: bool,
@@ -194,6 +198,9 @@ def _blocks(
 
     shape = (batch, kv_heads, groups, length)
     start = (jnp.full((*shape, 1), MASKED), jnp.zeros((*shape, 1)), jnp.zeros((*shape, size)))
+    if sinks is not None:
+        top = jnp.broadcast_to(sinks.reshape(kv_heads, groups, 1, 1), (*shape, 1))
+        start = (top, jnp.ones((*shape, 1)), start[2])
     blocks = jnp.arange(0, columns + padding, block)
     (_, total, out), _ = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), start, blocks)
     out = (out / total).astype(q.dtype)  # [B, kv, G, Lq, D]

@@ -1,4 +1,4 @@
-"""What a query of attention does not see: its scores, and windows; and soft caps of scores."""
+"""What a query of attention does not see, its scores, and windows; soft caps of scores; sinks."""
 
 from __future__ import annotations
 
@@ -17,6 +17,22 @@ MASKED = -1e30
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
     """x bent so that it stays within -cap..cap (Gemma 2); None is x itself."""
     return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def sink_rows(sinks: jax.Array, kv_heads: int, length: int) -> jax.Array:
+    """Sinks [heads] of `softmax` for scores whose rows are the query heads of one key head, each
+    with its `length` queries: [kv_heads, groups * length, 1]."""
+    return jnp.repeat(sinks.reshape(kv_heads, -1), length, axis=1)[..., None]
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Softmax over the last axis. `sinks` (gpt-oss), broadcastable to [..., 1], are scores of one
+    further column, which has a weight and no value; what is returned lacks it."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    top = jax.lax.stop_gradient(jnp.maximum(scores.max(-1, keepdims=True), sinks))
+    weights = jnp.exp(scores - top)
+    return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
 @flax.struct.dataclass

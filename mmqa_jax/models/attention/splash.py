@@ -39,6 +39,7 @@ def splash_attention(
     interpret: bool = False,
     cap: float | None = None,
     kept: str | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
 
@@ -48,7 +49,7 @@ def splash_attention(
     outside of it are skipped. On a mesh (None: that of `jax.set_mesh`) rows are split as a batch
     is, and heads as the model's, where these divide. Over `sequence` a device has some columns of
     the queries (Lq == Lk) and gathers all keys and values.
-    `interpret` runs the kernel without a TPU, slowly, for tests; `cap` is that of
+    `interpret` runs the kernel without a TPU, slowly, for tests; `cap` and `sinks` are those of
     `layers.attention`; `kept` names what its backward pass needs for `jax.checkpoint`.
     Returns [B, Lq, heads, D].
     """
@@ -85,28 +86,28 @@ def splash_attention(
             residual_checkpoint_name=kept,
         )
 
-    def attend(q, k, v, of_queries, of_keys, kernel=None):
+    def attend(q, k, v, of_queries, of_keys, sinks, kernel=None):
         def one(q, k, v, of_queries, of_keys):
             # Of one sequence: [heads, Lq, D], [kv_heads, Lk, D] twice, int32 [Lq], [Lk].
             made = kernel or make_kernel(*q.shape[:2])
-            return made(q, k, v, splash.SegmentIds(of_queries, of_keys))
+            return made(q, k, v, splash.SegmentIds(of_queries, of_keys), sinks)
 
         return jax.vmap(one)(q, k, v, of_queries, of_keys)
 
-    def attend_part(q, k, v, of_queries, of_keys, kernel=None):
+    def attend_part(q, k, v, of_queries, of_keys, sinks, kernel=None):
         k, v = (jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True) for x in (k, v))
         q = _balanced(q, shards) if balanced else q
-        out = attend(q, k, v, of_queries, of_keys, kernel)
+        out = attend(q, k, v, of_queries, of_keys, sinks, kernel)
         return _balanced(out, shards) if balanced else out
 
     kernels, run = (), attend
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
         spec = partition_spec(("batch", "heads"), (len(q), kv_heads), mesh)
         rows = PartitionSpec(spec[0])
-        specs = (spec, spec, spec, rows, rows)
+        specs = (spec, spec, spec, rows, rows, PartitionSpec(spec[1]))
         if shards > 1:
             spec = PartitionSpec(*spec, SEQUENCE)
-            specs = (spec, spec, spec, PartitionSpec(spec[0], SEQUENCE), rows)
+            specs = (spec, spec, spec, PartitionSpec(spec[0], SEQUENCE), *specs[4:])
         if balanced:  # the kernel is an argument, since it holds what each part sees
             kernels = (make_kernel(q.shape[2] // (mesh.shape["tensor"] if spec[1] else 1), length),)
             split = NamedSharding(mesh, PartitionSpec(None, SEQUENCE))
@@ -126,7 +127,7 @@ def splash_attention(
     if balanced:
         ids = ids[0][:, balanced_order(length, shards)], ids[1]
     heads_first = ((q * size**-0.5).astype(q.dtype), k, v)
-    out = run(*(x.swapaxes(1, 2) for x in heads_first), *ids, *kernels)
+    out = run(*(x.swapaxes(1, 2) for x in heads_first), *ids, sinks, *kernels)
     return out.swapaxes(1, 2)
 
 

@@ -18,6 +18,19 @@ def _gelu(x: jax.Array) -> jax.Array:
     return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
 
 
+def gated(name: str, limit: float | None = None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """What a gated MLP makes of gate and up, act(gate) * up.
+
+    limit: gpt-oss's (modeling_gpt_oss.py, `_apply_gate`): act(gate) * (up + 1), where gate is at
+    most the limit, and up is within it on both sides.
+    """
+    if limit is None:
+        return lambda gate, up: ACTIVATIONS[name](gate) * up
+    return lambda gate, up: (
+        ACTIVATIONS[name](jnp.minimum(gate, limit)) * (jnp.clip(up, -limit, limit) + 1)
+    )
+
+
 def by_platform(function: Activation) -> Activation:
     """The function computed in float32 on a CPU, whatever its input's type is, which it returns."""
 

@@ -34,7 +34,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import column_shards, gather_features, on_device, platform, split_rows
 from mmqa_jax.models.attention import flash
-from mmqa_jax.models.attention.masked import MASKED, Window, capped
+from mmqa_jax.models.attention.masked import MASKED, Window, capped, sink_rows, softmax
 from mmqa_jax.models.common.config_checks import check_known
 
 Names = tuple[str | None, ...]
@@ -370,6 +370,7 @@ def attention(
     implementation: str = "xla",
     mesh: Mesh | None = None,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
     biases: tuple[jax.Array, ...] | None = None,
 ) -> jax.Array:
     """Multi-head scaled dot-product attention, the one of the project.
@@ -380,7 +381,7 @@ def attention(
     fewer. `segments` int [B, L], of rows that attend to themselves: a token sees those of its own
     segment alone (several texts in a row). `window`: of what else is visible a token sees the
     nearest. Scores are divided by sqrt(head_dim), and bent to stay within `cap` (`masked.capped`);
-    softmax in float32.
+    softmax in float32, with `sinks`, float32 [heads], in its denominator (`masked.softmax`).
     A row without a visible column gives the mean of the values, never NaN.
 
     `implementation`: "auto", by device and shape (`flash.auto_implementation`); "xla", whose memory
@@ -390,8 +391,8 @@ def attention(
     with the last key, so that what precedes the queries is seen whole; with "cudnn" and "splash"
     every query must see a key. "splash" takes segments, or masks of keys alone (Lq 1); `mesh` is
     where its heads lie. What these two do not take (types, sizes, masks, another platform:
-    `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, columns that `sequence` splits, and
-    segments or a mask beside a window) goes to "blocks".
+    `flash.cudnn_fits`, `splash.splash_fits`; for cuDNN a cap, sinks, columns that `sequence`
+    splits, and segments or a mask beside a window) goes to "blocks".
     Dropout acts on the attention weights (BERT), for which only "auto" and "xla" serve.
     `biases`: those of `biases_apart`, [heads * head_dim] each, whose gradients are made here.
     Returns [B, Lq, heads, head_dim] in q's dtype, which is kept for the backward pass
@@ -408,6 +409,7 @@ def attention(
             is_causal=is_causal,
             drops=drops,
             capped=cap is not None,
+            sinks=sinks is not None,
         )
         if implementation == "fused":
             from mmqa_jax.models.attention.fused import (
@@ -440,6 +442,7 @@ def attention(
             implementation=implementation,
             mesh=mesh,
             cap=cap,
+            sinks=sinks,
         )
     if window is not None:
         mask = window.mask(mask, q.shape[1], k.shape[1], is_causal=is_causal)
@@ -460,7 +463,9 @@ def attention(
     scores = capped(scores * q.shape[-1] ** -0.5, cap)  # [B, heads, Lq, Lk]
     if mask is not None:
         scores = jnp.where(mask, scores, MASKED)
-    weights = dropout(jax.nn.softmax(scores, axis=-1), dropout_rate, dropout_key)
+    if sinks is not None:
+        sinks = sink_rows(sinks, kv_heads, scores.shape[2] * kv_heads // heads)
+    weights = dropout(softmax(scores, sinks), dropout_rate, dropout_key)
     out = jnp.matmul(weights.astype(v.dtype), v).swapaxes(1, 2)
     return keep(ungroup_queries(out, heads) if kv_heads < heads else out)
 
@@ -477,13 +482,14 @@ def _linear_attention(
     implementation: str,
     mesh: Mesh | None,
     cap: float | None,
+    sinks: jax.Array | None,
 ) -> jax.Array:
     """`attention` by "blocks", "cudnn" or "splash"."""
     check_known("attention implementation", implementation, _IMPLEMENTATIONS)
     length, columns = q.shape[1], k.shape[1]
     shards = column_shards(length) if length == columns else 1
     options = {"mask": mask, "segments": segments, "is_causal": is_causal}
-    if implementation == "cudnn" and cap is None and shards == 1:
+    if implementation == "cudnn" and cap is None and sinks is None and shards == 1:
         kind = {"segmented": segments is not None, "windowed": window is not None}
         if flash.cudnn_fits(q, k, mask, is_causal=is_causal, **kind):
             kernel = functools.partial(flash.cudnn_attention, q, k, v, **options)
@@ -499,10 +505,10 @@ def _linear_attention(
             kernel = functools.partial(
                 splash.splash_attention, q, k, v,
                 key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap,
-                kept=_KEPT,
+                kept=_KEPT, sinks=sinks,
             )  # fmt: skip
             return kernel() if window is None else window.choose(kernel, columns)
-    return keep(flash.block_attention(q, k, v, **options, window=window, cap=cap))
+    return keep(flash.block_attention(q, k, v, **options, window=window, cap=cap, sinks=sinks))
 
 
 def group_queries(q: jax.Array, kv_heads: int) -> jax.Array:
@@ -530,15 +536,15 @@ def prefix_attention(
     *,
     mask: jax.Array,
     cap: float | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attention of several sequences that share a prefix, without repeating the prefix (decoding).
 
     q [B * K, Lq, heads, head_dim] for K sequences side by side per prefix; prefix_k, prefix_v
     [B, Lp, heads, head_dim], prefix_mask bool [B, Lp]; k, v [B * K, Lk, heads, head_dim] each
     sequence's own columns, mask bool broadcastable to [B * K, heads, Lq, Lk]. `cap` as in
-    `attention`. One softmax over
-    prefix and own columns. Returns [B * K, Lq, heads, head_dim]: what `attention` gives for the
-    concatenation.
+    `attention`; `sinks` of `masked.softmax`, [Lq, heads, 1]. One softmax over prefix and own
+    columns. Returns [B * K, Lq, heads, head_dim]: what `attention` gives for the concatenation.
     """
     rows, length, heads, size = q.shape
     prefixes, columns = prefix_mask.shape
@@ -548,7 +554,7 @@ def prefix_attention(
     shared = shared.reshape(rows, length, heads, columns)
     own = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
     own = jnp.where(mask, capped(own, cap), MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
-    weights = jax.nn.softmax(jnp.concatenate([shared, own], axis=-1), axis=-1).astype(v.dtype)
+    weights = softmax(jnp.concatenate([shared, own], axis=-1), sinks).astype(v.dtype)
     of_prefix = weights[..., :columns].reshape(prefixes, -1, heads, columns)
     out = jnp.einsum("bqhk,bkhd->bqhd", of_prefix, prefix_v).reshape(q.shape)
     return out + jnp.einsum("nqhk,nkhd->nqhd", weights[..., columns:], v)

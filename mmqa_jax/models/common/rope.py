@@ -212,7 +212,7 @@ def scaling_from_hf(
         return RopeScaling(kind, **values)
     if kind == "yarn":
         two = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
-        values.setdefault("attention_factor", _yarn_factor(values["factor"], *two))
+        values.setdefault("attention_factor", yarn_factor(values["factor"], *two))
     stated = rope.get("original_max_position_embeddings")
     original = original or stated or positions
     if kind == "longrope":
@@ -226,7 +226,9 @@ def _longrope_factor(factor: float, original: int) -> float:
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _yarn_factor(factor: float, mscale: float | None, mscale_all: float | None) -> float:
+def yarn_factor(
+    factor: float, mscale: float | None = None, mscale_all: float | None = None
+) -> float:
     """Returns the factor of queries and keys where the config does not say it."""
 
     def of(scale: float) -> float:

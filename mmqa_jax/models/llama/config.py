@@ -14,7 +14,7 @@ from mmqa_jax.models.common.config_checks import (
     check_layers,
     check_rate,
 )
-from mmqa_jax.models.common.rope import RopeScaling
+from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
 from mmqa_jax.models.llama import families as decoder_families
 from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
@@ -33,7 +33,7 @@ class LlamaConfig:
     `head_dim` None is hidden / heads. `positions` is the longest context; nothing is allocated for
     it. `tied`: the output head is the embedding table. `attention_bias` is on the projections of
     the attention, on its output if `out_bias` (None: as the others); `mlp_bias` on all three of the
-    MLP. `attention_dropout` acts on attention weights.
+    MLP, or of each expert and on the router. `attention_dropout` acts on attention weights.
 
     `windows`: of each layer, how many tokens one sees, itself included; 0 is all, () all in every
     layer. `rotated`: whether each layer rotates queries and keys by their positions, () all do;
@@ -46,8 +46,10 @@ class LlamaConfig:
     Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
     `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
     size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
-    within `logit_cap` (`masked.capped`). `bidirectional`: a token sees what follows it too, within
-    its window on both sides (EmbeddingGemma): an encoder of texts, which writes none.
+    within `logit_cap` (`masked.capped`). `sinks`: each head has a score that is in the softmax and
+    has no value. `gate_limit`: of `activations.gated`. `bidirectional`: a token sees
+    what follows it too, within its window on both sides (EmbeddingGemma): an encoder of texts,
+    which writes none.
 
     `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
     goes to `active_experts` (`llama.experts`); None is one MLP. With `normed_experts` the weights
@@ -109,6 +111,8 @@ class LlamaConfig:
     kinds: tuple[str, ...] = ()
     delta: DeltaConfig | None = None
     gated: bool = False
+    sinks: bool = False
+    gate_limit: float | None = None
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -120,7 +124,7 @@ class LlamaConfig:
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
                 "embeddings rotate pairs; change it."
             )
-        for name in ("rope_theta", "local_theta", "attention_cap", "logit_cap"):
+        for name in ("rope_theta", "local_theta", "attention_cap", "logit_cap", "gate_limit"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"model.{name} is {value}: expected a number above 0; correct it.")
@@ -129,8 +133,6 @@ class LlamaConfig:
                 f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
                 f"{self.experts}; correct it."
             )
-        if self.experts and self.mlp_bias:
-            raise UserError("model.mlp_bias: experts have none; set it to false.")
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_known("model.family", self.family, decoder_families.FAMILIES)
@@ -280,6 +282,13 @@ _QWEN3 = {"family": "qwen3", "qk_norm": "head", "head_dim": 128, "eps": 1e-6, "k
 _QWEN3 |= {"rope_theta": 1e6, "positions": 40960, "vocab_size": 151936}
 _QWEN3_MOE = {**_QWEN3, "family": "qwen3_moe", "kv_heads": 4, "experts": 128}
 _QWEN3_MOE |= {"active_experts": 8, "normed_experts": True}
+_GPT_OSS = {"family": "gpt_oss", "vocab_size": 201088, "hidden": 2880, "heads": 64, "kv_heads": 8}
+_GPT_OSS |= {"head_dim": 64, "mlp": 2880, "positions": 131072, "rope_theta": 150000.0}
+_GPT_OSS |= {"attention_bias": True, "mlp_bias": True, "sinks": True, "activation": "quick_gelu"}
+_GPT_OSS |= {"gate_limit": 7.0, "active_experts": 4, "normed_experts": True}
+_GPT_OSS["rope_scaling"] = RopeScaling(
+    "yarn", 32.0, original_positions=4096, attention_factor=yarn_factor(32.0), truncate=False
+)
 _GEMMA = {"norms": "both", "unit_norms": True, "activation": "gelu_pytorch_tanh", "tied": True}
 _GEMMA |= {"eps": 1e-6, "head_dim": 256}
 _GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192}
@@ -369,6 +378,8 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         family="mixtral", kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6, experts=8,
         active_experts=2, normed_experts=True,
     ),
+    "gpt_oss_20b": _published(**_GPT_OSS, layers=24, experts=32, windows=(128, 0) * 12),
+    "gpt_oss_120b": _published(**_GPT_OSS, layers=36, experts=128, windows=(128, 0) * 18),
     "seed_oss_36b": _published(
         family="seed_oss", vocab_size=155136, hidden=5120, layers=64, heads=80, kv_heads=8,
         head_dim=128, mlp=27648, positions=524288, rope_theta=1e7, eps=1e-6, attention_bias=True,

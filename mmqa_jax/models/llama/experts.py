@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform, tensor_columns
-from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.layers import normal_init, param
+from mmqa_jax.models.common.activations import gated
+from mmqa_jax.models.common.layers import normal_init, param, zeros_init
 from mmqa_jax.models.llama.config import LlamaConfig
 
 _SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
@@ -38,12 +38,22 @@ _FEW = 256
 
 
 class GroupedLinear(nnx.Module):
-    """A linear of each expert, without bias: kernels [E, in, out]."""
+    """A linear of each expert: kernels [E, in, out], bias [E, out] or None."""
 
     def __init__(
-        self, experts: int, inputs: int, outputs: int, names: tuple, *, rngs: nnx.Rngs, init
+        self,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        names: tuple,
+        *,
+        rngs: nnx.Rngs,
+        init,
+        use_bias: bool = False,
     ):
         self.kernels = param(rngs, init, (experts, inputs, outputs), ("experts", *names))
+        of_bias = (experts, outputs), ("experts", names[1])
+        self.bias = param(rngs, zeros_init, *of_bias) if use_bias else None
 
     scale = None  # its kernels are not rounded
 
@@ -53,11 +63,19 @@ class GroupedLinear(nnx.Module):
         group: int [N], the expert of each row; where it is none of [E], the result is 0.
         """
         y = grouped_product(rows, self.kernels[...].astype(rows.dtype), sizes)
-        return jnp.where((group < len(sizes))[:, None], y, 0)
+        return jnp.where((group < len(sizes))[:, None], with_bias(y, self.bias, group), 0)
 
     def of_all(self, x: jax.Array) -> jax.Array:
         """x [E, T, in], of each expert its own rows -> [E, T, out]."""
-        return batched_product(x, self.kernels[...].astype(x.dtype))
+        return with_bias(batched_product(x, self.kernels[...].astype(x.dtype)), self.bias)
+
+
+def with_bias(y: jax.Array, bias: nnx.Param | None, group: jax.Array | None = None) -> jax.Array:
+    """y [E, T, out], or [N, out] of the experts `group` [N], plus bias [E, out]; None is none."""
+    if bias is None:
+        return y
+    bias = bias[...].astype(y.dtype)
+    return y + (bias[:, None] if group is None else bias.at[group].get(mode="clip"))
 
 
 def grouped_product(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -85,10 +103,13 @@ class Experts(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         init, count = normal_init(config.init_stddev), config.experts
         self.router = param(rngs, init, (config.hidden, count), ("embed", None))
-        grouped = functools.partial(GroupedLinear, count, rngs=rngs, init=init)
+        grouped = functools.partial(
+            GroupedLinear, count, rngs=rngs, init=init, use_bias=config.mlp_bias
+        )
         self.gate = grouped(config.hidden, config.mlp, ("embed", None))
         self.up = grouped(config.hidden, config.mlp, ("embed", None))
         self.down = grouped(config.mlp, config.hidden, (None, "embed"))
+        self.router_bias = param(rngs, zeros_init, (count,), (None,)) if config.mlp_bias else None
         self.config = config
 
     def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
@@ -106,7 +127,9 @@ class Experts(nnx.Module):
         # Out of a stack: see `columns_over_tensor`.
         scattered = layer is not None and parts == tensor_columns(x.shape[1]) > 1
         rows = PartitionSpec(batch_axes(mesh, x.shape[0]), _SPLIT if scattered else columns)
-        graphdef, router, kernels = nnx.split(self, lambda path, _: path[-1] == "router", ...)
+        graphdef, router, kernels = nnx.split(
+            self, lambda path, _: path[-1].startswith("router"), ...
+        )
 
         def local(router: nnx.State, kernels: nnx.State, x: jax.Array, layer: jax.Array | None):
             y = nnx.merge(graphdef, router, kernels)._own(x, layer, parts, scattered)
@@ -157,6 +180,9 @@ class Experts(nnx.Module):
             precision=None if exact else jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
         )
+        if self.router_bias is not None:
+            bias = self.router_bias[...] if layer is None else self.router_bias[...][layer]
+            logits += bias.astype(jnp.float32)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
         if self.config.normed_experts:
             weights = weights / weights.sum(-1, keepdims=True)
@@ -177,9 +203,8 @@ class Experts(nnx.Module):
         group = group[order]
         with one_in(parts):
             sent = jnp.where((group < count)[:, None], rows[order // k], 0)
-            gate = self.gate.of_groups(sent, sizes, group)
-            inner = ACTIVATIONS[self.config.activation](gate)
-            inner = inner * self.up.of_groups(sent, sizes, group)
+            gate, up = (part.of_groups(sent, sizes, group) for part in (self.gate, self.up))
+            inner = gated(self.config.activation, self.config.gate_limit)(gate, up)
             y = self.down.of_groups(inner, sizes, group)[jnp.argsort(order)]
         y = y.reshape(*chosen.shape, -1).astype(jnp.float32)
         return (y * weights[..., None]).sum(1)
@@ -215,8 +240,9 @@ class Experts(nnx.Module):
         """Computes the same with every token sent to every expert; most products count nothing."""
         with one_in(self.config.experts / self.config.active_experts):
             sent = jnp.broadcast_to(rows, (self._count, *rows.shape))
-            inner = ACTIVATIONS[self.config.activation](self.gate.of_all(sent))
-            y = self.down.of_all(inner * self.up.of_all(sent))  # [E, T, H]
+            gate, up = self.gate.of_all(sent), self.up.of_all(sent)
+            inner = gated(self.config.activation, self.config.gate_limit)(gate, up)
+            y = self.down.of_all(inner)  # [E, T, H]
         return (y.astype(jnp.float32) * self._shares(chosen, weights).T[..., None]).sum(0)
 
     def _shares(self, chosen: jax.Array, weights: jax.Array) -> jax.Array:
@@ -234,6 +260,8 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
     a kernel that takes the layer's number; traced. None: the layers keep theirs."""
     config: LlamaConfig = layers.config
     if not config.experts or platform() != "tpu":
+        return layers, None
+    if config.mlp_bias or config.gate_limit is not None:  # which the kernel does not know
         return layers, None
     from mmqa_jax.models.llama.expert_kernel import fits
 

@@ -20,6 +20,7 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
+from mmqa_jax.weights.formats.mxfp4 import check_quantization
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
 # family has those of `_COMMON` and its own `keys`.
@@ -47,6 +48,7 @@ _PLAIN = {
     "experts": ("num_experts", None),
     "active_experts": ("num_experts_per_tok", None),
     "normed_experts": ("norm_topk_prob", False),
+    "gate_limit": ("swiglu_limit", None),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -152,6 +154,8 @@ class Family:
       neighbours: whether a rotary pair is two neighbouring rows in its checkpoints.
       tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
+      experts_in_turn: whether they do with the rows of gate and up in turn, (E, in, out), and
+        may round them (`weights.formats.mxfp4`).
     """
 
     title: str
@@ -173,6 +177,7 @@ class Family:
     neighbours: bool = False
     tensors: Mapping[str, str] = _none()
     experts_paired: bool = False
+    experts_in_turn: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -318,6 +323,51 @@ FAMILIES: Mapping[str, Family] = {
             **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
             **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
         },
+    ),
+    "gpt_oss": Family(
+        title="gpt-oss",
+        architecture="GptOssForCausalLM",
+        keys={
+            **_WINDOW,
+            **kinds(
+                list_or_null="layer_types",
+                flag="attention_bias",
+                number="swiglu_limit",
+                size="num_local_experts num_experts_per_tok",
+            ),
+        },
+        defaults={
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+            "rope_scaling": {
+                **{"rope_type": "yarn", "factor": 32.0, "truncate": False},
+                "original_max_position_embeddings": 4096,
+            },
+            "attention_bias": True,
+            "sliding_window": 128,
+            "swiglu_limit": 7.0,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        # x * sigmoid(swiglu_alpha * x)
+        computes={
+            **{"sinks": True, "mlp_bias": True, "normed_experts": True},
+            "activation": "quick_gelu",
+        },
+        harmless=(*_BALANCING, "initial_context_length", "experts_per_token"),
+        fixed={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
+        names={"num_experts": "num_local_experts"},
+        full_every=2,
+        tensors={"mlp.router.": "mlp.gate."},
+        experts_in_turn=True,
     ),
     "seed_oss": Family(
         title="Seed-OSS",
@@ -551,6 +601,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
             "false there to train and answer without."
         )
+    if family.experts_in_turn:
+        check_quantization(published.pop("quantization_config", None), where)
     check_keys(
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )
@@ -560,8 +612,10 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
 
     plain = _plain(family)
     fields = {field: value(key, default) for field, (key, default) in plain.items()}
-    check_known(f"{where}: {plain['activation'][0]}", fields["activation"], ACTIVATIONS)
-    rope = published.get("rope_scaling") or published.get("rope_parameters") or {}
+    if "activation" in plain:
+        check_known(f"{where}: {plain['activation'][0]}", fields["activation"], ACTIVATIONS)
+    rope = published.get("rope_scaling") or published.get("rope_parameters")
+    rope = rope or family.defaults.get("rope_scaling", {})
     near: Mapping[str, Any] = {}
     if family.local:
         rope, near = _both_ropes(published, rope)
@@ -616,7 +670,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _read(family: Family) -> dict[str, str]:
     """Kinds of the keys that are read of a family's config.json."""
-    return {key: kind for key, kind in _COMMON.items() if key not in family.names} | {**family.keys}
+    others = {*family.names, *family.fixed}
+    return {key: kind for key, kind in _COMMON.items() if key not in others} | {**family.keys}
 
 
 def _plain(family: Family) -> dict[str, tuple[str, Any]]:

@@ -27,6 +27,7 @@ from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.formats import mxfp4
 from mmqa_jax.weights.formats.gguf import GGUFSource
 from mmqa_jax.weights.formats.llama2c import Header, Llama2cSource
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
@@ -44,6 +45,7 @@ _NAMES = {
     "mlp_norm": ("post_attention_layernorm", "ffn_norm", "ffn_norm"),
     "q_norm": ("self_attn.q_norm", "", "attn_q_norm"),
     "k_norm": ("self_attn.k_norm", "", "attn_k_norm"),
+    "sinks": ("self_attn.sinks", "", "attn_sinks.weight"),
     "q": ("self_attn.q_proj", "attention.wq", "attn_q"),
     "k": ("self_attn.k_proj", "attention.wk", "attn_k"),
     "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
@@ -157,9 +159,15 @@ def _layer_rules(
         if linear in config.biases:
             rules.append(Rule(f"{key}.bias", f"{ours}/bias", turned or IDENTITY))
     for part, keys in _EXPERTS.items() if config.experts else ():
-        ours = "router" if part == "router" else f"{part}/kernels"
-        key = keys[_LAYOUTS.index(layout)]
-        rules.append(Rule(f"{layer}{key}.weight", f"{path}experts/{ours}", SWAPPED))
+        ours = (
+            ("router", "router_bias") if part == "router" else (f"{part}/kernels", f"{part}/bias")
+        )
+        key, experts = f"{layer}{keys[_LAYOUTS.index(layout)]}", f"{path}experts/"
+        rules.append(Rule(f"{key}.weight", f"{experts}{ours[0]}", SWAPPED))
+        if config.mlp_bias:
+            rules.append(Rule(f"{key}.bias", f"{experts}{ours[1]}"))
+    if config.sinks:
+        rules.append(Rule(f"{layer}{names['sinks']}", f"{path}sinks"))
     return rules
 
 
@@ -275,6 +283,8 @@ def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
     source = renamed(source, family.tensors)
     if family.fused:
         source = apart(source, fused_rows(config))
+    if family.experts_in_turn:
+        return experts_by_linear(source)
     return experts_together(source, config.experts) if config.experts else source
 
 
@@ -285,7 +295,9 @@ def to_published_tensors(
     family = FAMILIES[config.family]
     if family.fused:
         source = together(source, fused_rows(config), prefix)
-    if family.experts_paired:
+    if family.experts_in_turn:
+        source = experts_in_turn(source)
+    elif family.experts_paired:
         source = experts_paired(source)
     elif config.experts:
         source = experts_apart(source)
@@ -352,6 +364,7 @@ def _llama2c_config(header: Header) -> LlamaConfig:
 _ONE = re.compile(r"(.*\.experts\.)(\d{1,4})\.((?:gate|up|down)_proj\.weight)")
 _STACKED = re.compile(r"(.*\.experts\.)((?:gate|up|down)_proj\.weight)")
 _BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_IN_TURN = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
 def experts_together(source: TensorSource, experts: int) -> TensorSource:
@@ -419,6 +432,68 @@ def experts_paired(source: TensorSource) -> TensorSource:
             name = key.removesuffix(".weight")
             tensors[name] = spec, functools.partial(source.read, key)
     return DerivedSource(source.name, tensors)
+
+
+def experts_by_linear(source: TensorSource) -> TensorSource:
+    """The tensors of a gpt-oss, rounded or not, with each linear of all experts as one.
+
+    It keeps `gate_up_proj` (E, in, out), of whose columns every other one is gate's, `down_proj`,
+    and their biases (E, out).
+    """
+    tensors: dict[str, Any] = {}
+    specs = source.specs()
+    for key, spec in specs.items():
+        part = _IN_TURN.fullmatch(key)
+        if part is None:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        stem, linear, kind = part[1], part[2], part[3]
+        if kind == "_scales":
+            mxfp4.check_pair(source, f"{stem}{linear}")
+            continue
+        read = functools.partial(source.read, key)
+        if kind == "":
+            spec = jax.ShapeDtypeStruct((spec.shape[0], *spec.shape[:0:-1]), spec.dtype)
+            read = functools.partial(lambda read: read().swapaxes(1, 2), read)
+        elif kind == "_blocks":
+            spec = mxfp4.check_pair(source, f"{stem}{linear}")
+        halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        for name, rows in halves.items() if linear == "gate_up_proj" else [("down", slice(None))]:
+            of_name = functools.partial(lambda read, rows: read()[:, rows], read, rows)
+            if kind == "_blocks":
+                of_name = functools.partial(mxfp4.read, source, f"{stem}{linear}", rows)
+            shape = (spec.shape[0], len(range(*rows.indices(spec.shape[1]))), *spec.shape[2:])
+            ours = f"{stem}{name}_proj.{'bias' if kind == '_bias' else 'weight'}"
+            tensors[ours] = jax.ShapeDtypeStruct(shape, spec.dtype), of_name
+    return DerivedSource(source.name, tensors)
+
+
+def experts_in_turn(source: TensorSource) -> TensorSource:
+    """The reverse, not rounded."""
+    tensors = {}
+    for key, spec in source.specs().items():
+        part = re.fullmatch(r"(.*\.experts\.)(gate|up|down)_proj\.(weight|bias)", key)
+        if part is None:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        keys, linear = [key], "down_proj"
+        if part[2] != "down":
+            linear = "gate_up_proj"
+            keys = [f"{part[1]}{name}_proj.{part[3]}" for name in ("gate", "up")]
+        shape = [spec.shape[0], spec.shape[1] * len(keys), *spec.shape[2:]]
+        if part[3] == "weight":
+            shape[1:] = shape[:0:-1]
+        name = f"{part[1]}{linear}{'_bias' if part[3] == 'bias' else ''}"
+        read = functools.partial(_in_turn, source, keys)
+        tensors[name] = jax.ShapeDtypeStruct(tuple(shape), spec.dtype), read
+    return DerivedSource(source.name, tensors)
+
+
+def _in_turn(source: TensorSource, keys: list[str]) -> np.ndarray:
+    """Tensors (E, out, in) with their rows in turn, as (E, in, out); or of biases, (E, out)."""
+    whole = np.stack([*map(source.read, keys)], axis=2)
+    whole = whole.reshape(whole.shape[0], -1, *whole.shape[3:])
+    return np.ascontiguousarray(whole.swapaxes(1, -1) if whole.ndim == 3 else whole)
 
 
 def _rows(source: TensorSource, key: str, rows: slice) -> np.ndarray:

@@ -25,7 +25,7 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.attention.masked import Window, capped
-from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.activations import gated
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.layers import (
     Embedding,
@@ -302,7 +302,14 @@ class LlamaLayer(nnx.Module):
             self.k_norm = norm(kv_width, name="heads")
         if config.norms == "both":
             self.out_norm, self.down_norm = norm(size), norm(size)
+        of_sinks = normal_init(config.init_stddev), (config.heads,), ("heads",)
+        self.sinks = param(rngs, *of_sinks) if config.sinks else None
         self.config = config
+
+    @property
+    def sink_logits(self) -> jax.Array | None:
+        """`sinks` of `layers.attention`."""
+        return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
     def project(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, *, apart: bool = False
@@ -349,7 +356,7 @@ class LlamaLayer(nnx.Module):
         if config.experts:
             y = self.experts(y)
         else:
-            y = self.down(ACTIVATIONS[config.activation](self.gate(y)) * self.up(y))
+            y = self.down(gated(config.activation, config.gate_limit)(self.gate(y), self.up(y)))
         return x + self._given(y, "down_norm")
 
     def continued(
@@ -404,6 +411,7 @@ class LlamaLayer(nnx.Module):
             dropout_rate=self.config.attention_dropout,
             dropout_key=dropout_key,
             cap=self.config.attention_cap,
+            sinks=self.sink_logits,
         )
         return self.finish(x, attended)
 

@@ -16,7 +16,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.common.layers import Linear, TransposedLinear, product
-from mmqa_jax.models.llama.experts import GroupedLinear, batched_product, grouped_product
+from mmqa_jax.models.llama.experts import (
+    GroupedLinear,
+    batched_product,
+    grouped_product,
+    with_bias,
+)
 from mmqa_jax.models.llama.network import Llama, stacks
 
 _GROUP = 64  # inputs that share a scale in 4 bits
@@ -81,17 +86,18 @@ class QuantizedGroupedLinear(nnx.Module):
         self.kernels = nnx.Param(kernels, out_sharding=names, eager_sharding=False)
         of_scale = (*names[:-2], names[-1])
         self.scale = nnx.Param(scale, out_sharding=of_scale, eager_sharding=False)
+        self.bias = linear.bias
 
     def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
         """See GroupedLinear."""
         y = grouped_product(rows, self.kernels[...].astype(rows.dtype), sizes)
         y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
-        return jnp.where((group < len(sizes))[:, None], y, 0)
+        return jnp.where((group < len(sizes))[:, None], with_bias(y, self.bias, group), 0)
 
     def of_all(self, x: jax.Array) -> jax.Array:
         """See GroupedLinear."""
         y = batched_product(x, self.kernels[...].astype(x.dtype))
-        return (y * self.scale[...][:, None]).astype(x.dtype)
+        return with_bias((y * self.scale[...][:, None]).astype(x.dtype), self.bias)
 
 
 def quantize_weights(model: Llama, bits: int = 8) -> None:
