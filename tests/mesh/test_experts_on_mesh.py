@@ -26,9 +26,14 @@ CONFIG = LlamaConfig(
     family="qwen3_moe", qk_norm="head", experts=6, active_experts=2, unroll=1,
 )  # fmt: skip
 
+# gpt-oss's: biases of experts and routers, and sinks, whose heads are split.
+BIASED = dataclasses.replace(
+    CONFIG, family="gpt_oss", mlp_bias=True, sinks=True, gate_limit=0.5, activation="quick_gelu"
+)
 
-def spread_over(mesh):
-    return drawn(lambda: Llama(CONFIG, rngs=nnx.Rngs()), 3, CONFIG.init_stddev, mesh)
+
+def spread_over(mesh, config=CONFIG):
+    return drawn(lambda: Llama(config, rngs=nnx.Rngs()), 3, config.init_stddev, mesh)
 
 
 IDS = np.random.default_rng(0).integers(0, 60, (4, 24))
@@ -47,7 +52,8 @@ def make_step(graphdef):
 @pytest.fixture(scope="module")
 def alone():
     """What one device computes, not sorted by expert."""
-    graphdef, state = nnx.split(spread_over(make_mesh({}, devices=jax.devices()[:1])))
+    mesh = make_mesh({}, devices=jax.devices()[:1])
+    graphdef, state = nnx.split(spread_over(mesh, BIASED))
     with jax.default_matmul_precision("highest"):
         return jax.jit(make_step(graphdef))(state, IDS)
 
@@ -58,7 +64,7 @@ def test_logits_and_gradients(alone, by, monkeypatch):
         grouped = experts.Experts.by_groups
         monkeypatch.setattr(experts.Experts, "by_all", grouped)
     mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
-    spread = spread_over(mesh)
+    spread = spread_over(mesh, BIASED)
     graphdef, state = nnx.split(spread)
     shape = spread.layers.experts.up.kernels.addressable_shards[0].data.shape
     assert shape == (2, 3, 16, 24)  # of 6 experts, and 32 rows over fsdp

@@ -158,6 +158,41 @@ def test_a_token_sees_its_window(name, size, is_causal, beside, interpreted):
     same_values_and_gradients(q, k, v, attend, mask)
 
 
+@pytest.mark.parametrize("name", ["xla", "blocks", "splash", "cudnn"])
+def test_sinks_are_in_the_softmax_alone(name, interpreted):
+    """Values and gradients beside a column of scores that has no value; with a window."""
+    length = 256
+    q, k, v = inputs(length, length, size=32)
+    sinks = np.array([-1.0, 0.5, 2.0, 4.0], np.float32)
+    weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
+    window = Window(jnp.int32(48), (48, 2**30))
+    distance = np.arange(length)[:, None] - np.arange(length)
+    seen = (distance >= 0) & (distance < 48)
+    interpreted.setattr(flash, "cudnn_fits", lambda *_, **__: True)
+
+    def attend(q, k, v, sinks):
+        options = {"window": window, "is_causal": True, "implementation": name}
+        return attention(q, k, v, sinks=sinks, **options)
+
+    def wanted(q, k, v, sinks):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * 32**-0.5
+        scores = jnp.where(seen, scores, -jnp.inf)
+        column = jnp.broadcast_to(sinks[:, None, None], (*scores.shape[:3], 1))
+        shares = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)
+        return jnp.einsum("bhqk,bkhd->bqhd", shares[..., :-1], v)
+
+    got, want = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), argnums=range(4)))(
+            q, k, v, sinks
+        )
+        for f in (attend, wanted)
+    )
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("platform", "what", "kernel"),
     [
@@ -309,6 +344,9 @@ BFLOAT = jnp.bfloat16
         ("gpu", 4096, {"windowed": True, "is_causal": False}, "blocks"),
         ("gpu", 4096, {"windowed": True, "segmented": True}, "blocks"),
         ("gpu", 4096, {"capped": True}, "blocks"),
+        ("gpu", 4096, {"sinks": True}, "blocks"),
+        ("tpu", 4096, {"sinks": True, "windowed": True}, "splash"),
+        ("tpu", 200, {"sinks": True}, "xla"),  # "fused" without
         ("gpu", 77, {}, "xla"),
         ("cpu", 1024, {}, "xla"),
         ("cpu", 4096, {"segmented": True}, "blocks"),

@@ -30,8 +30,9 @@ def check_quantization(quantization: Any, where: str) -> None:
     """Raises UserError unless a config.json's `quantization_config` is MXFP4's, or none."""
     if quantization in (None, {}):
         return
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if method != "mxfp4":
+    named = isinstance(quantization, Mapping)
+    method = quantization.get("quant_method") if named else quantization
+    if not named or method != "mxfp4":
         raise UserError(
             f"{where}: quantization_config is of {method!r}, expected mxfp4; use the checkpoint as "
             "it was published, or one in bfloat16."
@@ -81,9 +82,9 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _pairs() -> np.ndarray:
     """The two numbers of each byte with each scale, as one: uint32 [256 * 256]."""
     values = np.array([sign * x for sign in (1.0, -1.0) for x in _MAGNITUDES], np.float32)
-    with np.errstate(over="ignore", invalid="ignore"):
-        powers = np.ldexp(np.float32(1), np.arange(256) - _BIAS)
-        scaled = (powers[:, None] * values).astype(ml_dtypes.bfloat16)  # [scales, 16]
+    with np.errstate(over="ignore"):
+        scaled = np.ldexp(values, np.arange(256)[:, None] - _BIAS)  # [scales, 16]
+    scaled = scaled.astype(ml_dtypes.bfloat16)
     byte = np.arange(256)
     both = np.stack([scaled[:, byte & 15], scaled[:, byte >> 4]], axis=-1)
     return np.ascontiguousarray(both).view(np.uint32).reshape(-1)
