@@ -57,7 +57,7 @@ two_towers = partial(DualEncoderModel, "mean", 0.5)
         (vlp_x101, {"pyramid": 0, "head": 0}, "proposals of 5 levels; a pyramid has 5, .* one"),
         (vinvl_x152c4, {"attribute_labels": 9}, "9 class embeddings for 1595 .*give at least as"),
         (bottom_up_r101, {"classes": 1602}, "1601 class embeddings for 1602"),
-        (LlamaConfig, {"experts": 2, "active_experts": 1, "mlp_bias": True}, r"mlp_bias: .*false"),
+        (LlamaConfig, {"gate_limit": -1.0}, r"gate_limit is -1\.0: expected a number above 0"),
         (LlamaConfig, {"layers": 2, "windows": (4, -1)}, r"windows is \(4, -1\): .* from 0"),
         (LlamaConfig, {"rotary_fraction": 1.5}, r"rotary_fraction is 1\.5, of a head 192 numbers"),
         (LlamaConfig, {"rotary_fraction": 0.01}, r"rotary_fraction is 0\.01, .* an even number"),
