@@ -16,7 +16,13 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures import decode, resize
-from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig, PictureConfig
+from mmqa_jax.models.llava.config import (
+    ORIGINAL_IMAGE_TOKEN,
+    LlavaConfig,
+    PictureConfig,
+    RatioTiles,
+    RowTiles,
+)
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt, text_tokenizer
@@ -167,16 +173,13 @@ class OnevisionFormat(LlavaFormat):
         return 1 + rows * columns
 
 
-class RowsFormat:
-    """Idefics3's, SmolVLM's and granite-docling's: each tile of a picture stands behind a token of
-    its row and column, and the whole behind that of all.
+class TilesFormat:
+    """That of a model whose pictures are tiles, each with a placeholder of its own (`_TEXTS`).
 
-    Original: transformers models/idefics3/processing_idefics3.py. Pictures are turned as EXIF says,
-    as by transformers' load_image.
+    Pictures are turned as EXIF says, as by transformers' load_image.
     """
 
     video = None
-    _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
 
     def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
         self._config, self._tokenizer, self._split = config, tokenizer, config.split
@@ -194,22 +197,11 @@ class RowsFormat:
         """See PictureFormat."""
         first, *pieces = text.split(self.placeholder)
         for one, piece in zip(pictures, pieces, strict=True):
-            first += self._written(*self._grid(one)) + piece
+            first += _TEXTS[type(self._split)](self.placeholder, *self._grid(one)) + piece
         bos = self._tokenizer.bos
         written = bos is not None and first.startswith(self._tokenizer.decode([bos]))
         tokens = self._tokenizer.encode_plain(first)
         return tokens if bos is None or written else [bos, *tokens]
-
-    def _written(self, rows: int, columns: int) -> str:
-        """What stands for a picture of so many tiles."""
-        text = "" if rows * columns == 1 else "\n"
-        for row in range(rows if text else 0):
-            tiles = (
-                f"{self._AROUND}<row_{row + 1}_col_{column + 1}>{self.placeholder}"
-                for column in range(columns)
-            )
-            text = text[:-1] + "".join(tiles) + "\n\n"
-        return f"{text}{self._AROUND}{self._WHOLE}{self.placeholder}{self._AROUND}"
 
     def _grid(self, one: Shown) -> tuple[int, int]:
         """Rows and columns of a picture's tiles, without the whole."""
@@ -241,6 +233,32 @@ class RowsFormat:
                 name=name,
             )
         )
+
+
+def _in_rows(placeholder: str, rows: int, columns: int) -> str:
+    """Idefics3's text of a picture of so many tiles: each behind a token of its row and column, the
+    whole behind that of all.
+
+    Original: transformers models/idefics3/processing_idefics3.py.
+    """
+    around, text = "<fake_token_around_image>", ""
+    for row in range(rows if rows * columns > 1 else 0):
+        tiles = (f"<row_{row + 1}_col_{column + 1}>" for column in range(columns))
+        text += "".join(f"{around}{tile}{placeholder}" for tile in tiles) + "\n"
+    text += "\n" if text else ""
+    return f"{text}{around}<global-img>{placeholder}{around}"
+
+
+def _in_a_row(placeholder: str, rows: int, columns: int) -> str:
+    """InternVL's text of a picture of so many tiles: all, and the whole, between two tokens.
+
+    Original: transformers models/internvl/processing_internvl.py.
+    """
+    tiles = rows * columns
+    return f"<img>{placeholder * (tiles + (tiles > 1))}</img>"
+
+
+_TEXTS = {RowTiles: _in_rows, RatioTiles: _in_a_row}
 
 
 def _check_placeholder(
@@ -323,7 +341,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
     """Finds the picture format of a model."""
     kinds = {
         "square": LlavaFormat,
-        "tiles": RowsFormat,
+        "tiles": TilesFormat,
         "anyres": OnevisionFormat,
         "units": QwenFormat,
     }

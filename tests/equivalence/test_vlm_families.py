@@ -6,8 +6,10 @@ LLaVA's own are in test_llava.py and test_llava_families.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,23 +18,28 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, compiled, forward, randomize, reloaded, same_parameters
+from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
 from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
-from mmqa_jax.models.llava.keys import publish_llava
+from mmqa_jax.models.llava.config import PRESETS
+from mmqa_jax.models.llava.families import FAMILIES
+from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava, expand_images
+from mmqa_jax.models.llava.processor import with_split
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import picture_format, shown
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
 
 pytestmark = pytest.mark.slow
@@ -40,7 +47,15 @@ pytestmark = pytest.mark.slow
 NEW = 6
 TEXT = TEXT | {"vocab_size": 120, "max_position_embeddings": 700, "rope_theta": 5000.0}
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
-SPECIAL = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>", *ROWS]
+SPECIAL = [
+    "<img>",
+    "</img>",
+    "<video>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
+    *ROWS,
+]
 VISION = {
     "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
 }  # fmt: skip
@@ -75,7 +90,57 @@ def rows_processor(tokenizer: Any, side: int, longest: int, tokens: int) -> Any:
     )
 
 
+def internvl(vision: dict[str, Any], text: dict[str, Any], **both: Any) -> Any:
+    return transformers.InternVLConfig(
+        text_config=TEXT | text,
+        vision_config=VISION | vision,
+        image_token_id=IMAGE,
+        attn_implementation="eager",
+        **both,
+    )
+
+
+class _OfPictures(transformers.InternVLProcessor):
+    """Without the processor of videos, which needs torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        if argument is not None:
+            return super().check_argument_for_proper_class(argument_name, argument)
+        return None
+
+
+def ratio_processor(tokenizer: Any, side: int, tokens: int, **sizes: int) -> Any:
+    names = {"start": "<img>", "end": "</img>", "context": "<image>"}
+    for name, token in names.items():
+        setattr(tokenizer, f"{name}_image_token", token)
+        setattr(tokenizer, f"{name}_image_token_id", tokenizer.convert_tokens_to_ids(token))
+    tokenizer.video_token = "<video>"
+    pictures = GotOcr2ImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=[0.4, 0.5, 0.6], **sizes
+    )
+    return _OfPictures(pictures, tokenizer, None, image_seq_length=tokens, chat_template=PARTS)
+
+
 CASES = {
+    "internvl": Case(
+        lambda: internvl(
+            {"image_size": 24, "patch_size": 4, "attention_bias": True},
+            {"model_type": "qwen3", "head_dim": 10},
+            downsample_ratio=0.5,
+            tie_word_embeddings=False,
+        ),
+        lambda tokenizer: ratio_processor(tokenizer, 24, 9, max_patches=7),
+    ),
+    "internvl, 6B's tower": Case(
+        lambda: internvl(
+            {"image_size": 24, "patch_size": 3, "norm_type": "rms_norm", "use_qk_norm": True},
+            {"model_type": "qwen2"},
+            downsample_ratio=0.25,
+            projector_hidden_act="gelu_new",
+            vision_feature_layer=-2,
+        ),
+        lambda tokenizer: ratio_processor(tokenizer, 24, 4, min_patches=2, max_patches=5),
+    ),
     "smolvlm": Case(
         lambda: idefics3(
             "SmolVLM", {"image_size": 24, "patch_size": 4, "layer_norm_eps": 3e-5}, scale_factor=2
@@ -116,7 +181,9 @@ def make_pair(name: str, folder: Path) -> Pair:
         tokenizer_object=tokenizer, eos_token="</s>", additional_special_tokens=["<image>"]
     )
     processor = case.processor(tokenizer)
-    processor.save_pretrained(folder)
+    for part in (processor.image_processor, processor.tokenizer):
+        part.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text(processor.chat_template)
     return Pair(theirs, load_published("llava", folder, unroll=1), processor, folder)
 
 
@@ -254,3 +321,137 @@ def test_the_check_compares_all_layers(pair):
     rows = check(None, pair.folder)
     assert all(row.passed for row in rows), rows
     assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}
+
+
+GRANITE_DOCLING = {
+    "model_type": "idefics3",
+    "image_token_id": 100270,
+    "scale_factor": 4,
+    "tie_word_embeddings": True,
+    "vocab_size": 100352,
+    "text_config": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64,
+        "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536,
+        "max_position_embeddings": 8192, "mlp_bias": False, "model_type": "llama",
+        "num_attention_heads": 9, "num_hidden_layers": 30, "num_key_value_heads": 3,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 100000.0,
+        "tie_word_embeddings": True, "vocab_size": 100352,
+    },
+    "vision_config": {
+        "hidden_act": "gelu_pytorch_tanh", "hidden_size": 768, "image_size": 512,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-06, "max_image_size": {"longest_edge": 512},
+        "model_type": "idefics3_vision", "num_attention_heads": 12, "num_channels": 3,
+        "num_hidden_layers": 12, "patch_size": 16, "size": {"longest_edge": 512},
+    },
+}  # fmt: skip
+SMOLVLM2_256M = {
+    "model_type": "smolvlm",
+    "image_token_id": 49190,
+    "scale_factor": 4,
+    "tie_word_embeddings": False,
+    "text_config": {
+        "head_dim": 64, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
+        "max_position_embeddings": 8192, "model_type": "llama", "num_attention_heads": 9,
+        "num_hidden_layers": 30, "num_key_value_heads": 3, "pixel_shuffle_factor": 4,
+        "qk_layer_norms": False, "rms_norm_eps": 1e-05, "rope_interleaved": False,
+        "rope_theta": 100000, "use_resampler": False, "vocab_size": 49280,
+    },
+    "vision_config": {
+        "hidden_size": 768, "image_size": 512, "max_image_size": {"longest_edge": 512},
+        "model_type": "smolvlm_vision", "num_attention_heads": 12, "patch_size": 16,
+        "use_base_siglip": False,
+    },
+}  # fmt: skip
+INTERNVL35_1B = {
+    "model_type": "internvl",
+    "image_token_id": 151671,
+    "image_seq_length": 256,
+    "downsample_ratio": 0.5,
+    "projector_hidden_act": "gelu",
+    "text_config": {
+        "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "head_dim": 128,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,
+        "vocab_size": 151936, "rope_theta": 1000000, "rms_norm_eps": 1e-06,
+        "max_position_embeddings": 40960, "tie_word_embeddings": True,
+    },
+    "vision_config": {
+        "attention_bias": True, "dropout": 0.0, "hidden_act": "gelu", "hidden_size": 1024,
+        "image_size": [448, 448], "intermediate_size": 4096, "layer_norm_eps": 1e-06,
+        "layer_scale_init_value": 0.1, "model_type": "internvl_vision", "norm_type": "layer_norm",
+        "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": [14, 14],
+        "projection_dropout": 0.0, "use_mean_pooling": True, "use_qk_norm": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("granite_docling_258m", GRANITE_DOCLING),
+        ("smolvlm2_256m", SMOLVLM2_256M),
+        ("internvl35_1b", INTERNVL35_1B),
+    ],
+)
+def test_presets_have_the_published_sizes(name, published):
+    """Every parameter's shape is that of transformers' model of the published config.json."""
+    config = PRESETS[name]()
+    assert llava_config(published) == dataclasses.replace(config, split=None)
+    values = {key: value for key, value in published.items() if key != "model_type"}
+    kind = transformers.AutoConfig.for_model(published["model_type"], **values)
+    with torch.device("meta"):
+        theirs = transformers.AutoModelForImageTextToText.from_config(kind)
+    key_map = llava_key_map(config)
+    specs = untied_source(nnx.state(abstract(Llava, config)), key_map).specs()
+    wanted = {}
+    for key, parameter in theirs.named_parameters():
+        for pattern, replacement in key_map.rename:
+            key = re.sub(pattern, replacement, key)
+        wanted[key] = tuple(parameter.shape)
+    assert {key: spec.shape for key, spec in specs.items()} == wanted
+
+
+INSIDE = {"smolvlm": SMOLVLM2_256M, "internvl": INTERNVL35_1B}
+REFUSED = [
+    ("smolvlm", {"scale_factor": 5}, r"model\.merge is 5: expected a divisor of the side"),
+    ("smolvlm", {"scale_factor": 0}, "scale_factor is 0, expected a whole number"),
+    ("smolvlm", {"perceiver": 1}, "key 'perceiver'"),
+    ("smolvlm", {"text_config": {"use_resampler": True}}, "use_resampler is True"),
+    ("smolvlm", {"text_config": {"model_type": "mamba"}}, "model_type is 'mamba'"),
+    ("smolvlm", {"vision_config": {"model_type": "clip_vision_model"}}, "expected 'idefics3_vis"),
+    ("internvl", {"downsample_ratio": 0.3}, r"downsample_ratio is 0\.3, expected 1 over"),
+    ("internvl", {"downsample_ratio": 0}, "downsample_ratio is 0, expected 1 over"),
+    ("internvl", {"vision_feature_layer": [1, 2]}, r"vision_feature_layer is \[1, 2\]"),
+    ("internvl", {"vision_config": {"image_size": [448, 224]}}, r"image_size is \[448, 224\]"),
+    ("internvl", {"vision_config": {"use_mean_pooling": False}}, "use_mean_pooling is False"),
+    ("internvl", {"vision_config": {"norm_type": "group"}}, r"vision\.norm is 'group'"),
+    ("internvl", {"vision_config": {"hidden_act": "tan"}}, "hidden_act is 'tan'"),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "match"), REFUSED)
+def test_a_bad_config_is_refused_by_name(family, changes, match):
+    published = dict(INSIDE[family])
+    for key, value in changes.items():
+        published[key] = published[key] | value if isinstance(value, dict) else value
+    with pytest.raises(UserError, match=match):
+        llava_config(published)
+
+
+PROCESSORS = [
+    ("smolvlm", {"do_image_splitting": False}, "do_image_splitting is False"),
+    ("smolvlm", {"max_image_size": {"longest_edge": 364}}, "expected longest_edge of 512"),
+    ("smolvlm", {"size": {"longest_edge": 9999}}, r"longest is 9999: expected 1 to 4096"),
+    ("smolvlm", {"resample": 3}, "resample is 3"),
+    ("smolvlm", {"image_mean": [0.1, 0.5, 0.5]}, "image_mean is"),
+    ("internvl", {"size": {"height": 448, "width": 224}}, "expected height and width of 448"),
+    ("internvl", {"min_patches": 9, "max_patches": 4}, "least and most are 9 and 4"),
+    ("internvl", {"image_std": [0.2, 0.0, 0.2]}, "image_std is"),
+    ("internvl", {"new_option": 1}, "key 'new_option'"),
+]
+
+
+@pytest.mark.parametrize(("family", "file", "match"), PROCESSORS)
+def test_a_bad_processor_is_refused_by_name(tmp_path, family, file, match):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
+    with pytest.raises(UserError, match=match):
+        with_split(tmp_path, llava_config(INSIDE[family]), FAMILIES[family].split)

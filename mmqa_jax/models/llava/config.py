@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from mmqa_jax.models.llama.config import (
     smollm2_135m,
 )
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
     VisionConfig,
@@ -37,7 +38,7 @@ from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle")
+CONNECTORS = ("mlp", "shuffle", "normed_shuffle")
 SELECTS = ("default", "full")
 RESIZES = ("pad", "squash", "squash_bilinear")
 # What `PictureConfig.picture_kind` says: a square; several of them; a OneVision's tiles, of which
@@ -92,7 +93,50 @@ def _to_even(length: int) -> int:
     return length + length % _EVEN
 
 
-Split = RowTiles
+@dataclasses.dataclass(frozen=True)
+class RatioTiles:
+    """InternVL's tiles: a picture is scaled to the canvas whose ratio of sides is the nearest to
+    its own; where that has several tiles, the picture as one more square follows them.
+
+    Original: transformers models/got_ocr2/image_processing_pil_got_ocr2.py
+    (`get_optimal_tiled_canvas`).
+
+    Attributes:
+      least, most: tiles of a canvas.
+    """
+
+    least: int = 1
+    most: int = 12
+    resample: ClassVar[str] = "bicubic"
+    whole_of_canvas: ClassVar[bool] = False
+    _MOST: ClassVar[int] = 64
+
+    def __post_init__(self):
+        if not 1 <= self.least <= self.most <= self._MOST:
+            raise UserError(
+                f"model.split.least and most are {self.least} and {self.most}: expected 1 to "
+                f"{self._MOST} tiles, the first at most the second; use a checkpoint as it was "
+                "published."
+            )
+
+    def steps(self, width: int, height: int, side: int) -> list[tuple[int, int]]:
+        """See RowTiles."""
+        grids = [
+            (columns, rows)
+            for columns in range(1, self.most + 1)
+            for rows in range(1, self.most + 1)
+            if self.least <= columns * rows <= self.most
+        ]
+        best, nearest = (1, 1), math.inf
+        for columns, rows in sorted(grids, key=math.prod):
+            difference = abs(width / height - columns / rows)
+            is_large = width * height > 0.5 * side * side * columns * rows
+            if difference < nearest or (difference == nearest and is_large):
+                best, nearest = (columns, rows), difference
+        return [(best[0] * side, best[1] * side)]
+
+
+Split = RowTiles | RatioTiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +162,7 @@ class LlavaConfig:
       split: how a picture is cut into tiles; None: it is one square.
     """
 
-    vision: VisionConfig | SiglipVisionConfig
+    vision: VisionConfig | SiglipVisionConfig | InternVisionConfig
     llama: LlamaConfig
     feature_layer: int = -2
     select: str = "default"
@@ -250,6 +294,41 @@ def granite_docling_258m(**changes) -> LlavaConfig:
     return dataclasses.replace(sizes, **changes)
 
 
+def _internvl(decoder: str, token: int, **changes: Any) -> LlavaConfig:
+    sizes = LlavaConfig(
+        InternVisionConfig(),
+        RELATIVES[decoder](),
+        feature_layer=-1,
+        resize="squash",
+        image_token=token,
+        family="internvl",
+        connector="normed_shuffle",
+        merge=2,
+        split=RatioTiles(),
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def internvl35_1b(**changes) -> LlavaConfig:
+    """OpenGVLab/InternVL3_5-1B-HF."""
+    return _internvl("qwen3_06b", 151671, **changes)
+
+
+def internvl35_2b(**changes) -> LlavaConfig:
+    """OpenGVLab/InternVL3_5-2B-HF."""
+    return _internvl("qwen3_17b", 151671, **changes)
+
+
+def internvl35_4b(**changes) -> LlavaConfig:
+    """OpenGVLab/InternVL3_5-4B-HF."""
+    return _internvl("qwen3_4b", 151671, **changes)
+
+
+def internvl35_8b(**changes) -> LlavaConfig:
+    """OpenGVLab/InternVL3_5-8B-HF."""
+    return _internvl("qwen3_8b", 151671, **changes)
+
+
 PRESETS = {
     "llava15_7b": llava_1_5_7b,
     "llava15_13b": llava_1_5_13b,
@@ -257,6 +336,10 @@ PRESETS = {
     "smolvlm2_500m": smolvlm2_500m,
     "smolvlm2_22b": smolvlm2_22b,
     "granite_docling_258m": granite_docling_258m,
+    "internvl35_1b": internvl35_1b,
+    "internvl35_2b": internvl35_2b,
+    "internvl35_4b": internvl35_4b,
+    "internvl35_8b": internvl35_8b,
 }
 
 

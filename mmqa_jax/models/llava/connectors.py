@@ -14,13 +14,14 @@ import jax
 from flax import nnx
 
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.layers import Linear, normal_init
-from mmqa_jax.weights.keymap import TRANSPOSE, Rule, linear_rules
+from mmqa_jax.models.common.layers import LayerNorm, Linear, normal_init
+from mmqa_jax.weights.keymap import TRANSPOSE, Rule, linear_rules, norm_rules
 
 if TYPE_CHECKING:
     from mmqa_jax.models.llava.config import LlavaConfig
 
 PREFIX, _PATH = "multi_modal_projector.", "projector/"
+_EPS = 1e-5  # of InternVL's norm; no key of a config.json says it
 
 
 class Projector(nnx.Module):
@@ -51,6 +52,26 @@ class Projector(nnx.Module):
         ]
 
 
+class NormedShuffle(Projector):
+    """The states of each square of `merge` x `merge` side by side, a layer norm, then linear,
+    activation, linear (InternVL)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        width = config.vision.width * config.merge**2
+        self.norm = LayerNorm(width, _EPS, rngs=rngs)
+        self.merge = config.merge
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, states, vision width] -> [N, features, H]."""
+        return super().__call__(self.norm(side_by_side(states, self.merge)))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return [*Projector.rules(config), *norm_rules(f"{PREFIX}layer_norm", f"{_PATH}norm")]
+
+
 class Shuffle(nnx.Module):
     """The states of each square of `merge` x `merge` side by side, then a linear without bias
     (Idefics3's pixel shuffle)."""
@@ -77,7 +98,11 @@ class Shuffle(nnx.Module):
 
 
 Connector = Projector | Shuffle
-KINDS: Mapping[str, type[Connector]] = {"mlp": Projector, "shuffle": Shuffle}
+KINDS: Mapping[str, type[Connector]] = {
+    "mlp": Projector,
+    "shuffle": Shuffle,
+    "normed_shuffle": NormedShuffle,
+}
 
 
 def side_by_side(states: jax.Array, merge: int) -> jax.Array:

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmqa_jax.models.llava.config import RowTiles, Split
+from mmqa_jax.models.llava.config import RatioTiles, RowTiles, Split
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
     VisionConfig,
@@ -47,6 +47,7 @@ class Family:
       vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
       split: how its pictures are cut; None: they are squares.
       length_key: its key for a square's tokens, which follow from other keys.
+      inverse: those of our fields whose key says 1 / value.
       nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
     """
 
@@ -66,6 +67,7 @@ class Family:
     vision: VisionConfig | SiglipVisionConfig | None = None
     split: type[Split] | None = None
     length_key: str = ""
+    inverse: tuple[str, ...] = ()
     nested: bool = False
 
 
@@ -110,6 +112,31 @@ _IDEFICS3 = Family(
     split=RowTiles,
     nested=True,
 )
+_INTERNVL = Family(
+    title="InternVL 3, InternVL 3.5",
+    architecture="InternVLForConditionalGeneration",
+    tower="internvl_vision",
+    keys={
+        "feature_layer": ("vision_feature_layer", -1),
+        "select": ("vision_feature_select_strategy", "default"),
+        "projector_activation": ("projector_hidden_act", "gelu"),
+        "image_token": ("image_token_id", 151667),
+        "merge": ("downsample_ratio", 0.5),
+    },
+    kinds=kinds(
+        integer="image_token_id",
+        name="projector_hidden_act",
+        number="downsample_ratio",
+        any="vision_feature_layer vision_feature_select_strategy",
+    ),
+    computes={"connector": "normed_shuffle", "resize": "squash"},
+    text={"model_type": "qwen2"},
+    tied=True,
+    prefixes={"vision_tower.": "vision_tower.vision_model."},
+    split=RatioTiles,
+    length_key="image_seq_length",
+    inverse=("merge",),
+)
 _LLAVA = Family(
     title="LLaVA-1.5",
     architecture="LlavaForConditionalGeneration",
@@ -128,6 +155,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
         architecture="SmolVLMForConditionalGeneration",
         tower="smolvlm_vision",
     ),
+    "internvl": _INTERNVL,
 }
 # By `LlavaConfig.family`: OneVision reads config.json and tensors as LLaVA does, and is a model of
 # its own (models/onevision).

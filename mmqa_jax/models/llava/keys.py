@@ -32,7 +32,7 @@ from mmqa_jax.models.llava import families, towers
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, PREFIX
 from mmqa_jax.models.llava.network import Llava, expand_images
-from mmqa_jax.models.llava.processor import processor_to_hf, read_split
+from mmqa_jax.models.llava.processor import processor_to_hf, with_split
 from mmqa_jax.models.llava.towers import TOWERS
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import (
@@ -249,6 +249,14 @@ def fields_from_hf(
     fields = {name: published.get(key, default) for name, (key, default) in family.keys.items()}
     if "image_token_index" not in published and "image_token_id" in published:
         fields["image_token"] = published["image_token_id"]
+    for name in family.inverse:
+        value = fields[name]
+        fields[name] = round(1 / value) if value else 0
+        if not value or 1 / fields[name] != value:
+            raise UserError(
+                f"{where}: {family.keys[name][0]} is {value!r}, expected 1 over a whole number; "
+                "use a checkpoint as it was published."
+            )
     fields |= family.computes
     layer = fields["feature_layer"]
     if type(layer) is not int:
@@ -357,11 +365,13 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
                 f"model.{field} is {getattr(config, field)!r}: {family.architecture} has "
                 f"{value!r}, and no key for it in its config.json; it cannot be exported."
             )
+    fields = {key: getattr(config, name) for name, (key, _) in family.keys.items()}
+    fields |= {family.keys[name][0]: 1 / getattr(config, name) for name in family.inverse}
     lengths = {family.length_key: config.features} if family.length_key else {}
     return {
         "architectures": [family.architecture],
         "model_type": config.family,
-        **{key: getattr(config, field) for field, (key, _) in family.keys.items()},
+        **fields,
         "tie_word_embeddings": config.llama.tied,
         "text_config": config.llama.to_hf(),
         "vision_config": {"model_type": family.tower, **TOWERS[family.tower].write(config.vision)},
@@ -373,7 +383,7 @@ def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
     """Checks the picture processor beside a checkpoint, and takes from it how pictures are cut, or
     a SigLIP's filter."""
     if (kind := families.ALL[config.family].split) is not None:
-        return dataclasses.replace(config, split=read_split(folder, config, kind))
+        return with_split(folder, config, kind)
     if not isinstance(config.vision, SiglipVisionConfig):
         check_processor(folder)
         return config

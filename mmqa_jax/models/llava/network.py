@@ -26,7 +26,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, Connector
-from mmqa_jax.models.two_towers.config import VisionConfig
+from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before
 
 
@@ -40,6 +41,13 @@ class LlavaVision(VisionTower):
     def __init__(self, config: VisionConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         del self.proj
+
+
+_TOWERS = {
+    VisionConfig: LlavaVision,
+    SiglipVisionConfig: VisionTower,
+    InternVisionConfig: InternVision,
+}
 
 
 def picture_features(
@@ -62,8 +70,7 @@ class Llava(nnx.Module):
     """Vision tower, connector and decoder."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        is_clip = isinstance(config.vision, VisionConfig)
-        self.vision = (LlavaVision if is_clip else VisionTower)(config.vision, rngs=rngs)
+        self.vision = _TOWERS[type(config.vision)](config.vision, rngs=rngs)
         self.projector = KINDS[config.connector](config, rngs=rngs)
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config
@@ -79,7 +86,7 @@ class Llava(nnx.Module):
         # Cut once, not in every call; in one program, not in one for each shape.
         cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
         parts.vision.layers = nnx.merge(graphdef, cut(layers))
-        if not self.config.normed:
+        if hasattr(parts.vision, "ln_post") and not self.config.normed:
             del parts.vision.ln_post
         if hasattr(parts.vision, "head"):
             del parts.vision.head

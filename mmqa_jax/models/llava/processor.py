@@ -2,72 +2,119 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llava.config import LlavaConfig, RowTiles, Split
-from mmqa_jax.models.two_towers.config import SIGLIP_MEAN
+from mmqa_jax.models.llava.config import LlavaConfig, RatioTiles, RowTiles, Split
+from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SiglipVisionConfig
 from mmqa_jax.models.two_towers.processor import check_numbers, processors
 from mmqa_jax.weights.config_json import check_keys, kinds
 
-_KINDS = kinds(object_or_null="size max_image_size", integer_or_null="resample")
-_STEPS = ("do_rescale", "do_normalize", "do_convert_rgb")
+_KINDS = {
+    RowTiles: kinds(object_or_null="size max_image_size"),
+    RatioTiles: kinds(object_or_null="size", size_or_null="min_patches max_patches"),
+}
+_STEPS = ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize")
+# Pillow's number of the filter; `crop_to_patches` is what InternVL's processor sets itself.
+_FIXED: Mapping[type[Split], Mapping[str, tuple[Any, ...]]] = {
+    RowTiles: {"do_image_splitting": (True,), "resample": (1,)},
+    RatioTiles: {"crop_to_patches": (True, False), "resample": (3,)},
+}
 # What a processor's file says beside what is read: of videos, and what every picture's tiles are.
 _HARMLESS = (
     *("image_processor_type", "processor_class", "rescale_factor", "image_mean", "image_std"),
-    *("do_resize", "do_pad", "pad_size", "video_sampling", "data_format", "return_row_col_info"),
+    *("do_pad", "pad_size", "video_sampling", "data_format", "return_row_col_info"),
     *("feature_extractor_type", "image_seq_len", "input_data_format", "device", "return_tensors"),
     *("disable_grouping", "default_to_square", "do_center_crop", "crop_size"),
 )
-_LANCZOS = 1
 
 
-def read_split(folder: Path, config: LlavaConfig, kind: type[Split]) -> Split:
-    """How the processor's file in a folder cuts pictures; without one, as the published models."""
+def with_split(folder: Path, config: LlavaConfig, kind: type[Split]) -> LlavaConfig:
+    """The config with how the processor's file in a folder cuts and colors pictures; without one,
+    as the published models do."""
     side = config.vision.image_size
-    split: Split = RowTiles(longest=4 * side)
+    split = RowTiles(longest=4 * side) if kind is RowTiles else RatioTiles()
+    vision = config.vision
     for processor, file in processors(folder):
         if not processor:
             continue
-        check_numbers(processor, file, kind.__name__, config.vision.pixel_mean, SIGLIP_MEAN)
-        fixed: dict[str, tuple[Any, ...]] = dict.fromkeys(_STEPS, (True,))
-        fixed |= {"do_image_splitting": (True,), "resample": (_LANCZOS,)}
-        check_keys(processor, str(file), read=_KINDS, harmless=_HARMLESS, fixed=fixed)
-        tile = _longest(processor, "max_image_size", side, file)
-        if tile != side:
-            raise UserError(
-                f"{file}: max_image_size is {tile}, but the tower's pictures have {side} pixels; "
-                "use a checkpoint as it was published."
+        fixed = {**dict.fromkeys(_STEPS, (True,)), **_FIXED[kind]}
+        check_keys(processor, str(file), read=_KINDS[kind], harmless=_HARMLESS, fixed=fixed)
+        if isinstance(vision, SiglipVisionConfig):
+            check_numbers(processor, file, "SigLIP", SIGLIP_MEAN, SIGLIP_MEAN)
+        else:
+            vision = dataclasses.replace(
+                vision,
+                pixel_mean=_colors(processor, "image_mean", vision.pixel_mean, file),
+                pixel_std=_colors(processor, "image_std", vision.pixel_std, file),
             )
-        split = RowTiles(longest=_longest(processor, "size", split.longest, file))
-    return split
+        if isinstance(split, RowTiles):
+            _check_side(processor, "max_image_size", ("longest_edge",), side, file)
+            size = processor.get("size") or {}
+            longest = size.get("longest_edge", split.longest)
+            if type(longest) is not int:
+                raise _refusal(file, "size", size, "a longest_edge in pixels")
+            split = RowTiles(longest)
+        else:
+            _check_side(processor, "size", ("height", "width"), side, file)
+            least, most = processor.get("min_patches"), processor.get("max_patches")
+            split = RatioTiles(least or split.least, most or split.most)
+    return dataclasses.replace(config, split=split, vision=vision)
 
 
-def _longest(processor: Mapping[str, Any], key: str, usual: int, file: Path) -> int:
+def _check_side(
+    processor: Mapping[str, Any], key: str, names: tuple[str, ...], side: int, file: Path
+) -> None:
     size = processor.get(key)
-    value = usual if size is None else size.get("longest_edge")
-    if type(value) is not int:
-        raise UserError(
-            f"{file}: {key} is {size!r}, expected a longest_edge in pixels; use a checkpoint as it "
-            "was published."
-        )
-    return value
+    if size is not None and [size.get(name) for name in names] != [side] * len(names):
+        raise _refusal(file, key, size, f"{' and '.join(names)} of {side}, the tower's pixels")
+
+
+def _colors(
+    processor: Mapping[str, Any], key: str, usual: tuple[float, float, float], file: Path
+) -> tuple[float, float, float]:
+    value = processor.get(key)
+    if value is None:
+        return usual
+    fits = isinstance(value, list) and len(value) == 3
+    if not fits or not all(isinstance(one, int | float) and 0 < one < 1 for one in value):
+        raise _refusal(file, key, value, "three numbers between 0 and 1")
+    return tuple(map(float, value))
+
+
+def _refusal(file: Path, key: str, value: Any, wanted: str) -> UserError:
+    return UserError(
+        f"{file}: {key} is {value!r}, expected {wanted}; use a checkpoint as it was published."
+    )
 
 
 def processor_to_hf(config: LlavaConfig) -> dict[str, Any] | None:
     """transformers' preprocessor_config.json; None for squares, of which the source has one."""
-    if config.split is None:
+    side, split = config.vision.image_size, config.split
+    if split is None:
         return None
+    if isinstance(split, RowTiles):
+        of_kind: dict[str, Any] = {
+            "image_processor_type": "Idefics3ImageProcessor",
+            "size": {"longest_edge": split.longest},
+            "max_image_size": {"longest_edge": side},
+            "do_pad": True,
+        }
+    else:
+        of_kind = {
+            "image_processor_type": "GotOcr2ImageProcessor",
+            "size": {"height": side, "width": side},
+            "min_patches": split.least,
+            "max_patches": split.most,
+        }
     return {
-        "image_processor_type": "Idefics3ImageProcessor",
-        "size": {"longest_edge": config.split.longest},
-        "max_image_size": {"longest_edge": config.vision.image_size},
-        "do_image_splitting": True,
-        "resample": _LANCZOS,
+        **of_kind,
+        **{key: values[0] for key, values in _FIXED[type(split)].items()},
         "image_mean": list(config.vision.pixel_mean),
         "image_std": list(config.vision.pixel_std),
         "rescale_factor": 1 / 255,
-        **dict.fromkeys(("do_resize", "do_pad", *_STEPS), True),
+        **dict.fromkeys(_STEPS, True),
     }
