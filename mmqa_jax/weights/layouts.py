@@ -19,6 +19,7 @@ from mmqa_jax.weights.config_json import ForeignModel, config_from_json, config_
 from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 from mmqa_jax.weights.keymap import KeyMap
+from mmqa_jax.weights.quantization import read_rounding
 
 # Key in the config.json of an exported model that transformers does not have.
 OWN_CONFIG = "mmqa_jax"
@@ -121,6 +122,18 @@ def read_hf_config(path: Path, *model_types: str) -> dict[str, Any]:
     published = read_json(file)
     check_model_type(published, str(file), *model_types)
     return published
+
+
+def open_hf(path: Path, *model_types: str) -> tuple[dict[str, Any], safetensors.TensorSource]:
+    """transformers' config.json in the folder or beside the file, and the tensors.
+
+    Matrices that `quantization_config` says are rounded are whole; see `read_rounding`.
+
+    model_types: of which it is one.
+    """
+    published = read_hf_config(path, *model_types)
+    published, make_whole = read_rounding(published, str(config_file(path)))
+    return published, make_whole(open_source(path))
 
 
 def own_config(name: str, config: Any) -> dict[str, Any]:

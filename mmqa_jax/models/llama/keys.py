@@ -261,11 +261,8 @@ def open_llama(path: Path) -> layouts.Checkpoint:
             f"{path}: not a checkpoint that is known (GGUF, llama2.c's .bin, safetensors, torch); "
             "give the file or folder as it was published."
         )
-    published, where = (
-        layouts.read_hf_config(path, *FAMILIES, *WITH_TOWER),
-        str(layouts.config_file(path)),
-    )
-    source = layouts.open_source(path)
+    where = str(layouts.config_file(path))
+    published, source = layouts.open_hf(path, *FAMILIES, *WITH_TOWER)
     if published["model_type"] in WITH_TOWER:
         published, source = language_model(published, source, where)
     config = LlamaConfig.from_hf(published, where)

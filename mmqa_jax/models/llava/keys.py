@@ -45,6 +45,7 @@ from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, untied_source
+from mmqa_jax.weights.quantization import read_rounding
 
 LLAMA_PREFIX = "language_model."
 _TOWER, _PROJECTOR = "vision_tower.", PREFIX
@@ -154,8 +155,8 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
         the folder that `mm_vision_tower` of the original's config names, if there is one.
     """
     file = layouts.config_file(folder)
-    published = read_json(file)
-    source, ignore = layouts.open_source(folder), _BUFFERS
+    published, make_whole = read_rounding(read_json(file), str(file))
+    source, ignore = make_whole(layouts.open_source(folder)), _BUFFERS
     if "text_config" in published:
         has_head = any(key.endswith("lm_head.weight") for key in source.specs())
         config = _with_processor(llava_config(published, str(file), has_head), file.parent)

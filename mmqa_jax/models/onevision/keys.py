@@ -56,9 +56,10 @@ def open_onevision(path: Path) -> layouts.Checkpoint:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    config = onevision_config(layouts.read_hf_config(path, "llava_onevision"), str(file))
+    published, source = layouts.open_hf(path, "llava_onevision")
+    config = onevision_config(published, str(file))
     _check_processor(file.parent, config)
-    source = to_rule_tensors(layouts.open_source(path), config.llama)
+    source = to_rule_tensors(source, config.llama)
     return layouts.Checkpoint(config, onevision_key_map, source, "transformers")
 
 

@@ -170,9 +170,9 @@ def open_qwen_vl(path: Path) -> layouts.Checkpoint:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    config = qwen_vl_config(layouts.read_hf_config(path, *PUBLISHED), str(file))
+    published, source = layouts.open_hf(path, *PUBLISHED)
+    config = qwen_vl_config(published, str(file))
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
-    source = layouts.open_source(path)
     if config.llama.experts:
         hub = config.llama.hidden, 2 * config.llama.mlp
         source = experts_together(_experts_turned(source, hub), config.llama.experts)
