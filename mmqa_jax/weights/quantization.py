@@ -260,7 +260,7 @@ def read_rounding(published: Any, where: str) -> tuple[Any, Callable[[TensorSour
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(
             f"{where}: quantization_config is {str(settings)[:60]!r}, its quant_method {method!r}; "
-            f"expected one of {', '.join(METHODS)}, or mxfp4 of a gpt-oss: use a checkpoint of these, "
+            f"expected one of {', '.join(METHODS)}, or mxfp4 of a gpt-oss: use one of these, "
             "or one without it."
         )
     where = f"{where}, quantization_config"
