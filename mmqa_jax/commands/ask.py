@@ -15,6 +15,7 @@ from mmqa_jax.core.errors import UserError
 SUMMARY = "answer a question from a folder of documents with its sources, or say that none has it."
 EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
 _DEMO = "workdir-demo"
+_THOUGHTS = ("thinking", "thinking_tokens", "cut")  # of a trace, in what `--json` prints
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,6 +31,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--json, of --data: {question, answer, found, sources: [{id, file, page, text, image,\n"
         "  score, cited}], seconds}: `cited` is the source's number beside the answer, or null\n"
         "  where the answer cites none of those that the model was shown, `score` the similarity;\n"
+        "  thinking, thinking_tokens of a model that thought, cut where its tokens ran out;\n"
         "  of several questions, and of --workdir, {answers: [...]}"
     )
     flags.add_reading(parser, f"a finished demo's workdir ({_DEMO}, without --data)")
@@ -98,7 +100,8 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
         for answer, row in _answered(answerer, arguments.question, picture):
             for note in answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
-            rows.append(row)
+            trace = answer.prediction.trace
+            rows.append({**row, **{key: trace[key] for key in _THOUGHTS if key in trace}})
     finally:
         llm.close()
     return rows

@@ -308,9 +308,10 @@ def add_thinking(parser: argparse.ArgumentParser, condition: str, default: str) 
     parser.add_argument(
         "--thinking",
         type=read,
-        metavar="off|on|TOKENS",
+        metavar="off|on|low|medium|high|TOKENS",
         help=f"{condition}whether a chat model thinks before it answers: auto (as it does by "
-        f"itself), off, on, or the tokens that thoughts may have beside the answer's ({default})",
+        "itself), off, on, an effort of models that know it (gpt-oss), or the tokens that thoughts "
+        f"may have beside the answer's ({default})",
     )
 
 

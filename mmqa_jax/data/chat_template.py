@@ -83,7 +83,7 @@ def rendered_marked(
     settings: Mapping[str, Any],
     answer: bool,
     tools: Sequence[Mapping[str, Any]] = (),
-    switches: Mapping[str, bool] | None = None,
+    switches: Mapping[str, bool | str] | None = None,
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """The same, and the assistant's characters by the template's `{% generation %}`; None: it has
     no such mark. `switches` are variables of the template, such as `enable_thinking`."""

@@ -100,6 +100,7 @@ class Candidate:
     logprobs: tuple[float, ...] | None  # of each of `tokens`, if requested
     finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
     thinking: str = ""  # what a server gives apart from the text
+    thinking_tokens: int | None = None  # before the answer; None: there are none, or not counted
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ LLM_USE = {
     "calls_per_question": "LLM calls a question",
     "prompt_tokens_per_question": "prompt tokens a question",
     "completion_tokens_per_question": "new tokens a question",
+    "thinking_tokens_per_question": "thinking tokens a question",
 }
 
 

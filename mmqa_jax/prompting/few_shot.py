@@ -25,6 +25,7 @@ from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.decoding.requests import Candidate, Result, TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Backend, Completion, Decoding, Message, Picture, Query
 from mmqa_jax.prompting.backends.cache import answer_all
+from mmqa_jax.prompting.backends.thinking import read_answer
 from mmqa_jax.prompting.examples.library import Shot, shots_record
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER as IMAGE
 from mmqa_jax.retrieval.knowledge import KnowledgeBase, Passage, passages_of
@@ -54,6 +55,9 @@ class Trace(TypedDict, total=False):
     too_long: list[str]  # why prompts were not sent, which do not fit even without shots
     failed: list[str]  # why other requests have no answer
     outputs: list[dict[str, Any]]  # `text`, and `logprob` where the model says it
+    thinking: list[str]  # what it thought before
+    thinking_tokens: int  # as far as they are counted
+    cut: bool  # the answer's tokens ran out
     option_scores: list[float]  # log-probabilities, in the order of the choices
     calibrated_scores: list[float]  # the same, less the model's liking for an option
     caption: str | None  # of a file of captions; None where that lacks the question
@@ -254,8 +258,8 @@ def read_one(question: Question, replies: Replies) -> Prediction:
     if not replies.results:
         return Prediction(question.id, trace=trace)
     (best,) = replies.best
-    text = (best.text or "").strip()
-    trace["outputs"] = [output_record(text, best.total)]
+    trace["outputs"] = [output_record((best.text or "").strip(), best.total)]
+    text = read_answer(best, trace)
     return citing_passages(Prediction(question.id, text, trace=trace), replies.prompts)
 
 

@@ -22,7 +22,7 @@ from mmqa_jax.decoding.requests import Scores, TooLong, Unanswerable
 from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
-from mmqa_jax.prompting.backends.thinking import split_thoughts, thoughts_of, why_empty
+from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
 
 _CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
@@ -146,11 +146,10 @@ class LLMReader:
         candidate = answers.by_id[name].candidates[0]
         output = (candidate.text or "").strip()
         trace["outputs"] = [{"text": output}]
-        if thoughts := thoughts_of(candidate):
-            trace["thinking"] = [thoughts]
+        answer = read_answer(candidate, trace)
         if reason := why_empty(candidate):
             trace["incomplete"] = [reason]
-        citations = read_citations(split_thoughts(output)[1], prompt.sources)
+        citations = read_citations(answer, prompt.sources)
         if prompt.sources and says_not_found(citations.text):
             trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)

@@ -119,6 +119,7 @@ def run_prompts(
         "retries": usage.retries,
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
+        "thinking_tokens": usage.thinking_tokens,
         "seconds": round(seconds, 3),
         "requests_per_second": round(usage.requests / seconds, 3),
         "engine": served.sizes(),
@@ -193,6 +194,8 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     row: dict[str, Any] = {"text": candidate.text, "finish": candidate.finish}
     if thoughts := thoughts_of(candidate):
         row["thinking"] = thoughts
+    if candidate.thinking_tokens:
+        row["thinking_tokens"] = candidate.thinking_tokens
     if not math.isnan(candidate.total):  # NaN: a server reports it only on request
         row["logprob"] = candidate.total
     if candidate.logprobs is not None:

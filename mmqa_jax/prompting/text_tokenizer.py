@@ -27,7 +27,7 @@ from mmqa_jax.data.chat_template import TemplateOverBudget, rendered_marked, tem
 from mmqa_jax.data.tokenizers import MarkedTokenizer
 from mmqa_jax.prompting import llava_prompt
 from mmqa_jax.prompting.backends import Message, Picture
-from mmqa_jax.prompting.backends.thinking import Thinking
+from mmqa_jax.prompting.backends.thinking import Thinking, split_thoughts
 from mmqa_jax.prompting.gguf_tokenizer import read_gguf_tokenizer
 
 if TYPE_CHECKING:
@@ -208,7 +208,8 @@ class ChatTemplate:
 
     def written(self, request_id: Hashable, messages: Iterable[Fields]) -> str:
         """The prompt of messages as the template takes them, which `fields` gives."""
-        return self._written(request_id, list(messages), answer=True, switches=self.switches)[0]
+        text, _ = self._written(request_id, list(messages), answer=True, switches=self.switches)
+        return text + self._thinking.begun(self.source)
 
     def _written(
         self,
@@ -217,7 +218,7 @@ class ChatTemplate:
         *,
         answer: bool,
         tools: Sequence[Fields] = (),
-        switches: Mapping[str, bool] = MappingProxyType({}),
+        switches: Mapping[str, bool | str] = MappingProxyType({}),
     ) -> tuple[str, list[tuple[int, int]] | None]:
         """A conversation's text, and the characters that the template marks as the assistant's."""
         try:
@@ -305,7 +306,9 @@ class ChatTemplate:
         if message.pictures:
             return self.in_parts(message)
         text, more = message.text, {}
-        if message.role == "assistant" and "</think>" in text:
+        if message.role == "assistant" and "<|channel|>" in text and "<|channel|>" in self.source:
+            text = split_thoughts(text)[1]  # gpt-oss's templates drop the thoughts of earlier turns
+        elif message.role == "assistant" and "</think>" in text:
             thoughts, _, answer = text.rpartition("</think>")
             if _THOUGHTS in self.source:
                 text, thoughts = answer.lstrip("\n"), thoughts.rpartition("<think>")[2]

@@ -413,7 +413,8 @@ class LLMSpec(Part):
       tokenizer: for the engine, if the model's folder has none.
       dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
       thinking: whether a chat model thinks before it answers: `auto` (as it does by itself), `off`,
-        `on`, or the number of tokens that thoughts may have beside those of an answer.
+        `on`, an effort (`low`, `medium`, `high`; gpt-oss), or the number of tokens that thoughts
+        may have beside those of an answer.
       engine, server: values of these sections of configs/prompt/default.py that differ.
       cache: folder of a response cache that several rows share; "" is the workdir's own.
     """

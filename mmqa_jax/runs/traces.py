@@ -28,6 +28,7 @@ _SHOWN = {
     "too_long": "questions that do not fit without examples",
     "failed": "questions with failed requests",
     "empty_answers": "empty answers",
+    "cut": "answers cut where their tokens ran out",
     "questions_with_own_caption": "questions with their own caption, which parts.captions lacks",
     "shots_with_own_caption": "examples with their own caption, which parts.captions lacks",
     "answered_by_first_candidate": "questions answered by the first candidate",
@@ -93,6 +94,7 @@ def trace_counts(
         "too_long": sum(bool(t.get("too_long")) for t in traces),
         "failed": sum(bool(t.get("failed")) for t in traces),
         "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
+        "cut": _total(traces, "cut"),
     }
     if any("fallback" in trace for trace in traces):
         counts["answered_by_first_candidate"] = sum(

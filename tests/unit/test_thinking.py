@@ -7,19 +7,26 @@ import json
 import pytest
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.requests import Candidate
-from mmqa_jax.prompting.backends import Chat, Decoding, Message
+from mmqa_jax.decoding.requests import Candidate, Result
+from mmqa_jax.prompting.backends import Chat, Decoding, Message, Usage
 from mmqa_jax.prompting.backends.cache import keep, restore
-from mmqa_jax.prompting.backends.openai_replies import Malformed, read_candidates
+from mmqa_jax.prompting.backends.openai_replies import Malformed, read_candidates, read_usage
 from mmqa_jax.prompting.backends.thinking import (
     ROOM,
     Thinking,
+    read_answer,
     read_thinking,
     split_thoughts,
     thoughts_of,
     why_empty,
+    with_thinking_tokens,
 )
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate
+
+HARMONY = (
+    "<|channel|>analysis<|message|>The manual<|end|><|start|>assistant<|channel|>analysis<|message|>"
+    "says 14.<|end|><|start|>assistant<|channel|>final<|message|>"
+)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +41,27 @@ from mmqa_jax.prompting.text_tokenizer import ChatTemplate
         ("Write <think>a</think> in front.", "", "Write <think>a</think> in front."),
         ("<think>x</think>The tag is </think>.", "x", "The tag is </think>."),
         ("", "", ""),
+        # gpt-oss: with and without special tokens, a tool's header, tokens that ran out
+        (f"{HARMONY}Every 14 days [1].", "The manual\nsays 14.", "Every 14 days [1]."),
+        (
+            f"{HARMONY}A <|channel|> is a part.<|return|>",
+            "The manual\nsays 14.",
+            "A <|channel|> is a part.",
+        ),
+        (
+            "analysisThe manual says 14.assistantfinalEvery 14 days.",
+            "The manual says 14.",
+            "Every 14 days.",
+        ),
+        ("analysis of water: clean", "", "analysis of water: clean"),
+        ("<|channel|>final<|message|>Paris.", "", "Paris."),
+        ("<|channel|>analysis<|message|>The man", "The man", ""),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=f.g "
+            "<|constrain|>json<|message|>{}<|call|>",
+            "a\n{}",
+            "",
+        ),
     ],
 )
 def test_the_answer_is_without_thoughts(text, thoughts, answer):
@@ -94,13 +122,45 @@ def test_no_text_and_no_reason_is_malformed(content):
 
 def test_thoughts_are_kept_and_older_answers_are_read():
     query = Chat("q", (Message("user", "?"),), Decoding())
-    from mmqa_jax.decoding.requests import Result
-
     answer = Result("q", (Candidate("a", (), -1.0, None, "stop", "hm"),), 3, 0)
     value = json.loads(json.dumps(keep(query, answer)))
     assert restore("", query, value) == answer
-    del value["candidates"][0]["thinking"]
-    assert restore("", query, value).candidates[0].thinking == ""
+    del value["candidates"][0]["thinking"], value["candidates"][0]["thinking_tokens"]
+    older = restore("", query, value).candidates[0]
+    assert (older.thinking, older.thinking_tokens) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("<think>ab</think>\n\nParis.", 19),
+        (f"{HARMONY}Paris.", len(HARMONY)),
+        ("<think>ab", 9),  # tokens ran out
+        ("Paris.", None),
+    ],
+)
+def test_tokens_before_the_answer_are_counted(text, count):
+    """Here a token is a character, and the last ends the answer."""
+    tokens = (*map(ord, text), 0)
+    result = Result("q", (Candidate(text, tokens, -1.0, None, "end"),), 3, 0)
+    counted = with_thinking_tokens(result, lambda ids: "".join(map(chr, ids)))
+    if text == "<think>ab":
+        count += 1
+    assert counted.candidates[0].thinking_tokens == count
+    usage, trace = Usage(), {}
+    usage.add(counted)
+    assert (usage.completion_tokens, usage.thinking_tokens) == (len(tokens), count or 0)
+    read_answer(counted.candidates[0], trace)
+    assert trace.get("thinking_tokens") == count
+
+
+def test_a_server_says_its_tokens_of_thoughts():
+    usage = {"prompt_tokens": 3, "completion_tokens": 9}
+    assert read_usage({"usage": usage}).thinking is None
+    for details, count in (({"reasoning_tokens": 7}, 7), ({"reasoning_tokens": "7"}, None)):
+        assert (
+            read_usage({"usage": usage | {"completion_tokens_details": details}}).thinking == count
+        )
 
 
 @pytest.mark.parametrize(
@@ -110,6 +170,7 @@ def test_thoughts_are_kept_and_older_answers_are_read():
         ("off", Thinking(False)),
         ("on", Thinking(True, ROOM)),
         ("500", Thinking(True, 500)),
+        ("high", Thinking(True, 8192, "high")),
     ],
 )
 def test_the_option(text, thinking):
@@ -118,7 +179,9 @@ def test_the_option(text, thinking):
 
 @pytest.mark.parametrize("text", ["", "yes", "0", "-3", "1.5", "9" * 5000, "٣"])
 def test_other_values_are_refused(text):
-    with pytest.raises(UserError, match=r"^--thinking=.*: expected auto, off, on or the number"):
+    with pytest.raises(
+        UserError, match=r"^--thinking=.*: expected auto, off, on, .* or the number"
+    ):
         read_thinking(text, "--thinking")
 
 
@@ -142,4 +205,32 @@ def test_a_template_is_told_where_an_answer_begins():
 
 @pytest.mark.parametrize("verb", ["prompt", "ask", "serve", "caption"])
 def test_verbs_name_the_flag(verb, refused):
-    refused(verb, "--thinking=maybe", message=r"--thinking=maybe: expected auto, off, on or the n")
+    refused(verb, "--thinking=maybe", message=r"--thinking=maybe: expected auto, off, on, low")
+
+
+GPT_OSS = (
+    "Reasoning: {{ reasoning_effort | default('medium') }}\n"
+    "{% for m in messages %}<|start|>{{ m.role }}{% if m.role == 'assistant' %}"
+    "<|channel|>final{% endif %}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("thinking", "effort", "begun"),
+    [
+        ("auto", "medium", ""),
+        ("on", "medium", ""),
+        ("high", "high", ""),
+        ("off", "low", "<|channel|>final<|message|>"),  # the answer begins in its channel
+    ],
+)
+def test_gpt_oss_is_told_its_effort(thinking, effort, begun):
+    turns = [Message("user", "?"), Message("assistant", f"{HARMONY}14."), Message("user", "Why?")]
+    told = read_thinking(thinking, "--thinking")
+    text = ChatTemplate(GPT_OSS, thinking=told).shielding(str).render("q", turns)
+    assert text == (
+        f"Reasoning: {effort}\n<|start|>user<|message|>?<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>14.<|end|>"
+        f"<|start|>user<|message|>Why?<|end|><|start|>assistant{begun}"
+    )

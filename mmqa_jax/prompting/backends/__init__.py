@@ -145,6 +145,13 @@ class Usage:
     failures: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    thinking_tokens: int = 0  # of these, as far as they are counted
+
+    def add(self, result: Result) -> None:
+        """Counts the new tokens of a result that has them."""
+        for candidate in result.candidates:
+            self.completion_tokens += len(candidate.tokens)
+            self.thinking_tokens += candidate.thinking_tokens or 0
 
 
 class Backend(Protocol):

@@ -159,6 +159,7 @@ class Work:
     calls: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0  # generated, or scored
+    thinking_tokens: int = 0  # of these, before answers, as far as they are counted
 
     def add(self, answer: Result | Scores) -> None:
         """Counts one answer."""
@@ -168,6 +169,8 @@ class Work:
         self.completion_tokens += sum(
             len(row.logprobs if isinstance(row, Score) else row.tokens) for row in rows
         )
+        if isinstance(answer, Result):
+            self.thinking_tokens += sum(row.thinking_tokens or 0 for row in answer.candidates)
 
 
 class Cached(backends.Around):
@@ -372,10 +375,11 @@ def _result(request: backends.Query, value: dict[str, Any]) -> Result:
     fields = {field.name for field in dataclasses.fields(Candidate)}
     candidates = []
     for row in value["candidates"]:
-        row = {"thinking": "", **row}  # which older versions did not keep
+        row = {"thinking": "", "thinking_tokens": None, **row}  # which older versions did not keep
         _check(row.keys() == fields, "a candidate's keys")
         _check(isinstance(row["text"], str | None) and isinstance(row["finish"], str), "a text")
         _check(isinstance(row["thinking"], str), "thoughts")
+        _check(row["thinking_tokens"] is None or _is_count(row["thinking_tokens"]), "their tokens")
         _check(isinstance(row["tokens"], list) and all(map(_is_count, row["tokens"])), "a token")
         _check(_is_number(row["total"]), "a total")
         logprobs = None if row["logprobs"] is None else _numbers(row["logprobs"])

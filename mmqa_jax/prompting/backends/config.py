@@ -55,7 +55,9 @@ def open_backend(
         if tokenizer is not None:
             named = flag.replace("model", "tokenizer")  # they stand side by side
             raise UserError(f"{named}={tokenizer}: a server has its own; leave it out.")
-        return OpenAIBackend(model, ServerConfig(**config.server), flag, thinking.on)
+        return OpenAIBackend(
+            model, ServerConfig(**config.server), flag, thinking.on, thinking.effort
+        )
     from mmqa_jax.core.hosts import distributed
     from mmqa_jax.decoding.sizes import ENGINE_SPEC
     from mmqa_jax.prompting.backends import local_model

@@ -23,6 +23,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.models.llava.config import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
+from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
@@ -203,7 +204,8 @@ class EngineBackend:
         for result in self._prepared(prompts).serve(self._requests(prompts)):
             self._count()
             if isinstance(result, requests.Result):
-                self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
+                result = with_thinking_tokens(result, self.tokenizer.decode)
+                self.usage.add(result)
             yield result
 
     def _count(self) -> None:

@@ -51,6 +51,7 @@ class OpenAIBackend:
       thinking: whether the server's chat template is told to think or not (`chat_template_kwargs`
         of vLLM, SGLang and llama.cpp; a server that refuses the key is asked without it); None:
         it is not told.
+      effort: `reasoning_effort` of chats; "": it is not named.
 
     Raises:
       RunError: the server does not answer.
@@ -65,9 +66,10 @@ class OpenAIBackend:
         config: ServerConfig | None = None,
         flag: str = "--model",
         thinking: bool | None = None,
+        effort: str = "",
     ):
         self.model, self.config = model, config or ServerConfig()
-        self._thinking = thinking
+        self._thinking, self._effort = thinking, effort
         http_client.check_environment()
         self.usage = Usage()
         self.failures: list[Failure] = []
@@ -81,6 +83,7 @@ class OpenAIBackend:
         known = self._loop.run(self._server.models())
         parts = [http_client.address(), model, known]
         parts += [] if thinking is None else [{"thinking": thinking}]
+        parts += [{"effort": effort}] if effort else []
         # Of the address, the model and the server's description of it.
         self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         length = (known or {}).get("max_model_len")
@@ -178,6 +181,8 @@ class OpenAIBackend:
             path, limit = "/completions", "max_tokens"
             body = {"prompt": request.prompt}
         body |= {limit: decoding.max_new_tokens, "temperature": decoding.temperature}
+        if isinstance(request, Chat) and self._effort:
+            body["reasoning_effort"] = self._effort
         if decoding.logprobs:
             body["logprobs"] = True if isinstance(request, Chat) else 1
         if decoding.temperature:
@@ -205,6 +210,8 @@ class OpenAIBackend:
             self._thinking = None  # the server does not know the key: it is not told again
             candidates, usage = await self._server.post(path, body, read, most)
         candidates = sorted(candidates, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
+        if len(candidates) == 1:  # a server counts all of several together
+            candidates = [dataclasses.replace(candidates[0], thinking_tokens=usage.thinking)]
         return Result(request.id, tuple(candidates), usage.prompt, 0)
 
     async def _score(self, request: Choices) -> Scores:
@@ -514,6 +521,7 @@ class Server:
             answer = await self._send(path, body, read_all, most, self._config.retries)
         self._usage.prompt_tokens += answer[1].prompt
         self._usage.completion_tokens += answer[1].completion
+        self._usage.thinking_tokens += answer[1].thinking or 0
         if answer[1].system:
             self._fingerprints.add(answer[1].system)
         self._warn_of_another(answer[1].model)

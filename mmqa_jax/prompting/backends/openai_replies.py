@@ -37,12 +37,14 @@ class NoEcho(Exception):
 
 
 class Tokens(NamedTuple):
-    """An answer's token counts, system fingerprint, and the model's name."""
+    """An answer's token counts, system fingerprint, the model's name, and of the completion the
+    tokens of thoughts; None: the server does not say."""
 
     prompt: int
     completion: int
     system: str | None
     model: str | None = None
+    thinking: int | None = None
 
 
 class Echo(NamedTuple):
@@ -86,7 +88,10 @@ def read_usage(answer: Any) -> Tokens:
         value if is_count(value) else 0
         for value in (usage.get(name) for name in ("prompt_tokens", "completion_tokens"))
     ]
-    return Tokens(*counts, _name(answer.get("system_fingerprint")), _name(answer.get("model")))
+    details = usage.get("completion_tokens_details")
+    thinking = details.get("reasoning_tokens") if isinstance(details, dict) else None
+    names = map(_name, (answer.get("system_fingerprint"), answer.get("model")))
+    return Tokens(*counts, *names, thinking if is_count(thinking) else None)
 
 
 def read_candidates(

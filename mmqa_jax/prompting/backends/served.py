@@ -12,6 +12,7 @@ from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.prompting.backends import Around, Choices, Failure, Query, Usage
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend
+from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
 
 OnText = Callable[[str], None]  # in the engine's thread, with the next piece of an answer
 
@@ -77,8 +78,8 @@ class ServedBackend(Around):
             self.usage.requests += 1
             self.usage.prompt_tokens += answer.prompt_tokens
             if isinstance(answer, Result):
-                tokens = sum(len(candidate.tokens) for candidate in answer.candidates)
-                self.usage.completion_tokens += tokens
+                answer = with_thinking_tokens(answer, self.tokenizer.decode)
+                self.usage.add(answer)
             yield dataclasses.replace(answer, id=query.id)
 
     def cancel(self) -> None:

@@ -103,7 +103,7 @@ class T5Backend:
             self.usage.requests += 1
             self.usage.prompt_tokens += result.prompt_tokens
             if isinstance(result, Result):
-                self.usage.completion_tokens += sum(len(c.tokens) for c in result.candidates)
+                self.usage.add(result)
             yield result
 
     def rates(self) -> dict[str, float]:

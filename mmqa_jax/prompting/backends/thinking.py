@@ -1,25 +1,37 @@
 """Whether a model thinks before it answers, and its thoughts apart from the answer.
 
-Models mark thoughts by tags in their text; servers with a parser for that give them in a field of
-their own (`openai_replies`). A template or a server that knows no switch is left as it is.
+Models mark thoughts by tags in their text, or by channels (gpt-oss: OpenAI's harmony format);
+servers with a parser for that give them in a field of their own (`openai_replies`). A template or a
+server that knows no switch is left as it is.
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError, decimal_number
-from mmqa_jax.decoding.requests import Candidate
+from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting import backends
 
 ROOM = 2048  # tokens of thoughts, where no number is named
+EFFORTS = {"low": 1024, "medium": 2048, "high": 8192}  # of templates that know them, and their room
 _TAGS = re.compile(r"\s*<(think|thinking)>")
 _CLOSED = re.compile(r"</(think|thinking)>")
 # Switches of chat templates: Qwen3's, SmolLM3's and others'; Granite's and DeepSeek-V3.1's.
 _SWITCHES = (("enable_thinking", "enable_thinking"), ("thinking", "if thinking"))
+_EFFORT = "reasoning_effort"
+# gpt-oss's messages have a header with a channel: analysis, commentary or final. Without special
+# tokens they run together.
+_HEADER = re.compile(
+    r"(?:<\|start\|>assistant)?<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+)
+_MESSAGE_END = re.compile(r"<\|(?:end|return|call)\|>")
+_RUN_TOGETHER = re.compile(r"\s*analysis(.*?)assistantfinal(.*)", re.DOTALL)
+_FINAL = "<|channel|>final<|message|>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,22 +41,36 @@ class Thinking:
     Attributes:
       on: whether it is; None: as it does by itself.
       room: tokens of thoughts beside those of the answer (`max_new_tokens`).
+      effort: of `EFFORTS`, which some templates and servers know; "": none is named.
     """
 
     on: bool | None = None
     room: int = 0
+    effort: str = ""
 
-    def switches(self, template: str) -> dict[str, bool]:
+    def switches(self, template: str) -> dict[str, bool | str]:
         """What a chat template is told, of the switches that its source names."""
         if self.on is None:
             return {}
-        return {name: self.on for name, text in _SWITCHES if text in template}
+        told: dict[str, bool | str] = {
+            name: self.on for name, text in _SWITCHES if text in template
+        }
+        effort = self.effort if self.on else "low"
+        return told | ({_EFFORT: effort} if effort and _EFFORT in template else {})
+
+    def begun(self, template: str) -> str:
+        """What an answer without thoughts begins with, where a template has no switch for that:
+        gpt-oss's then begins in the channel of answers."""
+        harmony = _EFFORT in template and "<|channel|>" in template
+        return _FINAL if self.on is False and harmony else ""
 
 
 def read_thinking(text: str, where: str) -> Thinking:
     """Reads `auto`, `off`, `on` or a number of tokens; `where`: the flag or key, for a message."""
     if text in ("auto", "off"):
         return Thinking(None if text == "auto" else False)
+    if text in EFFORTS:
+        return Thinking(True, EFFORTS[text], text)
     room = (
         ROOM
         if text == "on"
@@ -54,8 +80,8 @@ def read_thinking(text: str, where: str) -> Thinking:
     )
     if not 0 < room < 2**20:
         raise UserError(
-            f"{where}={text[:40]}: expected auto, off, on or the number of tokens that thoughts "
-            "may have."
+            f"{where}={text[:40]}: expected auto, off, on, {', '.join(EFFORTS)} or the number of "
+            "tokens that thoughts may have."
         )
     return Thinking(True, room)
 
@@ -89,13 +115,61 @@ def split_thoughts(text: str) -> tuple[str, str]:
 
     Some chat templates open the tag in the prompt (Qwen3's, DeepSeek-R1's): a text then begins
     within it. Of thoughts that do not end, as where tokens ran out, there is no answer. Tags behind
-    the beginning are the answer's own.
+    the beginning are the answer's own. Of gpt-oss's channels `final` is the answer.
     """
+    if _HEADER.match(text.lstrip()):
+        return _by_channel(text)
+    if together := _RUN_TOGETHER.fullmatch(text):
+        return together[1].strip(), together[2].strip()
     opened, closed = _TAGS.match(text), _CLOSED.search(text)
     start = opened.end() if opened else 0
     if closed and (opened or not re.search("<(think|thinking)>", text[: closed.start()])):
         return text[start : closed.start()].strip(), text[closed.end() :].strip()
     return (text[start:].strip(), "") if opened else ("", text.strip())
+
+
+def _by_channel(text: str) -> tuple[str, str]:
+    headers = [*_HEADER.finditer(text)]
+    ends = [*(header.start() for header in headers[1:]), len(text)]
+    thoughts, answer = [], []
+    for header, end in zip(headers, ends, strict=True):
+        message = _MESSAGE_END.split(text[header.end() : end])[0].strip()
+        (answer if header[1] == "final" else thoughts).append(message)
+    return "\n".join(thoughts), "\n".join(answer)
+
+
+def with_thinking_tokens(result: Result, decode: Callable[[Sequence[int]], str]) -> Result:
+    """The result whose candidates say how many of their tokens stand before the answer.
+
+    decode: gives the text of tokens, of which a beginning has the beginning of the text.
+    """
+
+    def counted(candidate: Candidate) -> Candidate:
+        text, tokens = candidate.text or "", candidate.tokens
+        thoughts, answer = split_thoughts(text)
+        if not thoughts:
+            return candidate
+        count = len(tokens)
+        if answer:
+            begins = text.rfind(answer)
+            counts = range(len(tokens) + 1)
+            count = bisect.bisect_right(counts, begins, key=lambda n: len(decode(tokens[:n]))) - 1
+        return dataclasses.replace(candidate, thinking_tokens=count)
+
+    return dataclasses.replace(result, candidates=tuple(map(counted, result.candidates)))
+
+
+def read_answer(candidate: Candidate, trace: dict[str, Any]) -> str:
+    """The answer's text; the trace gets its thoughts, their tokens where they are known, and `cut`
+    where its tokens ran out."""
+    thoughts, answer = split_thoughts(candidate.text or "")
+    if thoughts := candidate.thinking or thoughts:
+        trace["thinking"] = [thoughts]
+    if candidate.thinking_tokens:
+        trace["thinking_tokens"] = candidate.thinking_tokens
+    if candidate.finish == "length":
+        trace["cut"] = True
+    return answer
 
 
 def thoughts_of(candidate: Candidate) -> str:
