@@ -84,7 +84,7 @@ def llm_columns(used: Sequence[Mapping[str, float]]) -> tuple[list[str], list[li
     """Columns of what language models were asked, and the cells of every row, from each row's
     `llm_use`.
     """
-    names = [name for name in LLM_USE if any(name in row for row in used)]
+    names = [name for name in LLM_USE if any(row.get(name) for row in used)]
     # Thousandths of a token say nothing.
     cells = [[_count(row.get(name)) for name in names] for row in used]
     return [LLM_USE[name] for name in names], cells

@@ -110,7 +110,10 @@ def test_only_what_is_missing_is_asked(tmp_path):
 
 
 def test_what_answers_cost_does_not_depend_on_the_cache(tmp_path):
-    drawn = tuple(Candidate("t", (1,) * n, -1.0, None, "stop") for n in (2, 3))
+    drawn = (
+        Candidate("t", (1,) * 2, -1.0, None, "stop"),
+        Candidate("t", (1,) * 3, -1.0, None, "stop", thinking_tokens=2),
+    )
     scored = (Score(-1.0, (-1.0, -0.5), False), Score(-1.0, (-1.0,), True))
     answers = {1: Result(1, drawn, 7, 5), 2: Scores(2, scored, 10)}
     cache = ResponseCache(tmp_path)
@@ -119,7 +122,8 @@ def test_what_answers_cost_does_not_depend_on_the_cache(tmp_path):
         assert len([*served.answer([Completion(1, "a"), Choices(2, "b", ("c", "d"))])]) == 2
         # Two draws and two continuations, each with its prompt.
         assert vars(served.work) == {
-            "calls": 4, "prompt_tokens": 2 * 7 + 2 * 10, "completion_tokens": 2 + 3 + 2 + 1
+            "calls": 4, "prompt_tokens": 2 * 7 + 2 * 10, "completion_tokens": 2 + 3 + 2 + 1,
+            "thinking_tokens": 2,
         }  # fmt: skip
 
 

@@ -142,6 +142,7 @@ def test_rows_and_counts():
         "too_long": 0,
         "failed": 1,
         "empty_answers": 1,
+        "cut": 0,
     }
     # Two prompts with one example each, and one that did not fit: less than 2 each.
     assert trace_counts(QUESTIONS, PREDICTIONS, 2)["too_few_examples"] == 1

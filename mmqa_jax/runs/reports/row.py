@@ -205,8 +205,8 @@ def run_facts(folder: Path, corpus: Corpus | None = None) -> dict[str, str]:
 
 def _cost_table(cost: Mapping[str, float]) -> Table:
     """Calls and tokens of the language model, per question and in all."""
-    names = ("calls", "prompt_tokens", "completion_tokens", "thinking_tokens")
-    names = [name for name in names if name in cost]  # older runs lack the last
+    names = ["calls", "prompt_tokens", "completion_tokens"]
+    names += ["thinking_tokens"] if cost.get("thinking_tokens") else []
     rows = [[name.replace("_", " "), cost[f"{name}_per_question"], cost[name]] for name in names]
     return Table("Language model", ("cost", "per question", "all questions"), rows)
 
