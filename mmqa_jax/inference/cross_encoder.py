@@ -29,9 +29,11 @@ from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizer_files import SETTINGS
 from mmqa_jax.data.tokenizers import Tokenizer
+from mmqa_jax.inference.late_interaction import LateInteractionReranker, open_late_interaction
 from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
 from mmqa_jax.models.encoders import sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.heads import CrossEncoder, QwenVLYesNo, YesNoDecoder
+from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
@@ -133,10 +135,11 @@ def open_cross_encoder(
     *,
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
-) -> CrossEncoderReranker | VLMReranker:
+) -> CrossEncoderReranker | VLMReranker | LateInteractionReranker:
     """The reranker of a published cross-encoder's folder over a corpus.
 
-    Or of a Qwen3-Reranker's, or of a Qwen3-VL-Reranker's, which sees pictures.
+    Or of a Qwen3-Reranker's, of a Qwen3-VL-Reranker's, which sees pictures, or of an encoder with
+    late interaction.
 
     Args:
       folder: of transformers.
@@ -144,6 +147,8 @@ def open_cross_encoder(
       mesh: see core.serving.serving_mesh.
     """
     kind = text_encoders.model_type_of(folder)
+    if is_late_interaction(folder):
+        return open_late_interaction(folder, corpus, batch_size=batch_size, mesh=mesh)
     if kind == VLM:
         return open_vlm_reranker(folder, corpus, batch_size=batch_size, mesh=mesh)
     if kind in DECODERS and not text_encoders.is_classifier(folder):

@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import keys as bert_keys
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.rope import scaling_from_hf
-from mmqa_jax.models.llama.keys import Fused
+from mmqa_jax.models.llama.keys import Fused, Parts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, norm_rules
 
@@ -208,10 +208,10 @@ def rotary_classifier_key_map(family: RotaryBert, config: BertConfig) -> KeyMap:
 
 def rotary_fused(config: BertConfig) -> Fused:
     """What the authors' checkpoints keep as rows of one tensor."""
-    parts = {f"self_attn.{name}": config.hidden for name in ("q_proj", "k_proj", "v_proj")}
+    parts = Parts({f"self_attn.{name}": config.hidden for name in ("q_proj", "k_proj", "v_proj")})
     return {
         **dict.fromkeys(("attn.Wqkv", "attention.qkv_proj", "mixer.Wqkv"), parts),
-        "mlp.up_gate_proj": dict.fromkeys(("mlp.up_proj", "mlp.gate_proj"), config.mlp),
+        "mlp.up_gate_proj": Parts(dict.fromkeys(("mlp.up_proj", "mlp.gate_proj"), config.mlp)),
     }
 
 

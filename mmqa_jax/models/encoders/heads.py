@@ -49,13 +49,21 @@ DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Dense(nnx.Module):
-    """sentence-transformers' layer Dense: [B, in] -> [B, out], with one of DENSE_ACTIVATIONS."""
+    """sentence-transformers' layer Dense: [..., in] -> [..., out].
 
-    def __init__(self, linear: Linear, activation: str):
-        self.linear, self.activation = linear, activation
+    Args:
+      activation: one of DENSE_ACTIVATIONS.
+      residual: adds what the layer gets to what it gives; by this linear layer if it is one.
+    """
+
+    def __init__(self, linear: Linear, activation: str, residual: Linear | bool = False):
+        self.linear, self.activation, self.residual = linear, activation, residual
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return DENSE_ACTIVATIONS[self.activation](self.linear(x))
+        y = DENSE_ACTIVATIONS[self.activation](self.linear(x))
+        if not self.residual:
+            return y
+        return y + (self.residual(x) if isinstance(self.residual, Linear) else x)
 
 
 class SentenceEncoder(nnx.Module):

@@ -29,7 +29,9 @@ _TRANSFORMERS = (
 ACTIVATIONS = ("torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid")
 _LAYERS = ("Transformer", "Pooling", "Normalize")
 _DENSE = "Dense"
-_DENSE_KEYS = kinds(size="in_features out_features", flag="bias", name="activation_function")
+_DENSE_KEYS = kinds(
+    size="in_features out_features", flag="bias use_residual", name="activation_function"
+)
 # The switches of older versions, and the names that newer ones give in `pooling_mode`.
 _SWITCHES = {
     "pooling_mode_cls_token": "cls",
@@ -90,6 +92,9 @@ class DenseLayer:
       inputs, outputs: values of a vector before and after it.
       bias: whether it has one.
       activation: one of models.encoders.heads.DENSE_ACTIVATIONS.
+      residual: whether what it gets is added to what it gives, through a linear layer where their
+        sizes differ.
+      beside: whether its tensors are among those of the encoder.
     """
 
     folder: Path
@@ -97,6 +102,8 @@ class DenseLayer:
     outputs: int
     bias: bool
     activation: str
+    residual: bool = False
+    beside: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +151,7 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
                 "here; use a checkpoint with Normalize at its end."
             )
         if kind == _DENSE:
-            dense.append(_dense(folder / place))
+            dense.append(read_dense(folder / place))
         if kind == "Transformer" and place:
             raise UserError(
                 f"{folder / MODULES}: the encoder is in its folder {place!r}; move the files of "
@@ -245,13 +252,19 @@ def check_mean_pooling(folder: Path) -> None:
         )
 
 
-def _dense(folder: Path) -> DenseLayer:
-    """A layer Dense in a folder; UserError for an activation that is not known here."""
+def read_dense(folder: Path, of: str = "sentence_embedding", usual: bool = True) -> DenseLayer:
+    """A layer Dense in a folder; UserError for an activation that is not known here.
+
+    Args:
+      of: what it is a layer over, sentence-transformers' name.
+      usual: whether a file that does not say so means `of`.
+    """
     file = folder / "config.json"
     content = _needed_object(file)
-    fixed = {"module_input_name": ("sentence_embedding",)}
-    fixed["module_output_name"] = (*fixed["module_input_name"], None)
+    fixed = {"module_input_name": (of,), "module_output_name": (of, None)}
     check_keys(content, str(file), read=_DENSE_KEYS, fixed=fixed)
+    if not usual and "module_input_name" not in content:
+        raise UserError(f"{file}: has no module_input_name; expected {of}: add it.")
     missing = [key for key in ("in_features", "out_features") if key not in content]
     activation = content.get("activation_function", "torch.nn.modules.activation.Tanh")
     if missing or activation not in DENSE_ACTIVATIONS:
@@ -261,7 +274,8 @@ def _dense(folder: Path) -> DenseLayer:
             "checkpoint."
         )
     sizes = content["in_features"], content["out_features"]
-    return DenseLayer(folder, *sizes, content.get("bias", True), activation)
+    residual = content.get("use_residual", False)
+    return DenseLayer(folder, *sizes, content.get("bias", True), activation, residual)
 
 
 def _pooling(file: Path) -> str:

@@ -230,17 +230,23 @@ def check_padding(folder: Path, pad_id: int) -> None:
         )
 
 
-def load_text_encoder(folder: Path, mesh: Mesh | None = None) -> Any:
-    """The encoder of tokens in a published folder, of its family's `model`."""
+def load_text_encoder(folder: Path, mesh: Mesh | None = None, ignore: tuple[str, ...] = ()) -> Any:
+    """The encoder of tokens in a published folder, of its family's `model`.
+
+    `ignore`: patterns of tensors that belong to another model in the same files.
+    """
     family, published, where = _family(folder)
     if is_classifier(folder):
         raise UserError(
             f"{folder}: holds a reranker, a classifier of pairs, where an encoder of texts was "
             "expected; use it with `mmqa rerank --model`."
         )
-    return _load(
-        folder, family, family.config(published, where), family.model, family.key_map, mesh
-    )
+
+    def key_map(config: Any) -> KeyMap:
+        whole = family.key_map(config)
+        return dataclasses.replace(whole, ignore=(*whole.ignore, *ignore))
+
+    return _load(folder, family, family.config(published, where), family.model, key_map, mesh)
 
 
 def load_dense(layer: DenseLayer) -> Dense:
@@ -248,18 +254,27 @@ def load_dense(layer: DenseLayer) -> Dense:
     source = open_source(layer.folder)
     shapes = {"linear.weight": (layer.outputs, layer.inputs)}
     shapes |= {"linear.bias": (layer.outputs,)} if layer.bias else {}
+    mapped = layer.residual and layer.inputs != layer.outputs
+    shapes |= {"residual.weight": (layer.outputs, layer.inputs)} if mapped else {}
     tensors = {key: tuple(spec.shape) for key, spec in source.specs().items()}
+    if layer.beside:
+        tensors = {key: shape for key, shape in tensors.items() if key in shapes}
     if tensors != shapes:
         raise UserError(
             f"{layer.folder}: its tensors are {tensors}, {shapes} were expected by config.json; "
             "fetch the folder again."
         )
-    sizes = layer.inputs, layer.outputs
-    linear = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(), use_bias=layer.bias)
-    linear.kernel.set_value(jnp.asarray(source.read("linear.weight"), jnp.float32).T)
-    if linear.bias is not None:
-        linear.bias.set_value(jnp.asarray(source.read("linear.bias"), jnp.float32))
-    return Dense(linear, layer.activation)
+
+    def linear(name: str, bias: bool) -> Linear:
+        sizes = layer.inputs, layer.outputs
+        made = Linear(*sizes, ("embed", None), rngs=nnx.Rngs(), use_bias=bias)
+        made.kernel.set_value(jnp.asarray(source.read(f"{name}.weight"), jnp.float32).T)
+        if made.bias is not None:
+            made.bias.set_value(jnp.asarray(source.read(f"{name}.bias"), jnp.float32))
+        return made
+
+    residual = linear("residual", False) if mapped else layer.residual
+    return Dense(linear("linear", layer.bias), layer.activation, residual)
 
 
 def load_cross_encoder(folder: Path, mesh: Mesh | None = None) -> Any:

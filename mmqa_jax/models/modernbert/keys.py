@@ -7,7 +7,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.llama.keys import Fused
+from mmqa_jax.models.llama.keys import Fused, Parts
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, norm_rules
@@ -93,8 +93,8 @@ def modernbert_config(
 def modernbert_fused(config: ModernBertConfig) -> Fused:
     """What the checkpoint keeps as rows of one tensor."""
     return {
-        "attn.Wqkv": dict.fromkeys(("attn.query", "attn.key", "attn.value"), config.hidden),
-        "mlp.Wi": dict.fromkeys(("mlp.gate", "mlp.up"), config.mlp),
+        "attn.Wqkv": Parts(dict.fromkeys(("attn.query", "attn.key", "attn.value"), config.hidden)),
+        "mlp.Wi": Parts(dict.fromkeys(("mlp.gate", "mlp.up"), config.mlp)),
     }
 
 

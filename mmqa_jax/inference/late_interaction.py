@@ -1,0 +1,256 @@
+"""Rerankers with late interaction: ColBERT and its like, by the vectors of tokens.
+
+Questions and sources are encoded apart, each once a call, however many pairs they are in; what is
+left of a pair is MaxSim (models/encoders/late_interaction.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.schema import Question, Ranking, source_text
+from mmqa_jax.data.tokenizers import Tokenizer, special_tokens, text_inputs
+from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
+from mmqa_jax.models.encoders.late_interaction import (
+    LateInteraction,
+    TokenEncoder,
+    load_token_encoder,
+    max_sim,
+    read_late_interaction,
+)
+from mmqa_jax.models.encoders.text_encoders import check_padding
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.retrieval.embedder import batches_by_length
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+
+_PAIRS = 256  # whose products are in memory at once
+
+
+class Side(NamedTuple):
+    """How the texts of one side, questions or sources, become rows of tokens.
+
+    Attributes:
+      marker: ids behind the tokenizer's first one.
+      prompt: what stands before a text.
+      longest: tokens of a row, special tokens included.
+      filled: the token and the length of expanded queries; None: rows are not expanded.
+      attended: whether tokens attend to those that fill a row.
+      skipped: ids that are not scored.
+    """
+
+    marker: tuple[int, ...]
+    prompt: str
+    longest: int
+    filled: tuple[int, int] | None
+    attended: bool
+    skipped: np.ndarray
+
+
+class LateInteractionReranker(PairScorer):
+    """Ranks each question's candidates by MaxSim of the vectors of their tokens.
+
+    A source is its title and text, a picture its caption. Scores are MaxSim's, no probabilities.
+
+    Args:
+      corpus: of the sources.
+      model: the encoder.
+      tokenizer: of the model.
+      recipe: how its folder says that texts are read.
+      batch_size: texts a call, over all devices, or `auto`.
+    """
+
+    def __init__(
+        self,
+        corpus: Corpus,
+        model: TokenEncoder,
+        tokenizer: Tokenizer,
+        recipe: LateInteraction,
+        *,
+        batch_size: BatchSize = AUTO,
+    ):
+        self.corpus, self.tokenizer, self._mean = corpus, tokenizer, recipe.mean
+        positions = model.config.positions
+        self.question_side = _side(recipe, tokenizer, positions, "query")
+        self.source_side = _side(recipe, tokenizer, positions, "document")
+        longest = max(self.question_side.longest, self.source_side.longest)
+        super().__init__(model, batch_size, encoder_cost(model.config, longest, "texts"))
+        graphdef = self._graphdef
+        self._encode = jax.jit(lambda state, *rows: nnx.merge(graphdef, state)(*rows))
+        self._max_sim = jax.jit(_pairs)
+
+    def score_batches(
+        self, questions: Sequence[Question], candidates: Sequence[Ranking]
+    ) -> Iterator[ScoredPairs]:
+        """Yields the scores batch by batch, in the order of the batches."""
+        of_question = np.repeat(np.arange(len(questions)), [len(c.sources) for c in candidates])
+        rows = np.array([self.corpus.row[s] for c in candidates for s in c.sources], np.int64)
+        distinct, of_source = np.unique(rows, return_inverse=True)  # of the corpus; of each pair
+        asked, asked_mask = self.encode_questions([question.question for question in questions])
+        order = np.argsort(of_source, kind="stable")
+        begins = np.searchsorted(of_source[order], np.arange(len(distinct) + 1))
+        texts = [source_text(self.corpus.sources[row]) for row in distinct]
+        with Progress("Scoring sources", len(rows), "pairs") as progress:
+            for chunk, vectors, mask in self._encoded(texts, self.source_side):
+                pairs = [order[begins[source] : begins[source + 1]] for source in chunk]
+                which = np.repeat(np.arange(len(chunk)), list(map(len, pairs)))
+                indices = np.concatenate(pairs)
+                scores = np.empty(len(indices), np.float32)
+                for start in range(0, len(indices), _PAIRS):
+                    part = slice(start, start + _PAIRS)
+                    one = of_question[indices[part]]
+                    scores[part] = self._score(
+                        asked[one], asked_mask[one], vectors, mask, which[part]
+                    )
+                yield ScoredPairs(indices, scores)
+                progress.advance(len(indices))
+
+    def encode_questions(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of questions, float32 [N, Q, D], and which are scored, bool [N, Q]."""
+        return self._all(texts, self.question_side)
+
+    def encode_sources(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
+        """Vectors of sources, float32 [N, L, D], and which are scored, bool [N, L]."""
+        return self._all(texts, self.source_side)
+
+    def _all(self, texts: Sequence[str], side: Side) -> tuple[np.ndarray, np.ndarray]:
+        batches = [(chunk, fetch(v)[: len(chunk)], m) for chunk, v, m in self._encoded(texts, side)]
+        length = max(vectors.shape[1] for _, vectors, _ in batches)
+        shape = len(texts), length
+        vectors = np.zeros((*shape, batches[0][1].shape[2]), np.float32)
+        mask = np.zeros(shape, bool)
+        for chunk, of_chunk, scored in batches:
+            vectors[chunk, : of_chunk.shape[1]] = of_chunk
+            mask[chunk, : of_chunk.shape[1]] = scored[: len(chunk)]
+        return vectors, mask
+
+    def _encoded(
+        self, texts: Sequence[str], side: Side
+    ) -> Iterator[tuple[np.ndarray, jax.Array, np.ndarray]]:
+        """Batches: places in `texts`, vectors [B, L, D] and what is scored [B, L]; behind the
+        places of a batch is padding."""
+        tokens = self.tokenizer.encode_batch([side.prompt + text for text in texts])
+        tokens = [[*side.marker, *ids] for ids in tokens]
+        least = side.filled[1] if side.filled else 0
+        around = special_tokens(self.tokenizer)
+        lengths = [max(len(ids) + around, least) for ids in tokens]
+        placement = self.serving.placement
+        buckets = length_buckets(side.longest, side.longest)
+        for chunk, length, most in batches_by_length(lengths, buckets, self.serving):
+            size = min(self.serving.size_for(len(chunk)), most)
+            padded = [tokens[chunk[min(row, len(chunk) - 1)]] for row in range(size)]
+            ids, mask, scored = _rows(padded, max(length, least), self.tokenizer, side)
+            own = placement.rows(size)
+            put = placement.put((ids[own], mask[own]))
+            yield chunk, placement.call(self._encode, self._state, *put), scored
+
+    def _score(
+        self,
+        asked: np.ndarray,
+        asked_mask: np.ndarray,
+        vectors: jax.Array,
+        mask: np.ndarray,
+        which: np.ndarray,
+    ) -> np.ndarray:
+        """Scores of pairs of questions and of the batch's sources `which`, in one program."""
+        count, places = len(which), np.minimum(np.arange(_PAIRS), len(which) - 1)
+        inputs = (asked[places], asked_mask[places], mask, which[places].astype(np.int32))
+        if not vectors.is_fully_addressable:
+            vectors = jnp.asarray(fetch(vectors))
+        scores = np.asarray(self._max_sim(vectors, *inputs))[:count]
+        return scores / np.maximum(asked_mask.sum(1), 1) if self._mean else scores
+
+
+def _pairs(
+    vectors: jax.Array, asked: jax.Array, asked_mask: jax.Array, mask: jax.Array, which: jax.Array
+) -> jax.Array:
+    return max_sim(asked, asked_mask, vectors[which], mask[which])
+
+
+def _rows(
+    tokens: Sequence[Sequence[int]], length: int, tokenizer: Tokenizer, side: Side
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, attended and scored columns, [B, length] each, of texts' tokens."""
+    longest = min(length, side.longest)
+    ids, mask, _ = text_inputs(tokens, longest, tokenizer)
+    wider = ((0, 0), (0, length - longest))
+    ids, mask = np.pad(ids, wider, constant_values=tokenizer.pad_id), np.pad(mask, wider)
+    scored = mask.copy()
+    if side.filled:
+        token, least = side.filled
+        fills = ~mask & (np.arange(length) < least)
+        ids[fills] = token
+        scored |= fills
+        mask = mask | fills if side.attended else mask
+    return ids, mask, scored & ~np.isin(ids, side.skipped)
+
+
+def _side(recipe: LateInteraction, tokenizer: Tokenizer, positions: int, name: str) -> Side:
+    is_query = name == "query"
+    prompt = recipe.prompts.question if is_query else recipe.prompts.source
+    marker: tuple[int, ...] = ()
+    if recipe.marked and prompt.split():
+        for mark in (prompt, prompt.split(None, 1)[0]):
+            if (known := tokenizer.token_id(mark)) is not None:
+                marker, prompt = (known,), prompt[len(mark) :]
+                break
+    usual = recipe.max_tokens or tokenizer.max_tokens or positions
+    longest = (recipe.query_length if is_query else recipe.document_length) or usual
+    expansion = recipe.expansion if is_query else None
+    filled = None
+    if expansion is not None:
+        token = tokenizer.mask_id if expansion.token is None else None
+        if expansion.token is not None:
+            token = tokenizer.token_id(expansion.token)
+        if token is None:
+            raise UserError(
+                f"the tokenizer has no token {expansion.token or '[MASK]'} that expands queries; "
+                "put the checkpoint's own tokenizer there."
+            )
+        longest = expansion.length if expansion.cuts else max(longest, expansion.length)
+        filled = token, expansion.length
+    skipped = [tokenizer.token_id(word) for word in recipe.skipped if name in recipe.skips]
+    if longest > positions:
+        longest = positions
+    ids = np.array([number for number in skipped if number is not None], np.int64)
+    attended = expansion is not None and expansion.attended
+    return Side(marker, prompt, longest, filled, attended, ids)
+
+
+def open_late_interaction(
+    folder: Path,
+    corpus: Corpus,
+    *,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+) -> LateInteractionReranker:
+    """The reranker of a published late-interaction encoder's folder over a corpus.
+
+    Args:
+      folder: of sentence-transformers, PyLate or Stanford's ColBERT.
+      batch_size: texts a call, over all devices.
+      mesh: see core.serving.serving_mesh.
+    """
+    recipe = read_late_interaction(folder)
+    model = load_token_encoder(folder, recipe, loading_mesh(mesh))
+    config = model.config
+    tokenizer = load_encoder_tokenizer(
+        folder,
+        config.vocab_size,
+        lowercase=recipe.lowercase,
+        pairs=not isinstance(config, LlamaConfig),
+    )
+    check_padding(folder, tokenizer.pad_id)
+    return LateInteractionReranker(corpus, model, tokenizer, recipe, batch_size=batch_size)

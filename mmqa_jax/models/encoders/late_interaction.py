@@ -1,0 +1,323 @@
+"""Late interaction (ColBERT, Khattab & Zaharia 2020): a vector for each token, scored by MaxSim.
+
+A score is the sum over a question's tokens of the largest product with any token of a source. How a
+checkpoint makes its vectors stands in the files that sentence-transformers 6 (MultiVectorEncoder),
+PyLate and Stanford's ColBERT publish: prompts, lengths, queries that are expanded with masked
+tokens, words that are not scored. Originals: sentence_transformers/multi_vector_encoder and
+sentence_transformers/base/modules/transformer.py (`preprocess`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.models.encoders.heads import Dense
+from mmqa_jax.models.encoders.sentence_pooling import (
+    MODULES,
+    PROMPTS,
+    TRANSFORMER,
+    DenseLayer,
+    Prompts,
+    read_dense,
+    read_modules,
+)
+from mmqa_jax.models.encoders.text_encoders import CONFIG, load_dense, load_text_encoder
+from mmqa_jax.models.two_towers.network import l2_normalize
+from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.layouts import open_source
+
+_NATIVE, _PYLATE, _STANFORD = "MultiVectorEncoder", "ColBERT", "HF_ColBERT"
+_METADATA = "artifact.metadata"  # Stanford's
+_TOKENS = "token_embeddings"
+_EXPANDED = 32  # tokens of an expanded query where the files do not say it
+_ENCODER_KEYS = kinds(
+    size_or_null="max_seq_length query_length document_length",
+    object_or_null="query_expansion",
+    flag_or_null="do_lower_case",
+)
+_ENCODER_FIXED = {
+    "transformer_task": ("feature-extraction",),
+    "module_output_name": (_TOKENS,),
+    "processing_kwargs": ({},),
+}
+_ENCODER_HARMLESS = ("modality_config", "unpad_inputs", "model_args", "tokenizer_args")
+_PYLATE_KEYS = kinds(
+    name_or_null="query_prefix document_prefix",
+    size_or_null="query_length document_length",
+    flag_or_null="do_query_expansion attend_to_expansion_tokens attend_to_mask_tokens",
+    list_or_null="skiplist_words",
+    object_or_null="query_expansion",
+)
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_SCORED = {"maxsim": False, "meanmaxsim": True}
+
+
+@dataclasses.dataclass(frozen=True)
+class Expansion:
+    """Masked tokens behind a short query, which are scored too.
+
+    Attributes:
+      length: tokens of a query that has them.
+      cuts: whether longer queries are cut to `length`; else they stay as they are.
+      attended: whether the other tokens attend to them.
+      token: its spelling; None is the tokenizer's `[MASK]`.
+    """
+
+    length: int
+    cuts: bool = True
+    attended: bool = False
+    token: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class LateInteraction:
+    """How the vectors of texts are made, and scored.
+
+    Attributes:
+      prompts: before a question and before a source.
+      marked: whether the first word of a prompt is a token, if the vocabulary has it.
+      query_length, document_length: longer texts are cut, special tokens included; None: at
+        `max_tokens`.
+      max_tokens: by sentence-transformers' files; None: as many as the tokenizer says.
+      expansion: of queries; None: they are not expanded.
+      skipped: spellings of tokens that are not scored.
+      skips: the sides whose tokens are skipped, of "query" and "document".
+      dense: linear layers over the state of every token, in order.
+      normalized: whether vectors are scaled to length 1.
+      mean: whether a score is divided by the number of the question's tokens.
+      lowercase: whether texts are put in lower case before they are split.
+    """
+
+    prompts: Prompts = dataclasses.field(default_factory=Prompts)
+    marked: bool = False
+    query_length: int | None = None
+    document_length: int | None = None
+    max_tokens: int | None = None
+    expansion: Expansion | None = None
+    skipped: tuple[str, ...] = ()
+    skips: tuple[str, ...] = ("document",)
+    dense: tuple[DenseLayer, ...] = ()
+    normalized: bool = True
+    mean: bool = False
+    lowercase: bool = False
+
+
+def is_late_interaction(folder: Path) -> bool:
+    """Whether a published folder holds an encoder with a vector for each token."""
+    kind = _object(folder / PROMPTS).get("model_type")
+    return kind in (_NATIVE, _PYLATE) or _is_stanford(folder)
+
+
+def read_late_interaction(folder: Path) -> LateInteraction:
+    """How a folder makes and scores vectors; UserError for what is not known here."""
+    if _is_stanford(folder) and not (folder / MODULES).is_file():
+        return _stanford(folder)
+    file = folder / PROMPTS
+    said, is_pylate = _object(file), _object(file).get("model_type") == _PYLATE
+    read = {**kinds(object_or_null="prompts", name_or_null="similarity_fn_name"), **_PYLATE_KEYS}
+    fixed = {"model_type": (_NATIVE, _PYLATE), "default_prompt_name": ()}
+    check_keys(said, str(file), read=read, harmless=("__version__",), fixed=fixed)
+    recipe = _layers(folder, LateInteraction(), is_pylate)
+    legacy = _pylate(said) if said.keys() & _PYLATE_KEYS.keys() else {}
+    named = {name: text or "" for name, text in (said.get("prompts") or {}).items()}
+    sources = next((named[key] for key in ("document", "passage", "corpus") if key in named), "")
+    prompts = [named.get("query", ""), sources]
+    for side, key in enumerate(("query_prefix", "document_prefix")):
+        if prefix := said.get(key):
+            prompts[side] = prefix + prompts[side].removeprefix(prefix)
+    if is_pylate:
+        skipped = said.get("skiplist_words")
+        words = string.punctuation if skipped is None else skipped
+        legacy |= {"skipped": tuple(words), "normalized": True}
+    scored = said.get("similarity_fn_name")
+    marked = bool({"query_prefix", "document_prefix"} & said.keys())
+    return dataclasses.replace(
+        recipe,
+        prompts=Prompts(*prompts),
+        marked=marked,
+        mean=_SCORED.get(scored, False),
+        **{name: value for name, value in legacy.items() if value is not None},
+    )
+
+
+def _layers(folder: Path, recipe: LateInteraction, is_pylate: bool) -> LateInteraction:
+    """The recipe with what the folders of modules.json say."""
+    dense: list[DenseLayer] = []
+    changes: dict[str, Any] = {"normalized": False}
+    order = []
+    for kind, place in read_modules(folder):
+        name = "Dense" if kind == "pylate.models.Dense.Dense" else kind
+        order.append(name)
+        if name == "Transformer" and not place:
+            changes |= _encoder(folder / TRANSFORMER)
+        elif name == "Dense" and "Normalize" not in order:
+            dense.append(read_dense(folder / place, _TOKENS, usual=is_pylate))
+        elif name == "MultiVectorMask":
+            changes |= _mask(folder / place / "config.json")
+        elif name == "Normalize":
+            changes["normalized"] = True
+        else:
+            raise UserError(
+                f"{folder / MODULES}: holds the layer {name!r} in {place!r} behind "
+                f"{order[:-1]}, which is not known of a late-interaction encoder (only Transformer "
+                "at the root, Dense, MultiVectorMask and Normalize); use a checkpoint without it."
+            )
+    return dataclasses.replace(recipe, dense=tuple(dense), **changes)
+
+
+def _encoder(file: Path) -> dict[str, Any]:
+    """What sentence_bert_config.json says."""
+    said = _object(file)
+    check_keys(
+        said, str(file), read=_ENCODER_KEYS, harmless=_ENCODER_HARMLESS, fixed=_ENCODER_FIXED
+    )
+    return {
+        "max_tokens": said.get("max_seq_length"),
+        "query_length": said.get("query_length"),
+        "document_length": said.get("document_length"),
+        "expansion": _expansion(said.get("query_expansion"), str(file)),
+        "lowercase": bool(said.get("do_lower_case")),
+    }
+
+
+def _expansion(said: Mapping[str, Any] | None, where: str) -> Expansion | None:
+    if said is None:
+        return None
+    read = kinds(size="length", flag="attend", name="strategy", name_or_null="token")
+    check_keys(said, f"{where}, query_expansion", read=read)
+    strategy = said.get("strategy")
+    if strategy not in ("fixed", "min") or "length" not in said:
+        raise UserError(
+            f"{where}: query_expansion is {dict(said)}, expected a length and the strategy 'fixed' "
+            "or 'min'; fetch the file again."
+        )
+    return Expansion(
+        said["length"], strategy == "fixed", said.get("attend", False), said.get("token")
+    )
+
+
+def _mask(file: Path) -> dict[str, Any]:
+    """What the layer MultiVectorMask says."""
+    said = _object(file)
+    read = kinds(list_or_null="skiplist_words skiplist_tasks")
+    check_keys(said, str(file), read=read, fixed={"keep_only_token_ids": ([],)})
+    sides = said.get("skiplist_tasks")
+    return {
+        "skipped": tuple(said.get("skiplist_words") or ()),
+        "skips": ("document",) if sides is None else tuple(sides),
+    }
+
+
+def _pylate(said: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that PyLate keeps in config_sentence_transformers.json; None: not said."""
+    fields: dict[str, Any] = {
+        "query_length": said.get("query_length"),
+        "document_length": said.get("document_length"),
+    }
+    if "query_expansion" in said:
+        fields["expansion"] = _expansion(said["query_expansion"], PROMPTS)
+    elif said.get("do_query_expansion") is not False:
+        attended = said.get("attend_to_expansion_tokens", said.get("attend_to_mask_tokens"))
+        length = fields.pop("query_length") or _EXPANDED
+        fields["expansion"] = Expansion(length, attended=bool(attended))
+    return fields
+
+
+def _is_stanford(folder: Path) -> bool:
+    return _STANFORD in (_object(folder / CONFIG).get("architectures") or [])
+
+
+def _stanford(folder: Path) -> LateInteraction:
+    """Stanford's ColBERT: a BERT with `linear.weight` beside it, and its training's settings."""
+    said = _object(folder / _METADATA)
+    query, source = (
+        f"{said.get(key) or usual} "
+        for key, usual in (("query_token_id", "[unused0]"), ("doc_token_id", "[unused1]"))
+    )
+    weight = open_source(folder).specs()["linear.weight"]
+    attended = bool(said.get("attend_to_mask_tokens"))
+    return LateInteraction(
+        prompts=Prompts(query, source),
+        marked=True,
+        document_length=said.get("doc_maxlen"),
+        expansion=Expansion(said.get("query_maxlen") or _EXPANDED, attended=attended),
+        skipped=tuple(string.punctuation) if said.get("mask_punctuation", True) else (),
+        dense=(DenseLayer(folder, *weight.shape[::-1], False, _IDENTITY, beside=True),),
+    )
+
+
+def _object(file: Path) -> Mapping[str, Any]:
+    """The content of a file that may be absent."""
+    content = read_json(file) if file.is_file() else {}
+    if not isinstance(content, dict):
+        raise UserError(f"{file}: is no JSON object; fetch the file again.")
+    return content
+
+
+class TokenEncoder(nnx.Module):
+    """An encoder of texts with a vector for each token.
+
+    Args:
+      bert: (ids, mask) -> states.
+      dense: layers over each state, in order.
+      normalized: whether vectors are scaled to length 1.
+    """
+
+    def __init__(self, bert: nnx.Module, dense: Sequence[Dense], normalized: bool):
+        self.bert, self.dense, self.normalized = bert, nnx.List(dense), normalized
+        self.config = bert.config
+
+    def __call__(self, input_ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """Right-padded texts, int and bool [B, L] -> float32 [B, L, D]."""
+        vectors = self.bert(input_ids, mask)
+        for layer in self.dense:
+            vectors = layer(vectors)
+        vectors = vectors.astype(jnp.float32)
+        return l2_normalize(vectors) if self.normalized else vectors
+
+
+def load_token_encoder(
+    folder: Path, recipe: LateInteraction, mesh: Mesh | None = None
+) -> TokenEncoder:
+    """The encoder of a published folder; UserError for layers that do not fit."""
+    encoder = load_text_encoder(folder, mesh, ignore=(r"^linear\.weight$",))
+    width = encoder.config.hidden
+    for layer in recipe.dense:
+        if layer.inputs != width:
+            raise UserError(
+                f"{layer.folder / 'config.json'}: in_features is {layer.inputs}, but vectors have "
+                f"{width} values there; fetch the file again."
+            )
+        width = layer.outputs
+    return TokenEncoder(encoder, [load_dense(layer) for layer in recipe.dense], recipe.normalized)
+
+
+def max_sim(
+    questions: jax.Array, asked: jax.Array, sources: jax.Array, scored: jax.Array
+) -> jax.Array:
+    """MaxSim of P pairs.
+
+    Args:
+      questions: float [P, Q, D], vectors of each pair's question.
+      asked: bool [P, Q], which of them are scored.
+      sources: float [P, L, D]; scored: bool [P, L], the same of its source.
+
+    Returns:
+      float32 [P]; a source of which nothing is scored has the smallest float32.
+    """
+    products = jnp.einsum("pqd,pld->pql", questions, sources, precision="highest")
+    least = jnp.finfo(jnp.float32).min
+    best = jnp.where(scored[:, None], products, least).max(-1)  # [P, Q]
+    total = jnp.where(asked, best, 0).sum(-1)
+    return jnp.where(scored.any(-1), total, least)
