@@ -242,9 +242,9 @@ def _decode(
     traits = layer_traits(config, prefix_mask.shape[1] + cache.ancestry.slots.shape[2])
     ancestry = cache.ancestry.written(step)
     seen = ancestry.visible(step + 1)  # [B, K, T * K]
-    seen = jnp.tile(seen, (1, config.heads // config.kv_heads, 1))[:, None]
     # All tokens as one sequence, for what works on each alone: [1, B * K, H].
-    x, written = model.embed(tokens.reshape(1, -1)), []
+    x, side = model.parted(model.embed(tokens.reshape(1, -1)))
+    traits, written = traits.replace(side=side), []
     of_layers = zip(model.each_layer(), prefix, cache.layers, strict=True)
     for number, (layer, of_prompt, of_beams) in enumerate(of_layers):
         layer = with_chosen(layer, adapters)
@@ -252,7 +252,8 @@ def _decode(
         turned = of_layer.turned(cos, sin)
         # The beams of a prompt are rows of one product: [B, K, heads, D].
         q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, *turned, apart=True))
-        of_prefix, of_own, sinks = prefix_mask, seen, layer.sink_logits
+        of_prefix, sinks = prefix_mask, layer.sink_logits
+        of_own = jnp.tile(seen, (1, config.heads // k.shape[-2], 1))[:, None]
         if of_layer.window is not None:
             column = jnp.arange(prefix_mask.shape[1])
             of_prefix &= column > (lengths + step)[:, None] - of_layer.window
@@ -263,7 +264,7 @@ def _decode(
             for held, new in zip(of_beams, (k, v), strict=True)
         )
         attended = prefix_attention(
-            group_queries(q, config.kv_heads),
+            group_queries(q, k.shape[-2]),
             of_prompt.key.transpose(0, 3, 1, 2),  # [B, L, kv_heads, D]
             of_prompt.value.swapaxes(1, 2),
             of_prefix,
@@ -275,7 +276,7 @@ def _decode(
             else sink_rows(sinks, config.kv_heads, size[1]).swapaxes(0, 1),
         )
         attended = ungroup_queries(attended, config.heads)
-        x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]))
+        x = layer.finish(x, attended.reshape(1, -1, *attended.shape[2:]), of_layer)
         written.append(of_beams)
     log_probs = jax.nn.log_softmax(model.logits(model.norm(x)[0]))  # [B * K, V]
     return log_probs, WrittenCache(tuple(written), ancestry)

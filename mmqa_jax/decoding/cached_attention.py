@@ -47,7 +47,7 @@ def attend(
     def of_queries(x):  # [R, L] -> [R, 1, G * L, 1]
         return jnp.tile(x, (1, groups))[:, None, :, None]
 
-    last = of_queries(columns)
+    last = of_queries(last_seen(columns, branches))
     if branches is not None:
         trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
     if window is not None:
@@ -104,7 +104,7 @@ def attend_to_rows(
     key = by_token(held.key[table].transpose(0, 1, 4, 2, 3), held.key_scale)
     value = by_token(held.value[table].swapaxes(2, 3), held.value_scale)
     column = jnp.arange(key.shape[1])
-    mask = column <= columns[:, :, None]  # [R, L, T]
+    mask = column <= last_seen(columns, branches)[:, :, None]  # [R, L, T]
     if branches is not None:
         of_trunk = column < branches.trunk[:, None, None]
         mask &= of_trunk | (column >= branches.begin[:, :, None])
@@ -116,6 +116,11 @@ def attend_to_rows(
         mask &= column >= first
     options = {"implementation": implementation, "cap": cap, "sinks": sinks}
     return attention(q, key, value, mask=mask[:, None], **options)
+
+
+def last_seen(columns: jax.Array, branches: Branches | None) -> jax.Array:
+    """Returns the last column that the tokens in `columns` [R, L] see, [R, L]."""
+    return columns if branches is None or branches.last is None else branches.last
 
 
 def first_seen(
@@ -192,11 +197,12 @@ class Branches:
     """Continuations of one prompt side by side in the columns after it, as branches of a trunk.
 
     A token sees the trunk and its own branch up to itself. All zeros: one sequence, every column
-    up to the token's own.
+    up to the token's own, or up to `last` where that is not None.
     """
 
     trunk: jax.Array  # int32 [R]: columns below belong to the prompt
     begin: jax.Array  # int32 [R, L]: the column where the token's branch begins, 0 in the trunk
+    last: jax.Array | None = None  # int32 [R, L]: the last column that a token sees
 
     def positions(self, columns: jax.Array) -> jax.Array:
         """Positions of the tokens in `columns` [R, L]: a branch continues where the trunk ends."""

@@ -38,20 +38,41 @@ class Chunk(NamedTuple):
         return self.start + len(self.tokens)
 
 
-def split(tokens: Sequence[int], buckets: Buckets, *, adapter: int = 0) -> list[Chunk]:
-    """The tokens in chunks of the largest bucket, and a last one of the smallest that holds it.
+def split(
+    tokens: Sequence[int], buckets: Buckets, *, adapter: int = 0, whole: bool = False
+) -> list[Chunk]:
+    """Splits tokens into chunks of the largest bucket, and a last one of the smallest that fits.
 
     A chunk of bucket b begins at a multiple of b, so that with its padding it fits into columns
     that are a multiple of the largest bucket.
+
+    Args:
+      tokens: of a prompt and what follows it.
+      buckets: sizes of chunks.
+      adapter: its number.
+      whole: no picture is cut; a chunk may then be several of the largest bucket.
     """
-    starts = range(0, len(tokens), buckets[-1])
-    parts = ((start, tuple(tokens[start : start + buckets[-1]])) for start in starts)
-    return [Chunk(start, part, adapter=adapter) for start, part in parts]
+    starts = [
+        start
+        for start in range(0, len(tokens), buckets[-1])
+        if not (whole and start and max(tokens[start - 1 : start + 1]) < 0)
+    ]
+    ends = [*starts[1:], len(tokens)]
+    return [
+        Chunk(start, tuple(tokens[start:end]), adapter=adapter)
+        for start, end in zip(starts, ends, strict=True)
+    ]
 
 
 def bucket_of(count: int, buckets: Buckets) -> int:
-    """The smallest bucket that holds `count` tokens, or else the largest."""
-    return next((bucket for bucket in buckets if bucket >= count), buckets[-1])
+    """The smallest bucket that holds `count` tokens, or else as many of the largest as do."""
+    largest = buckets[-1]
+    return next((bucket for bucket in buckets if bucket >= count), -(-count // largest) * largest)
+
+
+def chunks_within(chunks: Sequence[Chunk], columns: int) -> int:
+    """How many of a prompt's first chunks end within so many columns."""
+    return sum(chunk.end <= columns for chunk in chunks)
 
 
 def prefix_keys(chunks: Sequence[Chunk], size: int) -> list[bytes]:
@@ -67,7 +88,8 @@ def prefix_keys(chunks: Sequence[Chunk], size: int) -> list[bytes]:
     tokens: list[int] = []
     key = b""
     for chunk in chunks:
-        if chunk.trunk:  # a continuation may begin in it
+        # A continuation may begin in it, or a picture lies in it that is not cut.
+        if chunk.trunk or len(chunk.tokens) > size:
             break
         tokens.extend(chunk.tokens)
         if len(tokens) == size:

@@ -24,7 +24,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import scheduler
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.chunks import bucket_of, prefix_keys
+from mmqa_jax.decoding.chunks import bucket_of, chunks_within, prefix_keys
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_tower import PatchIds, marked
 from mmqa_jax.decoding.kv_cache import KVCache
@@ -386,7 +386,7 @@ class Engine:
     def _reusable(self, sequence: AnySequence) -> int:
         """How many of a waiting sequence's first chunks are there."""
         columns = self._pool.reusable(sequence.keys, sequence.reusable_columns)
-        return columns // self.config.buckets[-1]
+        return chunks_within(sequence.chunks, columns)
 
     def _admit(self, waiting: collections.deque[AnySequence]) -> None:
         """Gives sequences, in their order, slots and pages as far as these are free; their prompts
@@ -401,7 +401,7 @@ class Engine:
             waiting.popleft()
             self._runner.assign(placement.slot, placement.pages)
             sequence.slot, sequence.awaited = placement.slot, placement.awaited
-            sequence.encoded = sequence.reused = placement.reused // self.config.buckets[-1]
+            sequence.encoded = sequence.reused = chunks_within(sequence.chunks, placement.reused)
             self.throughput.reused_tokens += placement.reused
             self._encoding.append(sequence)
             if self._pictures is not None:
@@ -645,7 +645,8 @@ class Engine:
 def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
     """Brings a model's arrays into the form in which they serve, in place."""
     repeat_key_heads(model, mesh)
-    if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
+    scanned = scans(config, mesh) and not model.config.kinds  # of several kinds none is
+    if not scanned and not isinstance(model.layers, nnx.List):
         unstack_layers(model)
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     if config.exact and device.platform == "cpu":

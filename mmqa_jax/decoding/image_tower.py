@@ -322,6 +322,7 @@ class PatchIds:
 
     def __init__(self, config: PictureConfig):
         self.token, self._config = config.image_token, config
+        self.whole = config.llama.picture_sight == "both"  # prompts are not cut within pictures
 
     def expand(
         self, request_id: object, tokens: Sequence[int], images: Sequence[np.ndarray]

@@ -29,6 +29,7 @@ from mmqa_jax.decoding.cached_attention import (
     attend_to_rows,
 )
 from mmqa_jax.models.attention.flash import implementation_for
+from mmqa_jax.models.attention.masked import last_of_pictures
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import with_chosen
 from mmqa_jax.models.llama.network import (
@@ -63,15 +64,17 @@ def layout(
         spec = mesh and NamedSharding(mesh, partition_spec(names, shape, mesh))
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    head = (pages, config.kv_heads)
-    scale = array("float32", _SCALE_NAMES, *head, columns) if dtype == "int8" else None
-    layer = LayerCache(
-        array(dtype, _KEY_NAMES, *head, config.head_size, columns),
-        array(dtype, _VALUE_NAMES, *head, columns, config.head_size),
-        scale,
-        scale,
-    )
-    return (layer,) * config.layers
+    def of_layer(config: LlamaConfig) -> LayerCache:
+        head = (pages, config.kv_heads)
+        scale = array("float32", _SCALE_NAMES, *head, columns) if dtype == "int8" else None
+        return LayerCache(
+            array(dtype, _KEY_NAMES, *head, config.head_size, columns),
+            array(dtype, _VALUE_NAMES, *head, columns, config.head_size),
+            scale,
+            scale,
+        )
+
+    return tuple(of_layer(config.of_layer(number)) for number in range(config.layers))
 
 
 def page_each(rows: int, mesh: Mesh | None = None) -> np.ndarray:
@@ -86,9 +89,10 @@ def ragged_fits(config: LlamaConfig, page: int, chunk: int, dtype: str, device: 
 
     page: columns of a page. chunk: of tokens, the smallest. dtype: of the cache.
     """
-    size, kind = config.head_size, config.dtype
+    sizes, kind = {config.of_layer(n).head_size for n in range(config.layers)}, config.dtype
     half = kind in ("bfloat16", "float16") and dtype in (kind, "int8")
-    fits = 16 <= size <= 256 and size & (size - 1) == 0 and page % 16 == chunk % 16 == 0
+    fits = all(16 <= size <= 256 and size & (size - 1) == 0 for size in sizes)
+    fits &= page % 16 == chunk % 16 == 0
     return implementation_for(device) == "cudnn" and half and fits
 
 
@@ -114,6 +118,7 @@ def forward(
     shifts: jax.Array | None = None,
     deepstack: jax.Array | None = None,
     adapters: jax.Array | None = None,
+    pictures: jax.Array | None = None,
     limit: int | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
@@ -135,6 +140,8 @@ def forward(
         are beyond that (M-RoPE); None: not at all.
       deepstack: [n, R, L, H], added to what the first n layers give; None: nothing.
       adapters: int [R, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
+      pictures: bool [R, L], of tokens of pictures that are seen whole, of which none is cut; needs
+        branches. None: none.
       limit: columns of the table that may be read; None is all. "blocks" reads no further than the
         longest row anyway; what the "ragged" kernels say of their costs is of so many columns.
       implementation: "blocks" reads a page of each row at a time; "cudnn", on a GPU, takes the rows
@@ -156,11 +163,14 @@ def forward(
         branches=branches,
         shifts=shifts,
         adapters=adapters,
+        pictures=pictures,
     )
     options = {"limit": limit, "implementation": implementation, "mesh": mesh}
     traits = layer_traits(model.config, table.shape[1] * cache[0].value.shape[2])
     layers = map(nnx.split, model.each_layer())
-    x, cache = run_layers(layers, embedded, cache, of_tokens, traits, deepstack, **options)
+    x, side = model.parted(embedded)
+    of_tokens = of_tokens.replace(side=side)
+    x, cache = run_layers(layers, x, cache, of_tokens, traits, deepstack, **options)
     return model.norm(x), cache
 
 
@@ -176,6 +186,7 @@ class Tokens:
     ends: jax.Array  # int [R]: nothing from this column on is read
     branches: Branches | None
     adapters: jax.Array | None  # int [R, 1]
+    side: jax.Array | None = None  # [N, R, L, P]: of `LlamaConfig.side`
 
 
 def tokens_in(
@@ -188,12 +199,15 @@ def tokens_in(
     branches: Branches | None,
     shifts: jax.Array | None = None,
     adapters: jax.Array | None = None,
+    pictures: jax.Array | None = None,
 ) -> Tokens:
     """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
     angles = rotary_angles(config, shifted(positions, shifts))
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
+    if pictures is not None and config.picture_sight == "both":
+        branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
     return Tokens(columns, cos, sin, table, starts, ends, branches, adapters)
 
 
@@ -215,6 +229,7 @@ def run_layers(
       None within a program.
     """
     written, program = [], program or _inlined
+    traits, of_tokens = traits.replace(side=of_tokens.side), of_tokens.replace(side=None)
     for number, ((graphdef, params), held) in enumerate(zip(layers, cache, strict=True)):
         of_layer = traits.of(number)
         x, held = program(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
@@ -268,7 +283,7 @@ def _layer(
     if traits.window is not None:
         where = (*where, jnp.full_like(of_tokens.starts, traits.window))
     attended, held = write_and_attend(q, k, v, held, layer.sink_logits, *where)
-    return layer.finish(x, attended), held
+    return layer.finish(x, attended, traits), held
 
 
 @functools.cache

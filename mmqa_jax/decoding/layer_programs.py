@@ -112,8 +112,11 @@ def _enter(
         branches=branches,
         shifts=shifts,
         adapters=adapters,
+        pictures=None if patches is None else tokens < 0,
     )
-    return *embed(model, tokens, patches), of_tokens
+    embedded, deepstack = embed(model, tokens, patches)
+    x, side = model.parted(embedded)
+    return x, deepstack, of_tokens.replace(side=side)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "speculate", "embed"))

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mmqa_jax.core.mesh import columns_over_tensor, partition_spec, split_rows
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import places, quantize
-from mmqa_jax.models.attention.masked import MASKED, capped, sink_rows
+from mmqa_jax.models.attention.masked import MASKED, capped, last_of_pictures, sink_rows
 from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.llama import experts
 from mmqa_jax.models.llama import network as llama
@@ -166,13 +166,15 @@ def _decode_ragged(
     )
     graphdef, params = nnx.split(model.layers)
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
+    embedded, side = model.parted(embedded)
+    traits = traits.replace(side=side)
 
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
         layer = with_chosen(nnx.merge(graphdef, params), adapters)
         q, k, v = layer.products(split_rows(x), apart=True)
         attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
-        return (layer.finish(x, attended), cache, number + 1), None
+        return (layer.finish(x, attended, traits), cache, number + 1), None
 
     (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), (params, traits))
     return model.norm(x), cache
@@ -190,6 +192,7 @@ def prefill(
     shifts: jax.Array | None = None,
     deepstack: jax.Array | None = None,
     adapters: jax.Array | None = None,
+    pictures: jax.Array | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, ScannedCache]:
@@ -206,6 +209,7 @@ def prefill(
       limit: cached columns read, 0 if all start at 0; no start is beyond.
       branches: of the tokens; None: every row is one sequence.
       shifts, deepstack, adapters: see `kv_cache.forward`.
+      pictures: bool [R, L], see `kv_cache.forward`.
       implementation: of `layers.attention`, "blocks" or "splash" (not for branches).
       mesh: where the cache lies. If its pages are split, the R rows are split alike, and the
         numbers in their tables count within the shard.
@@ -217,10 +221,13 @@ def prefill(
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     mask = jnp.arange(limit) < starts[:, None]  # [R, limit]
     mask = jnp.pad(mask, ((0, 0), (0, length)), constant_values=True)[:, None, None]
+    cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
+    column = jnp.concatenate([cached, columns], axis=1)[:, None]  # [R, 1, limit + L]
+    whole = pictures is not None and model.config.picture_sight == "both"
+    if whole:
+        last = starts[:, None] + last_of_pictures(pictures)
+        mask = mask & (column <= last[:, :, None])[:, None]
     if branches is not None:
-        column = jnp.concatenate(
-            [jnp.broadcast_to(jnp.arange(limit), (len(starts), limit)), columns], axis=1
-        )[:, None]  # [R, 1, limit + L]
         own = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
         mask = mask & own[:, None]  # [R, 1, L, limit + L]
 
@@ -228,8 +235,6 @@ def prefill(
     pages = table[:, : -(-limit // cache.key.shape[3])]
 
     def near(window: jax.Array) -> jax.Array:  # int [] -> bool [R, 1, L, limit + L]
-        cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
-        column = jnp.concatenate([cached, columns], axis=1)[:, None]
         first, in_trunk = first_seen(columns, branches, jnp.full_like(starts, window))
         first = first[:, :, None]
         if branches is not None:
@@ -254,7 +259,7 @@ def prefill(
             k,
             v,
             mask=seen,
-            is_causal=True,
+            is_causal=not whole,
             implementation=implementation,
             mesh=mesh,
             cap=model.config.attention_cap,
@@ -304,6 +309,8 @@ def _run(
     angles = llama.rotary_angles(model.config, positions)
     cos, sin = llama.rotation(model.config, jnp.cos(angles), jnp.sin(angles))
 
+    embedded, side = model.parted(embedded)
+    traits = traits.replace(side=side)
     layers, stacked = experts.apart(model.layers, embedded)
     graphdef, params = nnx.split(layers)
 
@@ -314,7 +321,8 @@ def _run(
             layer.experts = functools.partial(stacked, layer=number)
         x = columns_over_tensor(x)
         q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
-        x = layer.finish(x, attend(q, k, v, number, traits.window, layer.sink_logits))
+        attended = attend(q, k, v, number, traits.window, layer.sink_logits)
+        x = layer.finish(x, attended, traits)
         return columns_over_tensor(llama.added(x, deepstack, number)), (k, v)
 
     xs = params, jnp.arange(model.config.layers), traits

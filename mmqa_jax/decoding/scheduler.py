@@ -129,11 +129,12 @@ class TokenizedRequest:
         buckets: Buckets,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
+        whole: bool = False,
     ):
         self.adapter = adapter
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        chunks = split(prompt, buckets, adapter=adapter)
+        chunks = split(prompt, buckets, adapter=adapter, whole=whole)
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
@@ -184,6 +185,7 @@ class ScoredSequence(SlotSequence):
       continuations: token ids of each, and where their scores go.
       buckets: chunk sizes.
       pictures, shifts, adapter: of the prompt.
+      whole: see `chunks.split`.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class ScoredSequence(SlotSequence):
         pictures: Pictures,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
+        whole: bool = False,
     ):
         trunk = len(prompt)
         tokens, begins = list(prompt), [0] * trunk
@@ -212,7 +215,7 @@ class ScoredSequence(SlotSequence):
             chunk
             if chunk.end <= trunk
             else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
-            for chunk in split(tokens, buckets, adapter=adapter)
+            for chunk in split(tokens, buckets, adapter=adapter, whole=whole)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
@@ -273,6 +276,7 @@ class TokenizedScoring:
         length: int,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
+        whole: bool = False,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
@@ -286,7 +290,8 @@ class TokenizedScoring:
             groups[-1].append(continuation)
             room -= encoded
         self.sequences = [
-            ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter) for own in groups
+            ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter, whole)
+            for own in groups
         ]
 
     def result(self) -> requests.Scores | None:
@@ -321,6 +326,7 @@ class RequestTokenizer:
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
+        self._whole = patches is not None and patches.whole
 
     def tokenize(
         self, request: requests.Request | requests.Scoring
@@ -348,7 +354,7 @@ class RequestTokenizer:
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
         sizes = self._tokenizer, self._end_ids, self._buckets
-        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter)
+        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter, self._whole)
 
     def _scoring(self, request: requests.Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):
@@ -363,7 +369,8 @@ class RequestTokenizer:
         if len(prompt) + longest > self._length:
             raise requests.TooLong(request.id, len(prompt), longest, self._length)
         sizes = self._buckets, self._length
-        return TokenizedScoring(request, prompt, continuations, pictures, *sizes, shifts, adapter)
+        rest = shifts, adapter, self._whole
+        return TokenizedScoring(request, prompt, continuations, pictures, *sizes, *rest)
 
     def _expand(
         self, request: requests.Request | requests.Scoring, prompt: list[int]

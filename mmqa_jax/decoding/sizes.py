@@ -529,6 +529,8 @@ def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RUL
     that does not divide the query heads leaves the model as it is.
     """
     config = model.config
+    if config.full_layers:  # each kind of layers has its own number of heads; theirs stay whole
+        return
     heads = math.lcm(config.kv_heads, 1 if mesh is None else mesh.shape["tensor"])
     if heads == config.kv_heads or config.heads % heads:
         return
@@ -595,7 +597,7 @@ def engine_programs(
         model = Llama(config, rngs=nnx.Rngs())
         nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
         repeat_key_heads(model, mesh, rules)
-        if not scans(sizes, mesh):
+        if config.kinds or not scans(sizes, mesh):
             unstack_layers(model)
         if sizes.weights == "int8":
             quantize_weights(model)

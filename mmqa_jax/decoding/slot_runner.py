@@ -241,6 +241,13 @@ class Programs:
         implementation = implementation_for(device)
         if self.ragged and not self.scanned:
             implementation = "ragged"
+        in_whole = model.config.picture_sight == "both"  # the kernels do not know it
+        of_prompt = implementation_for(device) if in_whole else implementation
+        if in_whole and self.page > config.buckets[-1]:
+            raise UserError(
+                f"engine.page is {self.page}: expected at most the largest of engine.buckets = "
+                f"{config.buckets}, since a chunk of this model holds whole pictures; change one."
+            )
         # Whether programs read the rows' own columns, of any number, and need not be told of them.
         self.reads_own = self.ragged or (device.platform == "cpu" and not self.scanned)
         # A GPU waits for the host at each round of a loop, as over pages.
@@ -269,6 +276,7 @@ class Programs:
             model = nnx.merge(graphdef, state)
             embedded, deepstack = embed(model, tokens, patches)
             embedded = by_rows(embedded)
+            pictures = None if patches is None else tokens < 0
             if self.scanned:
                 return scanned_cache.prefill(
                     model,
@@ -281,6 +289,7 @@ class Programs:
                     shifts=shifts,
                     deepstack=deepstack,
                     adapters=adapters,
+                    pictures=pictures,
                     implementation=implementation,
                     mesh=mesh,
                 )
@@ -295,8 +304,9 @@ class Programs:
                 shifts=shifts,
                 deepstack=deepstack,
                 adapters=adapters,
+                pictures=pictures,
                 limit=limit,
-                implementation=implementation,
+                implementation=of_prompt,
                 mesh=mesh,
             )
 

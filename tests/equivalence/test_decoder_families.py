@@ -295,6 +295,55 @@ CASES = {
             **TOKENS,
         },
     ),
+    "gemma4_text": Case(
+        "Gemma4",
+        {
+            "num_hidden_layers": 6,
+            "head_dim": 8,
+            "global_head_dim": 12,
+            "num_global_key_value_heads": 3,
+            "attention_k_eq_v": True,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 0,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 4321.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+            },
+            **TOKENS,
+        },
+    ),
+    "gemma4_text, heads alike, experts": Case(
+        "Gemma4",
+        {
+            "head_dim": 12,
+            "global_head_dim": 12,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "final_logit_softcapping": 4.0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": 97,
+            "attention_bias": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 4321.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+            },
+            **TOKENS,
+        },
+    ),
 }
 
 
@@ -361,6 +410,7 @@ def test_packed_rows_are_texts_alone(pair):
 FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64}
 MANY = FEW | {"buckets": (16, 64)}
 OF_MANY = "gemma2"
+GEMMA4 = ("gemma4_text", "gemma4_text, heads alike, experts")
 # Choices: branches of a prompt, with windows, scanned or not, and with rotations.
 BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # Engines run the layer that the forward runs, and the model's own embeddings and logits. Code of
@@ -370,7 +420,7 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # rotations alone.
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
-    *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe")),
+    *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", *GEMMA4)),
     *(("gpt_oss", scan) for scan in (False, True)),
 ]
 
@@ -484,7 +534,7 @@ def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layo
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
 # behind the parts and caps. Windows, rotations and multipliers have no parameters.
-TRAINED = ("qwen3_moe", "gemma2", "gpt_oss")
+TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", GEMMA4[1])
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
@@ -510,7 +560,9 @@ def test_three_training_steps_are_torchs(pair):
         with torch.no_grad():
             for parameter in theirs.parameters():
                 parameter -= rate * parameter.grad
-    arrays = {name: x.detach().numpy() for name, x in theirs.named_parameters()}
+    published = theirs.state_dict()  # with buffers of layers that are published too
+    named = (*theirs.named_parameters(), *theirs.named_buffers())
+    arrays = {name: x.detach().numpy() for name, x in named if name in published}
     # transformers keeps all experts of a layer in one parameter, files do not.
     want = to_rule_tensors(ArraySource(arrays), ours.config)
     got = to_rule_tensors(publish_llama(ours.config, state).source, ours.config)
@@ -569,6 +621,11 @@ SWITCHES = {
         {"attn_logit_softcapping": None},
         {"final_logit_softcapping": None},
     ],
+    GEMMA4[0]: [
+        {"final_logit_softcapping": None},
+        {"sliding_window": 200},
+        {"rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), _THETA)},
+    ],
     "gemma3_text": [
         _FULL,
         {"query_pre_attn_scalar": 12},
@@ -608,7 +665,7 @@ REFUSED = [
         {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
         "lacks its `short_factor",
     ),
-    ("llama", {"rope_scaling": {"rope_type": "proportional"}}, "'proportional' is not supported"),
+    ("llama", {"rope_scaling": {"rope_type": "axial"}}, "'axial' is not supported"),
     ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "x": 1}}, "the key 'x'"),
     ("phi3", {"resid_pdrop": 0.1}, r"resid_pdrop is 0\.1"),
     (
@@ -635,6 +692,20 @@ REFUSED = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "sliding_attention is scaled",
     ),
+    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, which this reader"),
+    ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
+    ("gemma4_text", {"global_head_dim": 0}, "global_head_dim is 0, expected a whole number"),
+    ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is "),
+    (
+        "gemma4_text",
+        {"per_layer_config": {"1": {"head_dim": "8"}}},
+        "expected whole numbers from 1",
+    ),
+    ("gemma4_text", {"layer_types": ["sliding_attention"] * 2}, "layer_types ends with sliding"),
+    ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is true, and num_experts"),
+    ("gemma4_text", {"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input is 5"),
+    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "side is -1: expected a number from 0"),
+    ("gemma4_text", {"rope_scaling": {"type": "linear"}}, "rope_scaling is {'type': 'linear'}"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], .* \(only \[\]\)"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window is True"),

@@ -31,7 +31,7 @@ def test_all_families_are_listed_with_what_was_measured(capsys):
     ("model_type", "remedy"),
     [
         ("qwen3_5", r"nearest by name that is read is 'qwen3'.*--backend=openai"),
-        ("gemma4", r"is 'gemma3'.*`mmqa models`.*--backend=openai"),
+        ("gemma9", r"is 'gemma\d'.*`mmqa models`.*--backend=openai"),
         ("xyz", r"serve this one elsewhere.*--backend=openai; `mmqa models` lists"),
     ],
 )

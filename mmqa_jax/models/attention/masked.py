@@ -35,6 +35,17 @@ def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
     return weights / (weights.sum(-1, keepdims=True) + jnp.exp(sinks - top))
 
 
+def last_of_pictures(pictures: jax.Array) -> jax.Array:
+    """The last place that each token of a text sees where pictures are seen whole (Gemma 3).
+
+    pictures: bool [B, L], of pictures' tokens, of which those in a row are one picture's. Returns
+    int32 [B, L]: of these the last one in their row, of others their own place.
+    """
+    length = pictures.shape[1]
+    others = jnp.where(pictures, length, jnp.arange(length, dtype=jnp.int32))
+    return jax.lax.cummin(others, axis=1, reverse=True) - pictures
+
+
 @flax.struct.dataclass
 class Window:
     """How many tokens a query sees, itself included, in one layer of a stack (Gemma, Mistral).

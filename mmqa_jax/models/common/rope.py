@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.weights.config_json import check_keys, kinds
 
-SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope")
+SCALINGS = ("linear", "llama3", "yarn", "dynamic", "longrope", "proportional")
 _READ = kinds(
     size_or_null="original_max_position_embeddings",
     number="factor low_freq_factor high_freq_factor",
@@ -37,8 +37,12 @@ _OF_KIND = {
     ),
     "dynamic": ("factor",),
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor"),
+    "proportional": ("factor", "partial_rotary_factor"),
 }
-_NEEDED = {**_OF_KIND, "yarn": ("factor",), "longrope": ("short_factor", "long_factor")}
+_NEEDED = {
+    **_OF_KIND,
+    **{"yarn": ("factor",), "longrope": ("short_factor", "long_factor"), "proportional": ()},
+}
 _OF_ALL = (
     *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
     "original_max_position_embeddings",
@@ -57,7 +61,9 @@ class RopeScaling:
     text's length, which grows while cached keys stay as they are. `longrope` divides each pair's
     by a factor of its own, of `short_factor` in texts of up to `original_positions` tokens and of
     `long_factor` in longer ones (`within`), and multiplies queries and keys as YaRN does.
-    `original_positions` is the context length of pretraining.
+    `original_positions` is the context length of pretraining. `proportional` turns the first
+    `partial` of all pairs, with the frequencies that these have among all, and divides by the
+    factor (Gemma 4).
     """
 
     kind: str
@@ -71,6 +77,7 @@ class RopeScaling:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    partial: float = 1.0
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
@@ -80,6 +87,10 @@ class RopeScaling:
             raise UserError(
                 f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor below "
                 "high_freq_factor; correct the config."
+            )
+        if not 0 < self.partial <= 1:
+            raise UserError(
+                f"rope_scaling {self}: expected partial above 0 and at most 1; correct the config."
             )
         if self.kind == "yarn" and not (
             0 < self.beta_slow <= self.beta_fast and self.attention_factor > 0
@@ -135,6 +146,8 @@ def frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndar
     scaled = plain / np.float32(scaling.factor)
     if scaling.kind == "linear":
         return scaled
+    if scaling.kind == "proportional":
+        return np.where(np.arange(size // 2) < int(scaling.partial * size // 2), scaled, 0)
     if scaling.kind == "yarn":
         first, last = _yarn_range(size, theta, scaling)
         ramp = (np.arange(size // 2, dtype=np.float32) - np.float32(first)) / np.float32(
@@ -210,6 +223,9 @@ def scaling_from_hf(
     values = {key: float(x) if _READ[key].startswith("number") else x for key, x in values.items()}
     if kind in ("linear", "dynamic"):
         return RopeScaling(kind, **values)
+    if kind == "proportional":
+        partial = values.get("partial_rotary_factor", 1.0)
+        return RopeScaling(kind, values.get("factor", 1.0), partial=partial)
     if kind == "yarn":
         two = [values.pop(name, None) for name in ("mscale", "mscale_all_dim")]
         values.setdefault("attention_factor", yarn_factor(values["factor"], *two))
@@ -242,6 +258,10 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
     rope: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "proportional":
+        rope["partial_rotary_factor"] = scaling.partial
+        if scaling.factor == 1:  # as published: transformers warns of it
+            del rope["factor"]
     if scaling.kind in ("llama3", "yarn", "longrope"):
         rope["original_max_position_embeddings"] = scaling.original_positions
         fields = {key for key in _OF_KIND[scaling.kind] if not key.startswith("mscale")}

@@ -16,12 +16,13 @@ from mmqa_jax.models.common.config_checks import (
 )
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
 from mmqa_jax.models.llama import families as decoder_families
-from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig
+from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig, FullLayers
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole")
 NORMS = ("before", "after", "both")
+PICTURE_SIGHTS = ("causal", "both")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,10 +55,24 @@ class LlamaConfig:
     `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
     goes to `active_experts` (`llama.experts`); None is one MLP. With `normed_experts` the weights
     of these add up to 1. A `shared_expert` of that width sees every token, gated by one number.
+    `experts_beside` is the width of experts that stand beside an MLP of width `mlp`, and what each
+    of both gives is normed before the sum (Gemma 4).
 
     `kinds`: of each layer one of `layer_kinds.KINDS`, () is attention in all. Layers of several
     kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
     of "linear" ones. `gated`: what attention gives is multiplied by a sigmoid of the layer's input.
+
+    `side`: the width of an input of its own that each layer gets beside what the one before gives,
+    0 is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
+    (Gemma 3n's per-layer embeddings).
+
+    `picture_sight`: whether a picture's tokens see it up to themselves, "causal", or whole, "both"
+    (Gemma 3).
+
+    `value_norm`: each head of the values is divided by its root mean square. `layer_scales`: what a
+    layer gives is multiplied by a number of its own, which training leaves as it is. `full_layers`:
+    the heads of "full" layers beside "near" ones, which are `local`; None is as the others'.
+    `keys_are_values`: values are what is projected for the keys.
 
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
@@ -113,6 +128,14 @@ class LlamaConfig:
     gated: bool = False
     sinks: bool = False
     gate_limit: float | None = None
+    experts_beside: int | None = None
+    value_norm: bool = False
+    layer_scales: bool = False
+    full_layers: FullLayers | None = None
+    keys_are_values: bool = False
+    picture_sight: str = "causal"
+    side: int = 0
+    side_table: bool = False
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -133,11 +156,19 @@ class LlamaConfig:
                 f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
                 f"{self.experts}; correct it."
             )
+        if self.side < 0:
+            raise UserError(f"model.side is {self.side}: expected a number from 0; correct it.")
+        if self.experts_beside and not (self.experts and self.norms == "both"):
+            raise UserError(
+                "model.experts_beside needs model.experts and model.norms both; give these, or "
+                "leave it out."
+            )
         check_rate("model.attention_dropout", self.attention_dropout)
         check_known("model.activation", self.activation, ACTIVATIONS)
         check_known("model.family", self.family, decoder_families.FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
         check_known("model.norms", self.norms, NORMS)
+        check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
         object.__setattr__(self, "mrope", tuple(self.mrope))
         if self.mrope and (len(self.mrope) != 3 or 2 * sum(self.mrope) != self.rotary_size):
             raise UserError(
@@ -156,6 +187,12 @@ class LlamaConfig:
             check_known("model.kinds", kind, KINDS)
         if self.recurrent and self.delta is None:
             raise UserError('model.kinds has "linear", whose sizes model.delta says; give them.')
+        near = tuple(kind == "near" for kind in self.kinds)
+        if self.full_layers and near != self.local and self.layers > 1:
+            raise UserError(
+                'model.full_layers needs model.kinds, "near" where model.local is true and "full" '
+                "elsewhere; correct them."
+            )
         if any(window < 0 for window in self.windows):
             raise UserError(
                 f"model.windows is {self.windows}: expected numbers from 0; correct it."
@@ -198,15 +235,25 @@ class LlamaConfig:
         kind, of all."""
         if not self.kinds:
             return self
-        alike = {"windows": (), "rotated": (), "local": ()}
-        return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **alike)
+        changes: dict[str, Any] = {"windows": (), "rotated": (), "local": (), "full_layers": None}
+        if self.full_layers and self.kinds[number] == "full":
+            changes |= dataclasses.asdict(self.full_layers)
+        return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **changes)
 
     @property
     def linears(self) -> tuple[str, ...]:
         """The names of a layer's linears, without those inside experts and the gated delta rule."""
-        names = () if self.kinds == ("linear",) else ("q", "k", "v", "out")
+        names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
+        names = () if self.kinds == ("linear",) else names
         names += ("out_gate",) if self.gated and names else ()
-        return names if self.experts else (*names, "gate", "up", "down")
+        names += ("side_gate", "side_out") if self.side else ()
+        in_place = self.experts and not self.experts_beside
+        return names if in_place else (*names, "gate", "up", "down")
+
+    @property
+    def expert_mlp(self) -> int:
+        """The width of one expert."""
+        return self.experts_beside or self.mlp
 
     @property
     def biases(self) -> frozenset[str]:

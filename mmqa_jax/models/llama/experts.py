@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform, tensor_columns
 from mmqa_jax.models.common.activations import gated
-from mmqa_jax.models.common.layers import normal_init, param, zeros_init
+from mmqa_jax.models.common.layers import normal_init, ones_init, param, zeros_init
 from mmqa_jax.models.llama.config import LlamaConfig
 
 _SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
@@ -97,7 +97,8 @@ def _sums(dtype: jnp.dtype) -> jnp.dtype:
 class Experts(nnx.Module):
     """sum over the chosen experts e of weight_e(x) * down_e(act(gate_e(x)) * up_e(x)).
 
-    The router is float32, whatever the compute dtype.
+    The router is float32, whatever the compute dtype. Experts beside an MLP (Gemma 4) scale what
+    they get and what their router gets, each by numbers of its own, and each expert's weight.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -106,10 +107,15 @@ class Experts(nnx.Module):
         grouped = functools.partial(
             GroupedLinear, count, rngs=rngs, init=init, use_bias=config.mlp_bias
         )
-        self.gate = grouped(config.hidden, config.mlp, ("embed", None))
-        self.up = grouped(config.hidden, config.mlp, ("embed", None))
-        self.down = grouped(config.mlp, config.hidden, (None, "embed"))
+        width = config.expert_mlp
+        self.gate = grouped(config.hidden, width, ("embed", None))
+        self.up = grouped(config.hidden, width, ("embed", None))
+        self.down = grouped(width, config.hidden, (None, "embed"))
         self.router_bias = param(rngs, zeros_init, (count,), (None,)) if config.mlp_bias else None
+        if config.experts_beside:
+            self.router_scale = param(rngs, ones_init, (config.hidden,), ("embed",))
+            self.expert_scale = param(rngs, ones_init, (count,), (None,))
+            self.input_scale = param(rngs, ones_init, (config.hidden,), ("embed",))
         self.config = config
 
     def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
@@ -127,9 +133,7 @@ class Experts(nnx.Module):
         # Out of a stack: see `columns_over_tensor`.
         scattered = layer is not None and parts == tensor_columns(x.shape[1]) > 1
         rows = PartitionSpec(batch_axes(mesh, x.shape[0]), _SPLIT if scattered else columns)
-        graphdef, router, kernels = nnx.split(
-            self, lambda path, _: path[-1].startswith("router"), ...
-        )
+        graphdef, router, kernels = nnx.split(self, lambda path, _: len(path) == 1, ...)
 
         def local(router: nnx.State, kernels: nnx.State, x: jax.Array, layer: jax.Array | None):
             y = nnx.merge(graphdef, router, kernels)._own(x, layer, parts, scattered)
@@ -155,6 +159,8 @@ class Experts(nnx.Module):
             routed = [whole(one.reshape(*x.shape[:2], -1)) for one in routed]
             x = whole(x)
         rows = x.reshape(-1, x.shape[-1])
+        if self.config.experts_beside:
+            rows = rows * self._of_layer("input_scale", layer).astype(rows.dtype)
         chosen, weights = (one.reshape(len(rows), -1) for one in routed)
         if parts > 1:
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
@@ -170,7 +176,10 @@ class Experts(nnx.Module):
         self, rows: jax.Array, layer: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
         """rows [T, H] -> the experts of each, int32 [T, k], and their weights, float32 [T, k]."""
-        router = self.router[...] if layer is None else self.router[...][layer]
+        router = self._of_layer("router", layer)
+        if self.config.experts_beside:
+            scale = self._of_layer("router_scale", layer).astype(jnp.float32)
+            router = router * (scale * self.config.hidden**-0.5)[:, None]
         # Of two bfloat16 factors one pass gives the products exactly.
         exact = {rows.dtype, router.dtype} == {jnp.dtype("bfloat16")} and platform() != "cpu"
         kind = jnp.bfloat16 if exact else jnp.float32
@@ -186,7 +195,14 @@ class Experts(nnx.Module):
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
         if self.config.normed_experts:
             weights = weights / weights.sum(-1, keepdims=True)
+        if self.config.experts_beside:
+            weights = weights * self._of_layer("expert_scale", layer)[chosen]
         return chosen, weights
+
+    def _of_layer(self, name: str, layer: jax.Array | None) -> jax.Array:
+        """Returns a parameter of the layer; `layer` is None where all are of one layer."""
+        values = getattr(self, name)[...]
+        return values if layer is None else values[layer]
 
     def by_groups(
         self, rows: jax.Array, chosen: jax.Array, weights: jax.Array, parts: int = 1
@@ -268,7 +284,7 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
     mesh = jax.sharding.get_abstract_mesh()
     split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
-    if tokens <= _FEW or not fits(config.hidden, config.mlp, tokens):
+    if tokens <= _FEW or not fits(config.hidden, config.expert_mlp, tokens):
         return layers, None
     layers = nnx.merge(*nnx.split(layers))  # one of this trace
     experts, layers.experts = layers.experts, None

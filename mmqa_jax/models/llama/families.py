@@ -18,7 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
-from mmqa_jax.models.llama.layer_kinds import DeltaConfig
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 from mmqa_jax.weights.formats.mxfp4 import check_quantization
 
@@ -49,6 +49,7 @@ _PLAIN = {
     "active_experts": ("num_experts_per_tok", None),
     "normed_experts": ("norm_topk_prob", False),
     "gate_limit": ("swiglu_limit", None),
+    "side": ("hidden_size_per_layer_input", 0),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -100,6 +101,13 @@ _HYBRID_COMPUTES = {"qk_norm": "head", "unit_norms": True, "gated": True}
 # Of layers that propose tokens, which are no part of the model.
 _HYBRID_HARMLESS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
 _HYBRID_FIXED = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
+# Of layers that see all, where these have other heads than those with a window (Gemma 4);
+# per_layer_config is how transformers writes the first two.
+_WIDE_LAYERS = kinds(
+    size_or_null="global_head_dim num_global_key_value_heads",
+    flag="attention_k_eq_v",
+    object_or_null="per_layer_config",
+)
 # Gemma's key in the place of a common one.
 _GEMMA_NAMES = {"hidden_act": "hidden_activation"}
 _GEMMA_DEFAULTS = {
@@ -581,6 +589,62 @@ FAMILIES: Mapping[str, Family] = {
         full_every=6,
         local=True,
     ),
+    "gemma4_text": Family(
+        title="Gemma 4, its language model",
+        architecture="Gemma4ForCausalLM",
+        keys={
+            **{key: kind for key, kind in _GEMMA.items() if key != "query_pre_attn_scalar"},
+            **_WIDE_LAYERS,
+            **kinds(
+                flag="enable_moe_block",
+                integer_or_null="hidden_size_per_layer_input",
+                size="vocab_size_per_layer_input",
+                size_or_null="num_experts top_k_experts moe_intermediate_size",
+            ),
+        },
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "vocab_size": 262144,
+            "num_hidden_layers": 30,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "rope_parameters": {
+                _SLIDING: {"rope_theta": 10000.0},
+                _FULL: {
+                    "rope_type": "proportional",
+                    "rope_theta": 1000000.0,
+                    "partial_rotary_factor": 0.25,
+                },
+            },
+            "global_head_dim": 512,
+            "hidden_size_per_layer_input": 256,
+        },
+        computes={
+            "norms": "both",
+            "qk_norm": "head",
+            "attention_scale": 1.0,
+            "value_norm": True,
+            "layer_scales": True,
+            "normed_experts": True,
+        },
+        harmless=_GEMMA_HARMLESS,
+        fixed={
+            # "vision": of pictures' tokens, of which the language model alone has none.
+            "use_bidirectional_attention": ("vision",),
+            "num_kv_shared_layers": (0,),
+            "rope_scaling": (),  # rope_parameters say it
+            "use_double_wide_mlp": (False,),
+        },
+        names={
+            **_GEMMA_NAMES,
+            "num_experts_per_tok": "top_k_experts",
+        },
+        scaled=True,
+        full_every=6,
+        local=True,
+        tensors={".router.proj.weight": ".mlp.gate.weight", ".experts.": ".mlp.experts."},
+        experts_paired=True,
+    ),
 }
 
 
@@ -607,6 +671,9 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )
 
+    if published.get("rope_parameters") is None and "rope_parameters" in family.defaults:
+        published["rope_parameters"] = family.defaults["rope_parameters"]
+
     def value(key: str, default: Any = None) -> Any:
         return published.get(key, family.defaults.get(key, default))
 
@@ -620,6 +687,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     if family.local:
         rope, near = _both_ropes(published, rope)
     partial = rope.get("partial_rotary_factor", value("partial_rotary_factor"))
+    if rope.get("rope_type") == "proportional":
+        partial = None  # it is the scaling's
     if partial not in (None, 1.0) and not family.partial:
         raise UserError(
             f"{where}: partial_rotary_factor {partial} is not supported; use a checkpoint "
@@ -665,7 +734,69 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
         theta = _first(near.get("rope_theta"), value("rope_local_base_freq"), fields["rope_theta"])
         fields["local_theta"] = theta
+    if "enable_moe_block" in read:
+        fields["experts_beside"] = value("moe_intermediate_size")
+        of_experts = ("experts", "active_experts", "experts_beside", "normed_experts")
+        if not value("enable_moe_block", False):
+            fields = {field: x for field, x in fields.items() if field not in of_experts}
+        elif None in [fields[name] for name in of_experts]:
+            raise UserError(
+                f"{where}: enable_moe_block is true, and num_experts, top_k_experts or "
+                "moe_intermediate_size is missing; add it."
+            )
+    if "global_head_dim" in read:
+        fields["full_layers"] = _full_layers(value, slides, fields, where)
+        if fields["full_layers"]:
+            fields["kinds"] = tuple("near" if slide else "full" for slide in slides)
+    if fields.get("side", 0) is None:  # null is none, what is absent is not
+        fields["side"] = 0
+    if fields.get("side"):
+        fields["side_table"] = True
+        if value("vocab_size_per_layer_input", fields["vocab_size"]) != fields["vocab_size"]:
+            raise UserError(
+                f"{where}: vocab_size_per_layer_input is {value('vocab_size_per_layer_input')}, "
+                f"expected vocab_size = {fields['vocab_size']}; use a checkpoint of these."
+            )
     return fields
+
+
+def _full_layers(
+    value: Any, slides: tuple[bool, ...], fields: Mapping[str, Any], where: str
+) -> FullLayers | None:
+    """`LlamaConfig.full_layers`; None where all layers have the same heads."""
+    if slides[-1]:
+        raise UserError(
+            f"{where}: layer_types ends with {_SLIDING}, and the last layer of this family sees "
+            f"all; end it with {_FULL}."
+        )
+    usual = {"head_dim": value("head_dim"), "num_key_value_heads": fields["kv_heads"]}
+    shared, per_layer = value("attention_k_eq_v", False), value("per_layer_config")
+    sizes = {**usual, "head_dim": value("global_head_dim")}
+    if shared and value("num_global_key_value_heads"):
+        sizes["num_key_value_heads"] = value("num_global_key_value_heads")
+    if per_layer is not None:  # of layers by number, each of which may have a zero in front
+        of_layers = {key.lstrip("0") or "0": one for key, one in per_layer.items()}
+        sizes = {**usual, **_object(of_layers.get(str(len(slides) - 1)))}
+        full = {str(number) for number, slide in enumerate(slides) if not slide}
+        same = all({**usual, **_object(of_layers.get(number))} == sizes for number in full)
+        if not same or sizes.keys() != usual.keys() or not of_layers.keys() <= full:
+            raise UserError(
+                f"{where}: per_layer_config is {per_layer!r}, expected head_dim and "
+                f"num_key_value_heads, the same of all layers that are {_FULL} and of no other; "
+                "use a checkpoint of these."
+            )
+    if not all(type(size) is int and size > 0 for size in sizes.values()):
+        raise UserError(
+            f"{where}: its layers that are {_FULL} have {sizes!r}, expected whole numbers from 1; "
+            "repair the file or fetch it again."
+        )
+    if sizes == usual and not shared:
+        return None
+    return FullLayers(sizes["head_dim"], sizes["num_key_value_heads"], shared)
+
+
+def _object(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _read(family: Family) -> dict[str, str]:
@@ -745,6 +876,7 @@ def _slides(
         if family.full_every:
             every = value("sliding_window_pattern", family.full_every)
             slides = [(number + 1) % every != 0 for number in range(layers)]
+            slides[-1] &= "global_head_dim" not in read
         elif "max_window_layers" in read:
             slides = [number >= value("max_window_layers") for number in range(layers)]
         elif "no_rope_layers" in read:
@@ -795,6 +927,8 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published |= _local_to_hf(config, published["rope_scaling"])
         if "rope_local_base_freq" in read:
             published["rope_local_base_freq"] = config.local_theta
+        if "rope_parameters" in family.defaults:  # younger classes read nothing else
+            del published["rope_theta"], published["rope_scaling"]
     if family.partial:
         published["partial_rotary_factor"] = config.rotary_fraction
     if "no_rope_layers" in read:
@@ -806,6 +940,16 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["layer_types"] = [types[kind] for kind in config.kinds]
     if "sliding_window" in read:
         published |= _windows_to_hf(config, read)
+    if "enable_moe_block" in read:
+        published |= {"enable_moe_block": bool(config.experts)}
+        published["moe_intermediate_size"] = config.experts_beside
+    if "vocab_size_per_layer_input" in read:
+        published["vocab_size_per_layer_input"] = config.vocab_size
+    if "global_head_dim" in read:
+        full = config.full_layers or FullLayers(config.head_size, config.kv_heads, False)
+        published["global_head_dim"] = full.head_dim
+        published["num_global_key_value_heads"] = full.kv_heads
+        published["attention_k_eq_v"] = full.keys_are_values
     again = type(config)(**fields_from_hf(published, "the exported config.json"))
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OWN]
     for name in (*names, "head_size", "biases"):

@@ -51,6 +51,9 @@ _NAMES = {
     "v": ("self_attn.v_proj", "attention.wv", "attn_v"),
     "out": ("self_attn.o_proj", "attention.wo", "attn_output"),
     "out_gate": ("self_attn.gate_proj", "", ""),  # of queries' rows, see fused_rows
+    "side_gate": ("per_layer_input_gate", "", ""),  # of `LlamaConfig.side`
+    "side_out": ("per_layer_projection", "", ""),
+    "side_norm": ("post_per_layer_input_norm", "", ""),
     "gate": ("mlp.gate_proj", "feed_forward.w1", "ffn_gate"),
     "up": ("mlp.up_proj", "feed_forward.w3", "ffn_up"),
     "down": ("mlp.down_proj", "feed_forward.w2", "ffn_down"),
@@ -69,6 +72,18 @@ _DELTA = {  # of the gated delta rule, in transformers; what is fused there is a
     **{part: f"linear_attn.{part}_proj" for part in ("q", "k", "v")},
     **{"gate": "linear_attn.in_proj_z", "correction": "linear_attn.in_proj_b"},
     **{"decay": "linear_attn.in_proj_a", "out": "linear_attn.out_proj"},
+}
+_BESIDE = {  # of experts beside an MLP (Gemma 4)
+    "experts/router_scale": "router.scale",
+    "experts/expert_scale": "router.per_expert_scale",
+    "experts/input_scale": "pre_feedforward_layernorm_2.weight",
+    "dense_norm/scale": "post_feedforward_layernorm_1.weight",
+    "experts_norm/scale": "post_feedforward_layernorm_2.weight",
+}
+_SIDE = {  # of `LlamaConfig.side`, what is no layer's
+    "side_tokens/table": "model.embed_tokens_per_layer.weight",
+    "side_projection/kernel": "model.per_layer_model_projection.weight",
+    "side_norm/scale": "model.per_layer_projection_norm.weight",
 }
 _NORMS_BOTH = {**_NORMS_AFTER, "mlp_norm": ("pre_feedforward_layernorm", "", "ffn_norm")}
 _COMPUTED = {  # tensors that the model computes
@@ -128,6 +143,10 @@ def llama_rules(
         parts = f"{path}layers/places/{place}/" if config.kinds else f"{path}layers/"
         of_layer = _layer_rules(config.of_layer(place), names, layout, layer, parts)
         rules += [dataclasses.replace(rule, first=place, step=places) for rule in of_layer]
+    for ours, key in _SIDE.items() if config.side else ():
+        if config.side_table or ours != "side_tokens/table":
+            turned = TRANSPOSE if ours.endswith("/kernel") else IDENTITY
+            rules.append(Rule(f"{prefix}{key}", f"{path}{ours}", turned))
     return rules
 
 
@@ -149,6 +168,7 @@ def _layer_rules(
     norms = () if config.norms == "after" else ("input_norm", "mlp_norm")
     norms += () if config.norms == "before" else ("out_norm", "down_norm")
     norms += () if config.qk_norm == "none" or config.recurrent else ("q_norm", "k_norm")
+    norms += ("side_norm",) if config.side else ()
     for norm in norms:
         turned = turns.get(norm, of_norms)
         rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}{norm}/scale", turned))
@@ -168,6 +188,10 @@ def _layer_rules(
             rules.append(Rule(f"{key}.bias", f"{experts}{ours[1]}"))
     if config.sinks:
         rules.append(Rule(f"{layer}{names['sinks']}", f"{path}sinks"))
+    for ours, key in _BESIDE.items() if config.experts_beside else ():
+        rules.append(Rule(f"{layer}{key}", f"{path}{ours}"))
+    if config.layer_scales:
+        rules.append(Rule(f"{layer}layer_scalar", f"{path}scale"))
     return rules
 
 
@@ -509,38 +533,49 @@ def _one(read_layer: Callable[[str], np.ndarray], key: str, number: int) -> np.n
     return np.ascontiguousarray(read_layer(key)[number])
 
 
-# The language model in a Gemma 3 checkpoint that has a vision tower; the tower is left out.
+# The language model in a Gemma checkpoint that has towers; these are left out.
 
 
-WITH_TOWER = ("gemma3",)
-_READ = kinds(object="text_config", object_or_null="vision_config", flag="tie_word_embeddings")
+# What people call it, and whether its class takes the head's cap.
+WITH_TOWER = {"gemma3": ("Gemma 3", False), "gemma4": ("Gemma 4", True)}
+_READ = kinds(
+    object="text_config", object_or_null="vision_config audio_config", flag="tie_word_embeddings"
+)
 _OF_PICTURES = (
     *("mm_tokens_per_image", "boi_token_index", "eoi_token_index", "image_token_index"),
-    "vision_config",
+    "eoa_token_index",
 )
 # As published, and as transformers 4.52 and later write it.
 _LANGUAGE_MODEL = re.compile(
     r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.|(lm_head\.))"
 )
-_TOWER = re.compile(r"^(?:model\.)?(vision_tower|multi_modal_projector)\.")
+_TOWER = re.compile(
+    r"^(?:model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+)
 
 
 def language_model(
     published: Mapping[str, Any], source: TensorSource, where: str
 ) -> tuple[dict[str, Any], TensorSource]:
-    """The config.json and the tensors of the language model alone, as Gemma3ForCausalLM has them.
+    """The config.json and the tensors of the language model alone, as its own class has them.
 
     A warning names the parts that are left out.
 
     Args:
-      published: the config.json of a Gemma3ForConditionalGeneration.
+      published: the config.json of a model type of `WITH_TOWER`.
       source: its tensors.
       where: what messages call the file.
     """
     check_keys(published, where, read=_READ, harmless=_OF_PICTURES)
     inherited = {key: published[key] for key in ("tie_word_embeddings",) if key in published}
-    text = {**inherited, "model_type": "gemma3_text", **published["text_config"]}
-    text["final_logit_softcapping"] = None  # the class with a tower does not use it
+    title, capped = WITH_TOWER[published["model_type"]]
+    text = {
+        **inherited,
+        "model_type": f"{published['model_type']}_text",
+        **published["text_config"],
+    }
+    if not capped:
+        text["final_logit_softcapping"] = None
     tensors, left_out = {}, set()
     for key, spec in source.specs().items():
         if found := _TOWER.match(key):
@@ -549,8 +584,9 @@ def language_model(
         ours = _LANGUAGE_MODEL.sub(lambda match: match[1] or match[2] or "model.", key)
         tensors[ours] = spec, functools.partial(source.read, key)
     logging.getLogger(__name__).warning(
-        "%s: of this Gemma 3 the language model is read; %s left out, it sees no pictures",
+        "%s: of this %s the language model is read; %s left out, it sees no pictures",
         where,
+        title,
         f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
     )
     return text, DerivedSource(source.name, tensors)

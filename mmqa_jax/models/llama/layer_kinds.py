@@ -7,7 +7,9 @@ import dataclasses
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.config_checks import check_divides
 
-KINDS = ("full", "linear")  # attention, and the gated delta rule (`llama.gated_delta`)
+# Attention; the gated delta rule (`llama.gated_delta`); attention with a window, in a model whose
+# layers that see all have heads of their own (`FullLayers`).
+KINDS = ("full", "linear", "near")
 DELTA_LINEARS = ("q", "k", "v", "gate", "correction", "decay", "out")  # of the latter
 
 
@@ -26,3 +28,15 @@ class DeltaConfig:
         check_divides(names[0], self.key_heads, names[1], self.value_heads)
         if self.taps < 2:
             raise UserError(f"model.delta.taps is {self.taps}: expected at least 2; raise it.")
+
+
+@dataclasses.dataclass(frozen=True)
+class FullLayers:
+    """Heads of the layers that see all, in a model whose other layers have a window (Gemma 4).
+
+    With `keys_are_values` a value is what is projected for the key, before norm and rotation.
+    """
+
+    head_dim: int
+    kv_heads: int
+    keys_are_values: bool = False

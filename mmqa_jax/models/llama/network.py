@@ -24,8 +24,8 @@ import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.attention.masked import Window, capped
-from mmqa_jax.models.common.activations import gated
+from mmqa_jax.models.attention.masked import Window, capped, last_of_pictures
+from mmqa_jax.models.common.activations import ACTIVATIONS, gated
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.layers import (
     Embedding,
@@ -67,6 +67,7 @@ class LayerTraits:
     rotated: jax.Array | np.ndarray | None = None  # bool: whether positions are
     local: jax.Array | np.ndarray | None = None  # bool: whether by `LlamaConfig.local_theta`
     number: jax.Array | np.ndarray | None = None  # int32: in the stack
+    side: jax.Array | None = None  # [N, B, L, P] or [B, L, P]: of `LlamaConfig.side`
     sizes: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())  # of all windows
 
     def of(self, number: int) -> LayerTraits:
@@ -104,7 +105,7 @@ def layer_traits(config: LlamaConfig, columns: int, *, numbered: bool = False) -
         window = np.array([size or _ALL for size in config.windows], np.int32)
     if config.rotated:
         rotated = np.array(config.rotated)
-    if config.local:
+    if config.local and not config.full_layers:
         local = np.array(config.local)
     number = np.arange(config.layers, dtype=np.int32) if numbered else None
     sizes = () if window is None else tuple(map(int, np.unique(window)))
@@ -115,8 +116,11 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
     """Angle per position of each rotary pair, float32 [head_size / 2], with the config's scaling.
 
     Where a part of a head is rotated, the rest are pairs that do not turn. Where some layers are
-    local, theirs follow those of the others, [head_size].
+    local, theirs follow those of the others, [head_size]; of `full_layers` the heads' sizes differ.
     """
+    if full := config.full_layers:
+        far = frequencies(full.head_dim, config.rope_theta, config.rope_scaling)
+        return np.concatenate([far, frequencies(config.head_size, config.local_theta, None)])
     turning = frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
     turning = np.pad(turning, (0, (config.head_size - config.rotary_size) // 2))
     if config.local:
@@ -189,8 +193,9 @@ def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
     scaling = config.rope_scaling
     if scaling is None or scaling.attention_factor == 1:
         return None
-    turned = np.full(config.rotary_size // 2, scaling.attention_factor, np.float32)
-    rest = (config.head_size - config.rotary_size + config.head_size * bool(config.local)) // 2
+    size = config.full_layers.head_dim if config.full_layers else config.rotary_size
+    turned = np.full(size // 2, scaling.attention_factor, np.float32)
+    rest = len(inverse_frequencies(config)) - len(turned)
     return np.pad(turned, (0, rest), constant_values=1)
 
 
@@ -230,6 +235,13 @@ def _rotated_backward(angles: tuple[jax.Array, jax.Array], dy: jax.Array) -> Any
 rotate_rows.defvjp(_rotated_forward, _rotated_backward)
 
 
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """x / its root mean square over the last axis; float32 inside, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    mean_square = jnp.square(x32).mean(-1, keepdims=True)
+    return (x32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
     """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
 
@@ -249,9 +261,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.unit = eps, unit
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x32 = x.astype(jnp.float32)
-        mean_square = jnp.square(x32).mean(-1, keepdims=True)
-        y = x32 * jax.lax.rsqrt(mean_square + self.eps)
+        y = unit_rms(x.astype(jnp.float32), self.eps)
         scale = self.scale[...].astype(jnp.float32)
         return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
 
@@ -260,7 +270,7 @@ class LlamaLayer(nnx.Module):
     """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
 
     By `norms` they are outside, x + norm(attention(x)), or inside and outside. With experts
-    `Experts` are in the place of the MLP.
+    `Experts` are in the place of the MLP, or beside it.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -279,7 +289,8 @@ class LlamaLayer(nnx.Module):
         else:
             self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
             self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
-            self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
+            if "v" in config.linears:
+                self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
             self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
         if config.gated and not config.recurrent:
             self.out_gate = linear(size, width, ("embed", "heads"), use_bias="out_gate" in biases)
@@ -289,7 +300,7 @@ class LlamaLayer(nnx.Module):
             self.mlp_norm = norm(size)
         if config.experts:
             self.experts = Experts(config, rngs=rngs)
-        else:
+        if "gate" in config.linears:
             self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
@@ -302,6 +313,14 @@ class LlamaLayer(nnx.Module):
             self.k_norm = norm(kv_width, name="heads")
         if config.norms == "both":
             self.out_norm, self.down_norm = norm(size), norm(size)
+        if config.experts_beside:
+            self.dense_norm, self.experts_norm = norm(size), norm(size)
+        if config.side:
+            self.side_gate = linear(size, config.side, ("embed", None), use_bias=False)
+            self.side_out = linear(config.side, size, (None, "embed"), use_bias=False)
+            self.side_norm = norm(size)
+        if config.layer_scales:
+            self.scale = param(rngs, ones_init, (1,), (None,))
         of_sinks = normal_init(config.init_stddev), (config.heads,), ("heads",)
         self.sinks = param(rngs, *of_sinks) if config.sinks else None
         self.config = config
@@ -316,7 +335,16 @@ class LlamaLayer(nnx.Module):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
         q, k, v = self.products(x, apart=apart)
+        cos, sin = self.turned(cos, sin)
         return rotate_rows(q, cos, sin), rotate_rows(k, cos, sin), v
+
+    def turned(self, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The rotation of this layer's heads, of that of all kinds of layers side by side, those of
+        "near" ones behind."""
+        pairs = self.config.head_size // 2
+        near = self.config.kinds == ("near",)
+        cos, sin = (x[..., -pairs:] if near else x[..., :pairs] for x in (cos, sin))
+        return cos, sin
 
     def products(
         self, x: jax.Array, *, apart: bool = False
@@ -328,7 +356,8 @@ class LlamaLayer(nnx.Module):
         """
         config = self.config
         y = x if config.norms == "after" else self.input_norm(x)
-        q, k, v = self.q(y), self.k(y), self.v(y)
+        q, k = self.q(y), self.k(y)
+        v = k if config.keys_are_values else self.v(y)
         if apart:
             q, k, v = jax.lax.optimization_barrier((q, k, v))
         if config.qk_norm == "whole":
@@ -337,27 +366,42 @@ class LlamaLayer(nnx.Module):
         q = split_heads(q, config.heads)
         if config.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.value_norm:
+            v = unit_rms(v, config.eps)
         if config.attention_scale is not None:  # attention divides by the root of a head's size
             q = q * (config.attention_scale * config.head_size**0.5)
         return q, k, v
 
-    def finish(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+    def finish(
+        self, x: jax.Array, attended: jax.Array, traits: LayerTraits = NO_TRAITS
+    ) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
         attended = merge_heads(attended)
         if self.config.gated:
             attended = attended * jax.nn.sigmoid(self.out_gate(self.input_norm(x)))
-        return self.with_mlp(x, self.out(attended))
+        return self.with_mlp(x, self.out(attended), traits)
 
-    def with_mlp(self, x: jax.Array, mixed: jax.Array) -> jax.Array:
+    def with_mlp(
+        self, x: jax.Array, mixed: jax.Array, traits: LayerTraits = NO_TRAITS
+    ) -> jax.Array:
         """The layer after its attention, or what is in its place: both [B, L, H] -> [B, L, H]."""
         config = self.config
         x = x + self._given(mixed, "out_norm")
         y = x if config.norms == "after" else self.mlp_norm(x)
-        if config.experts:
+        if config.experts and not config.experts_beside:
             y = self.experts(y)
         else:
             y = self.down(gated(config.activation, config.gate_limit)(self.gate(y), self.up(y)))
-        return x + self._given(y, "down_norm")
+        if config.experts_beside:
+            of_experts = self.experts(unit_rms(x, config.eps))
+            y = self.dense_norm(y) + self.experts_norm(of_experts)
+        x = x + self._given(y, "down_norm")
+        if config.side:
+            y = ACTIVATIONS[config.activation](self.side_gate(x)) * traits.side
+            x = x + self.side_norm(self.side_out(y))
+        if config.layer_scales:
+            x = x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)
+        return x
 
     def continued(
         self, x: jax.Array, state: DeltaState | None = None, **rows: jax.Array | None
@@ -387,25 +431,34 @@ class LlamaLayer(nnx.Module):
         dropout_key: jax.Array | None = None,
         traits: LayerTraits = NO_TRAITS,
         segments: jax.Array | None = None,
+        last: jax.Array | None = None,
     ) -> jax.Array:
         """x [B, L, H], mask bool [B, 1, 1, L], false at keys that are not seen -> [B, L, H].
 
         Causal, unless the config is bidirectional. traits: this layer's. segments int [B, L]: a
-        token sees its own segment alone.
+        token sees its own segment alone. last: of `last_of_pictures`; None: each sees up to itself.
         """
         if self.config.recurrent:
             is_real = None if mask is None else mask[:, 0, 0]
             return self.continued(x, begins=_begins(segments), is_real=is_real)[0]
-        both = self.config.bidirectional
+        both, window = self.config.bidirectional, traits.sight
+        if last is not None:
+            length = x.shape[1]
+            seen = (jnp.arange(length) <= last[:, :, None])[:, None]  # [B, 1, L, L]
+            mask = seen if mask is None else seen & mask
+            if window is not None:
+                mask = window.mask(mask, length, length, is_causal=True)
+            both, window = True, None
         q, k, v = self.products(x)
-        q, k = (rotate_rows(one, *traits.turned(cos, sin)) for one in (q, k))
+        turned = self.turned(*traits.turned(cos, sin))
+        q, k = (rotate_rows(one, *turned) for one in (q, k))
         attended = attention(
             q,
             k,
             v,
             mask=mask,
             segments=segments,
-            window=traits.sight,
+            window=window,
             is_causal=not both,
             implementation=self.config.attention,
             dropout_rate=self.config.attention_dropout,
@@ -413,7 +466,7 @@ class LlamaLayer(nnx.Module):
             cap=self.config.attention_cap,
             sinks=self.sink_logits,
         )
-        return self.finish(x, attended)
+        return self.finish(x, attended, traits)
 
 
 def _begins(segments: jax.Array | None) -> jax.Array | None:
@@ -453,13 +506,41 @@ class Llama(nnx.Module):
             kind, count = Period, count // config.period
         self.layers = stack_layers(lambda r: kind(config, rngs=r), count, rngs)
         self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
+        if width := config.layers * config.side:
+            names = ("embed", None)
+            self.side_projection = Linear(
+                config.hidden, width, names, rngs=rngs, use_bias=False, kernel_init=init
+            )
+            self.side_norm = RMSNorm(config.side, config.eps, rngs=rngs, name="head_dim")
+            if config.side_table:
+                names = ("vocab", None)
+                self.side_tokens = Embedding(config.vocab_size, width, names, rngs=rngs, init=init)
         self.head = word_head(config, init, rngs)
         self.config = config
 
     def embed(self, input_ids: jax.Array) -> jax.Array:
-        """int [B, L] -> [B, L, H] in the compute dtype."""
+        """int [B, L] -> [B, L, H] in the compute dtype; with `LlamaConfig.side` what the layers get
+        is behind it, [B, L, H + layers * side], see `parted`."""
         x, scale = self.tokens(input_ids).astype(self.config.dtype), self.config.embedding_scale
-        return x if scale == 1 else x * scale
+        x = x if scale == 1 else x * scale
+        if not self.config.side:
+            return x
+        config, shape = self.config, (*x.shape[:-1], self.config.layers, self.config.side)
+        side = self.side_norm((self.side_projection(x) * config.hidden**-0.5).reshape(shape))
+        if config.side_table:
+            of_tokens = self.side_tokens(input_ids).astype(x.dtype) * config.side**0.5
+            side = (side + of_tokens.reshape(shape)) * 0.5**0.5
+        return jnp.concatenate([x, merge_heads(side)], axis=-1)
+
+    def parted(self, embedded: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """What `embed` gives as the layers' first input [B, L, H], and their inputs of their own
+        [layers, B, L, side] or None."""
+        config = self.config
+        if not config.side:
+            return embedded, None
+        side = embedded[..., config.hidden :]
+        side = side.reshape(*side.shape[:-1], config.layers, config.side)
+        return embedded[..., : config.hidden], jnp.moveaxis(side, -2, 0)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
@@ -492,6 +573,7 @@ class Llama(nnx.Module):
         *,
         segments: jax.Array | None = None,
         deepstack: jax.Array | None = None,
+        pictures: jax.Array | None = None,
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Normed hidden states of the last layer.
@@ -505,6 +587,7 @@ class Llama(nnx.Module):
           segments: int [B, L], the number of a token's text in its row: several texts in a row do
             not see each other.
           deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
+          pictures: bool [B, L], of pictures' tokens, for `LlamaConfig.picture_sight`; None: none.
           dropout_key: drops attention weights at `config.attention_dropout`.
 
         Returns:
@@ -512,10 +595,11 @@ class Llama(nnx.Module):
         """
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, key, traits, segments)
+            x = layer(x, *angles, mask, key, traits, segments, last)
             return added(x, deepstack, traits.number), None
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
+        last = self._last(pictures)
         numbered = deepstack is not None
         return self.norm(self._scan(embedded, body, dropout_key, numbered)[0])
 
@@ -526,15 +610,17 @@ class Llama(nnx.Module):
         positions: jax.Array | None = None,
         deepstack: jax.Array | None = None,
         segments: jax.Array | None = None,
+        pictures: jax.Array | None = None,
     ) -> jax.Array:
         """Every layer's output before the last norm: [layers, B, L, H]; see `encode`."""
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, traits=traits, segments=segments)
+            x = layer(x, *angles, mask, traits=traits, segments=segments, last=last)
             x = added(x, deepstack, traits.number)
             return x, x
 
         angles, mask = self._prepare(embedded, attention_mask, positions)
+        last = self._last(pictures)
         return self._scan(embedded, body, None, deepstack is not None)[1]
 
     def each_layer(self) -> Iterator[LlamaLayer]:
@@ -547,6 +633,12 @@ class Llama(nnx.Module):
             in_stack, place = divmod(number, len(of_places))
             graphdef, params = of_places[place]
             yield nnx.merge(graphdef, jax.tree.map(lambda p, n=in_stack: p[n], params))
+
+    def _last(self, pictures: jax.Array | None) -> jax.Array | None:
+        """The last place that each token sees, int32 [B, L]; None: each sees up to itself."""
+        if pictures is None or self.config.picture_sight == "causal":
+            return None
+        return last_of_pictures(pictures)
 
     def _prepare(self, embedded, attention_mask, positions):
         """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
@@ -564,7 +656,8 @@ class Llama(nnx.Module):
     ):
         if isinstance(self.layers, nnx.List):
             raise TypeError("unstacked layers only run in decoding.kv_cache.forward")
-        traits = layer_traits(self.config, x.shape[1], numbered=numbered)
+        x, side = self.parted(x)
+        traits = layer_traits(self.config, x.shape[1], numbered=numbered).replace(side=side)
         if period := isinstance(self.layers, Period) and self.config.period:
             traits = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), traits)
             body = functools.partial(_of_period, body)
