@@ -29,8 +29,8 @@ from mmqa_jax.runs.verbs.plan import bytes_text, memory_cells, milliseconds
 from tests.bench.steps import hidden_cycles
 from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, dumping, take
-from tests.hlo.collectives import Collective
-from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, stated_cycles
+from tests.hlo.collectives import KINDS, Collective
+from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, is_reduce_scatter, stated_cycles
 from tests.hlo.text import Instruction
 
 if TYPE_CHECKING:
@@ -165,9 +165,12 @@ class Counted(Planned):
 
 def cycles_by(bundles: Mapping[str, Bundles], chip: Chip) -> CyclesOf:
     """Cycles of an instruction: its bundles, or if that is longer its bytes or FLOPs at the chip's
-    peak, for which it waits. Instructions without bundles take what XLA estimates."""
+    peak, for which it waits. Instructions without bundles take what XLA estimates. A collective
+    takes none, though its kernel has bundles: the links' time is counted in its place."""
 
     def cycles_of(one: Instruction, counted: Counts) -> float:
+        if one.opcode.removesuffix("-start") in KINDS or is_reduce_scatter(one):
+            return 0.0
         kernel = bundles.get(one.name)
         if kernel is None:
             return stated_cycles(one, counted)

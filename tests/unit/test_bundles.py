@@ -8,8 +8,11 @@ import sys
 
 import pytest
 
+from mmqa_jax.core.chips import CHIPS
+from tests.bench.plan import cycles_by
 from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, take
+from tests.hlo.counts import count
 
 # A loop of 2 + 1 bundles and 4 behind its branch, which moves 2 x 128 bytes a turn; a part of two
 # bundles runs in its first turn alone. {limit} is a number, or a register that is loaded.
@@ -145,6 +148,31 @@ def test_twins_have_one_kernel():
     own = Bundles(8)
     assert of_twins({"fusion.1": own, "fusion.2": kernel}, TWINS)["fusion.1"] == own
     assert of_twins({}, TWINS) == {}
+
+
+COLLECTIVES = """
+HloModule m
+
+%all-reduce-scatter.3 (g: f32[128,128]) -> f32[64,128] {
+  %g = f32[128,128]{1,0} parameter(0)
+  %all-reduce.1 = f32[128,128]{1,0} all-reduce(%g), channel_id=9, replica_groups={{0,2},{1,3}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %part = f32[64,128]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={64,128}
+}
+
+ENTRY %main (x: f32[128,128]) -> f32[64,128] {
+  %x = f32[128,128]{1,0} parameter(0)
+  %negated = f32[128,128]{1,0} negate(%x)
+  %all-reduce.2 = f32[128,128]{1,0} all-reduce(%negated), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
+  ROOT %fusion = f32[64,128]{1,0} fusion(%all-reduce.2), kind=kCustom, calls=%all-reduce-scatter.3
+}
+"""
+
+
+def test_collectives_are_not_counted_twice():
+    """Their kernels have bundles, too, but the links' time stands for them."""
+    bundles = dict.fromkeys(["negated", "all-reduce.2", "fusion"], Bundles(7000))
+    assert count(COLLECTIVES, cycles_by(bundles, CHIPS["v5e"])).cycles == 7000
 
 
 COMPILED = """
