@@ -82,6 +82,7 @@ MASKS = {"none": None, "one": (1, 1, 1), "keys": (3, 1, 1), "rows": (3, 1, 0)}
         ((13, 13), 4, 32, "keys", True, 0.1),
         ((1, 40), 2, 64, "keys", False, 0.0),
         ((16, 24), 2, 128, "one", False, 0.3),
+        ((16, 256), 2, 64, "keys", False, 0.1),  # places share counters
     ],
 )
 def test_attention_and_its_gradients(lengths, heads, size, mask, is_causal, rate):
@@ -139,16 +140,20 @@ def test_a_row_that_sees_nothing_is_the_mean_of_the_values():
     close(got, np.broadcast_to(v.astype(np.float32).mean(1, keepdims=True), v.shape))
 
 
-def of_heads(key):
+def of_heads(key, columns=64):
     rows, heads = fused.drop_seeds(key, 4, 3)
-    return fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, 64)
+    return fused.drop_bits(rows[:, None, None, None], heads[:, None, None], 64, columns)
+
+
+def of_wide_heads(key):
+    return of_heads(key, 256)
 
 
 def of_arrays(key):
     return jnp.stack([fused.drop_bits_of(k, (4, 1024)) for k in jax.random.split(key, 3)])
 
 
-@pytest.mark.parametrize("draw", [of_heads, of_arrays])
+@pytest.mark.parametrize("draw", [of_heads, of_wide_heads, of_arrays])
 def test_what_is_dropped_is_uniform_and_independent(draw):
     bits = np.asarray(jax.jit(draw)(KEY)).reshape(12, -1)
     assert bits.min() >= 0
@@ -157,7 +162,7 @@ def test_what_is_dropped_is_uniform_and_independent(draw):
     expected = bits.size / 16
     assert ((counts - expected) ** 2 / expected).sum() < 40  # 15 degrees of freedom: p < 0.001
     dropped = bits < 0.1 * 65536
-    pairs = np.corrcoef(np.concatenate([dropped, np.roll(dropped, 1, axis=1)]))
+    pairs = np.corrcoef(np.concatenate([np.roll(dropped, n, axis=1) for n in (0, 1, 128)]))
     assert np.abs(pairs - np.eye(len(pairs))).max() < 5 / bits.shape[1] ** 0.5
     assert len(np.unique(bits, axis=0)) == 12
 

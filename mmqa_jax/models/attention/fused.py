@@ -40,17 +40,19 @@ def drop_bits(row_seed: jax.Array, head_seed: jax.Array, length: int, columns: i
 
     Counters mixed twice with a key of 64 bits, made of the two seeds (int32, of any shape that
     broadcasts against [..., Lq, Lk]): a function of the place alone, so that forward and backward
-    pass, every mesh and every kind of device agree.
+    pass, every mesh and every kind of device agree. Where both halves of the columns are whole
+    registers, a place in each shares a counter, whose 32 bits are those of two.
     """
-    counter = jax.lax.broadcasted_iota(jnp.int32, (length, columns), 0) * columns
-    counter = counter + jax.lax.broadcasted_iota(jnp.int32, (length, columns), 1)
-    first = _mix(row_seed ^ _mix(head_seed))
-    second = _mix(first + jnp.int32(0x5BD1E995))
-    return jax.lax.shift_right_logical(_mix(_mix(counter ^ first) + second), 16)
+    width = columns if columns % (2 * LANES) else columns // 2
+    counter = jax.lax.broadcasted_iota(jnp.int32, (length, width), 0) * columns
+    counter = counter + jax.lax.broadcasted_iota(jnp.int32, (length, width), 1)
+    bits = _mixed(counter, row_seed, head_seed)
+    high = jax.lax.shift_right_logical(bits, 16)
+    return high if width == columns else jnp.concatenate([high, bits & 0xFFFF], axis=-1)
 
 
 def drop_bits_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`drop_bits` of an array of any shape: int32 of that shape, in 0..65535.
+    """Bits as `drop_bits` has them for an array of any shape: int32 of that shape, in 0..65535.
 
     Every row along the last axis has a seed of its own, so that no counter passes 32 bits.
     """
@@ -58,7 +60,15 @@ def drop_bits_of(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     row = jnp.int32(0)
     for axis, size in enumerate(shape[:-1]):
         row = row * size + jax.lax.broadcasted_iota(jnp.int32, (*shape[:-1], 1), axis)
-    return drop_bits(_mix(row + first), second, 1, shape[-1])
+    counter = jax.lax.broadcasted_iota(jnp.int32, (1, shape[-1]), 1)
+    return jax.lax.shift_right_logical(_mixed(counter, _mix(row + first), second), 16)
+
+
+def _mixed(counter: jax.Array, row_seed: jax.Array, head_seed: jax.Array) -> jax.Array:
+    """32 bits of each counter."""
+    first = _mix(row_seed ^ _mix(head_seed))
+    second = _mix(first + jnp.int32(0x5BD1E995))
+    return _mix(_mix(counter ^ first) + second)
 
 
 def _mix(x: jax.Array) -> jax.Array:
