@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,13 +15,36 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llava.network import Llava, LlavaConfig
+from mmqa_jax.models.two_towers.config import VisionConfig
 from tests.drawn_weights import drawn
 
-# Wide enough for XLA on a CPU to choose other kernels by the number of rows.
-_MODEL = LlamaConfig(
+# Wide enough for XLA on a CPU to choose other kernels by the number of rows; heads of a size whose
+# products it then sums in another order.
+_DENSE = LlamaConfig(
     vocab_size=1500, hidden=192, layers=2, heads=6, kv_heads=2, mlp=512, positions=512, unroll=1
 )
+_WINDOWED = dataclasses.replace(
+    _DENSE,
+    family="gemma3_text",
+    windows=(50, 0),
+    local=(True, False),
+    local_theta=30.0,
+    qk_norm="head",
+    norms="both",
+    unit_norms=True,
+    attention_cap=30.0,
+    logit_cap=20.0,
+)
+_EXPERTS = dataclasses.replace(
+    _DENSE, family="qwen3_moe", mlp=128, experts=8, active_experts=2, normed_experts=True
+)
+_VISION = VisionConfig(
+    image_size=28, patch_size=14, width=48, layers=2, heads=2, mlp_width=64, embed_dim=16
+)
+_PICTURE = -200  # the placeholder
 _STDDEV = 0.1
 _SAMPLING = (
     {},
@@ -29,13 +53,46 @@ _SAMPLING = (
 )
 
 
-def requests(count: int) -> list[Request]:
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What serves: a model, how its engine holds it, and what prompts have beside text.
+
+    Attributes:
+      sizes: of EngineConfig.
+      adapters: the additions' ranks and projections by name.
+    """
+
+    model: LlamaConfig = _DENSE
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    adapters: Mapping[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
+    pictured: bool = False
+
+
+KINDS = {
+    "dense": Kind(),
+    "int8 weights": Kind(sizes={"weights": "int8"}),
+    "int8 cache": Kind(sizes={"cache_dtype": "int8"}),
+    "adapters": Kind(adapters={"cook": (4, ("q", "v", "down")), "poet": (8, _DENSE.linears)}),
+    "windows": Kind(_WINDOWED),
+    "experts": Kind(_EXPERTS),
+    "pictures": Kind(pictured=True),
+}
+
+
+def requests(count: int, kind: str = "dense") -> list[Request]:
     """The first of many prompts, a third of them greedy; two thirds begin with the same tokens."""
     rng = np.random.default_rng(1)
+    shown = np.random.default_rng(3).integers(0, 256, (4, 28, 28, 3)).astype(np.uint8)
     head, made = rng.integers(0, 1500, 200), []
     for n in range(count):
         prompt = (*head[: n % 3 * 100], *rng.integers(0, 1500, 5 + 13 * (n % 9)))
-        made.append(Request(n, prompt, 6, logprobs=True, seed=n, **_SAMPLING[n % 3]))
+        more = dict(_SAMPLING[n % 3])
+        if KINDS[kind].adapters:
+            more["adapter"] = ("", *KINDS[kind].adapters)[n % 3]
+        if KINDS[kind].pictured:
+            more["images"] = [shown[n % 3], shown[3]][: 1 + n % 2]
+            prompt = (*prompt[:3], *[_PICTURE] * len(more["images"]), *prompt[3:])
+        made.append(Request(n, prompt, 6, logprobs=True, seed=n, **more))
     return made
 
 
@@ -52,12 +109,41 @@ def scorings(count: int) -> list[Scoring]:
     ]
 
 
-def engine(dtype: str, *, tied: bool = True, mesh: Mesh | None = None, **sizes: Any) -> Engine:
-    """An engine of drawn weights."""
-    config = dataclasses.replace(_MODEL, dtype=dtype, tied=tied)
-    model = drawn(lambda: Llama(config, rngs=nnx.Rngs()), 3, _STDDEV, mesh)
+def engine(
+    dtype: str,
+    kind: str = "dense",
+    *,
+    tied: bool | None = None,
+    mesh: Mesh | None = None,
+    **sizes: Any,
+) -> Engine:
+    """An engine of drawn weights; of bfloat16 with a tied head, unless said."""
+    of_kind = KINDS[kind]
+    tied = dtype == "bfloat16" if tied is None else tied
+    config = dataclasses.replace(of_kind.model, dtype=dtype, tied=tied)
+
+    def build() -> Llama | Llava:
+        if of_kind.pictured:
+            return Llava(LlavaConfig(_VISION, config, image_token=_PICTURE), rngs=nnx.Rngs())
+        return Llama(config, rngs=nnx.Rngs())
+
+    model = drawn(build, 3, _STDDEV, mesh)
     nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
-    return Engine(model, config=EngineConfig(**{"length": 384, **sizes}), mesh=mesh)
+    adapters = {
+        name: _additions(config, *of_adapter) for name, of_adapter in of_kind.adapters.items()
+    }
+    sizes = {"length": 384, **of_kind.sizes, **sizes}
+    return Engine(model, config=EngineConfig(**sizes), mesh=mesh, adapters=adapters)
+
+
+def _additions(config: LlamaConfig, rank: int, targets: tuple[str, ...]) -> Additions:
+    layers = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs())).layers
+    rng, matrices = np.random.default_rng(rank), {}
+    for name in targets:
+        count, inputs, outputs = getattr(layers, name).kernel.shape
+        shapes = (count, inputs, rank), (count, rank, outputs)
+        matrices[name] = tuple(rng.normal(0, _STDDEV, x).astype(np.float32) for x in shapes)
+    return Additions(2.0, matrices)
 
 
 def answers(served: Engine, *asked: Request | Scoring) -> dict[Any, Any]:
@@ -70,3 +156,9 @@ def answers(served: Engine, *asked: Request | Scoring) -> dict[Any, Any]:
             drawn = result.candidates[0]
             results[result.id] = drawn.tokens, drawn.logprobs
     return results
+
+
+def assert_same(expected: Mapping[Any, Any], answered: Mapping[Any, Any], what: Any = None) -> None:
+    """Every answer is there and has the bits of the expected one; `what` is for the message."""
+    assert answered, what
+    assert [key for key in answered if answered[key] != expected[key]] == [], what

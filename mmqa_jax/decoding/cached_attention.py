@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import flax.struct
@@ -12,13 +13,13 @@ from mmqa_jax.models.attention.masked import MASKED, capped, sink_rows
 from mmqa_jax.models.common.layers import attention
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7,))
 def attend(
     q: jax.Array,
     held: LayerCache,
     columns: jax.Array,
     branches: Branches | None,
     table: jax.Array,
-    *,
     end: jax.Array,
     window: jax.Array | None = None,
     cap: float | None = None,
@@ -27,7 +28,8 @@ def attend(
     """Causal attention of q [R, L, heads, D], in columns [R, L], over its rows' pages, one of each
     row at a time.
 
-    The query heads of one key head become rows of one product.
+    The query heads of one key head become rows of one product. Gradients are those of
+    `attend_to_rows`.
 
     Args:
       table: int32 [R, M], each row's pages.
@@ -80,6 +82,24 @@ def attend(
     _, total, out = jax.lax.fori_loop(0, pages, one, nothing)
     out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
+
+
+def _attended_forward(q, held, columns, branches, table, end, window, cap, sinks):
+    out = attend(q, held, columns, branches, table, end, window, cap, sinks)
+    return out, (q, held, columns, branches, table, window, sinks)
+
+
+def _attended_backward(cap, inputs, gradient):
+    q, held, columns, branches, table, window, sinks = inputs
+
+    def of_rows(q: jax.Array, held: LayerCache, sinks: jax.Array | None) -> jax.Array:
+        return attend_to_rows(q, held, columns, branches, table, "xla", window, cap, sinks)
+
+    of_q, of_held, of_sinks = jax.vjp(of_rows, q, held, sinks)[1](gradient)
+    return of_q, of_held, None, None, None, None, None, of_sinks
+
+
+attend.defvjp(_attended_forward, _attended_backward)
 
 
 def attend_to_rows(
@@ -155,8 +175,7 @@ def _add(
     top, total, out = carry
     scaled = page.key_scale is not None
     dtype = q.dtype if scaled else jnp.promote_types(q.dtype, page.key.dtype)
-    scores = jnp.matmul(q.astype(dtype), page.key.astype(dtype), preferred_element_type=jnp.float32)
-    scores *= q.shape[-1] ** -0.5
+    scores = _product(q.astype(dtype), page.key.astype(dtype)) * q.shape[-1] ** -0.5
     if scaled:
         scores *= page.key_scale[:, :, None]
     scores = jnp.where(visible, capped(scores, cap), MASKED)
@@ -165,9 +184,21 @@ def _add(
     total = total * decay + weights.sum(-1, keepdims=True)
     if scaled:
         weights *= page.value_scale[:, :, None]
-    value = page.value.astype(dtype)
-    of_page = jnp.matmul(weights.astype(dtype), value, preferred_element_type=jnp.float32)
+    of_page = _product(weights.astype(dtype), page.value.astype(dtype))
     return new_top, total, out * decay + of_page
+
+
+# XLA's products on a CPU (YNNPACK) sum in another order from 64 rows on, except into columns of
+# whole multiples of this: so that a token has the same bits decoded alone and encoded in a chunk.
+_COLUMNS = 64
+
+
+def _product(rows: jax.Array, matrices: jax.Array) -> jax.Array:
+    """[.., Q, K] times [.., K, N] -> float32 [.., Q, N], equal rows however many (two or more)."""
+    columns = matrices.shape[-1]
+    widths = [(0, 0)] * (matrices.ndim - 1) + [(0, -columns % _COLUMNS)]
+    y = jnp.matmul(rows, jnp.pad(matrices, widths), preferred_element_type=jnp.float32)
+    return y[..., :columns]
 
 
 # What the KV cache of one layer consists of: pages of columns, and branches in them.

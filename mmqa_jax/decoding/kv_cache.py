@@ -268,7 +268,7 @@ def _layer(
             else:
                 out = ragged_triton.attend_in_place(q, held, table, starts, branches, **of_layer)
         elif implementation == "blocks":
-            out = attend(q, held, columns, branches, table, end=ends.max(), **options)
+            out = attend(q, held, columns, branches, table, ends.max(), **options)
         else:
             table = table[:, : -(-read // width)]
             out = attend_to_rows(q, held, columns, branches, table, implementation, **options)

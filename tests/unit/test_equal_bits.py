@@ -5,15 +5,10 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.decoding.requests import Scoring
-from tests.equal_bits import answers, engine, requests, scorings
+from tests.equal_bits import answers, assert_same, engine, requests, scorings
 
-pytestmark = pytest.mark.slow
-
-
-def assert_same(expected, found):
-    different = [key for key in found if found[key] != expected[key]]
-    assert found
-    assert not different, different
+# Compiled as for users: other programs have other bits.
+pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.mark.parametrize(("dtype", "tied"), [("float32", False), ("bfloat16", True)])
@@ -36,12 +31,33 @@ def test_bits(dtype, tied):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_drawn_token_has_its_score(dtype):
+@pytest.mark.parametrize("kind", ["int8 weights", "int8 cache"])
+def test_bits_of_other_models(kind, dtype):
+    """2 and 9 prompts, 2 and 4 slots, another order, with and without prefixes that are there."""
+    asked = [*requests(9, kind), *scorings(2)]
+    first = engine(dtype, kind, slots=4)
+    expected = answers(first, *asked)
+    for count in (2, 9):
+        first.forget()
+        for there in (False, True):
+            assert_same(expected, answers(first, *requests(count, kind)), (count, there))
+    assert_same(expected, answers(first, *reversed(asked)), "reversed")
+    fewer = engine(dtype, kind, slots=2, prefill_tokens=128)
+    assert_same(expected, answers(fewer, *asked), "2 slots")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dense", "int8 cache"])
+def test_a_drawn_token_has_its_score(kind, dtype):
     """What was decoded token by token is scored in chunks with the same bits."""
-    served = engine(dtype, slots=4)
-    asked = requests(9)
+    served = engine(dtype, kind, slots=4)
+    asked = requests(9, kind)
     drawn = answers(served, *asked)
     scored = answers(
-        served, *(Scoring(("scored", one.id), one.prompt, [drawn[one.id][0]]) for one in asked)
+        served,
+        *(
+            Scoring(("scored", one.id), one.prompt, [drawn[one.id][0]], adapter=one.adapter)
+            for one in asked
+        ),
     )
     assert_same({("scored", n): [logprobs] for n, (_, logprobs) in drawn.items()}, scored)

@@ -204,7 +204,12 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     # As one sum over whole heads: XLA on CPU is slow at concatenations of computed halves.
     cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
     x32 = x.astype(jnp.float32)
-    return (x32 * cos + jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin).astype(x.dtype)
+    turned = jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin
+    if platform() == "cpu":
+        # Which of two products LLVM rounds once with their sum depends on what is compiled beside
+        # it; of a limited one it cannot.
+        turned = jnp.minimum(turned, np.finfo(np.float32).max)
+    return (x32 * cos + turned).astype(x.dtype)
 
 
 @jax.custom_vjp
