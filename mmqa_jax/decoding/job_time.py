@@ -84,7 +84,8 @@ class SplitCopy:
         """`heads`: tokens of which logits are computed."""
         model, item = self.model, 4 if self.model.dtype == "float32" else 2
         of_heads = model.hidden * model.head_size * 2 * (model.heads + model.kv_heads)
-        of_mlp = 3 * model.hidden * model.mlp * (model.active_experts if model.experts else 1)
+        of_mlp = (2 + model.gated_mlp) * model.hidden * model.mlp
+        of_mlp *= model.active_experts if model.experts else 1
         attention = 2 * model.heads * model.head_size * columns  # scores and values
         products = tokens * model.layers * (of_heads + of_mlp + attention)
         products += heads * model.hidden * model.vocab_size

@@ -71,6 +71,11 @@ _YARN = {
 }
 
 
+_HALF = {**_THETA, "partial_rotary_factor": 0.5}
+# Of families with layer norms.
+_LAYER_NORMS = {"rms_norm_eps": None, "layer_norm_eps": 3e-4, **TOKENS}
+
+
 class Case(NamedTuple):
     """A family's model: the prefix of its classes in transformers, and values of its config."""
 
@@ -267,6 +272,51 @@ CASES = {
             **TOKENS,
         },
     ),
+    "cohere": Case(
+        "Cohere",
+        {**_LAYER_NORMS, "logit_scale": 0.4, "attention_bias": True, "rope_parameters": _THETA},
+    ),
+    "cohere2": Case(
+        "Cohere2",
+        {
+            **_LAYER_NORMS,
+            "logit_scale": 0.8,
+            "sliding_window": 47,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "rope_parameters": _THETA,
+        },
+    ),
+    "nemotron": Case(
+        "Nemotron",
+        {
+            "rms_norm_eps": None,
+            "norm_eps": 3e-4,
+            "head_dim": 12,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "stablelm": Case(
+        "StableLm",
+        {**_LAYER_NORMS, "use_qkv_bias": True, "rope_parameters": _HALF},
+    ),
+    "stablelm, parallel": Case(
+        "StableLm",
+        {**_LAYER_NORMS, "use_parallel_residual": True, "rope_parameters": _HALF},
+    ),
+    "starcoder2": Case(
+        "Starcoder2",
+        {
+            "rms_norm_eps": None,
+            "norm_epsilon": 3e-4,
+            "sliding_window": 51,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "apertus": Case("Apertus", {"attention_bias": True, "rope_parameters": _THETA}),
     "gemma2": Case(
         "Gemma2",
         {
@@ -725,7 +775,12 @@ REFUSED = [
         "'block' of quantization_config",
     ),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
-    ("cohere", {}, "model_type is 'cohere', expected one of llama, "),
+    ("mpt", {}, "model_type is 'mpt', expected one of llama, "),
+    ("cohere", {**_LAYER_NORMS, "use_qk_norm": True}, "use_qk_norm is True"),
+    ("cohere", {**_LAYER_NORMS, "logit_scale": 0.0}, r"logit_scale is 0\.0, expected more"),
+    ("stablelm", {**_LAYER_NORMS, "qk_layernorm": True}, "qk_layernorm is True"),
+    ("apertus", {"post_norm": True}, "post_norm is True"),
+    ("llama", {"hidden_act": "xielu"}, "hidden_act"),
     ("gemma", {}, "model_type is 'gemma', expected one of llama, "),
 ]
 

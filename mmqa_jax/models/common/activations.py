@@ -46,11 +46,26 @@ def by_platform(function: Activation) -> Activation:
 
 _TANH_GELU = by_platform(functools.partial(jax.nn.gelu, approximate=True))
 
+
+def xielu(x: jax.Array, rising: jax.Array, falling: jax.Array) -> jax.Array:
+    """xIELU (Huang and Schlag 2024, https://arxiv.org/abs/2411.13010), computed in float32.
+
+    rising, falling: of a layer, [1], before softplus, which keeps them above 0.
+    """
+    beta, eps = 0.5, -1e-6
+    x32 = x.astype(jnp.float32)
+    above, below = jax.nn.softplus(rising), beta + jax.nn.softplus(falling)
+    curve = jnp.where(x32 > 0, above * x32 * x32, below * (jnp.expm1(jnp.minimum(x32, eps)) - x32))
+    return (curve + beta * x32).astype(x.dtype)
+
+
+LEARNED = ("xielu",)  # activations with parameters of a layer's own
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": by_platform(_gelu),
     "gelu_new": _TANH_GELU,
     "gelu_pytorch_tanh": _TANH_GELU,
     "quick_gelu": by_platform(lambda x: x * jax.nn.sigmoid(1.702 * x)),  # clip/model.py, QuickGELU
     "relu": jax.nn.relu,
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "silu": by_platform(jax.nn.silu),
 }

@@ -264,7 +264,10 @@ def with_rounded_products(
 
 
 class LayerNorm(nnx.Module):
-    """Layer normalization over the last axis, computed in float32, returned in x's dtype."""
+    """Layer normalization over the last axis, computed in float32, returned in x's dtype.
+
+    unit: it is multiplied by 1 + scale.
+    """
 
     def __init__(
         self,
@@ -274,14 +277,16 @@ class LayerNorm(nnx.Module):
         rngs: nnx.Rngs,
         name: str = "embed",
         use_bias: bool = True,
+        unit: bool = False,
     ):
-        self.scale = param(rngs, ones_init, (features,), (name,))
+        self.scale = param(rngs, zeros_init if unit else ones_init, (features,), (name,))
         self.bias = param(rngs, zeros_init, (features,), (name,)) if use_bias else None
-        self.eps = eps
+        self.eps, self.unit = eps, unit
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mean = _keep_sums(x.astype(jnp.float32).mean(-1, keepdims=True))
-        y = (x - mean) * (_keep_sums(self.factor(x, mean)) * self.scale[...])
+        scale = self.scale[...] + 1 if self.unit else self.scale[...]
+        y = (x - mean) * (_keep_sums(self.factor(x, mean)) * scale)
         y = y if self.bias is None else y + self.bias[...]
         return y.astype(x.dtype)
 

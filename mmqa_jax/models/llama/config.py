@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
 from mmqa_jax.models.common.config_checks import (
     check_divides,
     check_known,
@@ -23,6 +23,7 @@ from mmqa_jax.weights.registry import Base
 QK_NORMS = ("none", "head", "whole")
 NORMS = ("before", "after", "both")
 PICTURE_SIGHTS = ("causal", "both")
+NORM_KINDS = ("rms", "layer", "biased_layer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,9 @@ class LlamaConfig:
     where positions are three (Qwen-VL), () is one position for all; `mrope_interleaved`: these
     pairs are in turn. `qk_norm`: an RMS norm of queries and keys before that, "none", of
     each "head" or of the "whole" projection. `norms`: of what attention and MLP get, "before", of
-    what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale.
+    what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale. Norms are
+    of `norm_kind`: RMS norms, or layer norms without or with biases. In `parallel` attention and
+    MLP get the same normed input. The MLP has a gate if it is `gated_mlp`.
     Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
     `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
     size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
@@ -114,6 +117,9 @@ class LlamaConfig:
     attention_scale: float | None = None
     logit_divisor: float = 1.0
     unit_norms: bool = False
+    norm_kind: str = "rms"
+    parallel: bool = False
+    gated_mlp: bool = True
     attention_cap: float | None = None
     logit_cap: float | None = None
     local: tuple[bool, ...] = ()
@@ -164,11 +170,17 @@ class LlamaConfig:
                 "leave it out."
             )
         check_rate("model.attention_dropout", self.attention_dropout)
-        check_known("model.activation", self.activation, ACTIVATIONS)
+        learned = () if self.gated_mlp else LEARNED
+        check_known("model.activation", self.activation, (*ACTIVATIONS, *learned))
         check_known("model.family", self.family, decoder_families.FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
         check_known("model.norms", self.norms, NORMS)
         check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
+        check_known("model.norm_kind", self.norm_kind, NORM_KINDS)
+        if self.parallel and self.norms != "before":
+            raise UserError('model.parallel needs model.norms "before"; correct one of them.')
+        if self.experts and not self.gated_mlp:
+            raise UserError("model.gated_mlp: experts have gates; set it to true.")
         object.__setattr__(self, "mrope", tuple(self.mrope))
         if self.mrope and (len(self.mrope) != 3 or 2 * sum(self.mrope) != self.rotary_size):
             raise UserError(
@@ -248,7 +260,8 @@ class LlamaConfig:
         names += ("out_gate",) if self.gated and names else ()
         names += ("side_gate", "side_out") if self.side else ()
         in_place = self.experts and not self.experts_beside
-        return names if in_place else (*names, "gate", "up", "down")
+        gate = ("gate",) if self.gated_mlp else ()
+        return names if in_place else (*names, *gate, "up", "down")
 
     @property
     def expert_mlp(self) -> int:

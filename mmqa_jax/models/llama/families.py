@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.common.activations import ACTIVATIONS
+from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
@@ -44,6 +44,7 @@ _PLAIN = {
     "attention_cap": ("attn_logit_softcapping", None),
     "logit_cap": ("final_logit_softcapping", None),
     "bidirectional": ("use_bidirectional_attention", False),
+    "parallel": ("use_parallel_residual", False),
     "out_bias": ("attention_out_bias", None),
     "experts": ("num_experts", None),
     "active_experts": ("num_experts_per_tok", None),
@@ -124,6 +125,30 @@ _GEMMA_DEFAULTS = {
 }
 # cache_implementation is transformers', hidden_act is not read by these classes.
 _GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
+_COHERE_DEFAULTS = {
+    "vocab_size": 256000,
+    "hidden_size": 8192,
+    "intermediate_size": 22528,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 64,
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+}
+_COHERE_COMPUTES = {"norm_kind": "layer", "parallel": True}
+# Notes of Cohere's own code, which transformers' does not read.
+_COHERE_HARMLESS = (
+    *("cache_implementation", "use_embedding_sharing", "use_parallel_embedding", "layer_switch"),
+    *("order_of_interleaved_layers", "model_max_length", "pretraining_tp"),
+)
+_COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "use_qk_norm": (False,),
+    "use_parallel_block": (True,),
+    "use_gated_activation": (True,),
+    "rotary_pct": (1.0,),
+    "position_embedding_type": ("rope_gptj",),
+}
 # Of the loss that balances experts, which output_router_logits turns on.
 _BALANCING = ("output_router_logits", "router_aux_loss_coef")
 # Fields that are ours, or have another form in a config.json.
@@ -161,6 +186,8 @@ class Family:
       near_rotates: whether the layers with a window alone rotate, in a model that has a window.
       neighbours: whether a rotary pair is two neighbouring rows in its checkpoints.
       tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
+      constants: how tensors' names end that its code keeps beside its parameters -> their only
+        value.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
       experts_in_turn: whether they do with the rows of gate and up in turn, (E, in, out), and
         may round them (`weights.formats.mxfp4`).
@@ -184,6 +211,7 @@ class Family:
     near_rotates: bool = False
     neighbours: bool = False
     tensors: Mapping[str, str] = _none()
+    constants: Mapping[str, float] = _none()
     experts_paired: bool = False
     experts_in_turn: bool = False
 
@@ -544,6 +572,127 @@ FAMILIES: Mapping[str, Family] = {
         },
         experts_paired=True,
     ),
+    "cohere": Family(
+        title="Command R",
+        architecture="CohereForCausalLM",
+        keys=kinds(flag="attention_bias", number="layer_norm_eps logit_scale"),
+        defaults={**_COHERE_DEFAULTS, "rope_theta": 500000.0},
+        computes=_COHERE_COMPUTES,
+        harmless=_COHERE_HARMLESS,
+        fixed=_COHERE_FIXED,
+        names={"rms_norm_eps": "layer_norm_eps"},
+        neighbours=True,
+    ),
+    "cohere2": Family(
+        title="Command R7B and A, Tiny Aya",
+        architecture="Cohere2ForCausalLM",
+        keys=kinds(
+            flag="attention_bias",
+            number="layer_norm_eps logit_scale",
+            size="sliding_window sliding_window_pattern",
+            list_or_null="layer_types",
+        ),
+        defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},
+        computes=_COHERE_COMPUTES,
+        harmless=_COHERE_HARMLESS,
+        fixed=_COHERE_FIXED,
+        names={"rms_norm_eps": "layer_norm_eps"},
+        neighbours=True,
+        full_every=4,
+        near_rotates=True,
+    ),
+    "nemotron": Family(
+        title="Nemotron 3 and 4, Minitron",
+        architecture="NemotronForCausalLM",
+        keys={**_BIASES, **kinds(number="norm_eps")},
+        defaults={
+            "vocab_size": 256000,
+            "hidden_size": 6144,
+            "intermediate_size": 24576,
+            "num_attention_heads": 48,
+            "hidden_act": "relu2",
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+        },
+        computes={"norm_kind": "biased_layer", "unit_norms": True, "gated_mlp": False},
+        harmless=("pretraining_tp", "kv_channels"),
+        names={"rms_norm_eps": "norm_eps"},
+        partial=True,
+    ),
+    "stablelm": Family(
+        title="StableLM",
+        architecture="StableLmForCausalLM",
+        keys=kinds(flag="use_qkv_bias use_parallel_residual", number="layer_norm_eps"),
+        defaults={
+            "vocab_size": 50304,
+            "intermediate_size": 6912,
+            "hidden_size": 2560,
+            "num_key_value_heads": 32,
+            "max_position_embeddings": 4096,
+            "layer_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.25,
+        },
+        computes={"norm_kind": "biased_layer", "out_bias": False},
+        harmless=("hidden_dropout",),
+        fixed={"qk_layernorm": (False,)},
+        names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
+        partial=True,
+    ),
+    "starcoder2": Family(
+        title="StarCoder 2",
+        architecture="Starcoder2ForCausalLM",
+        keys={**_WINDOW, **kinds(flag="use_bias", number="norm_epsilon")},
+        defaults={
+            "vocab_size": 49152,
+            "hidden_size": 3072,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 2,
+            "hidden_act": "gelu_pytorch_tanh",
+            "max_position_embeddings": 4096,
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        computes={"norm_kind": "biased_layer", "gated_mlp": False},
+        harmless=("residual_dropout", "embedding_dropout"),
+        names={
+            "rms_norm_eps": "norm_epsilon",
+            "attention_bias": "use_bias",
+            "mlp_bias": "use_bias",
+        },
+        tensors={"mlp.c_fc.": "mlp.up_proj.", "mlp.c_proj.": "mlp.down_proj."},
+    ),
+    "apertus": Family(
+        title="Apertus",
+        architecture="ApertusForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={
+            "vocab_size": 131072,
+            "intermediate_size": 14336,
+            "hidden_act": "xielu",
+            "max_position_embeddings": 65536,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 12000000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "original_max_position_embeddings": 8192,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+        computes={"qk_norm": "head", "gated_mlp": False},
+        harmless=("hidden_dropout",),
+        fixed={"mlp_bias": (False,), "post_norm": (False,), "qk_norm": (True,)},
+        tensors={
+            "attention_layernorm": "input_layernorm",
+            "feedforward_layernorm": "post_attention_layernorm",
+        },
+        constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
+    ),
     "gemma2": Family(
         title="Gemma 2",
         architecture="Gemma2ForCausalLM",
@@ -680,7 +829,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain = _plain(family)
     fields = {field: value(key, default) for field, (key, default) in plain.items()}
     if "activation" in plain:
-        check_known(f"{where}: {plain['activation'][0]}", fields["activation"], ACTIVATIONS)
+        known = (*ACTIVATIONS, *([] if family.computes.get("gated_mlp", True) else LEARNED))
+        check_known(f"{where}: {plain['activation'][0]}", fields["activation"], known)
     rope = published.get("rope_scaling") or published.get("rope_parameters")
     rope = rope or family.defaults.get("rope_scaling", {})
     near: Mapping[str, Any] = {}
@@ -711,6 +861,10 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         sizes = DeltaConfig()
         sizes = {ours: value(key, getattr(sizes, ours)) for ours, key in _DELTA.items()}
         fields |= {"delta": DeltaConfig(**sizes), "kinds": _layer_kinds(value, fields, where)}
+    if "logit_scale" in read:
+        if not (scale := value("logit_scale")):
+            raise UserError(f"{where}: logit_scale is {scale}, expected more; repair the file.")
+        fields["logit_divisor"] = 1 / scale
     if family.scaled:
         fields["embedding_scale"] = fields["hidden"] ** 0.5
     if "query_pre_attn_scalar" in read:
@@ -929,6 +1083,11 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
             published["rope_local_base_freq"] = config.local_theta
         if "rope_parameters" in family.defaults:  # younger classes read nothing else
             del published["rope_theta"], published["rope_scaling"]
+    if "rope_scaling" in family.defaults and scaling is None:
+        rope = {"rope_type": "default", "rope_theta": config.rope_theta}
+        published["rope_scaling"] = published["rope_parameters"] = rope
+    if "logit_scale" in read:
+        published["logit_scale"] = 1 / config.logit_divisor
     if family.partial:
         published["partial_rotary_factor"] = config.rotary_fraction
     if "no_rope_layers" in read:

@@ -21,6 +21,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
+from mmqa_jax.models.common.activations import LEARNED
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
@@ -134,7 +135,7 @@ def llama_rules(
     of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
     rules = [
         Rule(f"{prefix}{names['tokens']}.weight", f"{path}tokens/table"),
-        Rule(f"{prefix}{names['norm']}.weight", f"{path}norm/scale", of_norms),
+        *_norm_rules(config, f"{prefix}{names['norm']}", f"{path}norm", of_norms),
     ]
     if not config.tied:
         rules.append(Rule(f"{prefix}{names['head']}.weight", f"{path}head/kernel", TRANSPOSE))
@@ -165,13 +166,13 @@ def _layer_rules(
         turns = {"q": turned(config.heads, *sizes), "k": turned(config.kv_heads, *sizes)}
         if config.qk_norm == "head":
             turns |= {"q_norm": turned(1, *sizes), "k_norm": turned(1, *sizes)}
-    norms = () if config.norms == "after" else ("input_norm", "mlp_norm")
+    norms = () if config.norms == "after" else ("input_norm", "mlp_norm")[: 2 - config.parallel]
     norms += () if config.norms == "before" else ("out_norm", "down_norm")
     norms += () if config.qk_norm == "none" or config.recurrent else ("q_norm", "k_norm")
     norms += ("side_norm",) if config.side else ()
     for norm in norms:
         turned = turns.get(norm, of_norms)
-        rules.append(Rule(f"{layer}{names[norm]}.weight", f"{path}{norm}/scale", turned))
+        rules += _norm_rules(config, f"{layer}{names[norm]}", f"{path}{norm}", turned)
     for linear in config.linears:
         turned = turns.get(linear)
         key, ours = f"{layer}{names[linear]}", f"{path}{linear}"
@@ -186,6 +187,9 @@ def _layer_rules(
         rules.append(Rule(f"{key}.weight", f"{experts}{ours[0]}", SWAPPED))
         if config.mlp_bias:
             rules.append(Rule(f"{key}.bias", f"{experts}{ours[1]}"))
+    if config.activation in LEARNED:
+        curve = {"mlp.act_fn.alpha_p": "rising", "mlp.act_fn.alpha_n": "falling"}
+        rules += [Rule(f"{layer}{key}", f"{path}{ours}") for key, ours in curve.items()]
     if config.sinks:
         rules.append(Rule(f"{layer}{names['sinks']}", f"{path}sinks"))
     for ours, key in _BESIDE.items() if config.experts_beside else ():
@@ -193,6 +197,12 @@ def _layer_rules(
     if config.layer_scales:
         rules.append(Rule(f"{layer}layer_scalar", f"{path}scale"))
     return rules
+
+
+def _norm_rules(config: LlamaConfig, key: str, path: str, transform: Transform) -> list[Rule]:
+    biased = config.norm_kind == "biased_layer" and not path.endswith(("q_norm", "k_norm"))
+    rules = [Rule(f"{key}.weight", f"{path}/scale", transform)]
+    return [*rules, Rule(f"{key}.bias", f"{path}/bias")] if biased else rules
 
 
 def _delta_rules(layer: str, path: str) -> list[Rule]:
@@ -301,7 +311,7 @@ def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
     Fused tensors (Phi-3's) are apart, and those of all experts of a layer are one.
     """
     family = FAMILIES[config.family]
-    source = renamed(source, family.tensors)
+    source = without_constants(renamed(source, family.tensors), family.constants)
     if family.fused:
         source = apart(source, fused_rows(config))
     if family.experts_in_turn:
@@ -322,10 +332,38 @@ def to_published_tensors(
         source = experts_paired(source)
     elif config.experts:
         source = experts_apart(source)
+    if family.constants:
+        source = with_constants(source, config, prefix)
     published: dict[str, str] = {}
     for theirs, ours in family.tensors.items():
         published.setdefault(ours, theirs)  # the first of two is the one that is published
     return renamed(source, published)
+
+
+def without_constants(source: TensorSource, constants: Mapping[str, float]) -> TensorSource:
+    """The tensors without those that have one value alone, which is checked."""
+    tensors = {}
+    for key, spec in source.specs().items():
+        value = next((value for end, value in constants.items() if key.endswith(end)), None)
+        if value is None:
+            tensors[key] = spec, functools.partial(source.read, key)
+        elif not np.allclose(source.read(key).astype(np.float32), value, rtol=0.01, atol=0):
+            raise UserError(
+                f"{source.name}: {key} is not {value}, the only value that is computed here; use "
+                "another checkpoint."
+            )
+    return DerivedSource(source.name, tensors) if constants else source
+
+
+def with_constants(source: TensorSource, config: LlamaConfig, prefix: str) -> TensorSource:
+    """The reverse: each layer has them."""
+    dtype = next(iter(source.specs().values())).dtype
+    layers = [f"{prefix}model.layers.{number}." for number in range(config.layers)]
+    constants = FAMILIES[config.family].constants
+    arrays = {
+        f"{layer}{key}": np.array(x, dtype) for layer in layers for key, x in constants.items()
+    }
+    return layouts.with_arrays(source, arrays)
 
 
 def renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:

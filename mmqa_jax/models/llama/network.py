@@ -25,10 +25,11 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.attention.masked import Window, capped, last_of_pictures
-from mmqa_jax.models.common.activations import ACTIVATIONS, gated
+from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED, gated, xielu
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.layers import (
     Embedding,
+    LayerNorm,
     Linear,
     TransposedLinear,
     attention,
@@ -271,6 +272,17 @@ class RMSNorm(nnx.Module):
         return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
 
 
+def norm_of(
+    config: LlamaConfig, features: int, *, rngs: nnx.Rngs, name: str = "embed"
+) -> RMSNorm | LayerNorm:
+    """A new norm of the config's kind."""
+    kind, unit = config.norm_kind, config.unit_norms
+    if kind == "rms":
+        return RMSNorm(features, config.eps, rngs=rngs, name=name, unit=unit)
+    biased = kind == "biased_layer"
+    return LayerNorm(features, config.eps, rngs=rngs, name=name, use_bias=biased, unit=unit)
+
+
 class LlamaLayer(nnx.Module):
     """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
 
@@ -283,7 +295,7 @@ class LlamaLayer(nnx.Module):
         biases = config.biases
         size, width = config.hidden, config.heads * config.head_size
         kv_width = config.kv_heads * config.head_size
-        norm = functools.partial(RMSNorm, eps=config.eps, rngs=rngs, unit=config.unit_norms)
+        norm = functools.partial(norm_of, config, rngs=rngs)
         # In this order, since each parameter's draw depends on its place.
         if config.norms == "after":
             self.out_norm = norm(size)
@@ -301,12 +313,16 @@ class LlamaLayer(nnx.Module):
             self.out_gate = linear(size, width, ("embed", "heads"), use_bias="out_gate" in biases)
         if config.norms == "after":
             self.down_norm = norm(size)
-        else:
+        elif not config.parallel:
             self.mlp_norm = norm(size)
         if config.experts:
             self.experts = Experts(config, rngs=rngs)
-        if "gate" in config.linears:
-            self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
+        if "up" in config.linears:
+            if config.activation in LEARNED:
+                of_curve = normal_init(config.init_stddev), (1,), (None,)
+                self.rising, self.falling = param(rngs, *of_curve), param(rngs, *of_curve)
+            if config.gated_mlp:
+                self.gate = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.up = linear(size, config.mlp, ("embed", "mlp"), use_bias=config.mlp_bias)
             self.down = linear(config.mlp, size, ("mlp", "embed"), use_bias=config.mlp_bias)
         if config.recurrent:
@@ -391,10 +407,14 @@ class LlamaLayer(nnx.Module):
     ) -> jax.Array:
         """The layer after its attention, or what is in its place: both [B, L, H] -> [B, L, H]."""
         config = self.config
+        y = self.input_norm(x) if config.parallel else None
         x = x + self._given(mixed, "out_norm")
-        y = x if config.norms == "after" else self.mlp_norm(x)
+        if y is None:
+            y = x if config.norms == "after" else self.mlp_norm(x)
         if config.experts and not config.experts_beside:
             y = self.experts(y)
+        elif not config.gated_mlp:
+            y = self.down(self._curved(self.up(y)))
         else:
             y = self.down(gated(config.activation, config.gate_limit)(self.gate(y), self.up(y)))
         if config.experts_beside:
@@ -407,6 +427,12 @@ class LlamaLayer(nnx.Module):
         if config.layer_scales:
             x = x * jax.lax.stop_gradient(self.scale[...]).astype(x.dtype)
         return x
+
+    def _curved(self, y: jax.Array) -> jax.Array:
+        """The activation of an MLP without a gate."""
+        if self.config.activation not in LEARNED:
+            return ACTIVATIONS[self.config.activation](y)
+        return xielu(y, *(x[...].astype(jnp.float32) for x in (self.rising, self.falling)))
 
     def continued(
         self, x: jax.Array, state: DeltaState | None = None, **rows: jax.Array | None
@@ -510,7 +536,7 @@ class Llama(nnx.Module):
         if config.kinds:
             kind, count = Period, count // config.period
         self.layers = stack_layers(lambda r: kind(config, rngs=r), count, rngs)
-        self.norm = RMSNorm(config.hidden, config.eps, rngs=rngs, unit=config.unit_norms)
+        self.norm = norm_of(config, config.hidden, rngs=rngs)
         if width := config.layers * config.side:
             names = ("embed", None)
             self.side_projection = Linear(
