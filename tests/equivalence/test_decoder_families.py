@@ -316,7 +316,7 @@ CASES = {
             **TOKENS,
         },
     ),
-    "apertus": Case("Apertus", {"attention_bias": True, "rope_parameters": _THETA}),
+    "apertus": Case("Apertus", {"attention_bias": True, "rope_parameters": _THETA, **TOKENS}),
     "gemma2": Case(
         "Gemma2",
         {
@@ -467,11 +467,14 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
 # their own have windows and caps (gemma2, with beams), layers that differ in rotation (gemma3_text)
 # or have none (smollm3), sinks (gpt_oss), and rotations that are fitted to the longest text (longrope, in a test of
 # its own); experts are given padding. Scanned layers have their own code of windows, caps and
-# rotations alone.
+# rotations alone. An MLP of the same input as attention (cohere2) and one without a gate (apertus) are
+# in the layer.
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", *GEMMA4)),
     *(("gpt_oss", scan) for scan in (False, True)),
+    *(("cohere2", scan) for scan in (False, True)),
+    ("apertus", False),
 ]
 
 
@@ -584,7 +587,7 @@ def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layo
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
 # behind the parts and caps. Windows, rotations and multipliers have no parameters.
-TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", GEMMA4[1])
+TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", GEMMA4[1], "nemotron", "apertus")
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
@@ -665,6 +668,8 @@ SWITCHES = {
         {"residual_multiplier": 1.0},
         {"logits_scaling": 1.0},
     ],
+    "cohere": [{"logit_scale": 1.0}],
+    "cohere2": [_FULL, {"logit_scale": 1.0}],
     "gemma2": [
         _FULL,
         {"query_pre_attn_scalar": 12},

@@ -6,7 +6,7 @@ FAMILIES = (
     Architecture(
         name="llama",
         model_types=("llama.families.FAMILIES", "gemma3", "gemma4"),
-        title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite",
+        title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite, Cohere",
         model="llama.network.Llama",
         config="llama.config.LlamaConfig",
         layouts=(

@@ -459,6 +459,32 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         family="glm4", vocab_size=151552, layers=40, kv_heads=2, mlp=13696, positions=32768,
         norms="both", attention_bias=True, out_bias=False, rotary_fraction=0.5,
     ),
+    "command_r7b": _published(
+        family="cohere2", vocab_size=256000, layers=32, kv_heads=8, mlp=14336, positions=132096,
+        rope_theta=50000.0, tied=True, norm_kind="layer", parallel=True, logit_divisor=4.0,
+        windows=(4096, 4096, 4096, 0) * 8, rotated=(True, True, True, False) * 8,
+    ),
+    "apertus_8b": _published(
+        family="apertus", vocab_size=131072, kv_heads=8, mlp=21504, positions=65536,
+        rope_theta=1.2e7, rope_scaling=RopeScaling("llama3", 8.0), qk_norm="head",
+        activation="xielu", gated_mlp=False,
+    ),
+    "nemotron_mini_4b": _published(
+        family="nemotron", vocab_size=256000, hidden=3072, heads=24, kv_heads=8, mlp=9216,
+        rotary_fraction=0.5, activation="relu2", gated_mlp=False, norm_kind="biased_layer",
+        unit_norms=True,
+    ),
+    "stablelm2_16b": _published(  # 1.6 B
+        family="stablelm", vocab_size=100352, hidden=2048, layers=24, heads=32, kv_heads=32,
+        mlp=5632, rotary_fraction=0.25, norm_kind="biased_layer", attention_bias=True,
+        out_bias=False,
+    ),
+    "starcoder2_7b": _published(
+        family="starcoder2", vocab_size=49152, hidden=4608, layers=32, heads=36, kv_heads=4,
+        mlp=18432, positions=16384, rope_theta=1e6, tied=True, norm_kind="biased_layer",
+        gated_mlp=False, attention_bias=True, mlp_bias=True, activation="gelu_pytorch_tanh",
+        windows=(4096,) * 32,
+    ),
     "phi3_mini": _published(  # of 4,096 tokens
         family="phi3", vocab_size=32064, hidden=3072, mlp=8192, windows=(2047,) * 32
     ),
