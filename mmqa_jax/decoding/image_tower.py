@@ -23,6 +23,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import replicated
 from mmqa_jax.models.llava.config import LlavaConfig, PictureConfig
 from mmqa_jax.models.llava.network import picture_features
+from mmqa_jax.models.mistral3 import network as mistral3
+from mmqa_jax.models.mistral3.network import Mistral3Config, RowBatch, row_features
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import (
     OnevisionConfig,
@@ -287,6 +289,35 @@ class OnevisionTower(SizedTower):
         return TiledPicture(np.zeros((tiles, side, side, 3), np.uint8), (size, size))
 
 
+class RowTower(SizedTower):
+    """Mistral 3's; a bucket holds so many tokens (`mistral3.network.lay_out`)."""
+
+    def __init__(
+        self, tower: nnx.Dict, config: Mistral3Config, rows: Sharding, mesh: Mesh | None = None
+    ):
+        graphdef = nnx.graphdef(tower)
+
+        def of_pictures(state, pictures: RowBatch):
+            parts = nnx.merge(graphdef, state)
+            return row_features(parts.vision, parts.projector, parts.breaks[...], pictures, config)
+
+        super().__init__(of_pictures, config.llama.hidden, config.llama.dtype, rows, mesh)
+        self._config = config
+
+    def kind(self, picture: np.ndarray) -> Hashable:
+        return mistral3.bucket_of(picture.shape, self._config)
+
+    def laid(self, pictures: Sequence[np.ndarray]) -> RowBatch:
+        return mistral3.lay_out(pictures, self._config, self.kind(pictures[0]))
+
+    def length(self, kind: Hashable) -> int:
+        return kind
+
+    def shown(self) -> np.ndarray:
+        unit = self._config.units.unit
+        return np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
+
+
 def tower_programs_of(
     tower: nnx.Dict, config: PictureConfig, rows: Sharding, mesh: Mesh | None = None
 ) -> TowerPrograms:
@@ -302,6 +333,7 @@ def tower_programs_of(
         "tiles": LlavaTower,
         "anyres": OnevisionTower,
         "units": QwenTower,
+        "rows": RowTower,
     }
     return kinds[config.picture_kind](tower, config, rows, mesh)
 

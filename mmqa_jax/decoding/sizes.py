@@ -49,6 +49,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.weights.registry import architecture_of
@@ -166,7 +167,8 @@ def tower_bytes(
         joined = vision.width * vision.merge**2
         mergers = (1 + len(vision.deepstack)) * joined * (joined + vision.out)
         return (vision.layers * of_layer + mergers) * item
-    of_layer = 4 * vision.width**2 + 2 * vision.width * vision.mlp_width
+    products = 3 if isinstance(vision, PixtralVisionConfig) else 2
+    of_layer = 4 * vision.width**2 + products * vision.width * vision.mlp_width
     projector = llama.hidden * (vision.width + llama.hidden)
     return (vision.layers * of_layer + projector) * item
 

@@ -23,6 +23,7 @@ from mmqa_jax.models.llava.config import (
     RatioTiles,
     RowTiles,
 )
+from mmqa_jax.models.mistral3.network import Mistral3Config
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt, text_tokenizer
@@ -173,16 +174,14 @@ class OnevisionFormat(LlavaFormat):
         return 1 + rows * columns
 
 
-class TilesFormat:
-    """That of a model whose pictures are tiles, each with a placeholder of its own (`_TEXTS`).
+class _Marked(abc.ABC):
+    """That of a model whose placeholder is a token of its own; pictures are turned as EXIF says, as
+    by transformers' load_image."""
 
-    Pictures are turned as EXIF says, as by transformers' load_image.
-    """
-
-    video = None
+    video, _after = None, "\n"
 
     def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
-        self._config, self._tokenizer, self._split = config, tokenizer, config.split
+        self._config, self._tokenizer = config, tokenizer
         self.placeholder = tokenizer.decode([config.image_token])
         _check_placeholder(self.placeholder, config.image_token, tokenizer)
         template = tokenizer.template
@@ -191,23 +190,34 @@ class TilesFormat:
     def with_places(self, text: str, pictures: int) -> str:
         """See PictureFormat."""
         place = self.placeholder
-        return _with_places(text, pictures, place, f"{place}\n", self._tokenizer.shield)
+        return _with_places(text, pictures, place, f"{place}{self._after}", self._tokenizer.shield)
 
     def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
         """See PictureFormat."""
         first, *pieces = text.split(self.placeholder)
         for one, piece in zip(pictures, pieces, strict=True):
-            first += _TEXTS[type(self._split)](self.placeholder, *self._grid(one)) + piece
+            first += self._written(one) + piece
         bos = self._tokenizer.bos
         written = bos is not None and first.startswith(self._tokenizer.decode([bos]))
         tokens = self._tokenizer.encode_plain(first)
         return tokens if bos is None or written else [bos, *tokens]
 
+    @abc.abstractmethod
+    def _written(self, one: Shown) -> str:
+        """What stands for a picture, with its placeholders."""
+
+
+class TilesFormat(_Marked):
+    """That of a model whose pictures are tiles, each with a placeholder of its own (`_TEXTS`)."""
+
+    def _written(self, one: Shown) -> str:
+        return _TEXTS[type(self._config.split)](self.placeholder, *self._grid(one))
+
     def _grid(self, one: Shown) -> tuple[int, int]:
         """Rows and columns of a picture's tiles, without the whole."""
         size = decode.upright_size_of(one.picture.data, one.picture.name)
         side = self._config.vision.image_size
-        width, height = self._split.steps(*size, side)[-1]
+        width, height = self._config.split.steps(*size, side)[-1]
         return height // side, width // side
 
     def places(self, one: Shown) -> int:
@@ -221,7 +231,7 @@ class TilesFormat:
 
     def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
         """See PictureFormat."""
-        name, side, split = one.picture.name, self._config.vision.image_size, self._split
+        name, side, split = one.picture.name, self._config.vision.image_size, self._config.split
         image = decode.decode_upright(one.picture.data, name)
         return list(
             resize.cut_tiles(
@@ -233,6 +243,36 @@ class TilesFormat:
                 name=name,
             )
         )
+
+
+class BreaksFormat(_OnePlace, _Marked):
+    """Mistral 3's: `[IMG]` for each picture, whose tokens include those behind its rows."""
+
+    _after = ""
+
+    def __init__(self, config: Mistral3Config, tokenizer: text_tokenizer.TextTokenizer):
+        super().__init__(config, tokenizer)
+        for token in (config.break_token, config.end_token):
+            _check_placeholder(tokenizer.decode([token]), token, tokenizer)
+
+    def _written(self, one: Shown) -> str:
+        return self.placeholder
+
+    def tokens(self, one: Shown) -> int:
+        """See PictureFormat."""
+        size = decode.upright_size_of(one.picture.data, one.picture.name)
+        width, height = resize.within_size(*size, *self._bounds)
+        return self._config.picture_tokens((height, width, 3))
+
+    def read(self, one: Shown) -> np.ndarray:
+        """See PictureFormat."""
+        image = decode.decode_upright(one.picture.data, one.picture.name)
+        return resize.within_pixels(image, *self._bounds, one.picture.name)
+
+    @property
+    def _bounds(self) -> tuple[int, int]:
+        """The longest side of pictures, and the side of a unit."""
+        return self._config.vision.image_size, self._config.units.unit
 
 
 def _in_rows(placeholder: str, rows: int, columns: int) -> str:
@@ -344,6 +384,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
         "tiles": TilesFormat,
         "anyres": OnevisionFormat,
         "units": QwenFormat,
+        "rows": BreaksFormat,
     }
     return kinds[config.picture_kind](config, tokenizer)
 

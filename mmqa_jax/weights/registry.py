@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FOLDERS = (
     *("two_towers", "modified_resnet", "bert", "vlp", "oscar", "bart", "llama", "t5"),
-    *("llava", "onevision", "qwen_vl", "mcan", "detection", "encoders"),
+    *("llava", "onevision", "mistral3", "qwen_vl", "mcan", "detection", "encoders"),
 )
 
 HF_FOLDER = "folder of transformers (config.json, and safetensors or pytorch_model*.bin, sharded)"

@@ -94,6 +94,25 @@ CASES = {
             "layer_types": ["full_attention", "sliding_attention"],
         },
     ),
+    "ministral3": Case(
+        "Ministral3",
+        {
+            "head_dim": 12,
+            "max_position_embeddings": 1280,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 3000.0,
+                "factor": 2.0,
+                "original_max_position_embeddings": 640,
+                "beta_fast": 16.0,
+                "beta_slow": 1.5,
+                "mscale": 1.0,
+                "mscale_all_dim": 0.7,
+                "llama_4_scaling_beta": 0.3,
+            },
+            **TOKENS,
+        },
+    ),
     "qwen2": Case("Qwen2", {"rope_parameters": _THETA, "tie_word_embeddings": True}),
     "qwen2, windows from layer 1, yarn": Case(
         "Qwen2",

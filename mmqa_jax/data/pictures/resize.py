@@ -226,6 +226,29 @@ def qwen_pixels(
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 
 
+def within_size(width: int, height: int, longest: int, unit: int) -> tuple[int, int]:
+    """Width and height of a picture whose sides are at most `longest` pixels, in whole units: they
+    are scaled down where one is longer, then up to the next unit (Pixtral).
+
+    Original: transformers models/pixtral/image_processing_pil_pixtral.py
+    (`get_resize_output_image_size`).
+    """
+    ratio = max(height / longest, width / longest)
+    if ratio > 1:
+        width, height = (max(math.floor(side / ratio), 1) for side in (width, height))
+    return math.ceil(width / unit) * unit, math.ceil(height / unit) * unit
+
+
+def within_pixels(
+    image: Image.Image, longest: int, unit: int, name: str = "picture"
+) -> UInt8[np.ndarray, "H W 3"]:
+    """RGB picture of any shape -> the pixels that `models.mistral3.network.lay_out` takes; see
+    `within_size`. Raises PictureError with `name` for one that is too long and thin."""
+    size = within_size(*image.size, longest, unit)
+    check_made(size[0], max(image.height, size[1]), name)
+    return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
+
+
 def pad_color(mean: Sequence[float]) -> tuple[int, ...]:
     """The color around a picture, of the tower's mean from 0 to 1."""
     return tuple(int(255 * value) for value in mean)

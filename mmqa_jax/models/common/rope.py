@@ -63,7 +63,8 @@ class RopeScaling:
     `long_factor` in longer ones (`within`), and multiplies queries and keys as YaRN does.
     `original_positions` is the context length of pretraining. `proportional` turns the first
     `partial` of all pairs, with the frequencies that these have among all, and divides by the
-    factor (Gemma 4).
+    factor (Gemma 4). `query_beta` is kept for export alone: by it Ministral 3's queries grow beyond
+    `original_positions`, where texts are refused.
     """
 
     kind: str
@@ -78,6 +79,7 @@ class RopeScaling:
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
     partial: float = 1.0
+    query_beta: float = 0.0
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
@@ -267,4 +269,6 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
         fields = {key for key in _OF_KIND[scaling.kind] if not key.startswith("mscale")}
         values = {key: getattr(scaling, key) for key in sorted(fields)}
         rope |= {key: [*x] if isinstance(x, tuple) else x for key, x in values.items()}
+    if scaling.query_beta:
+        rope["llama_4_scaling_beta"] = scaling.query_beta
     return rope

@@ -333,6 +333,9 @@ _LLAMA32 = {**_LLAMA3, "rope_scaling": RopeScaling("llama3", 32.0), "tied": True
 _SMOLLM2 = {"vocab_size": 49152, "positions": 8192, "tied": True}
 _MISTRAL = {"family": "mistral", "vocab_size": 131072, "kv_heads": 8, "positions": 32768}
 _MISTRAL |= {"rope_theta": 1e8}
+_MINISTRAL3 = {"family": "ministral3", "vocab_size": 131072, "kv_heads": 8, "head_dim": 128}
+_MINISTRAL3 |= {"rope_theta": 1e6, "positions": 16384}  # of 262,144, see Family.tempered
+_MINISTRAL3 |= {"rope_scaling": RopeScaling("yarn", 16.0, original_positions=16384, query_beta=0.1)}
 _OLMO2 = {"family": "olmo2", "qk_norm": "whole", "norms": "after", "vocab_size": 100352}
 _OLMO2 |= {"eps": 1e-6, "rope_theta": 5e5}
 _QWEN25 = {"family": "qwen2", "attention_bias": True, "out_bias": False, "eps": 1e-6}
@@ -416,6 +419,10 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "mistral_small_24b": _published(
         **_MISTRAL, hidden=5120, layers=40, mlp=32768, head_dim=128
     ),
+    "ministral3_3b": _published(
+        **_MINISTRAL3, hidden=3072, layers=26, mlp=9216, tied=True
+    ),
+    "ministral3_8b": _published(**_MINISTRAL3, layers=34, mlp=14336),
     "smollm3_3b": _published(
         family="smollm3", vocab_size=128256, hidden=2048, layers=36, heads=16, kv_heads=4,
         mlp=11008, eps=1e-6, positions=65536, rope_theta=5e6, tied=True,

@@ -156,6 +156,9 @@ _OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 
+_TEMPER = "llama_4_scaling_beta"  # of rope parameters
+
+
 def _none() -> Any:
     return dataclasses.field(default_factory=dict)
 
@@ -184,6 +187,9 @@ class Family:
       local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
         part `sliding_attention` of `rope_parameters` say.
       near_rotates: whether the layers with a window alone rotate, in a model that has a window.
+      tempered: whether queries grow with every context of pretraining that lies before them, by
+        `llama_4_scaling_beta` of its rope parameters: within the first one they do not, and longer
+        texts are refused.
       neighbours: whether a rotary pair is two neighbouring rows in its checkpoints.
       tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
       constants: how tensors' names end that its code keeps beside its parameters -> their only
@@ -209,6 +215,7 @@ class Family:
     renamed: Mapping[str, str] = _none()
     local: bool = False
     near_rotates: bool = False
+    tempered: bool = False
     neighbours: bool = False
     tensors: Mapping[str, str] = _none()
     constants: Mapping[str, float] = _none()
@@ -246,6 +253,25 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 4096 * 32,
             "sliding_window": 4096,
         },
+    ),
+    "ministral3": Family(
+        title="Ministral 3",
+        architecture="Ministral3ForCausalLM",
+        keys=_WINDOW,
+        defaults={
+            "vocab_size": 131072,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 34,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 262144,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, _TEMPER: 0.1},
+                **{"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0},
+            },
+        },
+        tempered=True,
     ),
     "qwen2": Family(
         title="Qwen2, Qwen2.5",
@@ -834,6 +860,9 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     rope = published.get("rope_scaling") or published.get("rope_parameters")
     rope = rope or family.defaults.get("rope_scaling", {})
     near: Mapping[str, Any] = {}
+    beta = None
+    if family.tempered:
+        rope, beta = _without_temper(rope, where)
     if family.local:
         rope, near = _both_ropes(published, rope)
     partial = rope.get("partial_rotary_factor", value("partial_rotary_factor"))
@@ -857,6 +886,10 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rotary_fraction": 1.0 if partial is None else float(partial),
         **family.computes,
     }
+    if beta is not None:
+        scaling = fields["rope_scaling"]
+        fields["rope_scaling"] = dataclasses.replace(scaling, query_beta=beta)
+        fields["positions"] = min(fields["positions"], scaling.original_positions)
     if _DELTA["key_heads"] in read:
         sizes = DeltaConfig()
         sizes = {ours: value(key, getattr(sizes, ours)) for ours, key in _DELTA.items()}
@@ -963,6 +996,20 @@ def _plain(family: Family) -> dict[str, tuple[str, Any]]:
     """Finds what a family has of `_PLAIN`, with its own names."""
     named = {field: (family.names.get(key, key), x) for field, (key, x) in _PLAIN.items()}
     return {field: pair for field, pair in named.items() if pair[0] in _read(family)}
+
+
+def _without_temper(rope: Mapping[str, Any], where: str) -> tuple[dict[str, Any], float]:
+    """Rope parameters as other families have them, and `llama_4_scaling_beta`."""
+    beta = rope.get(_TEMPER)
+    is_number = isinstance(beta, int | float) and not isinstance(beta, bool)
+    if not is_number or not 0 < beta < 100 or not rope.get("original_max_position_embeddings"):
+        raise UserError(
+            f"{where}: rope_parameters have {_TEMPER} {beta!r} and "
+            f"original_max_position_embeddings {rope.get('original_max_position_embeddings')!r}, "
+            "expected numbers above 0; use a checkpoint of Ministral 3."
+        )
+    left_out = (_TEMPER, "max_position_embeddings")
+    return {key: value for key, value in rope.items() if key not in left_out}, float(beta)
 
 
 def _both_ropes(

@@ -38,12 +38,12 @@ from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle", "normed_shuffle")
+CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger")
 SELECTS = ("default", "full")
 RESIZES = ("pad", "squash", "squash_bilinear")
 # What `PictureConfig.picture_kind` says: a square; several of them; a OneVision's tiles, of which
-# one sequence is made; a picture of any size.
-PictureKind = Literal["square", "tiles", "anyres", "units"]
+# one sequence is made; a picture of any size, Qwen-VL's or, row by row, Mistral 3's.
+PictureKind = Literal["square", "tiles", "anyres", "units", "rows"]
 _EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
 
 

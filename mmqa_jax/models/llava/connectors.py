@@ -15,7 +15,8 @@ from flax import nnx
 
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.layers import LayerNorm, Linear, normal_init
-from mmqa_jax.weights.keymap import TRANSPOSE, Rule, linear_rules, norm_rules
+from mmqa_jax.models.llama.network import RMSNorm
+from mmqa_jax.weights.keymap import TRANSPOSE, Rule, Transform, linear_rules, norm_rules
 
 if TYPE_CHECKING:
     from mmqa_jax.models.llava.config import LlavaConfig
@@ -27,7 +28,7 @@ _EPS = 1e-5  # of InternVL's norm; no key of a config.json says it
 class Projector(nnx.Module):
     """linear, activation, linear: the tower's width to the decoder's."""
 
-    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs, merged: bool = True):
         linear = functools.partial(
             Linear,
             rngs=rngs,
@@ -35,7 +36,8 @@ class Projector(nnx.Module):
             kernel_init=normal_init(config.llama.init_stddev),
         )
         width = config.llama.hidden
-        self.linear_1 = linear(config.vision.width * config.merge**2, width, ("embed", "mlp"))
+        inside = config.vision.width * (config.merge**2 if merged else 1)
+        self.linear_1 = linear(inside, width, ("embed", "mlp"))
         self.linear_2 = linear(width, width, ("mlp", "embed"))
         self.activation = config.projector_activation
 
@@ -72,6 +74,44 @@ class NormedShuffle(Projector):
         return [*Projector.rules(config), *norm_rules(f"{PREFIX}layer_norm", f"{_PATH}norm")]
 
 
+class PatchMerger(Projector):
+    """An RMS norm of each patch, a linear without bias that makes one of `merge` x `merge`, then
+    linear, activation, linear (Mistral 3)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs, merged=False)
+        width = config.vision.width
+        self.norm = RMSNorm(width, config.llama.eps, rngs=rngs)
+        self.joined = width * config.merge**2
+        self.together = Linear(
+            self.joined,
+            width,
+            ("mlp", "embed"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, U * merge^2, vision width], unit by unit -> [N, U, H]."""
+        units = self.norm(states).reshape(len(states), -1, self.joined)
+        return super().__call__(self.together(units))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint, whose inputs are by channel, then patch."""
+        count, width = config.merge**2, config.vision.width
+        by_patch = Transform(
+            lambda x: x.reshape(-1, width, count).transpose(2, 1, 0).reshape(count * width, -1),
+            lambda x: x.reshape(count, width, -1).transpose(2, 1, 0).reshape(-1, width * count),
+        )
+        return [
+            *Projector.rules(config),
+            *norm_rules(f"{PREFIX}norm", f"{_PATH}norm", False),
+            Rule(f"{PREFIX}patch_merger.merging_layer.weight", f"{_PATH}together/kernel", by_patch),
+        ]
+
+
 class Shuffle(nnx.Module):
     """The states of each square of `merge` x `merge` side by side, then a linear without bias
     (Idefics3's pixel shuffle)."""
@@ -102,6 +142,7 @@ KINDS: Mapping[str, type[Connector]] = {
     "mlp": Projector,
     "shuffle": Shuffle,
     "normed_shuffle": NormedShuffle,
+    "merger": PatchMerger,
 }
 
 

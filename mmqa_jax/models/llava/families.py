@@ -157,8 +157,8 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     ),
     "internvl": _INTERNVL,
 }
-# By `LlavaConfig.family`: OneVision reads config.json and tensors as LLaVA does, and is a model of
-# its own (models/onevision).
+# By `LlavaConfig.family`: OneVision and Mistral 3 read config.json and tensors as LLaVA does, and
+# are models of their own (models/onevision, models/mistral3).
 ALL: Mapping[str, Family] = {
     **FAMILIES,
     "onevision": dataclasses.replace(
@@ -175,5 +175,27 @@ ALL: Mapping[str, Family] = {
         fixed={"use_image_newline_parameter": (True,)},  # of old versions
         vision=dataclasses.replace(siglip_so400m().vision, layers=26, head=False),
         length_key="",
+    ),
+    "mistral3": Family(
+        title="Mistral Small 3.1, Ministral 3",
+        architecture="Mistral3ForConditionalGeneration",
+        tower="pixtral",
+        keys={
+            "feature_layer": ("vision_feature_layer", -1),
+            "projector_activation": ("projector_hidden_act", "gelu"),
+            "projector_bias": ("multimodal_projector_bias", False),
+            "merge": ("spatial_merge_size", 2),
+            "image_token": ("image_token_index", 10),
+        },
+        kinds=kinds(
+            integer="image_token_index image_token_id",
+            flag="multimodal_projector_bias",
+            name="projector_hidden_act",
+            size="spatial_merge_size",
+            any="vision_feature_layer",
+        ),
+        computes={"connector": "merger", "select": "full", "resize": "squash"},
+        text={"model_type": "mistral", "head_dim": 128, "sliding_window": None},
+        tied=True,
     ),
 }

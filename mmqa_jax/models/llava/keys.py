@@ -136,6 +136,11 @@ def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyM
     return KeyMap(rules, rename=(*rename, *_RENAME), ignore=ignore, tied=tied)
 
 
+def has_head(source: TensorSource) -> bool:
+    """Whether a checkpoint has a head beside its embedding table."""
+    return any(key.endswith("lm_head.weight") for key in source.specs())
+
+
 def _tower_rules(config: LlavaConfig) -> list[Rule]:
     rules = TOWERS[families.ALL[config.family].tower].rules(config.vision)
     return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in rules]
@@ -158,8 +163,8 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
     published, make_whole = read_rounding(read_json(file), str(file))
     source, ignore = make_whole(layouts.open_source(folder)), _BUFFERS
     if "text_config" in published:
-        has_head = any(key.endswith("lm_head.weight") for key in source.specs())
-        config = _with_processor(llava_config(published, str(file), has_head), file.parent)
+        config = llava_config(published, str(file), has_head(source))
+        config = _with_processor(config, file.parent)
     elif "mm_vision_tower" in published:
         named = Path(str(published["mm_vision_tower"]))
         clip = named if clip is None and named.is_dir() else clip

@@ -27,6 +27,7 @@ from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, Connector
 from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
+from mmqa_jax.models.llava.pixtral import PixtralVision, PixtralVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before
 
@@ -47,6 +48,7 @@ _TOWERS = {
     VisionConfig: LlavaVision,
     SiglipVisionConfig: VisionTower,
     InternVisionConfig: InternVision,
+    PixtralVisionConfig: PixtralVision,
 }
 
 
@@ -137,6 +139,26 @@ class Llava(nnx.Module):
           attention_mask, positions, dropout_key: see `Llama.encode`.
         """
         features = None if pixels is None else self.encode_images(pixels)
+        hidden = self.llama.encode(
+            self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
+        )
+        return self.llama.logits(hidden)
+
+
+class FeaturedLlava(Llava):
+    """One whose pictures have several sizes: `embed` and `__call__` take [1, all tokens of
+    pictures, H] of `encode_images`, without padding."""
+
+    def __call__(
+        self,
+        input_ids: jax.Array,
+        features: jax.Array | None = None,
+        attention_mask: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        *,
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """Logits of the next token at every position, [B, L, V] float32; see `Llava.__call__`."""
         hidden = self.llama.encode(
             self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
         )

@@ -1,4 +1,4 @@
-"""transformers' image processor of a model whose pictures are cut into tiles, both ways."""
+"""transformers' image processor of models whose pictures are tiles or have any size, both ways."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ _KINDS = {
     RowTiles: kinds(object_or_null="size max_image_size"),
     RatioTiles: kinds(object_or_null="size", size_or_null="min_patches max_patches"),
 }
+_LARGEST = 8192  # pixels of a side
 _STEPS = ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize")
 # Pillow's number of the filter; `crop_to_patches` is what InternVL's processor sets itself.
 _FIXED: Mapping[type[Split], Mapping[str, tuple[Any, ...]]] = {
@@ -28,7 +29,8 @@ _HARMLESS = (
     *("image_processor_type", "processor_class", "rescale_factor", "image_mean", "image_std"),
     *("do_pad", "pad_size", "video_sampling", "data_format", "return_row_col_info"),
     *("feature_extractor_type", "image_seq_len", "input_data_format", "device", "return_tensors"),
-    *("disable_grouping", "default_to_square", "do_center_crop", "crop_size"),
+    *("disable_grouping", "default_to_square", "do_center_crop", "crop_size", "image_seq_length"),
+    *("image_token", "image_break_token", "image_end_token", "chat_template"),
 )
 
 
@@ -46,11 +48,7 @@ def with_split(folder: Path, config: LlavaConfig, kind: type[Split]) -> LlavaCon
         if isinstance(vision, SiglipVisionConfig):
             check_numbers(processor, file, "SigLIP", SIGLIP_MEAN, SIGLIP_MEAN)
         else:
-            vision = dataclasses.replace(
-                vision,
-                pixel_mean=_colors(processor, "image_mean", vision.pixel_mean, file),
-                pixel_std=_colors(processor, "image_std", vision.pixel_std, file),
-            )
+            vision = _with_colors(vision, processor, file)
         if isinstance(split, RowTiles):
             _check_side(processor, "max_image_size", ("longest_edge",), side, file)
             size = processor.get("size") or {}
@@ -63,6 +61,53 @@ def with_split(folder: Path, config: LlavaConfig, kind: type[Split]) -> LlavaCon
             least, most = processor.get("min_patches"), processor.get("max_patches")
             split = RatioTiles(least or split.least, most or split.most)
     return dataclasses.replace(config, split=split, vision=vision)
+
+
+def colored(folder: Path, config: LlavaConfig) -> Any:
+    """The tower of a model whose pictures have any size, with the longest side and the colors that
+    the processor's files in a folder say (transformers' PixtralImageProcessor)."""
+    vision, patch = config.vision, config.vision.patch_size
+    for processor, file in processors(folder):
+        fixed = {
+            **dict.fromkeys(_STEPS, (True,)),
+            "resample": (3,),
+            "patch_size": (patch, {"height": patch, "width": patch}),
+            "spatial_merge_size": (config.merge,),
+        }
+        check_keys(
+            processor,
+            str(file),
+            read=kinds(object_or_null="size"),
+            harmless=_HARMLESS,
+            fixed=fixed,
+        )
+        longest = (processor.get("size") or {}).get("longest_edge", vision.image_size)
+        if type(longest) is not int or not patch <= longest <= _LARGEST:
+            wanted = f"a longest_edge of {patch} to {_LARGEST} pixels"
+            raise _refusal(file, "size", processor["size"], wanted)
+        vision = dataclasses.replace(_with_colors(vision, processor, file), image_size=longest)
+    return vision
+
+
+def processor_of_sizes(config: LlavaConfig) -> dict[str, Any]:
+    """transformers' preprocessor_config.json of a model whose pictures have any size."""
+    vision = config.vision
+    return {
+        "image_processor_type": "PixtralImageProcessor",
+        "size": {"longest_edge": vision.image_size},
+        "patch_size": {"height": vision.patch_size, "width": vision.patch_size},
+        "resample": 3,
+        "image_mean": list(vision.pixel_mean),
+        "image_std": list(vision.pixel_std),
+        "rescale_factor": 1 / 255,
+        **dict.fromkeys(_STEPS, True),
+    }
+
+
+def _with_colors(vision: Any, processor: Mapping[str, Any], file: Path) -> Any:
+    mean = _colors(processor, "image_mean", vision.pixel_mean, file)
+    std = _colors(processor, "image_std", vision.pixel_std, file)
+    return dataclasses.replace(vision, pixel_mean=mean, pixel_std=std)
 
 
 def _check_side(

@@ -25,7 +25,7 @@ from mmqa_jax.models.llama.config import RELATIVES
 from mmqa_jax.models.llava.config import LlavaConfig, PictureKind
 from mmqa_jax.models.llava.connectors import Connector
 from mmqa_jax.models.llava.families import ALL
-from mmqa_jax.models.llava.network import Llava, picture_features
+from mmqa_jax.models.llava.network import FeaturedLlava, picture_features
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower
 
@@ -311,11 +311,8 @@ class OnevisionConfig(LlavaConfig):
         return tokens_of(shape, self.tiles)
 
 
-class Onevision(Llava):
-    """Vision tower, projector, newline and decoder.
-
-    `embed` and `__call__` take [1, all tokens of pictures, H] of `encode_images`, without padding.
-    """
+class Onevision(FeaturedLlava):
+    """Vision tower, projector, newline and decoder."""
 
     def __init__(self, config: OnevisionConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -325,21 +322,6 @@ class Onevision(Llava):
     def encode_images(self, pictures: TileBatch) -> jax.Array:
         """Pictures -> [B, T, H]."""
         return tile_features(self.vision, self.projector, self.newline[...], pictures, self.config)
-
-    def __call__(
-        self,
-        input_ids: jax.Array,
-        features: jax.Array | None = None,
-        attention_mask: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        *,
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """Logits of the next token at every position, [B, L, V] float32; see `Llava.__call__`."""
-        hidden = self.llama.encode(
-            self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
-        )
-        return self.llama.logits(hidden)
 
 
 def tile_features(

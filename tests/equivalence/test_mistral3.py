@@ -1,0 +1,302 @@
+"""Mistral 3 with pictures against transformers: token ids, pixels, logits, answers, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
+from flax import nnx
+from PIL import Image
+from qwen_vl_pair import encoded
+from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.sizes import tower_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.check import check
+from mmqa_jax.models.llava.keys import llava_key_map
+from mmqa_jax.models.mistral3.keys import mistral3_config, open_mistral3, publish_mistral3
+from mmqa_jax.models.mistral3.network import PRESETS, Mistral3, bucket_of, lay_out
+from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
+from mmqa_jax.prompting.backends.local_model import open_backend
+from mmqa_jax.prompting.picture_format import picture_format, shown
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.keymap import untied_source
+from mmqa_jax.weights.published import load_published, write_published
+
+pytestmark = pytest.mark.slow
+
+NEW, BREAK, END, LONGEST = 6, 93, 94, 61
+TEXT = TEXT | {"max_position_embeddings": 700, "head_dim": 12}
+TOWER = {
+    "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
+    "patch_size": 4, "image_size": LONGEST,
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "rope_theta": 3000.0, "factor": 2.0, "beta_fast": 16.0, "beta_slow": 1.5,
+    "original_max_position_embeddings": 700, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+# Of the language model, the tower, and both.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "mistral": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"rope_parameters": {"rope_type": "axial", "rope_theta": 500.0}},
+        {"tie_word_embeddings": False, "multimodal_projector_bias": True},
+    ),
+    "ministral3": (
+        {"model_type": "ministral3", "rope_parameters": YARN, "max_position_embeddings": 1400},
+        {"hidden_act": "silu"},
+        {"vision_feature_layer": -2, "projector_hidden_act": "gelu_new"},
+    ),
+}
+SIZES = [(50, 33), (20, 71), (9, 9), (200, 7)]  # width and height
+
+
+class Pair(NamedTuple):
+    """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
+
+    theirs: torch.nn.Module
+    ours: Mistral3
+    processor: PixtralImageProcessorPil
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("mistral3")
+    text, vision, both = CASES[request.param]
+    torch.manual_seed(0)
+    config = transformers.Mistral3Config(
+        text_config=TEXT | text,
+        vision_config={"model_type": "pixtral", **TOWER, **vision},
+        image_token_index=IMAGE,
+        attn_implementation="eager",
+        **both,
+    )
+    theirs = randomize(transformers.Mistral3ForConditionalGeneration(config), 0, 0.05)
+    theirs.save_pretrained(folder)
+    processor = PixtralImageProcessorPil(size={"longest_edge": LONGEST}, patch_size=4)
+    processor.save_pretrained(folder)
+    tokenizer = letters(bos=True)
+    tokenizer.add_special_tokens(["[IMG_BREAK]", "[IMG_END]"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(PARTS)
+    return Pair(theirs, load_published("mistral3", folder, unroll=1), processor, folder)
+
+
+def pictures() -> list[Image.Image]:
+    made = []
+    for number, size in enumerate(SIZES):
+        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
+        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
+    return made
+
+
+def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """transformers' inputs of a prompt. Its PixtralProcessor needs torchvision, so that its rule
+    for texts (`replace_image_token`) is written here again."""
+    made = dict(pair.processor(images, patch_size=8, return_tensors="pt")) if images else {}
+    first, *pieces = text.split("<image>")
+    for (height, width), piece in zip(made.get("image_sizes", []), pieces, strict=True):
+        row = "<image>" * (int(width) // 8)
+        first += "[IMG_BREAK]".join([row] * (int(height) // 8)) + "[IMG_END]" + piece
+    ids = open_text_tokenizer(pair.folder).encode(first)
+    mask = torch.ones(1, len(ids), dtype=torch.long)  # else `generate` masks the letter of id 0
+    return {"input_ids": torch.tensor([ids]), "attention_mask": mask, **made}
+
+
+def tokens_of(pair: Pair, text: str, images: list[Image.Image]) -> tuple[np.ndarray, list]:
+    """Our ids with a placeholder for each token of a picture, and pixels."""
+    form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
+    files = shown([Picture(encoded(one), "one") for one in images])
+    counts = iter([form.tokens(one) for one in files])
+    ids = form.encode(text, files)
+    wide = [t for one in ids for t in ([one] * next(counts) if one == IMAGE else [one])]
+    return np.array([wide]), [form.read(one) for one in files]
+
+
+PROMPTS = [("a<image>b", [0]), ("<image>and<image>\nc", [1, 2]), ("<image><image>d", [3, 1])]
+
+
+@pytest.mark.parametrize(("text", "used"), PROMPTS)
+def test_tokens_and_pixels_are_the_processors(pair, text, used):
+    """One picture, and two of odd sizes; breaks are placeholders here."""
+    images = [pictures()[n] for n in used]
+    ids, pixels = tokens_of(pair, text, images)
+    want = given(pair, text, images)
+    theirs = want["input_ids"].numpy()
+    assert BREAK in theirs or len(used) == 1
+    np.testing.assert_array_equal(np.where(np.isin(theirs, (BREAK, END)), IMAGE, theirs), ids)
+    vision = pair.ours.config.vision
+    sizes = want["image_sizes"].tolist()
+    for got, size, tensor in zip(pixels, sizes, want["pixel_values"].numpy(), strict=True):
+        assert got.shape[:2] == tuple(size)
+        normal = (got / 255.0 - vision.pixel_mean) / vision.pixel_std
+        whole = tensor.transpose(1, 2, 0)[: size[0], : size[1]]
+        np.testing.assert_allclose(normal, whole, rtol=0, atol=1e-5)
+
+
+def test_logits_equal(pair):
+    """Two pictures amid more than 500 tokens."""
+    words = "".join(np.random.default_rng(1).choice(list("abcdefg hi"), 470))
+    text, images = f"{words[:17]}<image>{words[17:200]}<image>{words[200:]}", pictures()[:2]
+    ids, pixels = tokens_of(pair, text, images)
+    assert ids.size > 500
+    with torch.no_grad():
+        want = pair.theirs(**given(pair, text, images)).logits.numpy()
+    config = pair.ours.config
+    bucket = max(bucket_of(one.shape, config) for one in pixels)
+    encode = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
+    features = encode(lay_out(pixels, config, bucket))
+    real = [one[: config.picture_tokens(x.shape)] for one, x in zip(features, pixels, strict=True)]
+    got = compiled(pair.ours, forward)(ids, np.concatenate(real)[None])
+    np.testing.assert_allclose(got, want, **WHOLE)
+    assert np.abs(want).max() > 1
+
+
+def test_answers_equal_generate(pair):
+    """Pictures of several sizes in conversations; one program for each bucket."""
+    images = pictures()
+    asked = {"two": [1, 2], "one": [0], "thin": [3], "none": []}
+    sizes = EngineConfig(slots=2, length=260, buckets=(32,), prefill_tokens=64)
+    backend = open_backend(pair.folder, engine=sizes)
+    chats = []
+    for name, used in asked.items():
+        files = [Picture(encoded(images[n]), "one") for n in used]
+        chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
+        backend.check(chats[-1])
+    answers = {result.id: result for result in backend.answer(chats)}
+    for name, used in asked.items():
+        text = "[user] " + "<image>\n" * len(used) + "Why?[a] "
+        inputs = given(pair, text, [images[n] for n in used])
+        with torch.no_grad():
+            want = pair.theirs.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
+            )
+        count = inputs["input_ids"].shape[1]
+        assert answers[name].prompt_tokens == count, name
+        assert list(answers[name].candidates[0].tokens) == want[0, count:].tolist(), name
+    plain = Request("a", [IMAGE], images=[np.zeros((9, 9, 3), np.uint8)])
+    with pytest.raises(UserError, match=r"expected uint8 \[H, W, 3\], multiples of 8"):
+        list(backend.engine.generate([plain]))
+
+
+def test_checkpoints_go_both_ways(pair, tmp_path):
+    """Ours, exported, is transformers' and ours again; and its record is read back."""
+    theirs, ours, _, folder = pair
+    write_published(tmp_path / "out", publish_mistral3(ours.config, nnx.state(ours)))
+    again = reloaded(transformers.Mistral3ForConditionalGeneration, tmp_path / "out")
+    for (name, want), got in zip(theirs.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(got, want), name
+    (tmp_path / "out/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    back = load_published("mistral3", tmp_path / "out", unroll=1)
+    assert back.config == ours.config
+    same_parameters(back, ours)
+    record = json.loads(json.dumps(config_to_json(ours.config)))
+    assert config_from_json(type(ours.config), record, "model.json") == ours.config
+
+
+def test_the_check_compares_all_layers(pair):
+    """`mmqa convert --check`."""
+    rows = check(None, pair.folder)
+    assert all(row.passed for row in rows), rows
+    assert {"layer 2", "logits"} <= {row.name for row in rows}
+
+
+def test_what_a_plan_compiles(pair):
+    """The tower's programs as shapes: those that the engine runs."""
+    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
+    programs = tower_programs(config, EngineConfig(slots=3, length=256, buckets=(32,)), mesh)
+    with jax.set_mesh(mesh):
+        for program in programs.values():
+            program.function.lower(*program.arguments)
+
+
+SMALL31 = {
+    "model_type": "mistral3",
+    "image_token_index": 10,
+    "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2,
+    "vision_feature_layer": -1,
+    "text_config": {
+        "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "attention_dropout": 0.0, "head_dim": 64, "hidden_act": "gelu", "hidden_size": 1024,
+        "image_size": 1540, "intermediate_size": 4096, "model_type": "pixtral",
+        "num_attention_heads": 16, "num_channels": 3, "num_hidden_layers": 24, "patch_size": 14,
+        "rope_theta": 10000.0,
+    },
+}  # fmt: skip
+
+
+def test_a_preset_has_the_published_sizes():
+    """Every parameter's shape is that of transformers' model of the published config.json."""
+    config = PRESETS["mistral_small31_24b"]()
+    assert mistral3_config(SMALL31, has_head=True) == config
+    values = {key: value for key, value in SMALL31.items() if key != "model_type"}
+    with torch.device("meta"):
+        theirs = transformers.Mistral3ForConditionalGeneration(
+            transformers.Mistral3Config(**values, tie_word_embeddings=False)
+        )
+    specs = untied_source(nnx.state(abstract(Mistral3, config)), llava_key_map(config)).specs()
+    sizes = sorted(spec.shape for spec in specs.values())
+    assert sizes == sorted(tuple(parameter.shape) for parameter in theirs.parameters())
+
+
+REFUSED = [
+    ({"vision_feature_layer": [-1, -2]}, r"vision_feature_layer is \[-1, -2\]"),
+    ({"vision_config": {"head_dim": 32}}, "head_dim is 32"),
+    ({"vision_config": {"image_size": "a"}}, "image_size is 'a'"),
+    ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
+    ({"vision_config": {"new": 1}}, "key 'new'"),
+    ({"text_config": {"model_type": "mamba"}}, "model_type is 'mamba'"),
+    ({"spatial_merge_size": 0}, "spatial_merge_size is 0"),
+    (
+        {"text_config": {"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn"}}},
+        "llama_4_scaling_beta None",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "match"), REFUSED)
+def test_a_bad_config_is_refused_by_name(changes, match):
+    published = dict(SMALL31)
+    for key, value in changes.items():
+        published[key] = published[key] | value if isinstance(value, dict) else value
+    with pytest.raises(UserError, match=match):
+        mistral3_config(published)
+
+
+FILES = [
+    ("preprocessor_config.json", {"size": {"longest_edge": 99999}}, "a longest_edge of 4 to 8192"),
+    ("preprocessor_config.json", {"patch_size": 16}, "patch_size is 16"),
+    ("preprocessor_config.json", {"resample": 2}, "resample is 2"),
+    ("processor_config.json", {"spatial_merge_size": 1}, "spatial_merge_size is 1"),
+    ("tokenizer.json", {"added_tokens": [{"id": 1, "content": "<s>"}]}, "lacks the tokens"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "match"), FILES)
+def test_a_bad_file_beside_it_is_refused_by_name(pair, tmp_path, name, content, match):
+    for file in pair.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=match):
+        open_mistral3(tmp_path)
