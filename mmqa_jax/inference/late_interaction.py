@@ -8,55 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
+from mmqa_jax.core.serving import AUTO, BatchSize
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking, source_text
-from mmqa_jax.data.tokenizers import Tokenizer, special_tokens, text_inputs
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
-from mmqa_jax.models.encoders.late_interaction import (
-    LateInteraction,
-    TokenEncoder,
-    load_token_encoder,
-    max_sim,
-    read_late_interaction,
-)
-from mmqa_jax.models.encoders.text_encoders import check_padding
-from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.retrieval.embedder import batches_by_length
-from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.models.encoders.late_interaction import LateInteraction, TokenEncoder, max_sim
+from mmqa_jax.retrieval.late_interaction import Side, encoded, open_token_encoder, side_of
+from mmqa_jax.retrieval.text_encoder import encoder_cost
 
 _PAIRS = 256  # whose products are in memory at once
-
-
-class Side(NamedTuple):
-    """How the texts of one side, questions or sources, become rows of tokens.
-
-    Attributes:
-      marker: ids behind the tokenizer's first one.
-      prompt: what stands before a text.
-      longest: tokens of a row, special tokens included.
-      filled: the token and the length of expanded queries; None: rows are not expanded.
-      attended: whether tokens attend to those that fill a row.
-      skipped: ids that are not scored.
-    """
-
-    marker: tuple[int, ...]
-    prompt: str
-    longest: int
-    filled: tuple[int, int] | None
-    attended: bool
-    skipped: np.ndarray
 
 
 class LateInteractionReranker(PairScorer):
@@ -83,8 +52,8 @@ class LateInteractionReranker(PairScorer):
     ):
         self.corpus, self.tokenizer, self._mean = corpus, tokenizer, recipe.mean
         positions = model.config.positions
-        self.question_side = _side(recipe, tokenizer, positions, "query")
-        self.source_side = _side(recipe, tokenizer, positions, "document")
+        self.question_side = side_of(recipe, tokenizer, positions, "query")
+        self.source_side = side_of(recipe, tokenizer, positions, "document")
         longest = max(self.question_side.longest, self.source_side.longest)
         super().__init__(model, batch_size, encoder_cost(model.config, longest, "texts"))
         graphdef = self._graphdef
@@ -141,20 +110,11 @@ class LateInteractionReranker(PairScorer):
     ) -> Iterator[tuple[np.ndarray, jax.Array, np.ndarray]]:
         """Batches: places in `texts`, vectors [B, L, D] and what is scored [B, L]; behind the
         places of a batch is padding."""
-        tokens = self.tokenizer.encode_batch([side.prompt + text for text in texts])
-        tokens = [[*side.marker, *ids] for ids in tokens]
-        least = side.filled[1] if side.filled else 0
-        around = special_tokens(self.tokenizer)
-        lengths = [max(len(ids) + around, least) for ids in tokens]
         placement = self.serving.placement
-        buckets = length_buckets(side.longest, side.longest)
-        for chunk, length, most in batches_by_length(lengths, buckets, self.serving):
-            size = min(self.serving.size_for(len(chunk)), most)
-            padded = [tokens[chunk[min(row, len(chunk) - 1)]] for row in range(size)]
-            ids, mask, scored = _rows(padded, max(length, least), self.tokenizer, side)
-            own = placement.rows(size)
+        for places, ids, mask, scored in encoded(texts, side, self.tokenizer, self.serving):
+            own = placement.rows(len(ids))
             put = placement.put((ids[own], mask[own]))
-            yield chunk, placement.call(self._encode, self._state, *put), scored
+            yield places, placement.call(self._encode, self._state, *put), scored
 
     def _score(
         self,
@@ -179,56 +139,6 @@ def _pairs(
     return max_sim(asked, asked_mask, vectors[which], mask[which])
 
 
-def _rows(
-    tokens: Sequence[Sequence[int]], length: int, tokenizer: Tokenizer, side: Side
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, attended and scored columns, [B, length] each, of texts' tokens."""
-    longest = min(length, side.longest)
-    ids, mask, _ = text_inputs(tokens, longest, tokenizer)
-    wider = ((0, 0), (0, length - longest))
-    ids, mask = np.pad(ids, wider, constant_values=tokenizer.pad_id), np.pad(mask, wider)
-    scored = mask.copy()
-    if side.filled:
-        token, least = side.filled
-        fills = ~mask & (np.arange(length) < least)
-        ids[fills] = token
-        scored |= fills
-        mask = mask | fills if side.attended else mask
-    return ids, mask, scored & ~np.isin(ids, side.skipped)
-
-
-def _side(recipe: LateInteraction, tokenizer: Tokenizer, positions: int, name: str) -> Side:
-    is_query = name == "query"
-    prompt = recipe.prompts.question if is_query else recipe.prompts.source
-    marker: tuple[int, ...] = ()
-    if recipe.marked and prompt.split():
-        for mark in (prompt, prompt.split(None, 1)[0]):
-            if (known := tokenizer.token_id(mark)) is not None:
-                marker, prompt = (known,), prompt[len(mark) :]
-                break
-    usual = recipe.max_tokens or tokenizer.max_tokens or positions
-    longest = (recipe.query_length if is_query else recipe.document_length) or usual
-    expansion = recipe.expansion if is_query else None
-    filled = None
-    if expansion is not None:
-        token = tokenizer.mask_id if expansion.token is None else None
-        if expansion.token is not None:
-            token = tokenizer.token_id(expansion.token)
-        if token is None:
-            raise UserError(
-                f"the tokenizer has no token {expansion.token or '[MASK]'} that expands queries; "
-                "put the checkpoint's own tokenizer there."
-            )
-        longest = expansion.length if expansion.cuts else max(longest, expansion.length)
-        filled = token, expansion.length
-    skipped = [tokenizer.token_id(word) for word in recipe.skipped if name in recipe.skips]
-    if longest > positions:
-        longest = positions
-    ids = np.array([number for number in skipped if number is not None], np.int64)
-    attended = expansion is not None and expansion.attended
-    return Side(marker, prompt, longest, filled, attended, ids)
-
-
 def open_late_interaction(
     folder: Path,
     corpus: Corpus,
@@ -243,14 +153,4 @@ def open_late_interaction(
       batch_size: texts a call, over all devices.
       mesh: see core.serving.serving_mesh.
     """
-    recipe = read_late_interaction(folder)
-    model = load_token_encoder(folder, recipe, loading_mesh(mesh))
-    config = model.config
-    tokenizer = load_encoder_tokenizer(
-        folder,
-        config.vocab_size,
-        lowercase=recipe.lowercase,
-        pairs=not isinstance(config, LlamaConfig),
-    )
-    check_padding(folder, tokenizer.pad_id)
-    return LateInteractionReranker(corpus, model, tokenizer, recipe, batch_size=batch_size)
+    return LateInteractionReranker(corpus, *open_token_encoder(folder, mesh), batch_size=batch_size)

@@ -138,10 +138,14 @@ class Embedder:
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = make_encode_image(graphdef)
         self._encode_source = make_encode_source(graphdef)
+        self.dim = self._dim(state)
+        self._fingerprint = fingerprint
+
+    def _dim(self, state: Any) -> int:
+        """The values of a vector."""
         token = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
         mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
-        self.dim = jax.eval_shape(self._encode_text, state, token, mask).shape[-1]
-        self._fingerprint = fingerprint
+        return jax.eval_shape(self._encode_text, state, token, mask).shape[-1]
 
     @property
     def fingerprint(self) -> str:

@@ -23,7 +23,6 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
 from mmqa_jax.models.encoders.heads import SentenceEncoder
-from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
@@ -55,11 +54,6 @@ def load_text_embedder(
       batch_size: texts per call, over all devices.
       mesh: see core.serving.serving_mesh.
     """
-    if is_late_interaction(folder):
-        raise UserError(
-            f"{folder}: makes a vector of each token (late interaction), where one of a text "
-            "was expected; rank candidates with it (`mmqa rerank --model`)."
-        )
     decoder = model_type_of(folder) in DECODERS
     if decoder and not has_recipe(folder):
         raise UserError(

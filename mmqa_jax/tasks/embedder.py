@@ -7,9 +7,11 @@ from typing import Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.embedder import Embedder
+from mmqa_jax.retrieval.late_interaction import load_late_interaction_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
@@ -42,8 +44,9 @@ def open_embedder(
 
     Args:
       model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; or
-        a published encoder of texts, which embeds pictures by their captions. What is published is
-        named by its folder, ORG/NAME in the Hugging Face cache, or `minilm`.
+        a published encoder of texts, also one of late interaction, which embeds pictures by their
+        captions. What is published is named by its folder, ORG/NAME in the Hugging Face cache, or
+        `minilm`.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if str(model) == "minilm":
@@ -60,7 +63,9 @@ def open_embedder(
             embedder = load_two_towers(folder, family or "clip", **(options or {}))
         else:
             check_family(folder)
-            return load_text_embedder(folder, **(options or {})), PictureStore(corpus, size=1)
+            late = is_late_interaction(folder)
+            load = load_late_interaction_embedder if late else load_text_embedder
+            return load(folder, **(options or {})), PictureStore(corpus, size=1)
         pictures = PictureStore(corpus, embedder.image_size, embedder.resize, alpha=embedder.alpha)
         return embedder, pictures
     embedder, task = load_embedder(model, options, one_shape=one_shape)

@@ -22,6 +22,8 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.inference.late_interaction import LateInteractionReranker
 from mmqa_jax.models.encoders.late_interaction import read_late_interaction
+from mmqa_jax.retrieval.late_interaction import FixedVectors
+from mmqa_jax.tasks.embedder import open_embedder
 
 pytestmark = pytest.mark.slow
 
@@ -145,6 +147,51 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(
         assert sorted(rows) == list(range(n > 1, len(names)))
         np.testing.assert_allclose(ranking.scores, want[n][rows], rtol=1e-5, atol=1e-5)
         assert list(ranking.scores) == sorted(ranking.scores, reverse=True)
+
+
+@pytest.mark.parametrize("is_question", [True, False])
+def test_fixed_vectors_are_those_of_the_paper(is_question):
+    """MUVERA's section 2, cell by cell."""
+    fixed = FixedVectors(repetitions=3, planes=2, projected=5, seed=4)
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(2, 6, 7)).astype(np.float32)
+    scored = np.array([[1, 1, 1, 0, 1, 1], [0, 1, 0, 0, 0, 0]], bool)
+    got = np.asarray(fixed.of(vectors, scored, is_question))
+    draws = np.random.default_rng(4)
+    planes = draws.standard_normal((3, 7, 2)).astype(np.float32)
+    signs = draws.choice([-1, 1], (3, 7, 5))
+    for row, (of_text, used) in enumerate(zip(vectors, scored, strict=True)):
+        blocks = []
+        for repetition in range(3):
+            tokens = [(tuple(x @ planes[repetition] > 0), x @ signs[repetition])
+                      for x in of_text[used]]  # fmt: skip
+            for number in range(4):
+                corner = bool(number & 1), bool(number & 2)
+                inside = [projected for cell, projected in tokens if cell == corner]
+                if is_question:
+                    blocks.append(np.sum(inside, 0) if inside else np.zeros(5))
+                elif inside:
+                    blocks.append(np.mean(inside, 0))
+                else:
+                    far = [sum(a != b for a, b in zip(cell, corner, strict=True))
+                           for cell, _ in tokens]  # fmt: skip
+                    blocks.append(tokens[int(np.argmin(far))][1])
+        want = np.concatenate(blocks)
+        np.testing.assert_allclose(got[row], want / np.linalg.norm(want), atol=1e-6)
+
+
+def test_fixed_vectors_of_an_encoder_are_those_of_its_tokens(folder):
+    """Whatever the batch."""
+    corpus = corpus_of_lists([*PASSAGES, *(QUERIES * 2)], None, None, None)
+    ours = open_cross_encoder(folder, corpus, batch_size=3)
+    embedder, _ = open_embedder(folder, corpus, {"batch_size": 2})
+    fixed, given = FixedVectors(), [source.text for source in corpus.sources]
+    for got, (vectors, scored), is_question in (
+        (embedder.embed_questions(QUERIES), ours.encode_questions(QUERIES), True),
+        (embedder.embed_passages(given), ours.encode_sources(given), False),
+    ):
+        assert got.shape == (len(vectors), embedder.dim) == (len(vectors), 20 * 16 * 16)
+        np.testing.assert_allclose(got, fixed.of(vectors, scored, is_question), **WHOLE)
 
 
 REFUSED = [

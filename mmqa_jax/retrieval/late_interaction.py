@@ -1,0 +1,287 @@
+"""Late interaction in retrieval: rows of tokens, and fixed vectors that any index takes (MUVERA).
+
+MUVERA (Dhulipala et al. 2024, "Multi-Vector Retrieval via Fixed Dimensional Encodings", section 2)
+makes one vector of a text's many, whose product with that of a question is close to MaxSim. So the
+indexes that are here find candidates, and `mmqa rerank` with the same encoder ranks them by MaxSim
+itself (inference/late_interaction.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Float32
+
+from mmqa_jax.core.errors import UserError, check_several
+from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.serving import AUTO, BatchSize, Serving, loading_mesh
+from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer, special_tokens, text_inputs
+from mmqa_jax.models.common.array_layout import restacked
+from mmqa_jax.models.encoders.late_interaction import (
+    LateInteraction,
+    TokenEncoder,
+    load_token_encoder,
+    read_late_interaction,
+)
+from mmqa_jax.models.encoders.text_encoders import check_padding
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.two_towers.network import l2_normalize
+from mmqa_jax.retrieval.embedder import Embedder, batches_by_length
+from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+
+
+class Side(NamedTuple):
+    """How the texts of one side, questions or sources, become rows of tokens.
+
+    Attributes:
+      marker: ids behind the tokenizer's first one.
+      prompt: what stands before a text.
+      longest: tokens of a row, special tokens included.
+      filled: the token and the length of expanded queries; None: rows are not expanded.
+      attended: whether tokens attend to those that fill a row.
+      skipped: ids that are not scored.
+    """
+
+    marker: tuple[int, ...]
+    prompt: str
+    longest: int
+    filled: tuple[int, int] | None
+    attended: bool
+    skipped: np.ndarray
+
+
+def rows_of(
+    tokens: Sequence[Sequence[int]], length: int, tokenizer: Tokenizer, side: Side
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, attended and scored columns, [B, length] each, of texts' tokens."""
+    longest = min(length, side.longest)
+    ids, mask, _ = text_inputs(tokens, longest, tokenizer)
+    wider = ((0, 0), (0, length - longest))
+    ids, mask = np.pad(ids, wider, constant_values=tokenizer.pad_id), np.pad(mask, wider)
+    scored = mask.copy()
+    if side.filled:
+        token, least = side.filled
+        fills = ~mask & (np.arange(length) < least)
+        ids[fills] = token
+        scored |= fills
+        mask = mask | fills if side.attended else mask
+    return ids, mask, scored & ~np.isin(ids, side.skipped)
+
+
+def side_of(recipe: LateInteraction, tokenizer: Tokenizer, positions: int, name: str) -> Side:
+    """The side "query" or "document" of an encoder that takes texts of up to `positions` tokens."""
+    is_query = name == "query"
+    prompt = recipe.prompts.question if is_query else recipe.prompts.source
+    marker: tuple[int, ...] = ()
+    if recipe.marked and prompt.split():
+        for mark in (prompt, prompt.split(None, 1)[0]):
+            if (known := tokenizer.token_id(mark)) is not None:
+                marker, prompt = (known,), prompt[len(mark) :]
+                break
+    usual = recipe.max_tokens or tokenizer.max_tokens or positions
+    longest = (recipe.query_length if is_query else recipe.document_length) or usual
+    expansion = recipe.expansion if is_query else None
+    filled = None
+    if expansion is not None:
+        token = tokenizer.mask_id if expansion.token is None else None
+        if expansion.token is not None:
+            token = tokenizer.token_id(expansion.token)
+        if token is None:
+            raise UserError(
+                f"the tokenizer has no token {expansion.token or '[MASK]'} that expands queries; "
+                "put the checkpoint's own tokenizer there."
+            )
+        longest = expansion.length if expansion.cuts else max(longest, expansion.length)
+        filled = token, expansion.length
+    skipped = [tokenizer.token_id(word) for word in recipe.skipped if name in recipe.skips]
+    if longest > positions:
+        longest = positions
+    ids = np.array([number for number in skipped if number is not None], np.int64)
+    attended = expansion is not None and expansion.attended
+    return Side(marker, prompt, longest, filled, attended, ids)
+
+
+def encoded(
+    texts: Sequence[str], side: Side, tokenizer: Tokenizer, serving: Serving
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """Batches of texts of similar length: places in `texts`, and ids, attended and scored columns
+    [B, L] each; rows behind the places are padding."""
+    tokens = tokenizer.encode_batch([side.prompt + text for text in texts])
+    tokens = [[*side.marker, *ids] for ids in tokens]
+    least = side.filled[1] if side.filled else 0
+    lengths = [max(len(ids) + special_tokens(tokenizer), least) for ids in tokens]
+    buckets = length_buckets(side.longest, side.longest)
+    for places, length, most in batches_by_length(lengths, buckets, serving):
+        size = min(serving.size_for(len(places)), most)
+        padded = [tokens[places[min(row, len(places) - 1)]] for row in range(size)]
+        yield places, *rows_of(padded, max(length, least), tokenizer, side)
+
+
+@dataclasses.dataclass(frozen=True)
+class FixedVectors:
+    """Sizes of MUVERA's vectors: repetitions * 2 ** planes * projected values.
+
+    Attributes:
+      repetitions: independent partitions of the space of tokens' vectors.
+      planes: random hyperplanes that cut it, in each of them.
+      projected: values of a token's vector after a projection by random signs.
+      seed: of all that is random.
+    """
+
+    repetitions: int = 20
+    planes: int = 4
+    projected: int = 16
+    seed: int = 0
+
+    def of(self, vectors: jax.Array, scored: jax.Array, is_question: bool) -> jax.Array:
+        """Tokens' vectors float32 [B, L, D] and which are scored, bool [B, L] -> float32
+        [B, values], of length 1.
+
+        A cell holds the sum of a question's tokens in it, the mean of a source's; a source's empty
+        cell its token of the nearest cell, by Hamming distance.
+        """
+        draws = np.random.default_rng(self.seed)
+        size = (self.repetitions, vectors.shape[2])
+        planes = draws.standard_normal((*size, self.planes)).astype(np.float32)
+        signs = draws.choice([-1, 1], (*size, self.projected)).astype(np.float32)
+        sides = jnp.einsum("bld,rdk->brlk", vectors, planes, precision="highest") > 0
+        cell = (sides * (1 << np.arange(self.planes))).sum(-1)  # [B, R, L]
+        projected = jnp.einsum("bld,rdp->brlp", vectors, signs, precision="highest")
+        number = np.arange(1 << self.planes)
+        inside = (cell[..., None] == number) & scored[:, None, :, None]  # [B, R, L, C]
+        sums = jnp.einsum(
+            "brlc,brlp->brcp", inside.astype(jnp.float32), projected, precision="highest"
+        )
+        if not is_question:
+            count = inside.sum(2)[..., None]  # [B, R, C, 1]
+            apart = jax.lax.population_count(cell[:, :, None] ^ number[:, None])  # [B, R, C, L]
+            apart = jnp.where(scored[:, None, None], apart, self.planes + 1)
+            nearest = jnp.take_along_axis(projected, apart.argmin(-1)[..., None], axis=2)
+            sums = jnp.where(count > 0, sums / jnp.maximum(count, 1), nearest)
+        return l2_normalize(sums.reshape(len(vectors), -1))
+
+
+@functools.lru_cache(maxsize=8)  # encoders of one config share their programs
+def make_encode_fixed(
+    graphdef: nnx.GraphDef, fixed: FixedVectors, is_question: bool
+) -> jax.stages.Wrapped:
+    """The jitted encoder: (state, ids, attended, scored [B, L]) -> fixed vectors [B, values]."""
+
+    def encode(state: Any, ids: jax.Array, mask: jax.Array, scored: jax.Array) -> jax.Array:
+        vectors = nnx.merge(graphdef, restacked(state))(ids, mask)
+        return fixed.of(vectors, scored, is_question)
+
+    return jax.jit(encode)
+
+
+class LateInteractionEmbedder(Embedder):
+    """An Embedder by MUVERA's fixed vectors of a late-interaction encoder; it takes texts alone."""
+
+    def __init__(
+        self,
+        graphdef: Any,
+        state: Any,
+        tokenizer: Tokenizer,
+        recipe: LateInteraction,
+        positions: int,
+        fixed: FixedVectors,
+        **options: Any,
+    ):
+        self._sides = {name: side_of(recipe, tokenizer, positions, name) for name in _SIDES}
+        self._programs = {
+            name: make_encode_fixed(graphdef, fixed, name == "query") for name in _SIDES
+        }
+        self._size = fixed.repetitions * (1 << fixed.planes) * fixed.projected
+        super().__init__(
+            graphdef, state, tokenizer, image_size=0, recipe=f"{recipe} {fixed}", **options
+        )
+
+    def _dim(self, state: Any) -> int:
+        return self._size
+
+    def embed_questions(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
+    ) -> Float32[np.ndarray, "n D"]:
+        """See Embedder; pictures of questions are not read."""
+        return self._embed(texts, "query")
+
+    def embed_texts(self, texts: Sequence[str], prompt: str = "") -> Float32[np.ndarray, "n D"]:
+        """Fixed vectors of sources; `prompt` is that of the encoder's folder in any case."""
+        return self._embed(texts, "document")
+
+    def _embed(self, texts: Sequence[str], name: str) -> np.ndarray:
+        check_several(texts, "Embedder.embed_texts")
+        vectors = np.zeros((len(texts), self.dim), np.float32)
+        self._collect(self._batches(texts, name), vectors, "texts")
+        check_finite(vectors, "embedder: the texts", BROKEN)
+        return vectors
+
+    def _source_batches(self, texts, pictured, read) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        return self._batches(texts, "document")
+
+    def _batches(self, texts: Sequence[str], name: str) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        for places, *rows in encoded(texts, self._sides[name], self.tokenizer, self.serving):
+            yield places, self._call(self._programs[name], *self._put(*rows))
+
+
+_SIDES = ("query", "document")
+
+
+def open_token_encoder(
+    folder: Path, mesh: Mapping[str, int] | None = None
+) -> tuple[TokenEncoder, Tokenizer, LateInteraction]:
+    """The encoder of a published folder, its tokenizer, and how texts are read."""
+    recipe = read_late_interaction(folder)
+    model = load_token_encoder(folder, recipe, loading_mesh(mesh))
+    tokenizer = load_encoder_tokenizer(
+        folder,
+        model.config.vocab_size,
+        lowercase=recipe.lowercase,
+        pairs=not isinstance(model.config, LlamaConfig),
+    )
+    check_padding(folder, tokenizer.pad_id)
+    return model, tokenizer, recipe
+
+
+def load_late_interaction_embedder(
+    folder: Path,
+    *,
+    batch_size: BatchSize = AUTO,
+    mesh: Mapping[str, int] | None = None,
+    fixed: FixedVectors | None = None,
+) -> LateInteractionEmbedder:
+    """The embedder of a published late-interaction encoder's folder.
+
+    Args:
+      folder: of sentence-transformers, PyLate or Stanford's ColBERT.
+      batch_size: texts per call, over all devices.
+      mesh: see core.serving.serving_mesh.
+      fixed: sizes of the vectors.
+    """
+    model, tokenizer, recipe = open_token_encoder(folder, mesh)
+    positions, devices = model.config.positions, loading_mesh(mesh)
+    graphdef, state = nnx.split(model)
+    if devices is not None:
+        state = jax.device_put(state, state_shardings(state, devices))
+    longest = side_of(recipe, tokenizer, positions, "document").longest
+    return LateInteractionEmbedder(
+        graphdef,
+        state,
+        tokenizer,
+        recipe,
+        positions,
+        fixed or FixedVectors(),
+        buckets=length_buckets(longest, positions),
+        batch_size=batch_size,
+        cost=encoder_cost(model.config, longest, "texts"),
+    )
