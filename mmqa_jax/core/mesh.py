@@ -324,6 +324,15 @@ def columns_over_tensor(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, "tensor"))
 
 
+def heads_over_tensor(x: jax.Array) -> jax.Array:
+    """Queries, keys or values [B, L, heads, D], whose heads `tensor` splits; traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.manual_axes or x.shape[2] % mesh.shape["tensor"]:
+        return x
+    axes = batch_axes(mesh, x.shape[0])
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, None, "tensor"))
+
+
 def tensor_columns(length: int) -> int:
     """Into how many parts `columns_over_tensor` splits so many columns; traced."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -11,6 +11,7 @@ kernel that alone reads and writes the cache (`ragged_attention`): there the sca
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import flax.struct
@@ -20,7 +21,14 @@ from flax import nnx
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.mesh import columns_over_tensor, partition_spec, split_rows
+from mmqa_jax.core.mesh import (
+    batch_axes,
+    columns_over_tensor,
+    heads_over_tensor,
+    partition_spec,
+    split_rows,
+    tensor_columns,
+)
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
 from mmqa_jax.decoding.kv_cache import places, quantize
 from mmqa_jax.models.attention.masked import MASKED, capped, last_of_pictures, sink_rows
@@ -34,6 +42,7 @@ from mmqa_jax.models.llama.network import LayerTraits, layer_traits
 # Rows of queries that make attention a matrix product on a TPU: with one alone (every head has keys
 # of its own) XLA multiplies and adds on the vector unit.
 _QUERY_ROWS = 8
+_IN_PARTS = 2048  # tokens of a device: half of them take longer to multiply than a matrix to read
 _NAMES = ("layers", "batch", "heads", "positions", "head_dim")  # for core.mesh.partition_spec
 
 
@@ -125,13 +134,14 @@ def decode(
         layer: jax.Array,
         window: jax.Array | None,
         sinks: jax.Array | None,
+        _: Callable,
     ) -> jax.Array:
         held = read(cache, layer, pages)
         return _one_token(q, k, v, held, positions, window, model.config.attention_cap, sinks)
 
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
-    hidden, k, v = _run(model, embedded, turned, attend, traits, adapters=adapters)
+    hidden, ((k, v),) = _run(model, embedded, turned, attend, traits, adapters=adapters)
     return hidden, _write(cache, k, v, table, positions, mesh)
 
 
@@ -249,10 +259,11 @@ def prefill(
         layer: jax.Array,
         window: jax.Array | None,
         sinks: jax.Array | None,
+        part: Callable[[jax.Array], jax.Array],
     ) -> jax.Array:
-        seen = mask if window is None else mask & near(window)
+        seen = part(mask if window is None else mask & near(window))
         if limit:
-            held = read(cache, layer, pages).map(lambda x: x[:, :, :limit])
+            held = read(cache, layer, part(pages)).map(lambda x: x[:, :, :limit])
             k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
             q,
@@ -269,8 +280,11 @@ def prefill(
     positions = columns if branches is None else branches.positions(columns)
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     turned = llama.shifted(positions, shifts)
-    hidden, k, v = _run(model, embedded, turned, attend, traits, deepstack, adapters)
-    return hidden, _write(cache, k, v, table, starts, mesh)
+    hidden, parts = _run(model, embedded, turned, attend, traits, deepstack, adapters)
+    for n, (k, v) in enumerate(parts):
+        of_part = (_part(x, n, len(parts)) for x in (table, starts))
+        cache = _write(cache, k, v, *of_part, mesh)
+    return hidden, cache
 
 
 def _reader(cache: ScannedCache, mesh: Mesh | None) -> Callable[..., ScannedCache]:
@@ -300,11 +314,12 @@ def _run(
     traits: LayerTraits,
     deepstack: jax.Array | None = None,
     adapters: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window, sinks)` gives
-    [R, L, heads, D].
+) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
+    """The decoder on [R, L, H]; `attend(q, k, v, layer's number, window, sinks, part)` gives
+    [r, L, heads, D] of the rows r that `part` takes of all R.
 
-    Returns normed hidden states, and keys and values of all layers [N, R, L, kv_heads, D].
+    Returns normed hidden states, and keys and values [N, r, L, kv_heads, D] of all layers, of each
+    part of the rows.
     """
     angles = llama.rotary_angles(model.config, positions)
     cos, sin = llama.rotation(model.config, jnp.cos(angles), jnp.sin(angles))
@@ -314,20 +329,51 @@ def _run(
     layers, stacked = experts.apart(model.layers, embedded)
     graphdef, params = nnx.split(layers)
 
-    def body(x, of_layer):
+    count = 1 if side is not None else _parts(model.config, embedded)
+
+    def body(states, of_layer):
         params, number, traits = of_layer
-        layer = with_chosen(nnx.merge(graphdef, params), adapters)
-        if stacked is not None:
-            layer.experts = functools.partial(stacked, layer=number)
-        x = columns_over_tensor(x)
-        q, k, v = layer.project(x, *traits.turned(cos, sin), apart=True)
-        attended = attend(q, k, v, number, traits.window, layer.sink_logits)
-        x = layer.finish(x, attended, traits)
-        return columns_over_tensor(llama.added(x, deepstack, number)), (k, v)
+        turned, done = traits.turned(cos, sin), []
+        for n, x in enumerate(states):
+            part = functools.partial(_part, n=n, count=count)
+            own, *turns = jax.tree.map(part, (adapters, *turned))
+            layer = with_chosen(nnx.merge(graphdef, params), own)
+            if stacked is not None:
+                layer.experts = functools.partial(stacked, layer=number)
+            x = columns_over_tensor(x)
+            q, k, v = layer.project(x, *turns, apart=True)
+            if count > 1:  # else XLA splits keys and values by columns, and gathers their matrices
+                q, k, v = map(heads_over_tensor, (q, k, v))
+            attended = attend(q, k, v, number, traits.window, layer.sink_logits, part)
+            x = layer.finish(x, attended, traits)
+            shown = None if deepstack is None else jax.vmap(part)(deepstack)
+            done.append((columns_over_tensor(llama.added(x, shown, number)), (k, v)))
+        return tuple(zip(*done, strict=True))
 
     xs = params, jnp.arange(model.config.layers), traits
-    x, (k, v) = jax.lax.scan(body, split_rows(embedded), xs)
-    return model.norm(x), k, v
+    embedded = split_rows(embedded)
+    states = tuple(_part(embedded, n, count) for n in range(count))
+    states, written = jax.lax.scan(body, states, xs)
+    x = states[0] if count == 1 else jnp.stack(states, axis=1).reshape(embedded.shape)
+    return model.norm(x), written
+
+
+def _parts(config: LlamaConfig, x: jax.Array) -> int:
+    """Into how many parts the rows of x [R, L, H] are split, each gathered over `tensor` beside the
+    other's products. Their matrices are read for each: of few tokens, and of few for each expert,
+    that would take longer."""
+    mesh = jax.sharding.get_abstract_mesh()
+    rows, length = x.shape[:2]
+    if config.experts or tensor_columns(length) == 1:
+        return 1
+    axes = batch_axes(mesh, rows) or ()
+    rows //= math.prod(mesh.shape[axis] for axis in axes)  # of a device
+    return 2 if rows % 2 == 0 and rows * length >= _IN_PARTS else 1
+
+
+def _part(x: jax.Array, n: int, count: int) -> jax.Array:
+    """Rows n, n + count, ... of x [R, ...]: of each device as many."""
+    return x if count == 1 else x.reshape(-1, count, *x.shape[1:])[:, n]
 
 
 def _specs(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:

@@ -46,6 +46,7 @@ from mmqa_jax.decoding.slot_runner import (
     slot_shards,
 )
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.experts import multiplies_by_kernel
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.config import LlavaConfig
@@ -224,7 +225,13 @@ def choose_sizes(
     job = demand.job(length)
     mean = job.prompt_tokens + job.new_tokens + page / 2  # half of the last page is empty
     lengths = (length, min(mean, length), page, cpu)
-    cost = _Cost(model, base, *lengths, draft and _Cost(draft, base, *lengths))
+
+    def cost_of(config: LlamaConfig, draft: _Cost | None = None) -> _Cost:
+        scanned = base.scan_layers is not False
+        by_kernel = scanned and multiplies_by_kernel(config, devices[0].platform, _PREFILL)
+        return _Cost(config, base, *lengths, by_kernel, draft)
+
+    cost = cost_of(model, draft and cost_of(draft))
     chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
     splits = [n for n in range(1, len(devices) + 1) if _divides(n, len(devices), model)]
     tensor, reason = _fewest(cost, splits, free, most_free, len(devices), demand), ""
@@ -349,6 +356,7 @@ class _Cost:
       mean: tokens whose pages a sequence takes.
       page: tokens of a page.
       cpu: whether the devices are CPUs.
+      by_kernel: whether experts multiply prompts by a kernel for TPU.
       draft: of a model that proposes tokens, with a cache of its own; None: there is none.
     """
 
@@ -358,6 +366,7 @@ class _Cost:
     mean: float
     page: int
     cpu: bool
+    by_kernel: bool = False
     draft: _Cost | None = None
 
     def weights(self, tensor: int, kind: str | None = None) -> float:
@@ -415,8 +424,10 @@ class _Cost:
         model = self.model
         rows = _PREFILL // self.sizes.buckets[-1]
         inside = 3 * model.mlp / tensor
-        if model.experts:  # each device has room for all of a token's copies
-            inside = model.active_experts * (2 * model.hidden + 3 * model.mlp)
+        if model.experts:  # a kernel for TPU has few rows of an expert at once
+            inside = 2 * model.hidden
+            if not self.by_kernel:  # each device has room for all of a token's copies
+                inside = model.active_experts * (2 * model.hidden + 3 * model.mlp)
         of_token = self.token(tensor, model.dtype) + 4 * (6 * model.hidden + inside)
         return _PREFILL * of_token + 8 * rows * model.vocab_size / tensor
 

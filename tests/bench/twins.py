@@ -1,7 +1,7 @@
 """Instructions for which the TPU's compiler makes one kernel between them.
 
-Where two fusions of a program are alike (the products of gate and up), libtpu compiles the first
-and writes its bundles under that one's name alone.
+Where two of a program are alike (the products of gate and up), libtpu compiles one of them and
+writes its bundles under that one's name alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tests.hlo.text import Computation, Instruction, Module, parse
 
 _CALLS = re.compile(r"\b(?:calls|to_apply)=%?[\w.\-]+")
 _APART = re.compile(r", (?:metadata|backend_config|frontend_attributes)=")
+_UNKEPT = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while")  # no kernels
 _WINDOW = r'"window_config":\{([^{}]*)\}'  # how the compiler splits it
 T = TypeVar("T")
 
@@ -29,7 +30,7 @@ def of_twins(known: Mapping[str, T], text: str) -> dict[str, T]:
         (one.name, kinds.kind(own, one))
         for own in module.computations.values()
         for one in own.instructions.values()
-        if one.opcode == "fusion"
+        if one.opcode not in _UNKEPT
     ]
     of_kind = {kind: known[name] for name, kind in named if name in known}
     return {name: of_kind[kind] for name, kind in named if kind in of_kind} | dict(known)

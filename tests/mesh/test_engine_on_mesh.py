@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from mmqa_jax.core.mesh import RowPlacement, make_mesh
-from mmqa_jax.decoding import kv_cache, ragged_triton
+from mmqa_jax.decoding import kv_cache, ragged_triton, scanned_cache
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.ragged_attention import attend_on
 from mmqa_jax.decoding.requests import Request, Scoring
@@ -117,6 +117,31 @@ def test_answers_are_those_of_one_device(cache_dtype, config):
         for n, want in expected_scores.items():
             for one, other in zip(scores[n], want, strict=True):
                 np.testing.assert_allclose(one.logprobs, other.logprobs, **close)
+
+
+def test_rows_of_prompts_in_two_parts(monkeypatch):
+    """As chunks of many tokens are encoded; some layers see a window, others all."""
+    config = dataclasses.replace(MODEL, windows=(6, 0), rotated=(True, False))
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=128, scan_layers=False)
+    expected, expected_scores = answers_and_scores(alone(), sizes, config)
+    counts = []
+
+    def parts(*arguments):
+        counts.append(of_rows(*arguments))
+        return counts[-1]
+
+    of_rows = scanned_cache._parts
+    monkeypatch.setattr(scanned_cache, "_parts", parts)
+    monkeypatch.setattr(scanned_cache, "_IN_PARTS", 64)
+    sizes = dataclasses.replace(sizes, scan_layers=True)
+    found, scores = answers_and_scores(mesh_of(data=2, tensor=2), sizes, config)
+    assert set(counts) == {1, 2}  # steps, which take one token of a row, and chunks
+    for n, candidate in expected.items():
+        assert found[n].tokens == candidate.tokens
+        np.testing.assert_allclose(found[n].logprobs, candidate.logprobs, rtol=0, atol=1e-4)
+    for n, of_request in expected_scores.items():
+        for one, other in zip(scores[n], of_request, strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
 def test_adapters_on_a_mesh():

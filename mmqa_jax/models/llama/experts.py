@@ -275,20 +275,24 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
     """A stack of layers without its experts, and these, where tokens x [B, L, H] are multiplied by
     a kernel that takes the layer's number; traced. None: the layers keep theirs."""
     config: LlamaConfig = layers.config
-    if not config.experts or platform() != "tpu":
-        return layers, None
-    if config.mlp_bias or config.gate_limit is not None:  # which the kernel does not know
-        return layers, None
-    from mmqa_jax.models.llama.expert_kernel import fits
-
     mesh = jax.sharding.get_abstract_mesh()
     split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
-    if tokens <= _FEW or not fits(config.hidden, config.expert_mlp, tokens):
+    if not multiplies_by_kernel(config, platform(), tokens):
         return layers, None
     layers = nnx.merge(*nnx.split(layers))  # one of this trace
     experts, layers.experts = layers.experts, None
     return layers, experts
+
+
+def multiplies_by_kernel(config: LlamaConfig, platform: str, tokens: int) -> bool:
+    """Whether experts of scanned layers multiply so many tokens of a device by `by_kernel`."""
+    unknown = config.mlp_bias or config.gate_limit is not None  # to the kernel
+    if not config.experts or unknown or platform != "tpu" or tokens <= _FEW:
+        return False
+    from mmqa_jax.models.llama.expert_kernel import fits  # Pallas takes long to import
+
+    return fits(config.hidden, config.expert_mlp, tokens)
 
 
 def reached(config: LlamaConfig, tokens: float) -> float:
