@@ -43,7 +43,7 @@ from mmqa_jax.decoding.requests import (
 )
 from mmqa_jax.decoding.sampling import parameters_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
-from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, scans
+from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, for_kinds, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
 from mmqa_jax.models.llama.network import Llama, for_length, transpose_head, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
@@ -109,9 +109,8 @@ class Engine:
                 "the model's tokens see what follows them (use_bidirectional_attention): it writes "
                 "no texts; use it as an encoder of texts."
             )
-        if model.config.recurrent:
-            raise UserError("engine: layers of the gated delta rule are not served; take another.")
         check_end_ids(end_ids, model.config.vocab_size)
+        config = for_kinds(config, model.config)
         _serve_ready(model, config, mesh)
         if draft is not None:
             check_draft(draft.config, config, sees=whole is not None)
@@ -150,7 +149,7 @@ class Engine:
 
     def _allocate(self, config: EngineConfig) -> None:
         model, whole = for_length(self._model, config.length), self._whole
-        self.config = config
+        self.config = config = for_kinds(config, model.config)
         draft = self._draft and for_length(self._draft, config.length)
         self._runner = SlotRunner(model, config, self.mesh, draft)
         self._tokenizer = scheduler.RequestTokenizer(
@@ -161,6 +160,7 @@ class Engine:
             config.buckets,
             whole and PatchIds(whole.config),
             self._adapters,
+            recurrent=model.config.recurrent,
         )
         self._pool = PagePool(
             config.slots,
@@ -336,8 +336,9 @@ class Engine:
                 sequences = [sequence for request in more for sequence in request.sequences]
                 # Common prefixes next to each other, so that they are encoded once.
                 sequences.sort(key=lambda sequence: sequence.chunks)
-                for sequence in sequences:
-                    sequence.keys = prefix_keys(sequence.chunks, self._pool.unit)
+                if not self._model.config.recurrent:  # a state is of no prefix
+                    for sequence in sequences:
+                        sequence.keys = prefix_keys(sequence.chunks, self._pool.unit)
                 waiting.extend(sequences)
                 if self._pictures is not None:
                     self._pictures.expect(sequences)

@@ -61,6 +61,7 @@ class SplitCopy:
       expert_bytes: of these, the experts'.
       head_bytes: of the output head on a device.
       token_bytes: of a token's keys and values on a device.
+      state_bytes: of a sequence's recurrent states on a device.
     """
 
     model: LlamaConfig
@@ -70,10 +71,11 @@ class SplitCopy:
     expert_bytes: float
     head_bytes: float
     token_bytes: float
+    state_bytes: float = 0.0
 
     def decode(self, slots: float, columns: float) -> CallTime:
         """One token of each of a copy's slots, which see so many columns."""
-        read = slots * columns * self.token_bytes
+        read = slots * (columns * self.token_bytes + 2 * self.state_bytes)
         return self._call(slots, slots, columns, read)
 
     def prefill(self, tokens: float, prompts: float, columns: float) -> CallTime:
@@ -83,11 +85,16 @@ class SplitCopy:
     def _call(self, tokens: float, heads: float, columns: float, cache_bytes: float) -> CallTime:
         """`heads`: tokens of which logits are computed."""
         model, item = self.model, 4 if self.model.dtype == "float32" else 2
-        of_heads = model.hidden * model.head_size * 2 * (model.heads + model.kv_heads)
-        of_mlp = (2 + model.gated_mlp) * model.hidden * model.mlp
-        of_mlp *= model.active_experts if model.experts else 1
-        attention = 2 * model.heads * model.head_size * columns  # scores and values
-        products = tokens * model.layers * (of_heads + of_mlp + attention)
+        of_experts = model.active_experts * model.expert_mlp if model.experts else 0
+        of_mlp = (2 + model.gated_mlp) * model.hidden * (model.dense_mlp + of_experts)
+        of_period = sum(
+            layer.mixing
+            + of_mlp
+            # Scores and values; of a memory its answers, its change and what it gives.
+            + (3 * layer.state_numbers or 2 * layer.heads * layer.head_size * columns)
+            for layer in model.places
+        )
+        products = tokens * of_period * (model.layers // model.period)
         products += heads * model.hidden * model.vocab_size
         unread = 0.0
         if model.experts:

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
+from mmqa_jax.decoding import recurrent_state
 from mmqa_jax.decoding.cached_attention import (
     Branches,
     LayerCache,
@@ -31,6 +32,7 @@ from mmqa_jax.decoding.cached_attention import (
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.attention.masked import last_of_pictures
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.gated_delta import DeltaState
 from mmqa_jax.models.llama.lora import with_chosen
 from mmqa_jax.models.llama.network import (
     LayerTraits,
@@ -48,33 +50,40 @@ _VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
 _SCALE_NAMES = ("batch", "heads", "positions")
 
 
-KVCache = tuple[LayerCache, ...]  # not one stack: a donated cache is then updated in place
+KVCache = tuple[
+    LayerCache | DeltaState, ...
+]  # not one stack: a donated cache is then updated in place
 
 
 def layout(
-    config: LlamaConfig, pages: int, columns: int, dtype: str, mesh: Mesh | None = None
+    config: LlamaConfig,
+    pages: int,
+    columns: int,
+    dtype: str,
+    mesh: Mesh | None = None,
+    slots: int = 0,
 ) -> KVCache:
     """ShapeDtypeStructs of a cache of `pages` pages of `columns` tokens.
 
     dtype: of keys and values; "int8" adds scales.
     mesh: pages are sharded like the batch, heads like the model's.
+    slots: have a state each in recurrent layers.
     """
 
     def array(kind: str, names: tuple[str, ...], *shape: int) -> jax.ShapeDtypeStruct:
         spec = mesh and NamedSharding(mesh, partition_spec(names, shape, mesh))
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    def of_layer(config: LlamaConfig) -> LayerCache:
+    def of_layer(config: LlamaConfig) -> LayerCache | DeltaState:
+        if config.recurrent:
+            return recurrent_state.layout(config, slots, mesh)
         head = (pages, config.kv_heads)
         scale = array("float32", _SCALE_NAMES, *head, columns) if dtype == "int8" else None
-        return LayerCache(
-            array(dtype, _KEY_NAMES, *head, config.head_size, columns),
-            array(dtype, _VALUE_NAMES, *head, columns, config.head_size),
-            scale,
-            scale,
-        )
+        key = array(dtype, _KEY_NAMES, *head, config.head_size, columns)
+        value = array(dtype, _VALUE_NAMES, *head, columns, config.head_size)
+        return LayerCache(key, value, scale, scale)
 
-    return tuple(of_layer(config.of_layer(number)) for number in range(config.layers))
+    return tuple(map(of_layer, config.places)) * (config.layers // config.period)
 
 
 def page_each(rows: int, mesh: Mesh | None = None) -> np.ndarray:
@@ -119,6 +128,7 @@ def forward(
     deepstack: jax.Array | None = None,
     adapters: jax.Array | None = None,
     pictures: jax.Array | None = None,
+    rows: jax.Array | None = None,
     limit: int | None = None,
     implementation: str = "blocks",
     mesh: Mesh | None = None,
@@ -142,6 +152,7 @@ def forward(
       adapters: int [R, 1], the rows' numbers of `lora.add_adapters`; None: the model has none.
       pictures: bool [R, L], of tokens of pictures that are seen whole, of which none is cut; needs
         branches. None: none.
+      rows: int32 [R], the slots whose recurrent states are continued; None: the rows are the slots.
       limit: columns of the table that may be read; None is all. "blocks" reads no further than the
         longest row anyway; what the "ragged" kernels say of their costs is of so many columns.
       implementation: "blocks" reads a page of each row at a time; "cudnn", on a GPU, takes the rows
@@ -164,9 +175,11 @@ def forward(
         shifts=shifts,
         adapters=adapters,
         pictures=pictures,
+        rows=rows,
     )
     options = {"limit": limit, "implementation": implementation, "mesh": mesh}
-    traits = layer_traits(model.config, table.shape[1] * cache[0].value.shape[2])
+    width = next(held.value.shape[2] for held in cache if isinstance(held, LayerCache))
+    traits = layer_traits(model.config, table.shape[1] * width)
     layers = map(nnx.split, model.each_layer())
     x, side = model.parted(embedded)
     of_tokens = of_tokens.replace(side=side)
@@ -187,6 +200,7 @@ class Tokens:
     branches: Branches | None
     adapters: jax.Array | None  # int [R, 1]
     side: jax.Array | None = None  # [N, R, L, P]: of `LlamaConfig.side`
+    rows: jax.Array | None  # int32 [R]: slots of recurrent states
 
 
 def tokens_in(
@@ -199,6 +213,7 @@ def tokens_in(
     branches: Branches | None,
     shifts: jax.Array | None = None,
     adapters: jax.Array | None = None,
+    rows: jax.Array | None = None,
     pictures: jax.Array | None = None,
 ) -> Tokens:
     """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
@@ -209,6 +224,7 @@ def tokens_in(
     if pictures is not None and config.picture_sight == "both":
         branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
     return Tokens(columns, cos, sin, table, starts, ends, branches, adapters)
+    return Tokens(columns, cos, sin, table, starts, ends, branches, adapters, rows)
 
 
 def run_layers(
@@ -251,6 +267,9 @@ def _layer(
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     layer = with_chosen(nnx.merge(graphdef, params), of_tokens.adapters)
+    if isinstance(held, DeltaState):
+        where = {"starts": of_tokens.starts, "ends": of_tokens.ends, "rows": of_tokens.rows}
+        return recurrent_state.continued(layer, x, held, **where, mesh=mesh)
     q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
     cap = layer.config.attention_cap
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.decoding.kv_cache import KVCache, layer_program, run_layers, tokens_in
-from mmqa_jax.decoding.slots import Slots, token_rows
+from mmqa_jax.decoding.slots import Slots, step_ends, token_rows
 from mmqa_jax.decoding.speculation import proposals
 from mmqa_jax.models.llama.network import LayerTraits, Llama
 
@@ -97,6 +97,7 @@ def _enter(
     patches: jax.Array | None,
     shifts: jax.Array | None,
     adapters: jax.Array | None,
+    rows: jax.Array | None,
     *,
     graphdef: nnx.GraphDef,
     embed: Callable,
@@ -113,6 +114,7 @@ def _enter(
         shifts=shifts,
         adapters=adapters,
         pictures=None if patches is None else tokens < 0,
+        rows=rows,
     )
     embedded, deepstack = embed(model, tokens, patches)
     x, side = model.parted(embedded)
@@ -136,7 +138,8 @@ def _enter_step(
     proposed = proposals(of_slots, speculate) if proposed is None else proposed
     rows = token_rows(of_slots, table, active, adapters, proposed)
     tokens, table, starts, shifts, adapters = rows
-    chunk = (tokens, table, starts, starts + 1, None, None, shifts, adapters)
+    ends = step_ends(nnx.merge(graphdef, outer).config, starts, active)
+    chunk = (tokens, table, starts, ends, None, None, shifts, adapters, None)
     x, _, of_tokens = _enter(outer, *chunk, graphdef=graphdef, embed=embed)
     return x, of_tokens, proposed
 

@@ -263,7 +263,7 @@ class TokenizedScoring:
     """A Scoring in tokens.
 
     Several continuations share a sequence: as many as fit the engine's length and whose tokens
-    after the prompt fit one chunk of the largest bucket.
+    after the prompt fit one chunk of the largest bucket; `apart` none do.
     """
 
     def __init__(
@@ -277,6 +277,7 @@ class TokenizedScoring:
         shifts: np.ndarray | None = None,
         adapter: int = 0,
         whole: bool = False,
+        apart: bool = False,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
         most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
@@ -284,7 +285,7 @@ class TokenizedScoring:
         room = 0
         for continuation in continuations:
             encoded = len(continuation) - 1
-            if not groups or encoded > room:
+            if apart or not groups or encoded > room:
                 groups.append([])
                 room = most
             groups[-1].append(continuation)
@@ -311,6 +312,7 @@ class RequestTokenizer:
       vocab_size, length, buckets: of model and engine.
       patches: of a model with pictures, None of a text-only one.
       adapters: names of adapters, from number 1 on.
+      recurrent: whether the model has layers whose state has no branches.
     """
 
     def __init__(
@@ -322,7 +324,10 @@ class RequestTokenizer:
         buckets: Buckets,
         patches: PatchIds | None,
         adapters: Sequence[str] = (),
+        *,
+        recurrent: bool = False,
     ):
+        self._recurrent = recurrent
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
@@ -345,6 +350,11 @@ class RequestTokenizer:
             )
         if isinstance(request, requests.Scoring):
             return self._scoring(request, adapter)
+        if request.beams and self._recurrent:
+            raise UserError(
+                f"request {request.id!r}: beams is {request.beams}: states of the gated delta rule "
+                "are not held for beams; set it to 0."
+            )
         prompt = self._tokens(request.id, "prompt", request.prompt)
         prompt, pictures, shifts = self._expand(request, prompt)
         if len(prompt) + request.max_new_tokens > self._length:
@@ -369,7 +379,7 @@ class RequestTokenizer:
         if len(prompt) + longest > self._length:
             raise requests.TooLong(request.id, len(prompt), longest, self._length)
         sizes = self._buckets, self._length
-        rest = shifts, adapter, self._whole
+        rest = shifts, adapter, self._whole, self._recurrent
         return TokenizedScoring(request, prompt, continuations, pictures, *sizes, *rest)
 
     def _expand(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -40,6 +40,7 @@ from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
 from mmqa_jax.decoding.slot_runner import (
     EngineConfig,
     Programs,
+    for_kinds,
     most_pages,
     page_of,
     scans,
@@ -47,7 +48,8 @@ from mmqa_jax.decoding.slot_runner import (
 )
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import multiplies_by_kernel
-from mmqa_jax.models.llama.network import Llama, unstack_layers
+from mmqa_jax.models.llama.gated_delta import state_shapes
+from mmqa_jax.models.llama.network import Llama, stacks, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
@@ -218,6 +220,7 @@ def choose_sizes(
     buckets = chosen.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
     unit = buckets[-1]
     base = EngineConfig(**{"length": unit, **chosen, "buckets": buckets, "slots": 1})
+    base = for_kinds(base, model)
     length = min(most, -(-needed // unit) * unit)
     whole = min(map(free_bytes, devices)) if free is None else free
     most_free, free = whole - beside, _SHARE * whole - beside
@@ -296,7 +299,7 @@ def _lacking(cost: _Cost, shape: Mapping[str, int], tensor: int, free: float) ->
     needed = cost.loading(shape["tensor"], shape["fsdp"])
     if needed <= free:
         room = free - cost.held(shape["tensor"], shape["fsdp"])
-        longest = cost.length * cost.token(shape["tensor"])
+        longest = cost.length * cost.token(shape["tensor"]) + cost.state(shape["tensor"])
         if longest <= room:
             return ""
         return (
@@ -372,9 +375,12 @@ class _Cost:
     def weights(self, tensor: int, kind: str | None = None) -> float:
         """Bytes of a device's part of a copy split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
-        of_head = 2 * model.hidden * model.head_size  # query and output, or key and value
-        of_attention = of_head * (model.heads + self._kv_heads(tensor))
-        matrices = model.layers * (of_attention + 3 * self._of_mlp())
+        mixing = self._of_places(
+            lambda layer: dataclasses.replace(layer, kv_heads=_kv_heads(layer, tensor)).mixing
+        )
+        of_experts = self._of_mlp() if model.experts else 0
+        of_mlp = (2 + model.gated_mlp) * (model.hidden * model.dense_mlp + of_experts)
+        matrices = mixing + model.layers * of_mlp
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
         of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         of_draft = self.draft.weights(tensor, kind) if self.draft else 0
@@ -387,13 +393,14 @@ class _Cost:
         of_matrix = 1 if self.sizes.weights == "int8" else size
         experts = 3 * model.layers * self._of_mlp() * of_matrix / tensor if model.experts else 0.0
         return SplitCopy(
-            dataclasses.replace(model, kv_heads=self._kv_heads(tensor)),
+            dataclasses.replace(model, kv_heads=_kv_heads(model, tensor)),
             chip,
             tensor,
             self.weights(tensor) - (1 if model.tied else 2) * head,
             experts,
             head,
             self.token(tensor),
+            self.state(tensor),
         )
 
     def held(self, tensor: int, fsdp: int, kind: str | None = None) -> float:
@@ -414,10 +421,30 @@ class _Cost:
     def token(self, tensor: int, dtype: str | None = None) -> float:
         """Bytes of a token's keys and values."""
         held_as = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
-        of_head = self.model.head_size * np.dtype(_numpy(held_as)).itemsize
-        of_head += 4 if held_as == "int8" else 0  # its scale
+        item, of_scale = np.dtype(_numpy(held_as)).itemsize, 4 if held_as == "int8" else 0
         of_draft = self.draft.token(tensor, dtype) if self.draft else 0
-        return 2 * self.model.layers * self._kv_heads(tensor) / tensor * of_head + of_draft
+        heads = self._of_places(
+            lambda layer: (
+                0
+                if layer.recurrent
+                else _kv_heads(layer, tensor) * (layer.head_size * item + of_scale)
+            )
+        )
+        return 2 * heads / tensor + of_draft
+
+    def state(self, tensor: int) -> float:
+        """Bytes of what recurrent layers hold of a sequence, whatever its length."""
+        arrays = self._of_places(
+            lambda layer: sum(
+                math.prod(x.shape) * x.dtype.itemsize
+                for x in jax.tree.leaves(state_shapes(layer, 1) if layer.recurrent else ())
+            )
+        )
+        return arrays / tensor
+
+    def _of_places(self, function: Callable[[LlamaConfig], float]) -> float:
+        """The sum over all layers of a function of each one's config."""
+        return sum(map(function, self.model.places)) * (self.model.layers // self.model.period)
 
     def step(self, tensor: int) -> float:
         """Bytes of the arrays of a batch of chunks; keys and values are written at its end."""
@@ -433,31 +460,34 @@ class _Cost:
 
     def slots(self, free: float, tensor: int, fsdp: int) -> int:
         """Number of a device's rows, with weights split over `tensor` and `fsdp`; at least 1."""
-        count = min(_SLOTS, self._tokens(free, tensor, fsdp) / self.mean)
+        of_slot = self.mean * self.token(tensor) + self.state(tensor)
+        count = min(_SLOTS, self._room(free, tensor, fsdp) / of_slot)
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
 
     def pages(self, free: float, shape: Mapping[str, int], engine: EngineConfig) -> int:
         """Pages that fit; 0: all slots may be as long as the longest, or not even one."""
         copies = shape["data"] * shape["fsdp"]
-        tokens = self._tokens(free, shape["tensor"], shape["fsdp"])
-        fitting = tokens / self.page - 1  # one is nobody's
+        tensor, room = shape["tensor"], self._room(free, shape["tensor"], shape["fsdp"])
+        room -= engine.slots / max(1, copies) * self.state(tensor)
+        fitting = room / self.token(tensor) / self.page - 1  # one is nobody's
         longest = most_pages(engine, self.page)
         if copies < 1 or not longest <= fitting < engine.slots / copies * longest:
             return 0
         return copies * int(fitting)
 
-    def _tokens(self, free: float, tensor: int, fsdp: int) -> float:
-        """Tokens that a device's cache can hold."""
-        return (free - self.held(tensor, fsdp) - self.step(tensor)) / self.token(tensor)
+    def _room(self, free: float, tensor: int, fsdp: int) -> float:
+        """Bytes of a device that its cache can have."""
+        return free - self.held(tensor, fsdp) - self.step(tensor)
 
     def _of_mlp(self) -> int:
         """Parameters of one of the matrices of a layer's MLP, or experts."""
-        return (self.model.experts or 1) * self.model.hidden * self.model.mlp
+        return (self.model.experts or 1) * self.model.hidden * self.model.expert_mlp
 
-    def _kv_heads(self, tensor: int) -> int:
-        """Number of key heads, with those that are repeated (see `spread`)."""
-        heads = math.lcm(self.model.kv_heads, tensor)
-        return self.model.kv_heads if self.model.heads % heads else heads
+
+def _kv_heads(model: LlamaConfig, tensor: int) -> int:
+    """Number of key heads, with those that are repeated (see `repeat_key_heads`)."""
+    heads = math.lcm(model.kv_heads, tensor)
+    return model.kv_heads if model.heads % heads else heads
 
 
 def _numpy(dtype: str) -> str:
@@ -487,7 +517,8 @@ def _leaves(cost: _Cost, tensor: int, free: float, most_free: float, slots: int)
     """Whether a copy can be loaded, and leaves room for slots."""
     room = free - cost.weights(tensor) - cost.step(tensor)
     loads = cost.loading(tensor, 1) <= most_free
-    return loads and room >= cost.token(tensor) * max(cost.length, slots * cost.mean)
+    tokens = max(cost.length, slots * cost.mean)
+    return loads and room >= cost.token(tensor) * tokens + slots * cost.state(tensor)
 
 
 def _fastest(
@@ -549,8 +580,10 @@ def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RUL
         return
     times = heads // config.kv_heads
     model.config = dataclasses.replace(config, kv_heads=heads)
-    for layer in model.layers if isinstance(model.layers, nnx.List) else [model.layers]:
-        layer.config = model.config
+    for layer in model.layers if isinstance(model.layers, nnx.List) else stacks(model.layers):
+        layer.config = dataclasses.replace(layer.config, kv_heads=heads)
+        if layer.config.recurrent:
+            continue
         parameters = [x for linear in (layer.k, layer.v) for x in (linear.kernel, linear.bias)]
         if config.qk_norm == "whole":  # the mean over repeated heads is the same
             parameters.append(layer.k_norm.scale)
@@ -606,6 +639,8 @@ def engine_programs(
       {"decode": Program, "prefill": Program}.
     """
 
+    sizes = for_kinds(sizes, config)
+
     def build() -> Llama:
         model = Llama(config, rngs=nnx.Rngs())
         nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
@@ -638,7 +673,7 @@ def engine_programs(
     before = max(columns - bucket, 0)  # columns in front of the chunk
     shifts = array("int32", rows, bucket, 3) if config.mrope else None
     chunk = (array("int32", rows, bucket), array("int32", rows, pages), of_row, of_row)
-    chunk = (*chunk, branches, None, shifts, None)
+    chunk = (*chunk, branches, None, shifts, None, of_row if config.recurrent else None)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
     of_prompt = programs.read(before if programs.scanned else columns)
     greedy = programs.sampled(np.zeros(sizes.slots))

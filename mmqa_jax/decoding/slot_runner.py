@@ -23,7 +23,14 @@ from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
-from mmqa_jax.decoding.slots import Slots, of_active, slot_shapes, token_rows, with_proposed
+from mmqa_jax.decoding.slots import (
+    Slots,
+    of_active,
+    slot_shapes,
+    step_ends,
+    token_rows,
+    with_proposed,
+)
 from mmqa_jax.decoding.speculation import MOST, kept_tokens, proposals
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -127,6 +134,8 @@ def check_draft(draft: LlamaConfig, config: EngineConfig, *, sees: bool) -> None
     problem, remedy = "", "leave engine.draft out"
     if sees:
         problem = "the model takes pictures, which a draft does not see"
+    elif draft.recurrent:
+        problem = "its layers of the gated delta rule cannot take back tokens"
     elif draft.bidirectional:
         problem = "its tokens see what follows them, so that it writes none"
     elif config.speculate < 2:
@@ -135,6 +144,24 @@ def check_draft(draft: LlamaConfig, config: EngineConfig, *, sees: bool) -> None
         problem = f"it reads {draft.positions} tokens, fewer than engine.length = {config.length}"
     if problem:
         raise UserError(f"engine.draft: {problem}; {remedy}.")
+
+
+def for_kinds(config: EngineConfig, model: LlamaConfig) -> EngineConfig:
+    """The sizes for a model, whose layers are not scanned where they are of several kinds.
+
+    Rejects what recurrent layers cannot do.
+    """
+    if model.recurrent and config.speculate > 1:
+        raise UserError(
+            f"engine.speculate is {config.speculate}: layers of the gated delta rule cannot take "
+            "back tokens that were proposed; set it to 1."
+        )
+    if model.kinds and config.scan_layers:
+        raise UserError(
+            "engine.scan_layers is true: layers of several kinds are compiled one by one; leave it "
+            "out."
+        )
+    return dataclasses.replace(config, scan_layers=False) if model.kinds else config
 
 
 def page_fits(page: int, buckets: Buckets) -> bool:
@@ -208,6 +235,7 @@ class Programs:
             SingleDeviceSharding(jax.local_devices()[0]) if mesh is None else replicated(mesh)
         )
         model = for_length(model, config.length)
+        self.recurrent = model.config.recurrent
         self.scanned = not isinstance(model.layers, nnx.List)
         device = next(iter(self.whole.device_set))
         # On one CPU a program for each layer, see layer_programs.
@@ -237,7 +265,7 @@ class Programs:
             chunk = config.buckets[0]
             fits = (model.config, self.page, chunk, dtype, device)
             self.ragged = kv_cache.ragged_fits(*fits)
-            self.cache = kv_cache.layout(*sizes)
+            self.cache = kv_cache.layout(*sizes, slots=config.slots)
         implementation = implementation_for(device)
         if self.ragged and not self.scanned:
             implementation = "ragged"
@@ -271,7 +299,18 @@ class Programs:
         self.told_of_sampling = device.platform == "gpu"
 
         def encode(
-            state, cache, tokens, table, starts, ends, branches, patches, shifts, adapters, limit
+            state,
+            cache,
+            tokens,
+            table,
+            starts,
+            ends,
+            branches,
+            patches,
+            shifts,
+            adapters,
+            rows,
+            limit,
         ):
             model = nnx.merge(graphdef, state)
             embedded, deepstack = embed(model, tokens, patches)
@@ -305,6 +344,7 @@ class Programs:
                 deepstack=deepstack,
                 adapters=adapters,
                 pictures=pictures,
+                rows=rows,
                 limit=limit,
                 implementation=of_prompt,
                 mesh=mesh,
@@ -348,7 +388,7 @@ class Programs:
                     cache,
                     table=table,
                     starts=position,
-                    ends=position + 1,
+                    ends=step_ends(model.config, position, active),
                     shifts=shifts,
                     adapters=adapters,
                     limit=limit,
@@ -374,7 +414,7 @@ class Programs:
         jit = functools.partial(jax.jit, compiler_options=options)
         self.encode = jax.jit(
             encode,
-            static_argnums=10,
+            static_argnums=11,
             donate_argnums=1,
             out_shardings=(self.rows, of_cache),
             compiler_options=options or prompt_options(mesh),
@@ -535,7 +575,7 @@ class SlotRunner:
         elif self._programs.reads_own:
             limit = self._programs.columns
         inputs = (tokens, self._table[rows], starts, ends, branches, patches, shifts, adapters)
-        inputs = self._put_rows(inputs)
+        inputs = self._put_rows((*inputs, rows if self._programs.recurrent else None))
         hidden, self.cache = self._run(
             self._programs.encode, self._state, self.cache, *inputs, limit
         )

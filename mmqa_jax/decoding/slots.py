@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import Sharding
 
 from mmqa_jax.decoding.sampling import SamplingParameters
+from mmqa_jax.models.llama.config import LlamaConfig
 
 
 @flax.struct.dataclass
@@ -40,6 +41,12 @@ def slot_shapes(count: int, sharding: Sharding, *, shifts: bool, text: int) -> S
 def of_active(slots: Slots, table: jax.Array, active: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The pages [S, M] and positions [S] of slots in a step; of those that are not active 0."""
     return jnp.where(active[:, None], table, 0), jnp.where(active, slots.position, 0)
+
+
+def step_ends(config: LlamaConfig, starts: jax.Array, active: jax.Array) -> jax.Array:
+    """Columns [R] behind the tokens of a step, of which rows that are not active have none where
+    a recurrent state would take it."""
+    return starts + (active if config.recurrent else 1)
 
 
 def with_proposed(token: jax.Array, proposed: jax.Array | None) -> jax.Array:

@@ -126,11 +126,33 @@ CASES["qwen3_vl_moe"] = (
     },
     {"tie_word_embeddings": False},
 )
+CASES["qwen3_5"] = (
+    "Qwen3_5",
+    {**_SINCE_2_5, "num_position_embeddings": 49},
+    {
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 4321.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    {"tie_word_embeddings": False},
+)
 PROCESSOR = {
     "qwen2_vl": {"image_mean": [0.6, 0.5, 0.4], "image_std": [0.3, 0.2, 0.25]},
     "qwen2_5_vl": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]},
     "qwen3_vl": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     "qwen3_vl_moe": {},
+    "qwen3_5": {},
 }
 SIZE = {"shortest_edge": 40 * 40, "longest_edge": 136 * 136}
 

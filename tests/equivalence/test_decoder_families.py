@@ -69,6 +69,22 @@ _YARN = {
     "original_max_position_embeddings": 200,
     "beta_fast": 16.0,
 }
+# Layers of the gated delta rule: heads that share keys, more tokens than one chunk.
+_DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 3,
+    **TOKENS,
+}
+_SHARED = {
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 
 
 _HALF = {**_THETA, "partial_rotary_factor": 0.5}
@@ -162,6 +178,51 @@ CASES = {
             "num_experts_per_tok": 3,
             "tie_word_embeddings": True,
             "rope_parameters": _YARN,
+        },
+    ),
+    "qwen3_5": Case(
+        "Qwen3_5",
+        {
+            **_DELTA,
+            "num_hidden_layers": 4,
+            "full_attention_interval": 2,
+            "attention_bias": True,
+            "rope_parameters": {
+                **_THETA,
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [2, 1, 1],
+            },
+        },
+    ),
+    "qwen3_5, nothing repeats": Case(
+        "Qwen3_5",
+        {
+            **_DELTA,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "linear_conv_kernel_dim": 4,
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {**_YARN, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "qwen3_5_moe": Case(
+        "Qwen3_5Moe",
+        {
+            **_DELTA,
+            **_SHARED,
+            "layer_types": ["linear_attention", "full_attention"],
+            "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3_next": Case(
+        "Qwen3Next",
+        {
+            **_DELTA,
+            **_SHARED,
+            "full_attention_interval": 2,
+            "norm_topk_prob": False,
+            "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5},
         },
     ),
     "olmoe": Case(
@@ -481,16 +542,16 @@ MANY = FEW | {"buckets": (16, 64)}
 OF_MANY = "gemma2"
 GEMMA4 = ("gemma4_text", "gemma4_text, heads alike, experts")
 # Choices: branches of a prompt, with windows, scanned or not, and with rotations.
-BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False))
+BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen3_5", False))
 # Engines run the layer that the forward runs, and the model's own embeddings and logits. Code of
 # their own have windows and caps (gemma2, with beams), layers that differ in rotation (gemma3_text)
-# or have none (smollm3), sinks (gpt_oss), and rotations that are fitted to the longest text (longrope, in a test of
-# its own); experts are given padding. Scanned layers have their own code of windows, caps and
-# rotations alone. An MLP of the same input as attention (cohere2) and one without a gate (apertus) are
-# in the layer.
+# or have none (smollm3), sinks (gpt_oss), and rotations that are fitted to the longest text (longrope,
+# in a test of its own); experts are given padding; layers of the gated delta rule have states. Scanned
+# layers have their own code of windows, caps and rotations alone. An MLP of the same input as attention
+# (cohere2) and one without a gate (apertus) are in the layer.
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
-    *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", *GEMMA4)),
+    *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", "qwen3_5", *GEMMA4)),
     *(("gpt_oss", scan) for scan in (False, True)),
     *(("cohere2", scan) for scan in (False, True)),
     ("apertus", False),
@@ -605,8 +666,9 @@ def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layo
 
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
-# behind the parts and caps. Windows, rotations and multipliers have no parameters.
-TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", GEMMA4[1], "nemotron", "apertus")
+# behind the parts and caps; the gated delta rule and gates. Windows, rotations and multipliers have
+# no parameters.
+TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_5", GEMMA4[1], "nemotron", "apertus")
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
@@ -679,6 +741,8 @@ SWITCHES = {
     ],
     "qwen3_moe": [{"norm_topk_prob": False}],
     "gpt_oss": [_FULL, {"swiglu_limit": 7.0}],
+    "qwen3_5": [{"rope_parameters": _THETA | {"partial_rotary_factor": 1.0}}],
+    "qwen3_next": [{"norm_topk_prob": True}],
     "smollm3": [{"no_rope_layers": [1, 1]}],
     "phi3, longrope": [{"rope_parameters": _THETA | {"rope_theta": 2345.0}}],
     "granite": [
@@ -798,6 +862,15 @@ REFUSED = [
         {"quantization_config": {"quant_method": "mxfp4", "block": 16}},
         "'block' of quantization_config",
     ),
+    (
+        "qwen3_5_text",
+        {"layer_types": ["sliding_attention"] * 2},
+        "layer_types is .*, expected linear_attention or full_attention for each of 2 layers",
+    ),
+    ("qwen3_5_text", {"output_gate_type": "swish"}, "output_gate_type is 'swish'"),
+    ("qwen3_5_text", {"linear_num_value_heads": 24}, "delta.key_heads is 16: expected a divisor"),
+    ("qwen3_5_text", {"num_experts": 8}, "key 'num_experts'"),
+    ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob is False"),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),
     ("cohere", {**_LAYER_NORMS, "use_qk_norm": True}, "use_qk_norm is True"),

@@ -20,6 +20,7 @@ from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig
 from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from tests.drawn_weights import drawn
@@ -142,6 +143,31 @@ def test_rows_of_prompts_in_two_parts(monkeypatch):
     for n, of_request in expected_scores.items():
         for one, other in zip(scores[n], of_request, strict=True):
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+
+
+def test_recurrent_states_on_a_mesh():
+    """Slots over `data`, value heads over `tensor`; of the slots of others nothing is exchanged."""
+    delta = DeltaConfig(key_heads=2, value_heads=4, key_size=6, value_size=8, taps=3)
+    config = dataclasses.replace(
+        MODEL, family="qwen3_5_text", kinds=("linear", "full"), delta=delta, gated=True
+    )
+    sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
+    rng = np.random.default_rng(0)
+    requests = [Request(n, rng.integers(0, 60, 5 + 9 * n), 8, logprobs=True) for n in range(8)]
+    found = []
+    for where in (alone(), mesh_of(data=2, tensor=2), mesh_of(data=4)):
+        engine = Engine(sharded(where, config), config=sizes, mesh=where)
+        found.append({result.id: result.candidates[0] for result in engine.generate(requests)})
+        memory, shape = engine.cache[0].memory, where.shape
+        assert memory.addressable_shards[0].data.shape == (
+            4 // shape["data"],
+            4 // shape.get("tensor", 1),
+            *(6, 8),
+        )
+    for others in found[1:]:
+        for n, want in found[0].items():
+            assert others[n].tokens == want.tokens
+            np.testing.assert_allclose(others[n].logprobs, want.logprobs, rtol=0, atol=1e-4)
 
 
 def test_adapters_on_a_mesh():

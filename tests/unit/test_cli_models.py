@@ -30,7 +30,7 @@ def test_all_families_are_listed_with_what_was_measured(capsys):
 @pytest.mark.parametrize(
     ("model_type", "remedy"),
     [
-        ("qwen3_5", r"nearest by name that is read is 'qwen3'.*--backend=openai"),
+        ("qwen3_6", r"nearest by name that is read is 'qwen3_5'.*--backend=openai"),
         ("gemma9", r"is 'gemma\d'.*`mmqa models`.*--backend=openai"),
         ("xyz", r"serve this one elsewhere.*--backend=openai; `mmqa models` lists"),
     ],

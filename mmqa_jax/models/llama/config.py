@@ -169,6 +169,8 @@ class LlamaConfig:
                 "model.experts_beside needs model.experts and model.norms both; give these, or "
                 "leave it out."
             )
+        if self.shared_expert and not self.experts:
+            raise UserError("model.shared_expert needs model.experts; leave it out.")
         check_rate("model.attention_dropout", self.attention_dropout)
         learned = () if self.gated_mlp else LEARNED
         check_known("model.activation", self.activation, (*ACTIVATIONS, *learned))
@@ -253,6 +255,28 @@ class LlamaConfig:
         return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **changes)
 
     @property
+    def places(self) -> tuple[LlamaConfig, ...]:
+        """The config of each layer of a period."""
+        return tuple(map(self.of_layer, range(self.period)))
+
+    @property
+    def mixing(self) -> int:
+        """Parameters of the products of one layer's attention, or of what is in its place."""
+        if not self.recurrent:
+            heads = (2 + self.gated) * self.heads + (2 - self.keys_are_values) * self.kv_heads
+            return self.hidden * self.head_size * heads
+        delta = self.delta
+        keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
+        return self.hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of one layer's memory of a text (`gated_delta`); 0 for attention."""
+        if not self.recurrent:
+            return 0
+        return self.delta.value_heads * self.delta.key_size * self.delta.value_size
+
+    @property
     def linears(self) -> tuple[str, ...]:
         """The names of a layer's linears, without those inside experts and the gated delta rule."""
         names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
@@ -262,6 +286,11 @@ class LlamaConfig:
         in_place = self.experts and not self.experts_beside
         gate = ("gate",) if self.gated_mlp else ()
         return names if in_place else (*names, *gate, "up", "down")
+
+    @property
+    def dense_mlp(self) -> int:
+        """The width of the MLP that every token sees; 0 where it goes to experts alone."""
+        return (self.shared_expert or 0) if self.experts and not self.experts_beside else self.mlp
 
     @property
     def expert_mlp(self) -> int:
@@ -352,6 +381,18 @@ _GPT_OSS |= {"gate_limit": 7.0, "active_experts": 4, "normed_experts": True}
 _GPT_OSS["rope_scaling"] = RopeScaling(
     "yarn", 32.0, original_positions=4096, attention_factor=yarn_factor(32.0), truncate=False
 )
+_QWEN35 = {"family": "qwen3_5_text", "qk_norm": "head", "unit_norms": True, "gated": True}
+_QWEN35 |= {"head_dim": 256, "rotary_fraction": 0.25, "eps": 1e-6, "rope_theta": 1e7}
+_QWEN35 |= {"vocab_size": 248320, "positions": 262144}
+
+
+def _qwen35(**sizes) -> Callable[..., LlamaConfig]:
+    """A preset of a Qwen3.5: every fourth layer is attention."""
+    kinds = ("linear", "linear", "linear", "full") * (sizes["layers"] // 4)
+    delta = DeltaConfig(value_heads=sizes.pop("value_heads", 32))
+    return _published(**_QWEN35 | sizes, kinds=kinds, delta=delta)
+
+
 _GEMMA = {"norms": "both", "unit_norms": True, "activation": "gelu_pytorch_tanh", "tied": True}
 _GEMMA |= {"eps": 1e-6, "head_dim": 256}
 _GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192}
@@ -411,6 +452,16 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "qwen3_32b": _published(**_QWEN3, hidden=5120, layers=64, heads=64, mlp=25600),
     "qwen3_30b_a3b": _published(**_QWEN3_MOE, hidden=2048, layers=48, heads=32, mlp=768),
     "qwen3_235b_a22b": _published(**_QWEN3_MOE, hidden=4096, layers=94, heads=64, mlp=1536),
+    # Qwen3.6's 27B and 35B-A3B have the sizes of these; the language models alone.
+    "qwen35_4b": _qwen35(hidden=2560, layers=32, heads=16, kv_heads=4, mlp=9216, tied=True),
+    "qwen35_9b": _qwen35(hidden=4096, layers=32, heads=16, kv_heads=4, mlp=12288),
+    "qwen35_27b": _qwen35(
+        hidden=5120, layers=64, heads=24, kv_heads=4, mlp=17408, value_heads=48
+    ),
+    "qwen35_35b_a3b": _qwen35(
+        family="qwen3_5_moe_text", hidden=2048, layers=40, heads=16, kv_heads=2, mlp=512,
+        experts=256, active_experts=8, normed_experts=True, shared_expert=512,
+    ),
     "mistral_7b": _published(  # v0.3, without a window
         family="mistral", vocab_size=32768, kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6
     ),

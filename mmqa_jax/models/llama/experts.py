@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.flops import one_in
 from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform, tensor_columns
-from mmqa_jax.models.common.activations import gated
-from mmqa_jax.models.common.layers import normal_init, ones_init, param, zeros_init
+from mmqa_jax.models.common.activations import ACTIVATIONS, gated
+from mmqa_jax.models.common.layers import Linear, normal_init, ones_init, param, product, zeros_init
 from mmqa_jax.models.llama.config import LlamaConfig
 
 _SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
@@ -269,6 +269,24 @@ class Experts(nnx.Module):
     def _count(self) -> int:
         """Of this device's experts."""
         return self.gate.kernels.shape[-3]
+
+
+class SharedExpert(nnx.Module):
+    """sigmoid(x . choice) * down(act(gate(x)) * up(x)): an MLP that sees every token."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init = normal_init(config.init_stddev)
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=init, use_bias=False)
+        self.gate = linear(config.hidden, config.shared_expert, ("embed", "mlp"))
+        self.up = linear(config.hidden, config.shared_expert, ("embed", "mlp"))
+        self.down = linear(config.shared_expert, config.hidden, ("mlp", "embed"))
+        self.choice = param(rngs, init, (config.hidden, 1), ("embed", None))
+        self.config = config
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [B, L, H] -> [B, L, H]."""
+        y = self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x))
+        return y * jax.nn.sigmoid(product(x, self.choice[...].astype(x.dtype), 0))
 
 
 def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]:

@@ -51,6 +51,7 @@ _PLAIN = {
     "normed_experts": ("norm_topk_prob", False),
     "gate_limit": ("swiglu_limit", None),
     "side": ("hidden_size_per_layer_input", 0),
+    "shared_expert": ("shared_expert_intermediate_size", None),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -98,10 +99,22 @@ _HYBRID_DEFAULTS = {
     "max_position_embeddings": 32768,
     "partial_rotary_factor": 0.25,
 }
+_HYBRID_MIXTURE = {
+    **_HYBRID,
+    **kinds(
+        size="moe_intermediate_size shared_expert_intermediate_size num_experts num_experts_per_tok"
+    ),
+}
+_HYBRID_MIXTURE_DEFAULTS = {
+    **_HYBRID_DEFAULTS,
+    "hidden_size": 2048,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+}
 _HYBRID_COMPUTES = {"qk_norm": "head", "unit_norms": True, "gated": True}
 # Of layers that propose tokens, which are no part of the model.
 _HYBRID_HARMLESS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-_HYBRID_FIXED = {"attn_output_gate": (True,), "mamba_ssm_dtype": ("float32",)}
 # Of layers that see all, where these have other heads than those with a window (Gemma 4);
 # per_layer_config is how transformers writes the first two.
 _WIDE_LAYERS = kinds(
@@ -109,6 +122,11 @@ _WIDE_LAYERS = kinds(
     flag="attention_k_eq_v",
     object_or_null="per_layer_config",
 )
+_HYBRID_FIXED = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("sigmoid",),
+    "mamba_ssm_dtype": ("float32",),
+}
 # Gemma's key in the place of a common one.
 _GEMMA_NAMES = {"hidden_act": "hidden_activation"}
 _GEMMA_DEFAULTS = {
@@ -345,6 +363,43 @@ FAMILIES: Mapping[str, Family] = {
         fixed=_HYBRID_FIXED,
         partial=True,
         fused=("q", "in_proj_qkv", "conv1d"),
+    ),
+    "qwen3_5_moe_text": Family(
+        title="Qwen3.5's and 3.6's mixtures of experts",
+        architecture="Qwen3_5MoeForCausalLM",
+        keys=_HYBRID_MIXTURE,
+        defaults={
+            **_HYBRID_MIXTURE_DEFAULTS,
+            "vocab_size": 248320,
+            "num_hidden_layers": 40,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        computes={**_HYBRID_COMPUTES, "normed_experts": True},
+        harmless=(*_HYBRID_HARMLESS, "intermediate_size", *_BALANCING),
+        fixed={**_HYBRID_FIXED, "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
+        names={"intermediate_size": "moe_intermediate_size"},
+        partial=True,
+        fused=("q", "in_proj_qkv", "conv1d"),
+    ),
+    "qwen3_next": Family(
+        title="Qwen3-Next",
+        architecture="Qwen3NextForCausalLM",
+        keys={**_HYBRID_MIXTURE, **kinds(flag="norm_topk_prob")},
+        defaults={
+            **_HYBRID_MIXTURE_DEFAULTS,
+            "vocab_size": 151936,
+            "num_hidden_layers": 48,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "norm_topk_prob": True,
+        },
+        computes=_HYBRID_COMPUTES,
+        harmless=("intermediate_size", *_BALANCING),
+        fixed={**_HYBRID_FIXED, "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+        names={"intermediate_size": "moe_intermediate_size"},
+        partial=True,
+        fused=("q", "in_proj_qkvz", "in_proj_ba", "conv1d"),
     ),
     "olmoe": Family(
         title="OLMoE",

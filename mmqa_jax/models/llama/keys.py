@@ -93,6 +93,8 @@ _COMPUTED = {  # tensors that the model computes
     "gguf": rf"^({ROPE_FACTORS}|rope_factors_(short|long)\.weight)$",
 }
 
+PROPOSING = r"^mtp\."  # tensors of layers that propose tokens, which are no part of the model
+
 
 LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
 SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
@@ -196,6 +198,11 @@ def _layer_rules(
         rules.append(Rule(f"{layer}{key}", f"{path}{ours}"))
     if config.layer_scales:
         rules.append(Rule(f"{layer}layer_scalar", f"{path}scale"))
+    if config.shared_expert:
+        shared = {f".{part}_proj": f"{part}/kernel" for part in ("gate", "up", "down")}
+        for key, ours in (shared | {"_gate": "choice"}).items():
+            key = f"{layer}mlp.shared_expert{key}.weight"
+            rules.append(Rule(key, f"{path}shared/{ours}", TRANSPOSE))
     return rules
 
 
@@ -225,7 +232,8 @@ def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.tied else ()
     if layout != "transformers":
         tied = ()
-    return KeyMap(llama_rules(config, layout), ignore=(_COMPUTED[layout],), tied=tied)
+    ignore = (_COMPUTED[layout], *([PROPOSING] if config.delta else []))
+    return KeyMap(llama_rules(config, layout), ignore=ignore, tied=tied)
 
 
 _META = functools.partial(llama_key_map, layout="meta")

@@ -152,6 +152,11 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.Arra
 def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
     """Adds LoRA to the stacked layers of a model, in place."""
     linears = model.config.linears
+    if model.config.kinds:
+        raise UserError(
+            f"config key model.lora: layers of several kinds ({model.config.family}) take no "
+            "additions; set it to none to train all parameters."
+        )
     inside = [name for name in config.targets if name not in linears]
     if inside:
         raise UserError(

@@ -47,7 +47,7 @@ from mmqa_jax.models.common.layers import (
 )
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.experts import Experts
+from mmqa_jax.models.llama.experts import Experts, SharedExpert
 from mmqa_jax.models.llama.gated_delta import DeltaState, GatedDelta
 from mmqa_jax.models.llama.layer_kinds import DELTA_LINEARS
 
@@ -317,6 +317,8 @@ class LlamaLayer(nnx.Module):
             self.mlp_norm = norm(size)
         if config.experts:
             self.experts = Experts(config, rngs=rngs)
+            if config.shared_expert:
+                self.shared = SharedExpert(config, rngs=rngs)
         if "up" in config.linears:
             if config.activation in LEARNED:
                 of_curve = normal_init(config.init_stddev), (1,), (None,)
@@ -412,7 +414,7 @@ class LlamaLayer(nnx.Module):
         if y is None:
             y = x if config.norms == "after" else self.mlp_norm(x)
         if config.experts and not config.experts_beside:
-            y = self.experts(y)
+            y = self.experts(y) + self.shared(y) if config.shared_expert else self.experts(y)
         elif not config.gated_mlp:
             y = self.down(self._curved(self.up(y)))
         else:
@@ -446,6 +448,8 @@ class LlamaLayer(nnx.Module):
         """What holds each linear of the layer, and its name there; without those of experts."""
         if self.config.recurrent:
             yield from ((self.delta, name) for name in DELTA_LINEARS)
+        if self.config.shared_expert:
+            yield from ((self.shared, name) for name in ("gate", "up", "down"))
         yield from ((self, name) for name in self.config.linears)
 
     def _given(self, y: jax.Array, norm: str) -> jax.Array:

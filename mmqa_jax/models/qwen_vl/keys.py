@@ -1,4 +1,4 @@
-"""Checkpoints of Qwen2-VL, Qwen2.5-VL and Qwen3-VL: transformers' layouts, and export to them.
+"""Checkpoints of Qwen2-VL, 2.5-VL, 3-VL and 3.5: transformers' layouts, and export to them.
 
 Keys are those of Qwen/Qwen2.5-VL-7B-Instruct on the hub (`visual.`, `model.`, `lm_head.`), to which
 those of transformers 4.52 and later, and of Qwen3-VL, are renamed (`model.visual.`,
@@ -23,7 +23,13 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import experts_paired, experts_together, llama_rules
+from mmqa_jax.models.llama.keys import (
+    PROPOSING,
+    experts_paired,
+    llama_rules,
+    to_published_tensors,
+    to_rule_tensors,
+)
 from mmqa_jax.models.llama.network import added
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.two_towers.processor import close
@@ -60,6 +66,7 @@ _QWEN3_TOWER = {
     "mlp": ("intermediate_size", 4304),
     "patch": ("patch_size", 16),
 }
+_DEEPSTACK = "deepstack_visual_indexes"
 _LARGE = {
     "vocab_size": 152064,
     "hidden_size": 8192,
@@ -86,6 +93,7 @@ class _Published:
         times as much.
       further: kinds of the tower's other keys.
       activation: of the tower's MLPs, where the config does not say it.
+      tokens: ids of pictures and videos, where the config does not say them.
     """
 
     architecture: str
@@ -97,6 +105,7 @@ class _Published:
     sizes: Mapping[str, tuple[str, int]]
     further: Mapping[str, str]
     activation: str
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 _QWEN2_5_VL = _Published(
@@ -120,6 +129,16 @@ _QWEN3_VL = _Published(
     sizes=_QWEN3_TOWER,
     further=kinds(size="num_position_embeddings", list="deepstack_visual_indexes"),
     activation="gelu_pytorch_tanh",
+)
+_QWEN3_5 = dataclasses.replace(
+    _QWEN3_VL,
+    architecture="Qwen3_5ForConditionalGeneration",
+    text="qwen3_5_text",
+    text_defaults={},
+    sections=(11, 11, 10),
+    theta=10000.0,
+    further=kinds(size="num_position_embeddings"),
+    tokens=dict(zip(_TOKENS, (248056, 248057, 248053, 248054), strict=True)),
 )
 PUBLISHED: Mapping[str, _Published] = {  # by model_type
     "qwen2_vl": dataclasses.replace(
@@ -151,6 +170,12 @@ PUBLISHED: Mapping[str, _Published] = {  # by model_type
             "num_experts_per_tok": 4,
         },
     ),
+    "qwen3_5": _QWEN3_5,
+    "qwen3_5_moe": dataclasses.replace(
+        _QWEN3_5,
+        architecture="Qwen3_5MoeForConditionalGeneration",
+        text="qwen3_5_moe_text",
+    ),
 }
 
 
@@ -174,8 +199,8 @@ def open_qwen_vl(path: Path) -> layouts.Checkpoint:
     config = qwen_vl_config(published, str(file))
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
     if config.llama.experts:
-        hub = config.llama.hidden, 2 * config.llama.mlp
-        source = experts_together(_experts_turned(source, hub), config.llama.experts)
+        source = _experts_turned(source, (config.llama.hidden, 2 * config.llama.mlp))
+    source = to_rule_tensors(source, config.llama)
     return layouts.Checkpoint(config, qwen_vl_key_map, source, "transformers")
 
 
@@ -205,7 +230,9 @@ def _experts_turned(source: TensorSource, gate_up: tuple[int, int]) -> TensorSou
 def publish_qwen_vl(config: qwen_vl.QwenVLConfig, state: nnx.State) -> layouts.Published:
     """The class of its family in transformers (`PUBLISHED`), as on the hub."""
     source = untied_source(state, qwen_vl_key_map(config))
-    if config.llama.experts:
+    if config.llama.delta:
+        source = to_published_tensors(source, config.llama)
+    elif config.llama.experts:
         ours = 2 * config.llama.mlp, config.llama.hidden
         source = _experts_turned(experts_paired(source), ours)
     if config.vision.family == "qwen3_vl":
@@ -242,7 +269,8 @@ def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
             rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
             rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.llama.tied else ()
-    return KeyMap(rules, rename=_RENAME, ignore=(r"rotary_(pos_)?emb\.inv_freq$",), tied=tied)
+    ignore = (r"rotary_(pos_)?emb\.inv_freq$", *([PROPOSING] if config.llama.delta else []))
+    return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
 
 
 def _layer_rules(vision: qwen_vl.QwenVisionConfig) -> list[Rule]:
@@ -293,6 +321,7 @@ def qwen_vl_config(
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
     tied = published.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
     tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}
+    tokens = {**PUBLISHED[family].tokens, **tokens}
     return qwen_vl.QwenVLConfig(
         vision=_tower(published["vision_config"], f"{where}, vision_config", family),
         llama=_llama({**text, "tie_word_embeddings": bool(tied)}, of_text, family),
@@ -349,7 +378,10 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
             **row.further,
         },
         harmless=("tokens_per_second",),  # of videos
-        fixed={"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
+        fixed={
+            **{"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
+            **({} if _DEEPSTACK in row.further else {_DEEPSTACK: ([],)}),
+        },
     )
     fields = {ours: published.get(key, default) for ours, (key, default) in row.sizes.items()}
     if row.sizes["mlp"][0] == "mlp_ratio":
@@ -390,7 +422,9 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
         window=0,
         full_layers=(),
         positions=side,
-        deepstack=tuple(published.get("deepstack_visual_indexes", (8, 16, 24))),
+        deepstack=tuple(
+            published.get(_DEEPSTACK, (8, 16, 24) if _DEEPSTACK in row.further else ())
+        ),
     )
 
 
@@ -415,10 +449,9 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
             "fullatt_block_indexes": list(vision.full_layers),
         }
     elif row.tower == "qwen3_vl":
-        tower |= {
-            "num_position_embeddings": vision.positions**2,
-            "deepstack_visual_indexes": list(vision.deepstack),
-        }
+        tower["num_position_embeddings"] = vision.positions**2
+        if _DEEPSTACK in row.further:
+            tower[_DEEPSTACK] = list(vision.deepstack)
     plain = dataclasses.replace(config.llama, mrope=(), mrope_interleaved=False)
     text = plain.to_hf()
     del text["architectures"]
