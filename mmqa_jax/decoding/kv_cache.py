@@ -199,8 +199,8 @@ class Tokens:
     ends: jax.Array  # int [R]: nothing from this column on is read
     branches: Branches | None
     adapters: jax.Array | None  # int [R, 1]
-    side: jax.Array | None = None  # [N, R, L, P]: of `LlamaConfig.side`
     rows: jax.Array | None  # int32 [R]: slots of recurrent states
+    side: jax.Array | None = None  # [N, R, L, P]: of `LlamaConfig.side`
 
 
 def tokens_in(
@@ -223,7 +223,6 @@ def tokens_in(
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
     if pictures is not None and config.picture_sight == "both":
         branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
-    return Tokens(columns, cos, sin, table, starts, ends, branches, adapters)
     return Tokens(columns, cos, sin, table, starts, ends, branches, adapters, rows)
 
 
