@@ -330,6 +330,7 @@ def tower_programs_of(
     """
     kinds = {
         "square": LlavaTower,
+        "marked": LlavaTower,
         "tiles": LlavaTower,
         "anyres": OnevisionTower,
         "units": QwenTower,

@@ -1,5 +1,5 @@
 """How the prompts of a vision-language model hold pictures: what differs between LLaVA, OneVision,
-models of tiles (SmolVLM) and Qwen-VL.
+models of tiles (SmolVLM), Gemma 3 and Qwen-VL.
 
 The engine's backend asks for nothing else. A model is added with a class here, its config
 (`models.llava.config.PictureConfig`, whose `picture_kind` chooses the class) and its tower
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt, text_tokenizer
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 
 class Shown(NamedTuple):
@@ -130,12 +133,45 @@ class LlavaFormat(_OnePlace):
     def read(self, one: Shown) -> np.ndarray:
         """See PictureFormat."""
         picture = one.picture
-        image = decode.decode(picture.data, picture.name)
+        image = self._image(picture)
         vision = self._config.vision
         if self._config.resize == "pad":
             color = resize.pad_color(vision.pixel_mean)
             return resize.llava_pixels(image, vision.image_size, picture.name, color)
         return resize.to_pixels(image, vision.image_size, self._config.resize, picture.name)
+
+    def _image(self, picture: Picture) -> Image.Image:
+        return decode.decode(picture.data, picture.name)
+
+
+class MarkedFormat(LlavaFormat):
+    """Gemma 3's: the token before a picture is its place in a text, and is written around it.
+
+    Original: transformers models/gemma3/processing_gemma3.py, without crops. Pictures are turned as
+    EXIF says, as by transformers' load_image.
+    """
+
+    def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
+        self._config, self._tokenizer = config, tokenizer
+        tokens = (config.before_token, config.image_token, config.after_token)
+        before, picture, after = (tokenizer.decode([token]) for token in tokens)
+        for text, token in zip((before, picture, after), tokens, strict=True):
+            _check_placeholder(text, token, tokenizer)
+        self.placeholder, self._place = before, f"\n\n{before}{picture}{after}\n\n"
+        template = tokenizer.template
+        self.chat_format = template and PictureTemplate(template, before)
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """See PictureFormat."""
+        place = self.placeholder
+        return _with_places(text, pictures, place, f"{place}\n", self._tokenizer.shield)
+
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
+        """See PictureFormat."""
+        return _with_bos(self._tokenizer, text.replace(self.placeholder, self._place))
+
+    def _image(self, picture: Picture) -> Image.Image:
+        return decode.decode_upright(picture.data, picture.name)
 
 
 class OnevisionFormat(LlavaFormat):
@@ -197,10 +233,7 @@ class _Marked(abc.ABC):
         first, *pieces = text.split(self.placeholder)
         for one, piece in zip(pictures, pieces, strict=True):
             first += self._written(one) + piece
-        bos = self._tokenizer.bos
-        written = bos is not None and first.startswith(self._tokenizer.decode([bos]))
-        tokens = self._tokenizer.encode_plain(first)
-        return tokens if bos is None or written else [bos, *tokens]
+        return _with_bos(self._tokenizer, first)
 
     @abc.abstractmethod
     def _written(self, one: Shown) -> str:
@@ -301,6 +334,14 @@ def _in_a_row(placeholder: str, rows: int, columns: int) -> str:
 _TEXTS = {RowTiles: _in_rows, RatioTiles: _in_a_row}
 
 
+def _with_bos(tokenizer: text_tokenizer.TextTokenizer, text: str) -> list[int]:
+    """Token ids of a text, which begins with the tokenizer's first token: a template may have
+    written that."""
+    bos, tokens = tokenizer.bos, tokenizer.encode_plain(text)
+    written = bos is not None and text.startswith(tokenizer.decode([bos]))
+    return tokens if bos is None or written else [bos, *tokens]
+
+
 def _check_placeholder(
     placeholder: str, token: int, tokenizer: text_tokenizer.TextTokenizer
 ) -> None:
@@ -381,6 +422,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
     """Finds the picture format of a model."""
     kinds = {
         "square": LlavaFormat,
+        "marked": MarkedFormat,
         "tiles": TilesFormat,
         "anyres": OnevisionFormat,
         "units": QwenFormat,

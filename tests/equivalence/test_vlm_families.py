@@ -23,6 +23,7 @@ from flax import nnx
 from PIL import Image
 from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
@@ -121,7 +122,43 @@ def ratio_processor(tokenizer: Any, side: int, tokens: int, **sizes: int) -> Any
     return _OfPictures(pictures, tokenizer, None, image_seq_length=tokens, chat_template=PARTS)
 
 
+def gemma3(text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
+    sizes = {name: value for name, value in TEXT.items() if name != "rope_theta"}
+    return transformers.Gemma3Config(
+        text_config=sizes | {"head_dim": 12, "query_pre_attn_scalar": 9} | text,
+        vision_config=VISION | {"layer_norm_eps": 3e-5, "vision_use_head": False} | vision,
+        mm_tokens_per_image=tokens,
+        boi_token_index=IMAGE,
+        image_token_index=IMAGE + 1,
+        eoi_token_index=IMAGE + 2,
+        attn_implementation="eager",
+    )
+
+
+def marked_processor(tokenizer: Any, side: int, tokens: int) -> Any:
+    for name, token in {"boi": "<image>", "image": "<img>", "eoi": "</img>"}.items():
+        setattr(tokenizer, f"{name}_token", token)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(token))
+    pictures = Gemma3ImageProcessorPil(
+        size={"height": side, "width": side}, image_mean=[0.5] * 3, image_std=[0.5] * 3
+    )
+    return transformers.Gemma3Processor(pictures, tokenizer, PARTS, image_seq_length=tokens)
+
+
 CASES = {
+    # Windows that are smaller than a picture; a picture that is longer than a chunk.
+    "gemma3": Case(
+        lambda: gemma3(
+            {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"]},
+            {"image_size": 24, "patch_size": 3},
+            16,
+        ),
+        lambda tokenizer: marked_processor(tokenizer, 24, 16),
+    ),
+    "gemma3, a patch a token": Case(
+        lambda: gemma3({"sliding_window_pattern": 2}, {"image_size": 28, "patch_size": 4}, 49),
+        lambda tokenizer: marked_processor(tokenizer, 28, 49),
+    ),
     "internvl": Case(
         lambda: internvl(
             {"image_size": 24, "patch_size": 4, "attention_bias": True},
@@ -258,6 +295,27 @@ def test_logits_equal(pair):
     assert np.abs(want).max() > 1
 
 
+def test_pictures_of_gemma3_are_seen_whole(tmp_path_factory):
+    """The same tokens with a causal mask give something else, so that the tests above can fail."""
+    pair = make_pair("gemma3", folder_of("gemma3", tmp_path_factory))
+    made = prompt(pair, "a<image>b", [pictures()[0]])
+    without = {key: value for key, value in made.given.items() if key != "token_type_ids"}
+    with torch.no_grad():
+        whole, causal = (pair.theirs(**given).logits for given in (made.given, without))
+    assert (whole - causal).abs().max() > 1e-2
+
+
+def test_crops_beside_a_picture_are_refused(tmp_path_factory, tmp_path):
+    folder = make_pair("gemma3", folder_of("gemma3", tmp_path_factory)).folder
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    processor = tmp_path / "preprocessor_config.json"
+    processor.unlink(missing_ok=True)
+    processor.write_text(json.dumps({"do_pan_and_scan": True}))
+    with pytest.raises(UserError, match=r"preprocessor_config\.json: do_pan_and_scan is true"):
+        load_published("llava", tmp_path)
+
+
 def test_answers_equal_generate(pair):
     """Pictures within conversations: pixels, template and tokens are the processor's."""
     theirs, _, processor, folder = pair
@@ -362,6 +420,24 @@ SMOLVLM2_256M = {
         "use_base_siglip": False,
     },
 }  # fmt: skip
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "image_token_index": 262144,
+    "initializer_range": 0.02,
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 896, "intermediate_size": 4304,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "patch_size": 14, "vision_use_head": False,
+    },
+}  # fmt: skip
 INTERNVL35_1B = {
     "model_type": "internvl",
     "image_token_id": 151671,
@@ -390,6 +466,7 @@ INTERNVL35_1B = {
         ("granite_docling_258m", GRANITE_DOCLING),
         ("smolvlm2_256m", SMOLVLM2_256M),
         ("internvl35_1b", INTERNVL35_1B),
+        ("gemma3_4b_vl", GEMMA3_4B),
     ],
 )
 def test_presets_have_the_published_sizes(name, published):
@@ -410,8 +487,14 @@ def test_presets_have_the_published_sizes(name, published):
     assert {key: spec.shape for key, spec in specs.items()} == wanted
 
 
-INSIDE = {"smolvlm": SMOLVLM2_256M, "internvl": INTERNVL35_1B}
+INSIDE = {"smolvlm": SMOLVLM2_256M, "internvl": INTERNVL35_1B, "gemma3": GEMMA3_4B}
 REFUSED = [
+    ("gemma3", {"mm_tokens_per_image": 255}, "mm_tokens_per_image is 255, expected the number of"),
+    ("gemma3", {"mm_tokens_per_image": 100}, "mm_tokens_per_image is 100, expected the number of"),
+    ("gemma3", {"mm_tokens_per_image": 0}, "mm_tokens_per_image is 0, expected a whole number"),
+    ("gemma3", {"pooling": "max"}, "key 'pooling'"),
+    ("gemma3", {"vision_config": {"model_type": "dinov2"}}, "model_type is 'dinov2'"),
+    ("gemma3", {"boi_token_index": None}, "boi_token_index is None"),
     ("smolvlm", {"scale_factor": 5}, r"model\.merge is 5: expected a divisor of the side"),
     ("smolvlm", {"scale_factor": 0}, "scale_factor is 0, expected a whole number"),
     ("smolvlm", {"perceiver": 1}, "key 'perceiver'"),

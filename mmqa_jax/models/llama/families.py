@@ -171,6 +171,7 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
 _BALANCING = ("output_router_logits", "router_aux_loss_coef")
 # Fields that are ours, or have another form in a config.json.
 _OWN = ("dtype", "attention", "remat", "unroll", "init_stddev", "head_dim", "out_bias")
+_OWN += ("picture_sight",)  # the family of a model that sees fixes it
 _SLIDING, _FULL, _LINEAR = "sliding_attention", "full_attention", "linear_attention"
 
 

@@ -630,9 +630,10 @@ def language_model(
         ours = _LANGUAGE_MODEL.sub(lambda match: match[1] or match[2] or "model.", key)
         tensors[ours] = spec, functools.partial(source.read, key)
     logging.getLogger(__name__).warning(
-        "%s: of this %s the language model is read; %s left out, it sees no pictures",
+        "%s: of this %s the language model is read%s; %s left out, it sees no pictures",
         where,
         title,
+        " (--model=llava reads it whole)" if published["model_type"] == "gemma3" else "",
         f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
     )
     return text, DerivedSource(source.name, tensors)

@@ -38,12 +38,13 @@ from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger")
+CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger", "pooled")
 SELECTS = ("default", "full")
 RESIZES = ("pad", "squash", "squash_bilinear")
-# What `PictureConfig.picture_kind` says: a square; several of them; a OneVision's tiles, of which
-# one sequence is made; a picture of any size, Qwen-VL's or, row by row, Mistral 3's.
-PictureKind = Literal["square", "tiles", "anyres", "units", "rows"]
+# What `PictureConfig.picture_kind` says: a square; one between two tokens; several squares; a
+# OneVision's tiles, of which one sequence is made; a picture of any size, Qwen-VL's or, row by row,
+# Mistral 3's.
+PictureKind = Literal["square", "marked", "tiles", "anyres", "units", "rows"]
 _EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
 
 
@@ -160,6 +161,8 @@ class LlavaConfig:
       merge: side of the square of states that become one token.
       normed: whether the states that are read go through the tower's last norm.
       split: how a picture is cut into tiles; None: it is one square.
+      before_token, after_token: what stand around a picture; the first is its place in a prompt's
+        text. None: nothing does.
     """
 
     vision: VisionConfig | SiglipVisionConfig | InternVisionConfig
@@ -175,6 +178,8 @@ class LlavaConfig:
     merge: int = 1
     normed: bool = False
     split: Split | None = None
+    before_token: int | None = None
+    after_token: int | None = None
 
     def __post_init__(self):
         check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
@@ -203,7 +208,9 @@ class LlavaConfig:
     @property
     def picture_kind(self) -> PictureKind:
         """See PictureConfig."""
-        return "square" if self.split is None else "tiles"
+        if self.split is not None:
+            return "tiles"
+        return "square" if self.before_token is None else "marked"
 
     def picture_tokens(self, shape: Sequence[int]) -> int:
         """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
@@ -329,7 +336,45 @@ def internvl35_8b(**changes) -> LlavaConfig:
     return _internvl("qwen3_8b", 151671, **changes)
 
 
+def _gemma3(decoder: str, **changes: Any) -> LlavaConfig:
+    vision = dataclasses.replace(siglip_so400m().vision, image_size=896, head=False)
+    sizes = LlavaConfig(
+        vision,
+        dataclasses.replace(RELATIVES[decoder](), picture_sight="both"),
+        feature_layer=-1,
+        select="full",
+        resize="squash_bilinear",
+        projector_bias=False,
+        image_token=262144,
+        family="gemma3",
+        connector="pooled",
+        merge=4,
+        normed=True,
+        before_token=255999,
+        after_token=256000,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def gemma3_4b_vl(**changes) -> LlavaConfig:
+    """google/gemma-3-4b-it."""
+    return _gemma3("gemma3_4b", **changes)
+
+
+def gemma3_12b_vl(**changes) -> LlavaConfig:
+    """google/gemma-3-12b-it."""
+    return _gemma3("gemma3_12b", **changes)
+
+
+def gemma3_27b_vl(**changes) -> LlavaConfig:
+    """google/gemma-3-27b-it."""
+    return _gemma3("gemma3_27b", **changes)
+
+
 PRESETS = {
+    "gemma3_4b_vl": gemma3_4b_vl,
+    "gemma3_12b_vl": gemma3_12b_vl,
+    "gemma3_27b_vl": gemma3_27b_vl,
     "llava15_7b": llava_1_5_7b,
     "llava15_13b": llava_1_5_13b,
     "smolvlm2_256m": smolvlm2_256m,

@@ -137,12 +137,45 @@ class Shuffle(nnx.Module):
         return [Rule(f"{PREFIX}proj.weight", f"{_PATH}linear/kernel", TRANSPOSE)]
 
 
-Connector = Projector | Shuffle
+class Pooled(nnx.Module):
+    """The mean of the states of each square of `merge` x `merge`, an RMS norm times 1 + its scale,
+    then a linear without bias (Gemma 3)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        width = config.vision.width
+        self.norm = RMSNorm(width, config.vision.eps, rngs=rngs, unit=True)
+        self.linear = Linear(
+            width,
+            config.llama.hidden,
+            ("mlp", "embed"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        self.merge = config.merge
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, states, vision width] -> [N, features, H]."""
+        squares = side_by_side(states, self.merge)
+        pooled = squares.reshape(*squares.shape[:2], -1, states.shape[-1]).mean(2)
+        return self.linear(self.norm(pooled))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return [
+            Rule(f"{PREFIX}mm_soft_emb_norm.weight", f"{_PATH}norm/scale"),
+            Rule(f"{PREFIX}mm_input_projection_weight", f"{_PATH}linear/kernel"),
+        ]
+
+
+Connector = Projector | Shuffle | Pooled
 KINDS: Mapping[str, type[Connector]] = {
     "mlp": Projector,
     "shuffle": Shuffle,
     "normed_shuffle": NormedShuffle,
     "merger": PatchMerger,
+    "pooled": Pooled,
 }
 
 

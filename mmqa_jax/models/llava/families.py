@@ -47,6 +47,8 @@ class Family:
       vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
       split: how its pictures are cut; None: they are squares.
       length_key: its key for a square's tokens, which follow from other keys.
+      length: what transformers takes where `length_key` is absent, if `merge` follows from it.
+      sight: `LlamaConfig.picture_sight`, which its code fixes.
       inverse: those of our fields whose key says 1 / value.
       nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
     """
@@ -67,6 +69,8 @@ class Family:
     vision: VisionConfig | SiglipVisionConfig | None = None
     split: type[Split] | None = None
     length_key: str = ""
+    length: int = 0
+    sight: str = "causal"
     inverse: tuple[str, ...] = ()
     nested: bool = False
 
@@ -137,6 +141,33 @@ _INTERNVL = Family(
     length_key="image_seq_length",
     inverse=("merge",),
 )
+_GEMMA3 = Family(
+    title="Gemma 3, with its pictures",
+    architecture="Gemma3ForConditionalGeneration",
+    tower="siglip_vision_model",
+    keys={
+        "image_token": ("image_token_index", 262144),
+        "before_token": ("boi_token_index", 255999),
+        "after_token": ("eoi_token_index", 256000),
+    },
+    kinds=kinds(
+        size="mm_tokens_per_image",
+        integer="image_token_index image_token_id boi_token_index eoi_token_index",
+    ),
+    computes={
+        "connector": "pooled",
+        "feature_layer": -1,
+        "select": "full",
+        "normed": True,
+        "resize": "squash_bilinear",
+        "projector_bias": False,
+    },
+    text={"model_type": "gemma3_text"},
+    tied=True,
+    length_key="mm_tokens_per_image",
+    length=256,
+    sight="both",
+)
 _LLAVA = Family(
     title="LLaVA-1.5",
     architecture="LlavaForConditionalGeneration",
@@ -156,6 +187,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
         tower="smolvlm_vision",
     ),
     "internvl": _INTERNVL,
+    "gemma3": _GEMMA3,
 }
 # By `LlavaConfig.family`: OneVision and Mistral 3 read config.json and tensors as LLaVA does, and
 # are models of their own (models/onevision, models/mistral3).

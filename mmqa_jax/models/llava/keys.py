@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ from mmqa_jax.models.two_towers.config import (
     VisionConfig,
     vit_l_14_336,
 )
-from mmqa_jax.models.two_towers.processor import check_processor, read_preparation
+from mmqa_jax.models.two_towers.processor import check_processor, processors, read_preparation
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
@@ -274,13 +275,29 @@ def fields_from_hf(
     if tower or vision is None:
         tower = {"model_type": family.tower} | tower
         vision = TOWERS[family.tower].read(tower, f"{where}, vision_config")
+    if family.length and not isinstance(vision, SiglipVisionConfig):
+        raise UserError(
+            f"{where}, vision_config: model_type is {tower['model_type']!r}, expected "
+            f"{family.tower!r}; use a checkpoint as it was published."
+        )
+    if family.length:
+        tokens = published.get(family.length_key, family.length)
+        fields["merge"] = max(vision.side // math.isqrt(tokens), 1)
+        if (vision.side / fields["merge"]) ** 2 != tokens:
+            raise UserError(
+                f"{where}: {family.length_key} is {tokens}, expected the number of equal squares "
+                f"of the {vision.side} x {vision.side} patches of a picture; use a checkpoint as "
+                "it was published."
+            )
     llama = _decoder(published, f"{where}, text_config", family, has_head)
     return {
         "resize": "squash" if isinstance(vision, SiglipVisionConfig) else "pad",
         **fields,
         "vision": vision,
         # transformers' classes take the decoder's head without its cap or divisor.
-        "llama": dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0),
+        "llama": dataclasses.replace(
+            llama, logit_cap=None, logit_divisor=1.0, picture_sight=family.sight
+        ),
     }
 
 
@@ -394,9 +411,15 @@ def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
         check_processor(folder)
         return config
     filters = {"bicubic": "squash", "bilinear": "squash_bilinear"}
-    return dataclasses.replace(
-        config, resize=filters[read_preparation(folder, config.vision).resample]
-    )
+    for processor, file in processors(folder):
+        if processor.get("do_pan_and_scan"):
+            raise UserError(
+                f"{file}: do_pan_and_scan is true, and crops beside a picture are not read here; "
+                "set it to false, as it was published."
+            )
+    usual = "bilinear" if config.resize == filters["bilinear"] else "bicubic"
+    resample = read_preparation(folder, config.vision, usual).resample
+    return dataclasses.replace(config, resize=filters[resample])
 
 
 def _read_vision_config(folder: Path) -> VisionConfig | SiglipVisionConfig:
@@ -411,7 +434,15 @@ def _inputs(config: LlavaConfig) -> dict[str, np.ndarray]:
     ids = expand_images([row], [1], config).input_ids
     pixels = comparison.picture(config.vision)
     is_nested = families.ALL[config.family].nested
-    return {"ids": ids, "pixels": pixels[None] if is_nested else pixels}
+    inputs = {"ids": ids, "pixels": pixels[None] if is_nested else pixels}
+    if config.llama.picture_sight != "causal":
+        inputs["types"] = (ids == config.image_token).astype(np.int64)
+    return inputs
+
+
+def _as_theirs(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    more = {"token_type_ids": inputs["types"]} if "types" in inputs else {}
+    return two_towers.text_and_pixels(inputs) | more
 
 
 def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
@@ -422,7 +453,7 @@ def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
 def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> comparison.Outputs:
     """A prompt with pictures; `pixels` are what the tower's layers get of them."""
     embedded = model.embed(ids, model.encode_images(pictures))
-    layers = model.llama.layer_outputs(embedded)
+    layers = model.llama.layer_outputs(embedded, pictures=ids == model.config.image_token)
     stacks = {
         "picture": model.vision.hidden_states(pixels),
         "": comparison.states_of(embedded, layers),
@@ -442,5 +473,5 @@ CHECK = comparison.Check(
     {"logits": "logits"},
     STACKS,
     _inputs,
-    two_towers.text_and_pixels,
+    _as_theirs,
 )

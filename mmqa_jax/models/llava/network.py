@@ -140,7 +140,11 @@ class Llava(nnx.Module):
         """
         features = None if pixels is None else self.encode_images(pixels)
         hidden = self.llama.encode(
-            self.embed(input_ids, features), attention_mask, positions, dropout_key=dropout_key
+            self.embed(input_ids, features),
+            attention_mask,
+            positions,
+            pictures=input_ids == self.config.image_token,
+            dropout_key=dropout_key,
         )
         return self.llama.logits(hidden)
 

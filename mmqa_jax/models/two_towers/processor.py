@@ -54,9 +54,14 @@ def check_processor(folder: Path, image_size: int | None = None) -> None:
                 _check_sides(processor, file, key, image_size, "CLIP")
 
 
-def read_preparation(folder: Path, config: sizes.SiglipVisionConfig) -> Preparation:
-    """What the processor's file in a folder says; without one what transformers does without."""
-    resample = "bilinear" if config.flexible else "bicubic"
+def read_preparation(
+    folder: Path, config: sizes.SiglipVisionConfig, usual: str = "bicubic"
+) -> Preparation:
+    """What the processor's file in a folder says; without one what transformers does without.
+
+    usual: the filter of pictures of a fixed size where the file does not say it.
+    """
+    resample = "bilinear" if config.flexible else usual
     most = _MOST_PATCHES if config.flexible else 0
     for processor, file in processors(folder):
         check_numbers(processor, file, "SigLIP", sizes.SIGLIP_MEAN, sizes.SIGLIP_STD)
