@@ -88,6 +88,48 @@ def _mixture(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
 
 
+def _mixtral(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+
+
+def _granitemoe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _granite(writer, config)
+    _mixtral(writer, config)
+
+
+def _exaone4(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    _olmo3(writer, config)
+
+
+def _part(writer: gguf.GGUFWriter, config: Any) -> None:
+    rotated = config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(rotated * config.hidden_size) // config.num_attention_heads)
+
+
+def _stablelm(writer: gguf.GGUFWriter, config: Any) -> None:
+    _part(writer, config)
+    writer.add_parallel_residual(config.use_parallel_residual)
+
+
+def _cohere(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_logit_scale(config.logit_scale)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+
+
+def _cohere2(writer: gguf.GGUFWriter, config: Any) -> None:
+    _cohere(writer, config)
+    _llama(writer, config)
+    writer.add_sliding_window(config.sliding_window)
+
+
+def _apertus(writer: gguf.GGUFWriter, config: Any) -> None:
+    _llama(writer, config)
+    writer.add_xielu_beta([0.5] * LAYERS)
+    writer.add_xielu_eps([-1e-6] * LAYERS)
+
+
 class Case(NamedTuple):
     """A family in llama.cpp.
 
@@ -110,7 +152,84 @@ class Case(NamedTuple):
     shift: float = 0.0
 
 
+_LAYER_NORMS = {"rms_norm_eps": None, "layer_norm_eps": 2e-4}
+_HALF = {**_THETA, "partial_rotary_factor": 0.5}
 CASES = {
+    "olmoe": Case(
+        transformers.OlmoeForCausalLM,
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2},
+        _mixtral,
+    ),
+    "mixtral": Case(
+        transformers.MixtralForCausalLM,
+        "llama",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+        _mixtral,
+        turned=True,
+    ),
+    "granitemoe": Case(
+        transformers.GraniteMoeForCausalLM,
+        "granitemoe",
+        {
+            "embedding_multiplier": 5.5,
+            "attention_multiplier": 0.21,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+        },
+        _granitemoe,
+        turned=True,
+    ),
+    "seed_oss": Case(transformers.SeedOssForCausalLM, "seed_oss", {"head_dim": 12}),
+    "ernie4_5": Case(transformers.Ernie4_5ForCausalLM, "ernie4_5", {"head_dim": 12}),
+    "exaone4": Case(
+        transformers.Exaone4ForCausalLM,
+        "exaone4",
+        {
+            "sliding_window": 33,
+            "layer_types": [*["sliding_attention"] * (LAYERS - 1), "full_attention"],
+        },
+        _exaone4,
+    ),
+    "glm4": Case(
+        transformers.Glm4ForCausalLM, "glm4", {"head_dim": 8, "rope_parameters": _HALF}, _part
+    ),
+    "command-r": Case(
+        transformers.CohereForCausalLM, "command-r", {**_LAYER_NORMS, "logit_scale": 0.8}, _cohere
+    ),
+    "cohere2": Case(
+        transformers.Cohere2ForCausalLM,
+        "cohere2",
+        {**_LAYER_NORMS, "logit_scale": 0.8, "sliding_window": 33},
+        _cohere2,
+    ),
+    "nemotron": Case(
+        transformers.NemotronForCausalLM,
+        "nemotron",
+        {"rms_norm_eps": None, "norm_eps": 2e-4, "rope_parameters": _HALF},
+        _part,
+        shift=1.0,
+    ),
+    "stablelm": Case(
+        transformers.StableLmForCausalLM,
+        "stablelm",
+        {**_LAYER_NORMS, "use_qkv_bias": True, "rope_parameters": _HALF},
+        _stablelm,
+    ),
+    "stablelm, parallel": Case(
+        transformers.StableLmForCausalLM,
+        "stablelm",
+        {**_LAYER_NORMS, "use_parallel_residual": True, "rope_parameters": _HALF},
+        _stablelm,
+    ),
+    "starcoder2": Case(
+        transformers.Starcoder2ForCausalLM,
+        "starcoder2",
+        {"rms_norm_eps": None, "norm_epsilon": 2e-4},
+    ),
+    "apertus": Case(transformers.ApertusForCausalLM, "apertus", {}, _apertus),
     "mistral": Case(
         transformers.MistralForCausalLM,
         "llama",
@@ -226,6 +345,8 @@ def turned(x: np.ndarray, heads: int) -> np.ndarray:
 def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Names and tensors as published files have them, but experts of a layer in one."""
     for key, tensor in model.state_dict().items():
+        key = key.replace("block_sparse_moe.experts.", "mlp.experts.")
+        key = key.replace("block_sparse_moe.router.", "mlp.gate.")
         if key.endswith("experts.gate_up_proj"):
             for name, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield key.replace("gate_up_proj", f"{name}_proj.weight"), half
@@ -243,7 +364,14 @@ def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> N
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if config.rms_norm_eps is None:
+        names = ("layer_norm_eps", "norm_eps", "norm_epsilon")
+        writer.add_layer_norm_eps(next(x for name in names if (x := getattr(config, name, None))))
+    else:
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    for part in ("alpha_p", "alpha_n") if case.architecture == "apertus" else ():
+        of_layers = [getattr(layer.mlp.act_fn, part).item() for layer in model.model.layers]
+        getattr(writer, f"add_xielu_{part}")(of_layers)
     rope = config.rope_parameters
     writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
     if "head_dim" in case.values:
@@ -253,7 +381,7 @@ def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> N
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[case.architecture], config.num_hidden_layers)
     for key, tensor in tensors_of(model):
-        if key == "lm_head.weight" and config.tie_word_embeddings:
+        if ".act_fn." in key or (key == "lm_head.weight" and config.tie_word_embeddings):
             continue
         array = tensor.numpy()
         for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):

@@ -30,11 +30,21 @@ _READ = (
 )
 _HARMLESS = ("vocab_size", "tensor_data_layout")
 _WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
+_OF_GRANITE = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+_EXPERTS = ("expert_count", "expert_used_count")
+_LAYER_NORMS = ("attention.layer_norm_epsilon",)
 _FURTHER = {
+    **dict.fromkeys(("llama", "olmoe"), _EXPERTS),
+    **dict.fromkeys(("nemotron", "starcoder2"), _LAYER_NORMS),
+    "stablelm": (*_LAYER_NORMS, "use_parallel_residual"),  # its tensors say it
+    "command-r": (*_LAYER_NORMS, "logit_scale"),
+    "cohere2": (*_LAYER_NORMS, "logit_scale", *_WINDOW),
+    "exaone4": _WINDOW,
     "phi3": (*_WINDOW, "rope.scaling.attn_factor"),
-    "granite": ("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+    "granite": _OF_GRANITE,
+    "granitemoe": (*_OF_GRANITE, *_EXPERTS),
     "olmo2": (*_WINDOW, "rope.freq_base_swa"),
-    "qwen3moe": ("expert_count", "expert_used_count", "expert_feed_forward_length"),
+    "qwen3moe": (*_EXPERTS, "expert_feed_forward_length"),
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
 }
@@ -59,13 +69,19 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "attention.scale": (),
     "attention.sliding_window": (0,),
 }
-# llama.cpp's names of architectures, and the families'. Its LLaMA is also Mistral's.
+# llama.cpp's names of architectures, and the families'. Its LLaMA is also Mistral's and Mixtral's.
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")},
+    **{name: name for name in ("olmoe", "granitemoe", "seed_oss", "ernie4_5", "exaone4", "glm4")},
+    **{name: name for name in ("cohere2", "nemotron", "stablelm", "starcoder2", "apertus")},
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
+    "command-r": "cohere",
 }
+_CONSTANTS = FAMILIES["apertus"].constants
+# Families whose norms have other names in llama.cpp -> the names of others.
+RENAMED = {"seed_oss": {"post_attention_norm": "ffn_norm"}}
 # Families whose rows of queries and keys llama.cpp turns (`keys.rotary_rows`).
-TURNED = ("llama", "granite", "smollm3")
+TURNED = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
 # Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
@@ -89,12 +105,16 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
     name = ARCHITECTURES[architecture]
     if name == "olmo2" and source.metadata(f"{of}attention.sliding_window", 0):
         name = "olmo3"
+    if name == "llama" and source.metadata(f"{of}expert_count", 0):
+        name = "mixtral"
     family = FAMILIES[name]
     if rotated != head_size and not family.partial:
         raise UserError(
             f"{source.name}: {of}rope.dimension_count is {rotated}, a head has {head_size}; use "
             "a model that rotates whole heads."
         )
+    eps = "norm_epsilon" if family.computes.get("norm_kind") else "norm_rms_epsilon"
+    bias, out_bias = (f"blk.0.attn_{part}.bias" in specs for part in ("q", "output"))
     config = LlamaConfig(
         family=name,
         vocab_size=gguf.vocabulary_of(source),
@@ -104,14 +124,17 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
         kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
         head_dim=None if head_size * heads == hidden else head_size,
         positions=source.integer(f"{of}context_length"),
-        eps=source.number(f"{of}attention.layer_norm_rms_epsilon"),
+        eps=source.number(f"{of}attention.layer_{eps}"),
         rope_theta=source.number(f"{of}rope.freq_base", 10000.0),
         rotary_fraction=rotated / head_size,
         tied="output.weight" not in specs,
         **{
             "mlp": source.integer(f"{of}feed_forward_length"),
-            "attention_bias": "blk.0.attn_q.bias" in specs,
-            "mlp_bias": "blk.0.ffn_gate.bias" in specs,
+            "attention_bias": bias,
+            "out_bias": None if out_bias == bias else out_bias,
+            "mlp_bias": "blk.0.ffn_up.bias" in specs,
+            "activation": family.defaults.get("hidden_act", "silu"),
+            "parallel": name == "stablelm" and "blk.0.ffn_norm.weight" not in specs,
             **family.computes,
             **_experts(source, of, name),
         },
@@ -122,14 +145,33 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
 
 def _experts(source: gguf.GGUFSource, of: str, name: str) -> dict[str, Any]:
     """Fields of a mixture of experts."""
-    if name != "qwen3_moe":
+    if "num_experts_per_tok" not in FAMILIES[name].keys:
         return {}
+    width = "expert_feed_forward_length" if name == "qwen3_moe" else "feed_forward_length"
     return {
         "experts": source.integer(f"{of}expert_count"),
         "active_experts": source.integer(f"{of}expert_used_count"),
-        "mlp": source.integer(f"{of}expert_feed_forward_length"),
-        "normed_experts": True,  # llama.cpp has no key for it
+        "mlp": source.integer(f"{of}{width}"),
+        "normed_experts": name != "olmoe",  # llama.cpp has no key for it
     }
+
+
+def curves(source: gguf.GGUFSource, config: LlamaConfig) -> dict[str, np.ndarray]:
+    """The numbers of xIELU, which a file keeps as metadata, by the names of our rules."""
+    arrays: dict[str, np.ndarray] = {}
+    for part in ("alpha_p", "alpha_n", *(key.rpartition(".")[2] for key in _CONSTANTS)):
+        values = source.metadata(f"xielu.{part}", None)
+        constant = _CONSTANTS.get(f"mlp.act_fn.{part}")
+        fits = isinstance(values, list) and len(values) == config.layers
+        if not fits or (constant and not np.allclose(values, constant, rtol=0.01, atol=0)):
+            raise UserError(
+                f"{source.name}: xielu.{part} is {str(values)[:60]}, expected a number for each of "
+                f"{config.layers} layers{f', {constant}' if constant else ''}; fetch it again."
+            )
+        if constant is None:
+            keys = (f"blk.{number}.mlp.act_fn.{part}" for number in range(config.layers))
+            arrays |= zip(keys, np.array(values, np.float32)[:, None], strict=True)
+    return arrays
 
 
 def _with_windows(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> LlamaConfig:
@@ -153,6 +195,8 @@ def _with_windows(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> Llam
         changes["local"] = slides
         usual = config.rope_theta if config.family == "olmo3" else 10000.0
         changes["local_theta"] = source.number(f"{of}rope.freq_base_swa", usual)
+    if family.near_rotates and any(slides) and not all(slides):
+        changes["rotated"] = slides
     if config.family == "smollm3":  # llama.cpp has no key for it
         rotated = tuple((number + 1) % 4 != 0 for number in range(layers))
         changes["rotated"] = () if all(rotated) else rotated
@@ -166,6 +210,8 @@ def _with_multipliers(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> 
     for field, key in _MULTIPLIERS.items():
         if key in _FURTHER.get(architecture, ()) and f"{of}{key}" in source.metadata_keys():
             changes[field] = source.number(f"{of}{key}")
+    if FAMILIES[config.family].keys.get("logit_scale") and "logit_divisor" in changes:
+        changes["logit_divisor"] = 1 / changes["logit_divisor"]
     if architecture in _LARGEST:
         changes["activation"] = "gelu_pytorch_tanh"
         if config.layers == _LARGEST[architecture]:

@@ -24,7 +24,7 @@ from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.activations import LEARNED
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.models.llama.gguf import ROPE_FACTORS, TURNED, gguf_config
+from mmqa_jax.models.llama.gguf import RENAMED, ROPE_FACTORS, TURNED, curves, gguf_config
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
@@ -288,10 +288,13 @@ def open_llama(path: Path) -> layouts.Checkpoint:
         return layouts.Checkpoint(config, _META, source, "meta", unknown=unknown_scaling(config))
     gguf = layouts.gguf_file(path)
     if gguf is not None:
-        source = GGUFSource(gguf)
-        config = gguf_config(source)
+        source = gguf_source = GGUFSource(gguf)
+        config = gguf_config(gguf_source)
+        source = renamed(source, RENAMED.get(config.family, {}))
         if FAMILIES[config.family].fused:
-            source = apart(source, phi3_gguf_rows(config))
+            source = apart(source, fused_gguf_rows(config))
+        if config.activation in LEARNED:
+            source = layouts.with_arrays(source, curves(gguf_source, config))
         return layouts.Checkpoint(config, _GGUF, source, "gguf")
     kind = "folder" if path.is_dir() else layouts.read_magic(path)
     if kind == "other" and path.suffix == ".bin":
@@ -718,12 +721,17 @@ def fused_rows(config: LlamaConfig) -> Fused:
     }
 
 
-def phi3_gguf_rows(config: LlamaConfig) -> Fused:
-    """Phi-3's in llama.cpp's names."""
-    of_heads, of_gate = fused_rows(config).values()
-    parts = zip(("attn_q", "attn_k", "attn_v"), of_heads.rows.values(), strict=True)
-    gate, up = of_gate.rows.values()
-    return {"attn_qkv": Parts(dict(parts)), "ffn_up": Parts({"ffn_gate": gate, "ffn_up": up})}
+def fused_gguf_rows(config: LlamaConfig) -> Fused:
+    """`fused_rows` in llama.cpp's names."""
+    names = {
+        "self_attn.qkv_proj": ("attn_qkv", "attn_q", "attn_k", "attn_v"),
+        "mlp.gate_up_proj": ("ffn_up", "ffn_gate", "ffn_up"),
+    }
+    fused: dict[str, Parts] = {}
+    for theirs, parts in fused_rows(config).items():
+        whole, *ours = names[theirs]
+        fused[whole] = Parts(dict(zip(ours, parts.rows.values(), strict=True)))
+    return fused
 
 
 def apart(source: TensorSource, fused: Fused) -> TensorSource:
