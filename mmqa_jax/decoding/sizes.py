@@ -757,6 +757,7 @@ def feature_bytes(
     picture = features[0] if isinstance(features, tuple) else others[0]
     _, pixels = programs["tower"].arguments
     batch = jax.tree.leaves(pixels)[0].shape[0]
-    most = sizes.slots * max(1, pictures) + batch  # see image_features
+    squares = config.most_squares if isinstance(config, LlavaConfig) else 1
+    most = sizes.slots * max(1, pictures) * squares + batch  # see image_features
     shard = picture.sharding.shard_shape(picture.shape)
     return most * math.prod(shard) * picture.dtype.itemsize

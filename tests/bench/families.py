@@ -25,6 +25,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.mistral3.network import Mistral3Config
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.t5.config import PRESETS as T5S
@@ -41,7 +42,10 @@ _TOPOLOGY = "v5e:2x4"
 _MORE = "more than they hold"
 _CONFIG = _ROOT / "configs/prompt/default.py"
 # Modules of tests/equivalence, and words in the names of their tests of whole models.
-_MODULES = ("decoder_families", "llama", "llava", "onevision", "qwen_vl", "t5", "siglip")
+_MODULES = (
+    *("decoder_families", "llama", "llava", "vlm_families", "mistral3", "onevision", "qwen_vl"),
+    *("t5", "siglip"),
+)
 _TESTS = (
     "layers_and_logits",
     "every_layer_and",
@@ -55,6 +59,7 @@ _COLUMNS = (
 )
 _KINDS: Mapping[type, str] = {
     LlavaConfig: "llava",
+    Mistral3Config: "mistral3",
     OnevisionConfig: "onevision",
     QwenVLConfig: "qwen_vl",
     SiglipConfig: "siglip",

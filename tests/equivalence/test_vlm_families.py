@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -28,6 +29,8 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
 from mmqa_jax.models.llava.config import PRESETS
@@ -379,6 +382,21 @@ def test_the_check_compares_all_layers(pair):
     rows = check(None, pair.folder)
     assert all(row.passed for row in rows), rows
     assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}
+
+
+def test_what_a_plan_compiles(pair):
+    """The tower's programs as shapes, and the features of pictures with as many tiles as may be."""
+    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
+    sizes = EngineConfig(slots=3, length=256, buckets=(32,))
+    programs = tower_programs(config, sizes, mesh)
+    with jax.set_mesh(mesh):
+        for program in programs.values():
+            program.function.lower(*program.arguments)
+    most = max(len(prompt(pair, "<image>", [one]).tiles) for one in pictures())
+    assert most <= config.most_squares
+    squares = 3 * 2 * config.most_squares + 1
+    of_square = config.features * 4 * config.llama.hidden
+    assert feature_bytes(config, sizes, mesh, pictures=2) == squares * of_square
 
 
 GRANITE_DOCLING = {

@@ -19,7 +19,9 @@ from mmqa_jax.models.detection.faster_rcnn import vlp_x101
 from mmqa_jax.models.detection.resnext import ResNeXtConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
 from mmqa_jax.models.mcan.network import FusionConfig, MCANConfig, MCANOpenVQAConfig
+from mmqa_jax.models.mistral3.network import Mistral3Config
 from mmqa_jax.models.modified_resnet.network import ModifiedResNetConfig
 from mmqa_jax.models.onevision.network import OnevisionConfig
 from mmqa_jax.models.oscar.network import OscarConfig
@@ -85,6 +87,13 @@ CONFIGS: dict[str, Any] = {
             eps=1e-4, rope_theta=777.0, family="qwen2", attention_bias=True, out_bias=False,
         ),
         image_token=33, video_token=34, resolutions=((16, 16), (16, 32), (32, 16)), most_tiles=4,
+    ),
+    "mistral3": Mistral3Config(
+        PixtralVisionConfig(16, 4, width=16, layers=2, heads=2, mlp_width=12, rope_theta=99.0),
+        LlamaConfig(
+            vocab_size=40, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, head_dim=6,
+            positions=64, eps=1e-4, rope_theta=777.0, family="mistral",
+        ),
     ),
     "qwen_vl": QwenVLConfig(
         QwenVisionConfig(

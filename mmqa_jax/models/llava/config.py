@@ -89,6 +89,10 @@ class RowTiles:
             wide = math.ceil(int(high * ratio) / side) * side
         return [(max(scaled[0], 1), max(scaled[1], 1)), (max(wide, side), max(high, side))]
 
+    def most_tiles(self, side: int) -> int:
+        """The most tiles of a canvas."""
+        return math.ceil(self.longest / side) ** 2
+
 
 def _to_even(length: int) -> int:
     return length + length % _EVEN
@@ -135,6 +139,10 @@ class RatioTiles:
             if difference < nearest or (difference == nearest and is_large):
                 best, nearest = (columns, rows), difference
         return [(best[0] * side, best[1] * side)]
+
+    def most_tiles(self, side: int) -> int:
+        """The most tiles of a canvas."""
+        return self.most
 
 
 Split = RowTiles | RatioTiles
@@ -216,6 +224,11 @@ class LlavaConfig:
         """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
         size = self.vision.image_size
         return self.features if tuple(shape) == (size, size, 3) else 0
+
+    @property
+    def most_squares(self) -> int:
+        """How many squares a picture has at most, each with features of its own."""
+        return 1 if self.split is None else self.split.most_tiles(self.vision.image_size) + 1
 
     @property
     def features(self) -> int:
