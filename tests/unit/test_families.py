@@ -57,5 +57,5 @@ def test_the_entries_need_no_numerical_library():
 
 
 def test_nouns_are_said_in_one_list():
-    assert registry.nouns("writes") == "LLaMA, LLaVA, LLaVA-OneVision, Qwen-VL or T5"
+    assert registry.nouns("writes") == "LLaMA, LLaVA, LLaVA-OneVision, Mistral 3, Qwen-VL or T5"
     assert registry.nouns("lora") == "LLaMA or Qwen-VL"
