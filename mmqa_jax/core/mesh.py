@@ -392,6 +392,35 @@ def gather_frozen(matrix: jax.Array, names: Sequence[str | None]) -> jax.Array:
     return jax.lax.with_sharding_constraint(matrix, partition_spec(whole, matrix.shape, mesh))
 
 
+def share_words(
+    words: jax.Array, axis: int, rows: int, targets: int
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """Splits a table of words so that its products with states move few bytes; traced.
+
+    Left to itself, XLA gathers a table whose features `fsdp` splits on every device, for the states
+    of each. Where the states are less than the words, each device has some words instead, and
+    multiplies the states of all devices by them.
+
+    Args:
+      words: [V, H] or [H, V], with the words along `axis`.
+      rows, targets: states [rows, targets, H], which move three times: they are gathered for the
+        product and once more for its gradient, and their own gradient is summed.
+
+    Returns:
+      The table, and what splits the states for the product.
+    """
+    mesh, count = jax.sharding.get_abstract_mesh(), words.shape[axis]
+    among = [name for name in ("fsdp", SEQUENCE) if mesh.shape.get(name, 1) > 1]
+    split, data = (*among, "tensor"), mesh.shape.get("data", 1)
+    fit = rows % data == 0 and count % math.prod(mesh.shape.get(name, 1) for name in split) == 0
+    if mesh.manual_axes or not among or not fit or 3 * rows // data * targets > 2 * count:
+        return words, split_rows
+    spec: list[MeshAxes] = [None, None]
+    spec[axis] = split
+    states = functools.partial(jax.lax.with_sharding_constraint, shardings=PartitionSpec("data"))
+    return jax.lax.with_sharding_constraint(words, PartitionSpec(*spec)), states
+
+
 def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | None:
     """The mesh axes that split a batch of so many rows; None where they do not divide them."""
     parts = math.prod(mesh.shape.get(axis, 1) for axis in _BATCH_AXES)

@@ -18,7 +18,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from mmqa_jax.core.mesh import SEQUENCE, batch_axes, batch_sharding, column_shards, split_rows
+from mmqa_jax.core.mesh import (
+    SEQUENCE,
+    batch_axes,
+    batch_sharding,
+    column_shards,
+    share_words,
+    split_rows,
+)
 from mmqa_jax.models.common.layers import split_key
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig
@@ -516,8 +523,8 @@ def _of_targets(
     before = states_at(hidden, batch["target_positions"])  # [B, T, H]
     ids = batch["target_ids"]
 
-    def log_probs(states: jax.Array, ids: jax.Array) -> jax.Array:
-        logits = model.logits(states)
+    def log_probs(states: jax.Array, ids: jax.Array, words: jax.Array | None = None) -> jax.Array:
+        logits = model.logits(states, words)
         logits = logits if temperature == 1 else logits / temperature
         return -optax.softmax_cross_entropy_with_integer_labels(logits, ids)
 
@@ -534,7 +541,8 @@ def _of_targets(
         x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2))
         return jnp.moveaxis(x.reshape(rows, -1, parts, *x.shape[2:]), 2, 0)
 
-    part = jax.checkpoint(lambda pair: log_probs(split_rows(pair[0]), pair[1]))
+    words, split = share_words(*model.words, rows, (targets + padding) // parts)
+    part = jax.checkpoint(lambda pair: split_rows(log_probs(split(pair[0]), pair[1], words)))
     made = jax.lax.map(part, (apart(before), apart(ids)))  # [parts, B, T / parts]
     return jnp.moveaxis(made, 0, 2).reshape(rows, -1)[:, :targets]
 

@@ -85,6 +85,7 @@ CASES = {
         {"fsdp": 2, "sequence": 2, "tensor": 2},
         3,
     ),
+    "words": (LanguageModelObjective(CONFIG), {"data": 2, "fsdp": 2, "tensor": 2}, 3),
     "windows": (LanguageModelObjective(WINDOWED), {"data": 2, "sequence": 4}, 1),
     "experts": (LanguageModelObjective(MIXTURE), {"sequence": 4, "tensor": 2}, 1),
     "deepstack": (

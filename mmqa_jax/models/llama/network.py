@@ -577,12 +577,21 @@ class Llama(nnx.Module):
         side = side.reshape(*side.shape[:-1], config.layers, config.side)
         return embedded[..., : config.hidden], jnp.moveaxis(side, -2, 0)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32."""
-        tied = self.head is None
-        by_word = tied or isinstance(self.head, TransposedLinear)
-        weights = self.tokens.table[...] if tied else self.head.kernel[...]  # [V, H] or [H, V]
-        logits = product(hidden, weights.astype(hidden.dtype), int(by_word), jnp.float32)
+    @property
+    def words(self) -> tuple[jax.Array, int]:
+        """The output head's matrix, [V, H] or [H, V], and the axis of the words."""
+        if self.head is None:
+            return self.tokens.table[...], 0
+        return self.head.kernel[...], 0 if isinstance(self.head, TransposedLinear) else 1
+
+    def logits(self, hidden: jax.Array, words: jax.Array | None = None) -> jax.Array:
+        """Hidden states as `encode` gives them [..., H] -> token logits [..., V], float32.
+
+        words: the matrix of the property, split otherwise.
+        """
+        own, axis = self.words
+        words = (own if words is None else words).astype(hidden.dtype)
+        logits = product(hidden, words, 1 - axis, jnp.float32)
         divisor = self.config.logit_divisor
         return capped(logits if divisor == 1 else logits / divisor, self.config.logit_cap)
 
