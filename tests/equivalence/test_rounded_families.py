@@ -1,19 +1,61 @@
 """FP8 checkpoints beside transformers, which on a CPU makes their matrices whole as it loads them."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, compiled, randomize
+from compare import WHOLE, compiled, forward, randomize
 from decoder_pair import run_torch
 from safetensors.torch import load_file, save_file
 from test_decoder_families import CASES, COMMON, layers_and_logits, tokens, whole_texts
+from test_mistral3 import IMAGE, TEXT, TOWER
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
 from mmqa_jax.weights.published import load_published
 
 SIZE = 8
+
+
+def test_ministral3_is_read_as_published(tmp_path):
+    """One scale of bfloat16 for each matrix of the decoder, and one of its activations; the tower
+    and the head are whole."""
+    config = transformers.Mistral3Config(
+        text_config=TEXT, vision_config={"model_type": "pixtral", **TOWER}, image_token_index=IMAGE
+    )
+    kind = transformers.Mistral3ForConditionalGeneration
+    randomize(kind(config), 0, 0.05).save_pretrained(tmp_path)
+    PixtralImageProcessorPil(size={"longest_edge": 56}, patch_size=4).save_pretrained(tmp_path)
+    saved = {}
+    for key, tensor in load_file(tmp_path / "model.safetensors").items():
+        saved[key] = tensor
+        if "language_model" in key and key.endswith("_proj.weight"):
+            scale = (tensor.abs().max() / 448).bfloat16()
+            saved[key] = (tensor / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            saved[f"{key}_scale_inv"] = scale
+            saved[f"{key.removesuffix('weight')}activation_scale"] = torch.tensor(0.5).bfloat16()
+    assert len(saved) > 20
+    rewrite(tmp_path, saved, {"activation_scheme": "static", "weight_block_size": None})
+    theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    ours = load_published("mistral3", tmp_path, unroll=1)
+    ids = np.random.default_rng(0).integers(0, 60, (1, 40))
+    np.testing.assert_allclose(compiled(ours, forward)(ids), run_torch(theirs, ids), **WHOLE)
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
+    """Writes other tensors in a checkpoint's folder, and how they are rounded."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    published = json.loads((folder / "config.json").read_text())
+    left = ["lm_head", "mlp.gate", "model.vision_tower", "model.multi_modal_projector"]
+    published["quantization_config"] = {
+        "quant_method": "fp8",
+        "modules_to_not_convert": left,
+        **settings,
+    }
+    (folder / "config.json").write_text(json.dumps(published))
 
 
 def rounded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -35,13 +77,7 @@ def test_fp8_is_read_as_transformers_reads_it(name, tmp_path):
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
         parts = rounded(tensor) if key.endswith("_proj.weight") else {"": tensor}
         saved |= {key + end: part for end, part in parts.items()}
-    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    published = json.loads((tmp_path / "config.json").read_text())
-    published["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [SIZE, SIZE],
-        "modules_to_not_convert": ["lm_head", "mlp.gate"],
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(published))
+    rewrite(tmp_path, saved, {"activation_scheme": "dynamic", "weight_block_size": [SIZE, SIZE]})
     theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
     ours = load_published("llama", tmp_path, unroll=1)
     ids = tokens(1, 60)

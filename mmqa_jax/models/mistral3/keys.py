@@ -35,8 +35,7 @@ def open_mistral3(path: Path) -> layouts.Checkpoint:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    source = layouts.open_source(path)
-    published = layouts.read_hf_config(path, "mistral3")
+    published, source = layouts.open_hf(path, "mistral3")
     config = mistral3_config(published, str(file), keys.has_head(source))
     config = dataclasses.replace(
         config, vision=colored(file.parent, config), **_tokens(file.parent)

@@ -20,7 +20,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import TensorSource
 
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of E2M1
 _BIAS = 127  # of a scale's exponent
 _BYTES = 16  # of a block
 _KEYS = {"quant_method", "modules_to_not_convert", "dequantize"}
@@ -81,7 +81,7 @@ def decode(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 @functools.cache
 def _pairs() -> np.ndarray:
     """The two numbers of each byte with each scale, as one: uint32 [256 * 256]."""
-    values = np.array([sign * x for sign in (1.0, -1.0) for x in _MAGNITUDES], np.float32)
+    values = np.array([sign * x for sign in (1.0, -1.0) for x in MAGNITUDES], np.float32)
     with np.errstate(over="ignore"):
         scaled = np.ldexp(values, np.arange(256)[:, None] - _BIAS)  # [scales, 16]
     scaled = scaled.astype(ml_dtypes.bfloat16)

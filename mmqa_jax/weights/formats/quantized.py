@@ -23,6 +23,7 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.weights.formats.mxfp4 import MAGNITUDES
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
 _BLOCK = 2**18  # numbers that are made whole together, so that they stay in a core's cache
@@ -292,9 +293,7 @@ def _indexes(parts: Parts, groups: int) -> np.ndarray:
     return indexes
 
 
-# Values of four bits: a sign, two bits of exponent and one of mantissa.
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-_FLOAT4 = np.concatenate([_E2M1, -_E2M1])
+_FLOAT4 = np.float32([*MAGNITUDES, *(-x for x in MAGNITUDES)])  # the highest bit is a sign
 
 
 def float4(group: int, codes: str, further: str = "", *, divides: bool = False) -> Layout:
