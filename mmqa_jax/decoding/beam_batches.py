@@ -249,9 +249,9 @@ def _decode(
     for number, (layer, of_prompt, of_beams) in enumerate(of_layers):
         layer = with_chosen(layer, adapters)
         of_layer = traits.of(number)
-        turned = of_layer.turned(cos, sin)
         # The beams of a prompt are rows of one product: [B, K, heads, D].
-        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in layer.project(x, *turned, apart=True))
+        projected = layer.project(x, cos, sin, of_layer, apart=True)
+        q, k, v = (y.reshape(*size, *y.shape[2:]) for y in projected)
         of_prefix, sinks = prefix_mask, layer.sink_logits
         of_own = jnp.tile(seen, (1, config.heads // k.shape[-2], 1))[:, None]
         if of_layer.window is not None:

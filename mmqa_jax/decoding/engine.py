@@ -98,12 +98,9 @@ class Engine:
     ):
         whole = None if isinstance(model, Llama) else model  # with a tower
         model = model if whole is None else whole.llama
-        config = config or EngineConfig(length=min(EngineConfig.length, model.config.positions))
-        if config.length > model.config.positions:
-            raise UserError(
-                f"engine.length is {config.length}: expected at most model.positions = "
-                f"{model.config.positions}; lower it."
-            )
+        most = model.config.served_positions
+        config = config or EngineConfig(length=min(EngineConfig.length, most))
+        model.config.check_served(config.length)
         if model.config.bidirectional:
             raise UserError(
                 "the model's tokens see what follows them (use_bidirectional_attention): it writes "

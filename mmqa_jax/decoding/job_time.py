@@ -85,11 +85,9 @@ class SplitCopy:
     def _call(self, tokens: float, heads: float, columns: float, cache_bytes: float) -> CallTime:
         """`heads`: tokens of which logits are computed."""
         model, item = self.model, 4 if self.model.dtype == "float32" else 2
-        of_experts = model.active_experts * model.expert_mlp if model.experts else 0
-        of_mlp = (2 + model.gated_mlp) * model.hidden * (model.dense_mlp + of_experts)
         of_period = sum(
             layer.mixing
-            + of_mlp
+            + layer.mlp_numbers(layer.active_experts)
             # Scores and values; of a memory its answers, its change and what it gives.
             + (3 * layer.state_numbers or 2 * layer.heads * layer.head_size * columns)
             for layer in model.places

@@ -269,7 +269,7 @@ def _layer(
     if isinstance(held, DeltaState):
         where = {"starts": of_tokens.starts, "ends": of_tokens.ends, "rows": of_tokens.rows}
         return recurrent_state.continued(layer, x, held, **where, mesh=mesh)
-    q, k, v = layer.project(x, *traits.turned(of_tokens.cos, of_tokens.sin))
+    q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin, traits)
     cap = layer.config.attention_cap
 
     def write_and_attend(q, k, v, held, sinks, table, starts, ends, columns, branches, window=None):

@@ -182,7 +182,7 @@ def _decode_ragged(
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
         layer = with_chosen(nnx.merge(graphdef, params), adapters)
-        q, k, v = layer.products(split_rows(x), apart=True)
+        q, k, v = layer.products(split_rows(x), traits, apart=True)
         attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
         return (layer.finish(x, attended, traits), cache, number + 1), None
 
@@ -333,15 +333,15 @@ def _run(
 
     def body(states, of_layer):
         params, number, traits = of_layer
-        turned, done = traits.turned(cos, sin), []
+        done = []
         for n, x in enumerate(states):
             part = functools.partial(_part, n=n, count=count)
-            own, *turns = jax.tree.map(part, (adapters, *turned))
+            own, *turns = jax.tree.map(part, (adapters, cos, sin))
             layer = with_chosen(nnx.merge(graphdef, params), own)
             if stacked is not None:
                 layer.experts = functools.partial(stacked, layer=number)
             x = columns_over_tensor(x)
-            q, k, v = layer.project(x, *turns, apart=True)
+            q, k, v = layer.project(x, *turns, traits, apart=True)
             if count > 1:  # else XLA splits keys and values by columns, and gathers their matrices
                 q, k, v = map(heads_over_tensor, (q, k, v))
             attended = attend(q, k, v, number, traits.window, layer.sink_logits, part)

@@ -210,12 +210,8 @@ def choose_sizes(
     """
     chosen = {key: value for key, value in settings.items() if value != AUTO and key != DRAFT}
     cpu = devices[0].platform == "cpu"
-    most = chosen.get("length", model.positions)
-    if most > model.positions:
-        raise UserError(
-            f"engine.length is {most}: expected at most model.positions = {model.positions}; "
-            "lower it."
-        )
+    most = chosen.get("length", model.served_positions)
+    model.check_served(most)
     needed = min(most, demand.tokens or LENGTH)
     buckets = chosen.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
     unit = buckets[-1]
@@ -378,9 +374,7 @@ class _Cost:
         mixing = self._of_places(
             lambda layer: dataclasses.replace(layer, kv_heads=_kv_heads(layer, tensor)).mixing
         )
-        of_experts = self._of_mlp() if model.experts else 0
-        of_mlp = (2 + model.gated_mlp) * (model.hidden * model.dense_mlp + of_experts)
-        matrices = mixing + model.layers * of_mlp
+        matrices = mixing + self._of_places(lambda layer: layer.mlp_numbers(layer.experts))
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
         of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         of_draft = self.draft.weights(tensor, kind) if self.draft else 0
@@ -391,7 +385,10 @@ class _Cost:
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         head = model.vocab_size * model.hidden * size / tensor
         of_matrix = 1 if self.sizes.weights == "int8" else size
-        experts = 3 * model.layers * self._of_mlp() * of_matrix / tensor if model.experts else 0.0
+        experts = self._of_places(
+            lambda layer: layer.mlp_numbers(layer.experts) - layer.mlp_numbers(None)
+        )
+        experts *= of_matrix / tensor
         return SplitCopy(
             dataclasses.replace(model, kv_heads=_kv_heads(model, tensor)),
             chip,

@@ -270,6 +270,55 @@ CASES = {
             **TOKENS,
         },
     ),
+    "llama4_text": Case(
+        "Llama4",
+        {
+            "head_dim": 12,
+            "num_hidden_layers": 3,
+            "no_rope_layers": [1, 0, 1],
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "attention_chunk_size": 110,
+            "floor_scale": 90,
+            "attn_scale": 0.3,
+            "attention_bias": True,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "llama4_text, every other layer a mixture": Case(
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layer_interval": 3,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 112,
+            "num_local_experts": 3,
+            "attention_chunk_size": 300,
+            "use_qk_norm": False,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "llama4_text, of long chunks": Case(
+        "Llama4",
+        {
+            "head_dim": 16,
+            "no_rope_layers": [0, 1],
+            "num_local_experts": 4,
+            "attention_chunk_size": 192,
+            "floor_scale": 193,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 5000.0,
+                "factor": 6.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 1.0,
+                "original_max_position_embeddings": 90,
+            },
+            **TOKENS,
+        },
+    ),
     "seed_oss": Case(
         "SeedOss", {"head_dim": 12, "mlp_bias": True, "rope_parameters": _THETA, **TOKENS}
     ),
@@ -541,6 +590,7 @@ FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64}
 MANY = FEW | {"buckets": (16, 64)}
 OF_MANY = "gemma2"
 GEMMA4 = ("gemma4_text", "gemma4_text, heads alike, experts")
+IN_CHUNKS = "llama4_text, of long chunks"
 # Choices: branches of a prompt, with windows, scanned or not, and with rotations.
 BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen3_5", False))
 # Engines run the layer that the forward runs, and the model's own embeddings and logits. Code of
@@ -552,7 +602,8 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", "qwen3_5", *GEMMA4)),
-    *(("gpt_oss", scan) for scan in (False, True)),
+    *((name, scan) for name in ("gpt_oss", IN_CHUNKS) for scan in (False, True)),
+    ("llama4_text, every other layer a mixture", False),
     *(("cohere2", scan) for scan in (False, True)),
     ("apertus", False),
 ]
@@ -665,10 +716,39 @@ def test_gemma3_with_a_vision_tower_is_its_language_model(tmp_path, caplog, layo
     np.testing.assert_allclose(got, run_torch(theirs, ids), **WHOLE)
 
 
+def test_llama4_with_a_vision_tower_is_its_language_model(tmp_path, caplog):
+    """As published; `attn_temperature_tuning` is a number there."""
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    text = {key: value for key, value in COMMON.items() if key != "attn_implementation"}
+    text |= dict(CASES["llama4_text"].values)
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    theirs = randomize(transformers.Llama4ForConditionalGeneration(config), 0, 0.05)
+    theirs.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    published = json.loads(file.read_text())
+    published["text_config"]["attn_temperature_tuning"] = 4
+    file.write_text(json.dumps(published))
+    ours = load_published("llama", tmp_path, unroll=1)
+    assert "its multi_modal_projector and vision_model are left out" in caplog.text
+    ids = tokens()
+    _, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
+    np.testing.assert_allclose(got, run_torch(theirs.language_model, ids), **WHOLE)
+
+
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
 # behind the parts and caps; the gated delta rule and gates. Windows, rotations and multipliers have
 # no parameters.
-TRAINED = ("qwen3_moe", "gemma2", "gpt_oss", "qwen3_5", GEMMA4[1], "nemotron", "apertus")
+TRAINED = (
+    "qwen3_moe",
+    "gemma2",
+    "gpt_oss",
+    "llama4_text",
+    "qwen3_5",
+    GEMMA4[1],
+    "nemotron",
+    "apertus",
+)
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
@@ -743,6 +823,12 @@ SWITCHES = {
     "gpt_oss": [_FULL, {"swiglu_limit": 7.0}],
     "qwen3_5": [{"rope_parameters": _THETA | {"partial_rotary_factor": 1.0}}],
     "qwen3_next": [{"norm_topk_prob": True}],
+    "llama4_text": [
+        {"no_rope_layers": [1, 1, 1]},
+        {"attention_chunk_size": 600},
+        {"attn_temperature_tuning": False},
+        {"use_qk_norm": False},
+    ],
     "smollm3": [{"no_rope_layers": [1, 1]}],
     "phi3, longrope": [{"rope_parameters": _THETA | {"rope_theta": 2345.0}}],
     "granite": [
@@ -871,6 +957,15 @@ REFUSED = [
     ("qwen3_5_text", {"linear_num_value_heads": 24}, "delta.key_heads is 16: expected a divisor"),
     ("qwen3_5_text", {"num_experts": 8}, "key 'num_experts'"),
     ("qwen3_5_moe_text", {"norm_topk_prob": False}, "norm_topk_prob is False"),
+    ("llama4_text", {"moe_layers": [2]}, r"moe_layers is \[2\], expected numbers .* below 2"),
+    ("llama4_text", {"interleave_moe_layer_step": 3}, "moe_layers is None, .* one at least"),
+    (
+        "llama4_text",
+        {"layer_types": ["full_attention"] * 2},
+        "layer_types is .* expected .*chunked",
+    ),
+    ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
+    ("llama4_text", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning is 'yes'"),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),
     ("cohere", {**_LAYER_NORMS, "use_qk_norm": True}, "use_qk_norm is True"),

@@ -85,9 +85,9 @@ class RopeScaling:
         for name in ("short_factor", "long_factor"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         check_known("rope_scaling type", self.kind, SCALINGS)
-        if self.factor < 1.0 or self.low_freq_factor >= self.high_freq_factor:
+        if self.factor < 1.0 or self.low_freq_factor > self.high_freq_factor:
             raise UserError(
-                f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor below "
+                f"rope_scaling {self}: expected a factor of at least 1 and low_freq_factor at most "
                 "high_freq_factor; correct the config."
             )
         if not 0 < self.partial <= 1:
@@ -158,10 +158,11 @@ def frequencies(size: int, theta: float, scaling: RopeScaling | None) -> np.ndar
         smooth = 1 - np.clip(ramp, 0, 1).astype(np.float32)
     else:
         turns = scaling.original_positions * plain / np.float32(2 * np.pi)  # in old context
-        smooth = (turns - scaling.low_freq_factor) / (
-            scaling.high_freq_factor - scaling.low_freq_factor
-        )
-        smooth = np.clip(smooth, 0, 1).astype(np.float32)
+        between = scaling.high_freq_factor - scaling.low_freq_factor
+        smooth = turns > scaling.high_freq_factor  # Llama 4 has none between
+        if between:
+            smooth = np.clip((turns - scaling.low_freq_factor) / between, 0, 1)
+        smooth = smooth.astype(np.float32)
     return (1 - smooth) * scaled + smooth * plain
 
 

@@ -20,7 +20,7 @@ from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig, FullLayers
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
-QK_NORMS = ("none", "head", "whole")
+QK_NORMS = ("none", "head", "whole", "rotated")
 NORMS = ("before", "after", "both")
 PICTURE_SIGHTS = ("causal", "both")
 NORM_KINDS = ("rms", "layer", "biased_layer")
@@ -43,10 +43,11 @@ class LlamaConfig:
     without scaling, () none. `mrope`: how many rotary pairs turn by a token's time, row and column,
     where positions are three (Qwen-VL), () is one position for all; `mrope_interleaved`: these
     pairs are in turn. `qk_norm`: an RMS norm of queries and keys before that, "none", of
-    each "head" or of the "whole" projection. `norms`: of what attention and MLP get, "before", of
-    what they give, "after", or "both"; with `unit_norms` all multiply by 1 + their scale. Norms are
-    of `norm_kind`: RMS norms, or layer norms without or with biases. In `parallel` attention and
-    MLP get the same normed input. The MLP has a gate if it is `gated_mlp`.
+    each "head" or of the "whole" projection; or, of heads that are "rotated", one without a scale.
+    `norms`: of what attention and MLP get, "before", of what they give, "after", or "both"; with
+    `unit_norms` all multiply by 1 + their scale. Norms are of `norm_kind`: RMS norms, or layer
+    norms without or with biases. In `parallel` attention and MLP get the same normed input. The MLP
+    has a gate if it is `gated_mlp`.
     Embeddings are multiplied by `embedding_scale`, what attention and MLP give by
     `residual_scale`, attention scores by `attention_scale` (None is one over the root of a head's
     size); logits are divided by `logit_divisor`. Scores then stay within `attention_cap`, logits
@@ -57,9 +58,14 @@ class LlamaConfig:
 
     `experts`: how many MLPs, of width `mlp`, each layer has in the place of one, of which a token
     goes to `active_experts` (`llama.experts`); None is one MLP. With `normed_experts` the weights
-    of these add up to 1. A `shared_expert` of that width sees every token, gated by one number.
+    of these add up to 1; with `weighted_input` they are sigmoids, which multiply what an expert
+    gets in place of what it gives. A `shared_expert` of that width sees every token, gated by one
+    number if `shared_gate`. Layers without experts ("plain") have an MLP of width `plain_mlp`.
     `experts_beside` is the width of experts that stand beside an MLP of width `mlp`, and what each
     of both gives is normed before the sum (Gemma 4).
+
+    `chunk` and `growth`: of `llama.long_texts`; the latter is by how much, and after how many
+    tokens each time.
 
     `kinds`: of each layer one of `layer_kinds.KINDS`, () is attention in all. Layers of several
     kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
@@ -129,6 +135,7 @@ class LlamaConfig:
     active_experts: int | None = None
     normed_experts: bool = False
     shared_expert: int | None = None
+    shared_gate: bool = True
     kinds: tuple[str, ...] = ()
     delta: DeltaConfig | None = None
     gated: bool = False
@@ -142,6 +149,10 @@ class LlamaConfig:
     picture_sight: str = "causal"
     side: int = 0
     side_table: bool = False
+    chunk: int | None = None
+    growth: tuple[float, ...] = ()
+    weighted_input: bool = False
+    plain_mlp: int | None = None
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -189,6 +200,12 @@ class LlamaConfig:
                 f"model.mrope is {self.mrope}: expected three numbers of rotary pairs, together "
                 f"{self.rotary_size // 2}, half of a head; correct it."
             )
+        object.__setattr__(self, "growth", tuple(self.growth))
+        if self.growth and (len(self.growth) != 2 or not self.growth[1] >= 1):
+            raise UserError(
+                f"model.growth is {self.growth}: expected two numbers, by how much and after how "
+                "many tokens; correct it."
+            )
         for name in ("windows", "rotated", "local", "kinds"):
             values = tuple(getattr(self, name))
             object.__setattr__(self, name, values)
@@ -199,6 +216,8 @@ class LlamaConfig:
                 )
         for kind in self.kinds:
             check_known("model.kinds", kind, KINDS)
+        if "plain" in self.kinds and not self.plain_mlp:
+            raise UserError('model.kinds has "plain", whose width model.plain_mlp says; give it.')
         if self.recurrent and self.delta is None:
             raise UserError('model.kinds has "linear", whose sizes model.delta says; give them.')
         near = tuple(kind == "near" for kind in self.kinds)
@@ -252,6 +271,9 @@ class LlamaConfig:
         changes: dict[str, Any] = {"windows": (), "rotated": (), "local": (), "full_layers": None}
         if self.full_layers and self.kinds[number] == "full":
             changes |= dataclasses.asdict(self.full_layers)
+        if self.kinds[number] == "plain":
+            changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
+            changes |= {"mlp": self.plain_mlp}
         return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **changes)
 
     @property
@@ -292,6 +314,11 @@ class LlamaConfig:
         """The width of the MLP that every token sees; 0 where it goes to experts alone."""
         return (self.shared_expert or 0) if self.experts and not self.experts_beside else self.mlp
 
+    def mlp_numbers(self, experts: int | None) -> int:
+        """Parameters of the products of one layer's MLP, and of so many of its experts."""
+        width = self.dense_mlp + (experts or 0) * self.expert_mlp
+        return (2 + self.gated_mlp) * self.hidden * width
+
     @property
     def expert_mlp(self) -> int:
         """The width of one expert."""
@@ -309,6 +336,19 @@ class LlamaConfig:
     def windowed(self, columns: int) -> bool:
         """Whether in `columns` tokens some layer does not see all."""
         return any(0 < window < columns for window in self.windows)
+
+    @property
+    def served_positions(self) -> int:
+        """The longest text that an engine takes: `long_texts` are not in its attention."""
+        chunks = [] if self.chunk is None else [self.chunk]
+        return min([self.positions, *chunks, *(int(n) - 1 for n in self.growth[1:])])
+
+    def check_served(self, length: int) -> None:
+        """Raises UserError for an engine whose texts are longer than `served_positions`."""
+        most = self.served_positions
+        if length > most:
+            known = "model.positions = " if most == self.positions else "the model's chunks, "
+            raise UserError(f"engine.length is {length}: expected at most {known}{most}; lower it.")
 
     def within(self, length: int) -> LlamaConfig:
         """Returns the config for texts of up to `length` tokens, see `RopeScaling.within`."""
@@ -495,6 +535,20 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "mixtral_8x7b": _published(
         family="mixtral", kv_heads=8, mlp=14336, positions=32768, rope_theta=1e6, experts=8,
         active_experts=2, normed_experts=True,
+    ),
+    "llama4_maverick": _published(
+        family="llama4_text", vocab_size=202048, hidden=5120, layers=48, heads=40, kv_heads=8,
+        head_dim=128, mlp=8192, positions=1048576, rope_theta=5e5, experts=128, active_experts=1,
+        weighted_input=True, shared_expert=8192, shared_gate=False, plain_mlp=16384,
+        kinds=("plain", "full") * 24, rotated=(True, True, True, False) * 12, chunk=8192,
+        growth=(0.1, 8192),
+    ),
+    "llama4_scout": _published(
+        family="llama4_text", vocab_size=202048, hidden=5120, layers=48, heads=40, kv_heads=8,
+        head_dim=128, mlp=8192, positions=10485760, rope_theta=5e5, qk_norm="rotated",
+        rope_scaling=RopeScaling("llama3", 16.0, high_freq_factor=1.0), experts=16,
+        active_experts=1, weighted_input=True, shared_expert=8192, shared_gate=False,
+        rotated=(True, True, True, False) * 12, chunk=8192, growth=(0.1, 8192),
     ),
     "gpt_oss_20b": _published(**_GPT_OSS, layers=24, experts=32, windows=(128, 0) * 12),
     "gpt_oss_120b": _published(**_GPT_OSS, layers=36, experts=128, windows=(128, 0) * 18),

@@ -192,6 +192,9 @@ class Experts(nnx.Module):
         if self.router_bias is not None:
             bias = self.router_bias[...] if layer is None else self.router_bias[...][layer]
             logits += bias.astype(jnp.float32)
+        if self.config.weighted_input:
+            weights, chosen = jax.lax.top_k(logits, self.config.active_experts)
+            return chosen, jax.nn.sigmoid(weights)
         weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
         if self.config.normed_experts:
             weights = weights / weights.sum(-1, keepdims=True)
@@ -219,11 +222,13 @@ class Experts(nnx.Module):
         group = group[order]
         with one_in(parts):
             sent = jnp.where((group < count)[:, None], rows[order // k], 0)
+            if self.config.weighted_input:
+                sent = (sent * weights.reshape(-1)[order][:, None]).astype(rows.dtype)
             gate, up = (part.of_groups(sent, sizes, group) for part in (self.gate, self.up))
             inner = gated(self.config.activation, self.config.gate_limit)(gate, up)
             y = self.down.of_groups(inner, sizes, group)[jnp.argsort(order)]
         y = y.reshape(*chosen.shape, -1).astype(jnp.float32)
-        return (y * weights[..., None]).sum(1)
+        return (y if self.config.weighted_input else y * weights[..., None]).sum(1)
 
     def by_kernel(
         self,
@@ -255,11 +260,14 @@ class Experts(nnx.Module):
     def by_all(self, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """Computes the same with every token sent to every expert; most products count nothing."""
         with one_in(self.config.experts / self.config.active_experts):
-            sent = jnp.broadcast_to(rows, (self._count, *rows.shape))
+            sent, shares = rows, self._shares(chosen, weights).T[..., None]  # [E, T, 1]
+            if self.config.weighted_input:  # of the others it is 0, as what they give
+                sent, shares = (rows * shares).astype(rows.dtype), 1
+            sent = jnp.broadcast_to(sent, (self._count, *rows.shape))
             gate, up = self.gate.of_all(sent), self.up.of_all(sent)
             inner = gated(self.config.activation, self.config.gate_limit)(gate, up)
             y = self.down.of_all(inner)  # [E, T, H]
-        return (y.astype(jnp.float32) * self._shares(chosen, weights).T[..., None]).sum(0)
+        return (y.astype(jnp.float32) * shares).sum(0)
 
     def _shares(self, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         """The weight of each of this device's experts for each token, float32 [T, E]."""
@@ -272,7 +280,8 @@ class Experts(nnx.Module):
 
 
 class SharedExpert(nnx.Module):
-    """sigmoid(x . choice) * down(act(gate(x)) * up(x)): an MLP that sees every token."""
+    """sigmoid(x . choice) * down(act(gate(x)) * up(x)): an MLP that sees every token; the sigmoid
+    is there if `shared_gate`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         init = normal_init(config.init_stddev)
@@ -280,12 +289,15 @@ class SharedExpert(nnx.Module):
         self.gate = linear(config.hidden, config.shared_expert, ("embed", "mlp"))
         self.up = linear(config.hidden, config.shared_expert, ("embed", "mlp"))
         self.down = linear(config.shared_expert, config.hidden, ("mlp", "embed"))
-        self.choice = param(rngs, init, (config.hidden, 1), ("embed", None))
+        choice = init, (config.hidden, 1), ("embed", None)
+        self.choice = param(rngs, *choice) if config.shared_gate else None
         self.config = config
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, L, H] -> [B, L, H]."""
         y = self.down(ACTIVATIONS[self.config.activation](self.gate(x)) * self.up(x))
+        if self.choice is None:
+            return y
         return y * jax.nn.sigmoid(product(x, self.choice[...].astype(x.dtype), 0))
 
 
@@ -304,8 +316,9 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
 
 
 def multiplies_by_kernel(config: LlamaConfig, platform: str, tokens: int) -> bool:
-    """Whether experts of scanned layers multiply so many tokens of a device by `by_kernel`."""
-    unknown = config.mlp_bias or config.gate_limit is not None  # to the kernel
+    """Whether experts of scanned layers multiply so many tokens of a device by `by_kernel`, which
+    knows no biases, limits and weights of what experts get."""
+    unknown = config.mlp_bias or config.gate_limit is not None or config.weighted_input
     if not config.experts or unknown or platform != "tpu" or tokens <= _FEW:
         return False
     from mmqa_jax.models.llama.expert_kernel import fits  # Pallas takes long to import

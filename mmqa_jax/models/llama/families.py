@@ -51,6 +51,7 @@ _PLAIN = {
     "normed_experts": ("norm_topk_prob", False),
     "gate_limit": ("swiglu_limit", None),
     "side": ("hidden_size_per_layer_input", 0),
+    "chunk": ("attention_chunk_size", None),
     "shared_expert": ("shared_expert_intermediate_size", None),
 }
 _COMMON = kinds(
@@ -214,8 +215,8 @@ class Family:
       constants: how tensors' names end that its code keeps beside its parameters -> their only
         value.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
-      experts_in_turn: whether they do with the rows of gate and up in turn, (E, in, out), and
-        may round them (`weights.formats.mxfp4`).
+      experts_across: whether they keep these (E, in, out), with gate and up "in turn" or as
+        "halves"; "": (E, out, in). Those in turn may be rounded (`weights.formats.mxfp4`).
     """
 
     title: str
@@ -239,7 +240,7 @@ class Family:
     tensors: Mapping[str, str] = _none()
     constants: Mapping[str, float] = _none()
     experts_paired: bool = False
-    experts_in_turn: bool = False
+    experts_across: str = ""
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -485,7 +486,7 @@ FAMILIES: Mapping[str, Family] = {
         names={"num_experts": "num_local_experts"},
         full_every=2,
         tensors={"mlp.router.": "mlp.gate."},
-        experts_in_turn=True,
+        experts_across="in turn",
     ),
     "seed_oss": Family(
         title="Seed-OSS",
@@ -585,6 +586,51 @@ FAMILIES: Mapping[str, Family] = {
         },
         harmless=("pretraining_tp",),
         fixed={"rope_interleaved": (False,)},
+    ),
+    "llama4_text": Family(
+        title="Llama 4, its language model",
+        architecture="Llama4ForCausalLM",
+        keys=kinds(
+            size="attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
+            "no_rope_layer_interval num_local_experts num_experts_per_tok",
+            number="attn_scale",
+            flag="attention_bias attn_temperature_tuning use_qk_norm",
+            list_or_null="layer_types moe_layers no_rope_layers",
+        ),
+        defaults={
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8192,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        computes={"weighted_input": True, "shared_gate": False},
+        harmless=(
+            *_BALANCING,
+            "router_jitter_noise",
+            "for_llm_compressor",
+        ),
+        names={"num_experts": "num_local_experts"},
+        neighbours=True,
+        experts_across="halves",
+        tensors={
+            **{f"feed_forward.{part}.": f"mlp.{part}." for part in ("experts", "shared_expert")},
+            **{
+                f"feed_forward.{part}_proj.": f"mlp.{part}_proj." for part in ("gate", "up", "down")
+            },
+            "feed_forward.router.": "mlp.gate.",
+        },
     ),
     "olmo2": Family(
         title="OLMo 2",
@@ -887,6 +933,9 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     family = FAMILIES[model_type]
     read = _read(family)
     published = {**published}
+    if "attn_temperature_tuning" in read and "attn_temperature_tuning" in published:
+        tuning = published["attn_temperature_tuning"]  # a number in the first files
+        published["attn_temperature_tuning"] = bool(tuning) if isinstance(tuning, int) else tuning
     for key, newer in family.renamed.items():
         if newer in published:
             published.setdefault(key, published.pop(newer))
@@ -896,7 +945,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
             "false there to train and answer without."
         )
-    if family.experts_in_turn:
+    if family.experts_across == "in turn":
         check_quantization(published.pop("quantization_config", None), where)
     check_keys(
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
@@ -959,6 +1008,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "query_pre_attn_scalar" in read:
         fields["attention_scale"] = _scale(value("query_pre_attn_scalar"), head_dim)
     fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
+    if "attention_chunk_size" in read:
+        fields |= _of_llama4(value, fields, where)
     if "sliding_window" in read:
         slides = _slides(family, value, read, fields, where)
         window = value("sliding_window")
@@ -1092,7 +1143,7 @@ def _first(*values: float | None) -> float:
 def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     """`LlamaConfig.rotated`: every fourth layer is not, if `no_rope_layers` does not say it."""
     rotated, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
-    if rotated is None:
+    if not rotated:
         rotated = [(number + 1) % every != 0 for number in range(layers)]
     if len(rotated) < layers or any(one not in (0, 1) for one in rotated):
         raise UserError(
@@ -1116,6 +1167,34 @@ def _layer_kinds(value: Any, fields: Mapping[str, Any], where: str) -> tuple[str
             f"{layers} layers; use a checkpoint of these."
         )
     return tuple(names[one] for one in types)
+
+
+def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The fields of Llama 4's own keys. Layers that rotate see chunks, the others all."""
+    layers, rotated = fields["layers"], fields["rotated"]
+    chunks = ["chunked_attention" if one else _FULL for one in rotated or (True,) * layers]
+    every = value("interleave_moe_layer_step", 1)
+    mixtures = value("moe_layers")
+    mixtures = [*range(every - 1, layers, every)] if mixtures is None else mixtures
+    known = all(isinstance(one, int) and 0 <= one < layers for one in mixtures) and mixtures
+    for key, right, wanted in (
+        ("layer_types", value("layer_types") in (None, chunks), f"{chunks}"),
+        ("moe_layers", known, f"numbers of layers below {layers}, one at least"),
+    ):
+        if not right:
+            raise UserError(
+                f"{where}: {key} is {value(key)!r}, expected {wanted}; use a checkpoint of these."
+            )
+    kinds = tuple("full" if number in mixtures else "plain" for number in range(layers))
+    plain = "plain" in kinds
+    grows = value("attn_temperature_tuning", True) and rotated
+    return {
+        "qk_norm": "rotated" if value("use_qk_norm", True) else "none",
+        "growth": (float(value("attn_scale")), value("floor_scale")) if grows else (),
+        "shared_expert": fields["mlp"],
+        "kinds": kinds if plain else (),
+        "plain_mlp": value("intermediate_size_mlp") if plain else None,
+    }
 
 
 def _slides(
@@ -1200,6 +1279,17 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published |= {key: getattr(config.delta, ours) for ours, key in _DELTA.items()}
         types = {"linear": _LINEAR, "full": _FULL}
         published["layer_types"] = [types[kind] for kind in config.kinds]
+    if "attention_chunk_size" in read:
+        by, tokens = config.growth or (
+            family.defaults["attn_scale"],
+            family.defaults["floor_scale"],
+        )
+        published |= {"use_qk_norm": config.qk_norm == "rotated", "attn_scale": by}
+        published |= {"attn_temperature_tuning": bool(config.growth), "floor_scale": tokens}
+        kinds = config.kinds or ("full",) * config.layers
+        published["moe_layers"] = [number for number, kind in enumerate(kinds) if kind == "full"]
+        if config.plain_mlp:
+            published["intermediate_size_mlp"] = config.plain_mlp
     if "sliding_window" in read:
         published |= _windows_to_hf(config, read)
     if "enable_moe_block" in read:

@@ -170,7 +170,9 @@ def _layer_rules(
             turns |= {"q_norm": turned(1, *sizes), "k_norm": turned(1, *sizes)}
     norms = () if config.norms == "after" else ("input_norm", "mlp_norm")[: 2 - config.parallel]
     norms += () if config.norms == "before" else ("out_norm", "down_norm")
-    norms += () if config.qk_norm == "none" or config.recurrent else ("q_norm", "k_norm")
+    norms += (
+        ("q_norm", "k_norm") if config.qk_norm in ("head", "whole") and not config.recurrent else ()
+    )
     norms += ("side_norm",) if config.side else ()
     for norm in norms:
         turned = turns.get(norm, of_norms)
@@ -200,7 +202,7 @@ def _layer_rules(
         rules.append(Rule(f"{layer}layer_scalar", f"{path}scale"))
     if config.shared_expert:
         shared = {f".{part}_proj": f"{part}/kernel" for part in ("gate", "up", "down")}
-        for key, ours in (shared | {"_gate": "choice"}).items():
+        for key, ours in (shared | ({"_gate": "choice"} if config.shared_gate else {})).items():
             key = f"{layer}mlp.shared_expert{key}.weight"
             rules.append(Rule(key, f"{path}shared/{ours}", TRANSPOSE))
     return rules
@@ -325,8 +327,8 @@ def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
     source = without_constants(renamed(source, family.tensors), family.constants)
     if family.fused:
         source = apart(source, fused_rows(config))
-    if family.experts_in_turn:
-        return experts_by_linear(source)
+    if family.experts_across:
+        return experts_by_linear(source, in_turn=family.experts_across == "in turn")
     return experts_together(source, config.experts) if config.experts else source
 
 
@@ -337,8 +339,8 @@ def to_published_tensors(
     family = FAMILIES[config.family]
     if family.fused:
         source = together(source, fused_rows(config), prefix)
-    if family.experts_in_turn:
-        source = experts_in_turn(source)
+    if family.experts_across:
+        source = experts_across(source, in_turn=family.experts_across == "in turn")
     elif family.experts_paired:
         source = experts_paired(source)
     elif config.experts:
@@ -504,11 +506,11 @@ def experts_paired(source: TensorSource) -> TensorSource:
     return DerivedSource(source.name, tensors)
 
 
-def experts_by_linear(source: TensorSource) -> TensorSource:
-    """The tensors of a gpt-oss, rounded or not, with each linear of all experts as one.
+def experts_by_linear(source: TensorSource, *, in_turn: bool) -> TensorSource:
+    """The tensors of a checkpoint that keeps `gate_up_proj` (E, in, out), `down_proj`, and their
+    biases (E, out), rounded or not, with each linear of all experts as one.
 
-    It keeps `gate_up_proj` (E, in, out), of whose columns every other one is gate's, `down_proj`,
-    and their biases (E, out).
+    in_turn: every other column is gate's; else the first half are.
     """
     tensors: dict[str, Any] = {}
     specs = source.specs()
@@ -527,7 +529,10 @@ def experts_by_linear(source: TensorSource) -> TensorSource:
             read = functools.partial(lambda read: read().swapaxes(1, 2), read)
         elif kind == "_blocks":
             spec = mxfp4.check_pair(source, f"{stem}{linear}")
-        halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
+        half = spec.shape[1] // 2
+        halves = {"gate": slice(half), "up": slice(half, None)}
+        if in_turn:
+            halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
         for name, rows in halves.items() if linear == "gate_up_proj" else [("down", slice(None))]:
             of_name = functools.partial(lambda read, rows: read()[:, rows], read, rows)
             if kind == "_blocks":
@@ -538,7 +543,7 @@ def experts_by_linear(source: TensorSource) -> TensorSource:
     return DerivedSource(source.name, tensors)
 
 
-def experts_in_turn(source: TensorSource) -> TensorSource:
+def experts_across(source: TensorSource, *, in_turn: bool) -> TensorSource:
     """The reverse, not rounded."""
     tensors = {}
     for key, spec in source.specs().items():
@@ -554,14 +559,15 @@ def experts_in_turn(source: TensorSource) -> TensorSource:
         if part[3] == "weight":
             shape[1:] = shape[:0:-1]
         name = f"{part[1]}{linear}{'_bias' if part[3] == 'bias' else ''}"
-        read = functools.partial(_in_turn, source, keys)
+        read = functools.partial(_across, source, keys, in_turn)
         tensors[name] = jax.ShapeDtypeStruct(tuple(shape), spec.dtype), read
     return DerivedSource(source.name, tensors)
 
 
-def _in_turn(source: TensorSource, keys: list[str]) -> np.ndarray:
-    """Tensors (E, out, in) with their rows in turn, as (E, in, out); or of biases, (E, out)."""
-    whole = np.stack([*map(source.read, keys)], axis=2)
+def _across(source: TensorSource, keys: list[str], in_turn: bool) -> np.ndarray:
+    """Tensors (E, out, in) as one (E, in, out), or of biases (E, out); the rows of all are in turn,
+    or follow each other."""
+    whole = np.stack([*map(source.read, keys)], axis=2 if in_turn else 1)
     whole = whole.reshape(whole.shape[0], -1, *whole.shape[3:])
     return np.ascontiguousarray(whole.swapaxes(1, -1) if whole.ndim == 3 else whole)
 
@@ -586,7 +592,10 @@ def _one(read_layer: Callable[[str], np.ndarray], key: str, number: int) -> np.n
 
 
 # What people call it, and whether its class takes the head's cap.
-WITH_TOWER = {"gemma3": ("Gemma 3", False), "gemma4": ("Gemma 4", True)}
+WITH_TOWER = {
+    **{"gemma3": ("Gemma 3", False), "gemma4": ("Gemma 4", True)},
+    "llama4": ("Llama 4", False),
+}
 _READ = kinds(
     object="text_config", object_or_null="vision_config audio_config", flag="tie_word_embeddings"
 )
@@ -599,7 +608,8 @@ _LANGUAGE_MODEL = re.compile(
     r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.|(lm_head\.))"
 )
 _TOWER = re.compile(
-    r"^(?:model\.)?(vision_tower|audio_tower|multi_modal_projector|embed_vision|embed_audio)\."
+    r"^(?:model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|"
+    r"embed_audio)\."
 )
 
 

@@ -50,6 +50,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts, SharedExpert
 from mmqa_jax.models.llama.gated_delta import DeltaState, GatedDelta
 from mmqa_jax.models.llama.layer_kinds import DELTA_LINEARS
+from mmqa_jax.models.llama.long_texts import FarTokens, far_tokens
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -354,11 +355,17 @@ class LlamaLayer(nnx.Module):
         return None if self.sinks is None else self.sinks[...].astype(jnp.float32)
 
     def project(
-        self, x: jax.Array, cos: jax.Array, sin: jax.Array, *, apart: bool = False
+        self,
+        x: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        traits: LayerTraits = NO_TRAITS,
+        *,
+        apart: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
-        q, k, v = self.products(x, apart=apart)
-        cos, sin = self.turned(cos, sin)
+        q, k, v = self.products(x, traits, apart=apart)
+        cos, sin = self.turned(*traits.turned(cos, sin))
         return rotate_rows(q, cos, sin), rotate_rows(k, cos, sin), v
 
     def turned(self, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -370,7 +377,7 @@ class LlamaLayer(nnx.Module):
         return cos, sin
 
     def products(
-        self, x: jax.Array, *, apart: bool = False
+        self, x: jax.Array, traits: LayerTraits = NO_TRAITS, *, apart: bool = False
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`project` without the rotation.
 
@@ -391,6 +398,9 @@ class LlamaLayer(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         if config.value_norm:
             v = unit_rms(v, config.eps)
+        if config.qk_norm == "rotated":  # Llama 4 norms what is rotated, which has the same length
+            turns = True if traits.rotated is None else traits.rotated
+            q, k = (jnp.where(turns, unit_rms(x, config.eps), x) for x in (q, k))
         if config.attention_scale is not None:  # attention divides by the root of a head's size
             q = q * (config.attention_scale * config.head_size**0.5)
         return q, k, v
@@ -467,6 +477,7 @@ class LlamaLayer(nnx.Module):
         traits: LayerTraits = NO_TRAITS,
         segments: jax.Array | None = None,
         last: jax.Array | None = None,
+        far: FarTokens = FarTokens(),  # noqa: B008 - frozen
     ) -> jax.Array:
         """x [B, L, H], mask bool [B, 1, 1, L], false at keys that are not seen -> [B, L, H].
 
@@ -484,15 +495,14 @@ class LlamaLayer(nnx.Module):
             if window is not None:
                 mask = window.mask(mask, length, length, is_causal=True)
             both, window = True, None
-        q, k, v = self.products(x)
-        turned = self.turned(*traits.turned(cos, sin))
-        q, k = (rotate_rows(one, *turned) for one in (q, k))
+        q, k, v = self.project(x, cos, sin, traits)
+        q = far.grown(q, traits.rotated)
         attended = attention(
             q,
             k,
             v,
             mask=mask,
-            segments=segments,
+            segments=far.segments(segments, traits.rotated, x.shape[:2]),
             window=window,
             is_causal=not both,
             implementation=self.config.attention,
@@ -639,10 +649,10 @@ class Llama(nnx.Module):
         """
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, key, traits, segments, last)
+            x = layer(x, *angles, mask, key, traits, segments, last, far)
             return added(x, deepstack, traits.number), None
 
-        angles, mask = self._prepare(embedded, attention_mask, positions)
+        angles, mask, far = self._prepare(embedded, attention_mask, positions)
         last = self._last(pictures)
         numbered = deepstack is not None
         return self.norm(self._scan(embedded, body, dropout_key, numbered)[0])
@@ -659,11 +669,11 @@ class Llama(nnx.Module):
         """Every layer's output before the last norm: [layers, B, L, H]; see `encode`."""
 
         def body(layer: LlamaLayer, x, traits, key):
-            x = layer(x, *angles, mask, traits=traits, segments=segments, last=last)
+            x = layer(x, *angles, mask, None, traits, segments, last, far)
             x = added(x, deepstack, traits.number)
             return x, x
 
-        angles, mask = self._prepare(embedded, attention_mask, positions)
+        angles, mask, far = self._prepare(embedded, attention_mask, positions)
         last = self._last(pictures)
         return self._scan(embedded, body, None, deepstack is not None)[1]
 
@@ -685,15 +695,17 @@ class Llama(nnx.Module):
         return last_of_pictures(pictures)
 
     def _prepare(self, embedded, attention_mask, positions):
-        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None)."""
-        length = embedded.shape[1]
+        """((cos, sin) [B or 1, L, 1, D / 2] float32, mask [B, 1, 1, L] or None, far tokens)."""
+        length, longest = embedded.shape[1], None
         if positions is None:
+            longest = length
             check_length(length, self.config.positions)
             positions = jnp.arange(length)[None]
         angles = rotary_angles(self.config, positions, turned_by(self.config, positions))
         if attention_mask is not None:
             attention_mask = attention_mask.astype(bool)[:, None, None]
-        return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask
+        far = far_tokens(self.config, positions, longest)
+        return rotation(self.config, jnp.cos(angles), jnp.sin(angles)), attention_mask, far
 
     def _scan(
         self, x: jax.Array, body: Callable, dropout_key: jax.Array | None, numbered: bool = False

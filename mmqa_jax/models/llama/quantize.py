@@ -114,7 +114,7 @@ def quantize_weights(model: Llama, bits: int = 8) -> None:
             linear = getattr(owner, name)
             setattr(owner, name, QuantizedLinear(linear, bits))
             _free(linear.kernel)
-        for name in ("gate", "up", "down") if model.config.experts else ():
+        for name in ("gate", "up", "down") if layer.config.experts else ():
             grouped = getattr(layer.experts, name)
             setattr(layer.experts, name, QuantizedGroupedLinear(grouped))
             _free(grouped.kernels)

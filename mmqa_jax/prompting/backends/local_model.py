@@ -180,7 +180,7 @@ def open_backend(
     return EngineBackend(
         make_engine,
         text,
-        length=sizing.given("length") if sizing.given("length") != AUTO else llama.positions,
+        length=sizing.given("length") if sizing.given("length") != AUTO else llama.served_positions,
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         pictures=pictures,
         resize=resize,
