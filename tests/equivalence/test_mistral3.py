@@ -16,10 +16,14 @@ from flax import nnx
 from PIL import Image
 from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import (
+    PixtralImageProcessorPil,
+    get_resize_output_image_size,
+)
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.pictures.resize import within_size
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.sizes import tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -221,6 +225,16 @@ def test_what_a_plan_compiles(pair):
     with jax.set_mesh(mesh):
         for program in programs.values():
             program.function.lower(*program.arguments)
+
+
+@pytest.mark.parametrize("height", [1, 13, 100, 1540, 1541, 1999, 30000])
+def test_sizes_of_any_picture_are_the_processors(height):
+    """Of the published 1,540 pixels and units of 28."""
+    for width in (1, 27, 28, 29, 500, 1540, 3001, 20000):
+        picture = np.broadcast_to(np.uint8(0), (height, width, 3))
+        want = get_resize_output_image_size(picture, 1540, 28, "channels_last")
+        if min(want):  # else transformers fails
+            assert within_size(width, height, 1540, 28) == want[::-1]
 
 
 SMALL31 = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,15 +26,22 @@ from PIL import Image
 from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
+    GotOcr2ImageProcessorPil,
+    get_optimal_tiled_canvas,
+)
+from transformers.models.idefics3.image_processing_pil_idefics3 import (
+    Idefics3ImageProcessorPil,
+    get_resize_output_image_size,
+)
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.pictures.resize import cut_tiles
 from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
-from mmqa_jax.models.llava.config import PRESETS
+from mmqa_jax.models.llava.config import PRESETS, RatioTiles, RowTiles
 from mmqa_jax.models.llava.families import FAMILIES
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava, expand_images
@@ -556,3 +564,41 @@ def test_a_bad_processor_is_refused_by_name(tmp_path, family, file, match):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
     with pytest.raises(UserError, match=match):
         with_split(tmp_path, llava_config(INSIDE[family]), FAMILIES[family].split)
+
+
+WIDTHS = (1, 2, 37, 448, 500, 512, 769, 1024, 3001, 20000)
+
+
+@pytest.mark.parametrize("height", [1, 13, 100, 384, 513, 700, 1999, 30000])
+def test_canvases_of_any_size_are_the_processors(height):
+    """Of the published sizes: both steps of Idefics3's, and InternVL's."""
+
+    class Sizes(Idefics3ImageProcessorPil):
+        """Its `resize` without pixels."""
+
+        def resize(self, image, size, resample=None, **unused):
+            return size.width, size.height
+
+    for side, longest in ((512, 2048), (384, 1536), (364, 1456)):
+        for width in WIDTHS:
+            picture = np.broadcast_to(np.uint8(0), (3, height, width))
+            first = get_resize_output_image_size(picture, longest)
+            scaled = np.broadcast_to(np.uint8(0), (3, *first))
+            want = [(first[1], first[0]), Sizes().resize_for_vision_encoder(scaled, side)]
+            if min(want[1]):  # else transformers fails
+                assert RowTiles(longest).steps(width, height, side) == want
+            tiles = math.prod(RowTiles(longest).steps(width, height, side)[-1]) // side**2
+            assert tiles <= RowTiles(longest).most_tiles(side)
+    for least, most in ((1, 12), (2, 7), (1, 1)):
+        for width in WIDTHS:
+            columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
+            steps = RatioTiles(least, most).steps(width, height, 448)
+            assert steps == [(448 * columns, 448 * rows)]
+
+
+def test_a_long_and_thin_picture():
+    """A row of 9,000 pixels becomes four tiles and the whole."""
+    steps = RowTiles(2048).steps(9000, 1, 512)
+    tiles = cut_tiles(Image.new("RGB", (9000, 1)), steps, 512, "lanczos", whole_of_canvas=True)
+    assert tiles.shape == (5, 512, 512, 3)
+    assert RowTiles(2048).steps(1, 9000, 512)[-1] == (512, 2048)
