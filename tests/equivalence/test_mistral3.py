@@ -15,6 +15,7 @@ from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, sam
 from flax import nnx
 from PIL import Image
 from qwen_vl_pair import encoded
+from safetensors.torch import load_file, save_file
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
 from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
@@ -225,6 +226,35 @@ def test_what_a_plan_compiles(pair):
     with jax.set_mesh(mesh):
         for program in programs.values():
             program.function.lower(*program.arguments)
+
+
+def test_a_tower_beside_a_decoder_in_fp8(pair, tmp_path):
+    """As Ministral 3 is published: the decoder's matrices have one scale each, the tower's none."""
+    saved = {}
+    for key, tensor in load_file(pair.folder / "model.safetensors").items():
+        if "language_model" in key and key.endswith("_proj.weight"):
+            scale = tensor.abs().max() / 448
+            saved[key] = (tensor / scale).to(torch.float8_e4m3fn)
+            saved[f"{key}_scale_inv"] = scale
+            saved[key.replace("weight", "activation_scale")] = torch.tensor(0.5)
+        else:
+            saved[key] = tensor
+    for file in pair.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(saved, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    published = json.loads((tmp_path / "config.json").read_text())
+    published["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None,
+        "modules_to_not_convert": ["model.vision_tower", "model.multi_modal_projector", "lm_head"],
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    read = load_published("mistral3", tmp_path, unroll=1)
+    want = nnx.to_flat_state(nnx.state(pair.ours))
+    for (path, got), (_, whole) in zip(nnx.to_flat_state(nnx.state(read)), want, strict=True):
+        far = np.abs(np.asarray(got[...]) - np.asarray(whole[...])).max()
+        is_rounded = path[0] == "llama" and path[-1] == "kernel" and "head" not in path
+        assert (far > 0) == is_rounded, path
+        assert far <= np.abs(np.asarray(whole[...])).max() / 14, path  # 3 bits and a half step
 
 
 @pytest.mark.parametrize("height", [1, 13, 100, 1540, 1541, 1999, 30000])
