@@ -643,8 +643,7 @@ class Engine:
 def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
     """Brings a model's arrays into the form in which they serve, in place."""
     repeat_key_heads(model, mesh)
-    scanned = scans(config, mesh) and not model.config.kinds  # of several kinds none is
-    if not scanned and not isinstance(model.layers, nnx.List):
+    if not scans(config, mesh) and not isinstance(model.layers, nnx.List):
         unstack_layers(model)
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     if config.exact and device.platform == "cpu":

@@ -49,6 +49,7 @@ from mmqa_jax.decoding.slot_runner import (
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import multiplies_by_kernel
 from mmqa_jax.models.llama.gated_delta import state_shapes
+from mmqa_jax.models.llama.layer_kinds import FullLayers
 from mmqa_jax.models.llama.network import Llama, stacks, unstack_layers
 from mmqa_jax.models.llama.quantize import quantize_weights
 from mmqa_jax.models.llava.config import LlavaConfig
@@ -372,7 +373,9 @@ class _Cost:
         """Bytes of a device's part of a copy split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         mixing = self._of_places(
-            lambda layer: dataclasses.replace(layer, kv_heads=_kv_heads(layer, tensor)).mixing
+            lambda layer: (
+                dataclasses.replace(layer, kv_heads=_kv_heads(layer, tensor, layer.heads)).mixing
+            )
         )
         matrices = mixing + self._of_places(lambda layer: layer.mlp_numbers(layer.experts))
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
@@ -390,7 +393,7 @@ class _Cost:
         )
         experts *= of_matrix / tensor
         return SplitCopy(
-            dataclasses.replace(model, kv_heads=_kv_heads(model, tensor)),
+            dataclasses.replace(model, kv_heads=_kv_heads(model, tensor, model.heads)),
             chip,
             tensor,
             self.weights(tensor) - (1 if model.tied else 2) * head,
@@ -424,7 +427,7 @@ class _Cost:
             lambda layer: (
                 0
                 if layer.recurrent
-                else _kv_heads(layer, tensor) * (layer.head_size * item + of_scale)
+                else _kv_heads(layer, tensor, layer.heads) * (layer.head_size * item + of_scale)
             )
         )
         return 2 * heads / tensor + of_draft
@@ -451,7 +454,7 @@ class _Cost:
         if model.experts:  # a kernel for TPU has few rows of an expert at once
             inside = 2 * model.hidden
             if not self.by_kernel:  # each device has room for all of a token's copies
-                inside = model.active_experts * (2 * model.hidden + 3 * model.mlp)
+                inside = model.active_experts * (2 * model.hidden + 3 * model.expert_mlp)
         of_token = self.token(tensor, model.dtype) + 4 * (6 * model.hidden + inside)
         return _PREFILL * of_token + 8 * rows * model.vocab_size / tensor
 
@@ -481,10 +484,10 @@ class _Cost:
         return (self.model.experts or 1) * self.model.hidden * self.model.expert_mlp
 
 
-def _kv_heads(model: LlamaConfig, tensor: int) -> int:
+def _kv_heads(layers: LlamaConfig | FullLayers, tensor: int, queries: int) -> int:
     """Number of key heads, with those that are repeated (see `repeat_key_heads`)."""
-    heads = math.lcm(model.kv_heads, tensor)
-    return model.kv_heads if model.heads % heads else heads
+    heads = math.lcm(layers.kv_heads, tensor)
+    return layers.kv_heads if queries % heads else heads
 
 
 def _numpy(dtype: str) -> str:
@@ -569,24 +572,24 @@ def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RUL
     head twice, which changes no result, each device keeps one: an eighth of that memory. A mesh
     that does not divide the query heads leaves the model as it is.
     """
-    config = model.config
-    if config.full_layers:  # each kind of layers has its own number of heads; theirs stay whole
-        return
-    heads = math.lcm(config.kv_heads, 1 if mesh is None else mesh.shape["tensor"])
-    if heads == config.kv_heads or config.heads % heads:
-        return
-    times = heads // config.kv_heads
-    model.config = dataclasses.replace(config, kv_heads=heads)
+    tensor = 1 if mesh is None else mesh.shape["tensor"]
+
+    def repeated(config: Any) -> Any:
+        return dataclasses.replace(config, kv_heads=_kv_heads(config, tensor, model.config.heads))
+
     for layer in model.layers if isinstance(model.layers, nnx.List) else stacks(model.layers):
-        layer.config = dataclasses.replace(layer.config, kv_heads=heads)
-        if layer.config.recurrent:
+        before, layer.config = layer.config.kv_heads, repeated(layer.config)
+        if layer.config.recurrent or layer.config.kv_heads == before:
             continue
-        parameters = [x for linear in (layer.k, layer.v) for x in (linear.kernel, linear.bias)]
-        if config.qk_norm == "whole":  # the mean over repeated heads is the same
+        linears = [getattr(layer, name) for name in "kv" if name in layer.config.linears]
+        parameters = [x for linear in linears for x in (linear.kernel, linear.bias)]
+        if layer.config.qk_norm == "whole":  # the mean over repeated heads is the same
             parameters.append(layer.k_norm.scale)
         for parameter in parameters:
             if parameter is not None:
-                _repeat(parameter, config.kv_heads, times, mesh, rules)
+                _repeat(parameter, before, layer.config.kv_heads // before, mesh, rules)
+    full = model.config.full_layers and repeated(model.config.full_layers)
+    model.config = dataclasses.replace(repeated(model.config), full_layers=full)
 
 
 def _repeat(parameter: nnx.Param, heads: int, times: int, mesh: Mesh, rules: Rules) -> None:
@@ -642,7 +645,7 @@ def engine_programs(
         model = Llama(config, rngs=nnx.Rngs())
         nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
         repeat_key_heads(model, mesh, rules)
-        if config.kinds or not scans(sizes, mesh):
+        if not scans(sizes, mesh):
             unstack_layers(model)
         if sizes.weights == "int8":
             quantize_weights(model)

@@ -38,7 +38,7 @@ from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_b
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama, to_rule_tensors
 from mmqa_jax.models.llama.network import Llama, layer_traits
 from mmqa_jax.tasks.objectives import LanguageModelObjective
@@ -1017,3 +1017,42 @@ def test_what_a_family_has_no_key_for_is_not_exported():
     with pytest.raises(UserError, match=r"model\.windows has 1 values"):
         LlamaConfig(windows=(3,))
     json.dumps(LlamaConfig(family="mistral").to_hf())
+
+
+GEMMA4_31B = {
+    "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True,
+    "enable_moe_block": False, "final_logit_softcapping": 30.0, "global_head_dim": 512,
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0, "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+    "max_position_embeddings": 262144, "model_type": "gemma4_text", "num_attention_heads": 32,
+    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0, "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "full_attention": {
+            "partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional",
+        },
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}  # fmt: skip
+# Of google/gemma-4-31B and gemma-4-26B-A4B; the latter's parameters are 25.2e9.
+GEMMA4_26B = GEMMA4_31B | {
+    "hidden_size": 2816, "num_hidden_layers": 30, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_global_key_value_heads": 2, "intermediate_size": 2112,
+    "layer_types": GEMMA4_31B["layer_types"][:30], "enable_moe_block": True, "num_experts": 128,
+    "top_k_experts": 8, "moe_intermediate_size": 704,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "published", "parameters"),
+    [("gemma4_31b", GEMMA4_31B, 30.7e9), ("gemma4_26b_a4b", GEMMA4_26B, 25.2e9)],
+)
+def test_gemma4s_presets_have_the_published_sizes(name, published, parameters):
+    config = RELATIVES[name]()
+    assert LlamaConfig.from_hf(published) == config
+    shapes = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert abs(count - parameters) < 0.05e9

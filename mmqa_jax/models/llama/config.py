@@ -439,6 +439,11 @@ _GEMMA2 = {**_GEMMA, "family": "gemma2", "vocab_size": 256000, "positions": 8192
 _GEMMA2 |= {"attention_cap": 50.0, "logit_cap": 30.0}
 _GEMMA3 = {**_GEMMA, "family": "gemma3_text", "qk_norm": "head", "rope_theta": 1e6}
 
+_GEMMA4 = {**_GEMMA3, "family": "gemma4_text", "unit_norms": False, "vocab_size": 262144}
+_GEMMA4 |= {"positions": 262144, "rope_scaling": RopeScaling("proportional", 1.0, partial=0.25)}
+_GEMMA4 |= {"attention_scale": 1.0, "logit_cap": 30.0, "value_norm": True, "layer_scales": True}
+_GEMMA4 |= {"every": 6, "window": 1024}
+
 
 def _gemma(**sizes) -> Callable[..., LlamaConfig]:
     """A preset of a Gemma: `every`, layers up to one that sees all; `window`, of the others."""
@@ -446,7 +451,9 @@ def _gemma(**sizes) -> Callable[..., LlamaConfig]:
     near = tuple((number + 1) % every != 0 for number in range(layers))
     sizes["windows"] = tuple(window * one for one in near)
     sizes["embedding_scale"] = sizes["hidden"] ** 0.5
-    return _published(**sizes, local=near if sizes["family"] == "gemma3_text" else ())
+    if "full_layers" in sizes:
+        sizes["kinds"] = tuple("near" if one else "full" for one in near)
+    return _published(**sizes, local=() if sizes["family"] == "gemma2" else near)
 
 
 # Further models, by name: Hugging Face's config.json of each (the Instruct or chat model's).
@@ -630,6 +637,15 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         **_GEMMA3 | {"head_dim": 128}, hidden=5376, layers=62, heads=32, kv_heads=16, mlp=21504,
         positions=131072, vocab_size=262208, every=6, window=1024,
         rope_scaling=RopeScaling("linear", 8.0), attention_scale=168**-0.5,
+    ),
+    "gemma4_31b": _gemma(
+        **_GEMMA4, hidden=5376, layers=60, heads=32, kv_heads=16, mlp=21504,
+        full_layers=FullLayers(512, 4, keys_are_values=True),
+    ),
+    "gemma4_26b_a4b": _gemma(
+        **_GEMMA4, hidden=2816, layers=30, heads=16, kv_heads=8, mlp=2112, experts=128,
+        active_experts=8, normed_experts=True, experts_beside=704,
+        full_layers=FullLayers(512, 2, keys_are_values=True),
     ),
 }  # fmt: skip
 
