@@ -122,6 +122,18 @@ MORE: dict[str, dict[str, Any]] = {
 }
 MORE["ministral"] = {"head_dim": 8}
 MORE["qwen3_moe"] = {"moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2}
+_RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2},
+    **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
+}
+MORE["qwen3_5_text"] = _RECURRENT
+MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
+    **_RECURRENT,
+    **MORE["qwen3_moe"],
+    "shared_expert_intermediate_size": 12,
+}
 
 
 class Pair(NamedTuple):
