@@ -7,6 +7,8 @@ begin alike share no pages, and no step takes several tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -72,7 +74,9 @@ def _put(held: DeltaState, rows: jax.Array, new: DeltaState) -> DeltaState:
     return jax.tree.map(lambda x, one: x.at[rows].set(one, mode="drop"), held, new)
 
 
-def _on_own_rows(function, held: DeltaState, mesh: Mesh | None):
+def _on_own_rows(
+    function: Callable[..., DeltaState], held: DeltaState, mesh: Mesh | None
+) -> Callable[..., DeltaState]:
     """The function, each device with its own slots and rows; XLA else exchanges all states."""
     specs = mesh and jax.tree.map(lambda x, n: partition_spec(n, x.shape, mesh), held, _NAMES)
     axes = specs and specs.memory[0]
