@@ -19,8 +19,8 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.encoders.text_encoders import FAMILIES
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.expert_tensors import experts_apart, experts_together
 from mmqa_jax.models.llama.experts import Experts, reached
-from mmqa_jax.models.llama.keys import experts_apart, experts_together
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.models.llama.quantize import QuantizedGroupedLinear, quantize_weights

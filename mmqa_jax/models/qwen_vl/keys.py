@@ -23,9 +23,9 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.expert_tensors import experts_paired
 from mmqa_jax.models.llama.keys import (
     PROPOSING,
-    experts_paired,
     llama_rules,
     to_published_tensors,
     to_rule_tensors,
