@@ -128,11 +128,11 @@ def test_fp8_scales_that_are_exponents():
         np.dtype("float8_e8m0fnu")
     )
     scale = 2.0 ** (exponents.view(np.uint8).astype(np.float32) - 127)
-    got = whole(
-        FP8_BLOCKS | {"scale_fmt": "ue8m0"}, {"a.weight": codes, "a.weight_scale_inv": exponents}
-    )
     want = matrix(np.vectorize(float)(codes), np.float32(scale), None, (32, 24))
-    np.testing.assert_array_equal(got["a.weight"], want)
+    for kept in (exponents, exponents.view(np.uint8)):
+        arrays = {"a.weight": codes, "a.weight_scale_inv": kept}
+        got = whole(FP8_BLOCKS | {"scale_fmt": "ue8m0"}, arrays)["a.weight"]
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize(

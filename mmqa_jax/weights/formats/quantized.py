@@ -74,11 +74,12 @@ class Matrix(NamedTuple):
     def _spread(self, grid: np.ndarray, block: slice) -> np.ndarray:
         """A grid's values at each number of a block of rows, or what broadcasts to them."""
         grid = grid[self.row[block]]
-        if grid.shape[1] == 1 or grid.shape[1] == self.size[1]:
+        if grid.shape[1] == 1:
             return grid
-        if isinstance(self.column, int):
-            return np.repeat(grid, self.column, axis=1)[:, : self.size[1]]
-        return np.take(grid, self.column, axis=1)
+        if not isinstance(self.column, int):
+            return np.take(grid, self.column, axis=1)
+        spread = grid if self.column == 1 else np.repeat(grid, self.column, axis=1)
+        return spread[:, : self.size[1]]
 
 
 class Unfit(UserError):
@@ -102,8 +103,9 @@ class Parts:
         return self._source.read(self.keys[part])
 
     def numbers(self, part: str) -> np.ndarray:
-        """Reads a part that is there as float32; float8_e8m0 may be kept as bytes."""
-        return _values(self.read(part))
+        """Reads a part that is there as float32; bytes are exponents, float8_e8m0."""
+        values = self.read(part)
+        return _values(values.view("float8_e8m0fnu") if values.dtype == np.uint8 else values)
 
     def matrix(self) -> tuple[int, int]:
         """The shape of codes that are a matrix."""
@@ -315,9 +317,7 @@ def float4(group: int, codes: str, further: str = "", *, divides: bool = False) 
 
         def read() -> Matrix:
             of_bytes = parts.read("codes").reshape(-1, shape[-1] // 2).view(np.uint8)
-            scale = parts.read("scale")
-            scale = _values(scale if further else scale.view("float8_e8m0fnu"))
-            scale = scale.reshape(-1, grid[-1])
+            scale = parts.numbers("scale").reshape(-1, grid[-1])
             if further:
                 of_all = parts.numbers("further").reshape(())
                 scale = scale / of_all if divides else scale * of_all
@@ -479,6 +479,14 @@ BITSANDBYTES = (
 def whole_matrices(
     source: TensorSource, layouts: list[Layout], dtype: np.dtype, where: str
 ) -> TensorSource:
+    """The tensors of a checkpoint under the names of an unrounded one; headers only are read.
+
+    Args:
+      source: the checkpoint.
+      layouts: how its matrices may be kept; the one that a matrix's tensors fit is its own.
+      dtype: of the matrices that are made whole. Other tensors keep theirs.
+      where: what messages call the place that says so.
+    """
     specs, taken = source.specs(), set()
     tensors: dict[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]] = {}
     for key in specs:
