@@ -142,7 +142,7 @@ class Mistral3(FeaturedLlava):
 
     def breaks(self) -> jax.Array:
         """The embeddings behind the rows, and behind the last: [2, H]."""
-        return self.llama.embed(jnp.array([self.config.break_token, self.config.end_token]))
+        return self.llama.embed(np.array([self.config.break_token, self.config.end_token]))
 
     def tower(self) -> nnx.Dict:
         """See Llava; with the embeddings behind the rows."""
