@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU
+from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.policy_scores import policy_logprobs
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -109,29 +114,36 @@ def scorings(count: int) -> list[Scoring]:
     ]
 
 
+def drawn_model(
+    dtype: str, kind: str = "dense", *, tied: bool | None = None, mesh: Mesh | None = None
+) -> Llama | Llava:
+    """Drawn weights; of bfloat16 with a tied head, unless said."""
+    tied = dtype == "bfloat16" if tied is None else tied
+    config = dataclasses.replace(KINDS[kind].model, dtype=dtype, tied=tied)
+
+    def build() -> Llama | Llava:
+        if KINDS[kind].pictured:
+            return Llava(LlavaConfig(_VISION, config, image_token=_PICTURE), rngs=nnx.Rngs())
+        return Llama(config, rngs=nnx.Rngs())
+
+    model = drawn(build, 3, _STDDEV, mesh)
+    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
+    return model
+
+
 def engine(
     dtype: str,
     kind: str = "dense",
     *,
     tied: bool | None = None,
     mesh: Mesh | None = None,
+    model: Llama | None = None,
     **sizes: Any,
 ) -> Engine:
-    """An engine of drawn weights; of bfloat16 with a tied head, unless said."""
+    """An engine of the model; of `drawn_model` unless there is one."""
+    model = model or drawn_model(dtype, kind, tied=tied, mesh=mesh)
     of_kind = KINDS[kind]
-    tied = dtype == "bfloat16" if tied is None else tied
-    config = dataclasses.replace(of_kind.model, dtype=dtype, tied=tied)
-
-    def build() -> Llama | Llava:
-        if of_kind.pictured:
-            return Llava(LlavaConfig(_VISION, config, image_token=_PICTURE), rngs=nnx.Rngs())
-        return Llama(config, rngs=nnx.Rngs())
-
-    model = drawn(build, 3, _STDDEV, mesh)
-    nnx.update(model, jax.tree.map(lambda x: x.astype(dtype), nnx.state(model)))
-    adapters = {
-        name: _additions(config, *of_adapter) for name, of_adapter in of_kind.adapters.items()
-    }
+    adapters = {name: _additions(model.config, *one) for name, one in of_kind.adapters.items()}
     sizes = {"length": 384, **of_kind.sizes, **sizes}
     return Engine(model, config=EngineConfig(**sizes), mesh=mesh, adapters=adapters)
 
@@ -162,3 +174,57 @@ def assert_same(expected: Mapping[Any, Any], answered: Mapping[Any, Any], what: 
     """Every answer is there and has the bits of the expected one; `what` is for the message."""
     assert answered, what
     assert [key for key in answered if answered[key] != expected[key]] == [], what
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyStep:
+    """What GRPO's first step computes of answers that were drawn; arrays [B, L - 1] but tokens.
+
+    Attributes:
+      answered: bool, which tokens were drawn.
+      drawn, logprobs: their log-probabilities by the engine, and by `policy_logprobs`.
+      ratios: of the probabilities.
+      gradient: of the ratios' sum, as the engine's model.
+    """
+
+    tokens: np.ndarray
+    answered: np.ndarray
+    drawn: np.ndarray
+    logprobs: np.ndarray
+    ratios: np.ndarray
+    gradient: nnx.State
+
+
+def policy_step(
+    dtype: str, kind: str = "dense", mesh: Mesh | None = None, **sizes: Any
+) -> PolicyStep:
+    """A policy's first step on answers of 8 prompts."""
+    model = drawn_model(dtype, kind, mesh=mesh)
+    served = engine(dtype, kind, mesh=mesh, model=model, **sizes)
+    asked = requests(8, kind)
+    written = answers(served, *asked)
+    rows = [(*one.prompt, *written[one.id][0]) for one in asked]
+    # As many rows as two for each of eight copies; the others are padding.
+    tokens = np.zeros((16, max(map(len, rows))), np.int32)
+    lengths = np.ones(16, np.int32)
+    answered = np.zeros((16, tokens.shape[1] - 1), bool)
+    drawn = np.zeros(answered.shape, np.float32)
+    for n, (row, one) in enumerate(zip(rows, asked, strict=True)):
+        tokens[n, : len(row)], lengths[n] = row, len(row)
+        answered[n, len(one.prompt) - 1 : len(row) - 1] = True
+        drawn[n, answered[n]] = written[one.id][1]
+    graphdef, state = nnx.split(model)
+
+    def loss(state: nnx.State, tokens: jax.Array, lengths: jax.Array):
+        policy = nnx.merge(graphdef, state)
+        logprobs = policy_logprobs(policy, tokens, lengths, served.config, mesh)
+        ratios = jnp.exp(jnp.where(answered, logprobs - drawn, 0))
+        return -jnp.where(answered, ratios, 0).sum(), (logprobs, ratios)
+
+    inputs = tokens, lengths
+    if mesh is not None:
+        inputs = jax.device_put(inputs, batch_sharding(mesh))
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=EXACT_ON_CPU)
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        (_, computed), gradient = step(state, *inputs)
+    return PolicyStep(tokens, answered, drawn, *map(np.asarray, computed), gradient)

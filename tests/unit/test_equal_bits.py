@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mmqa_jax.decoding.requests import Scoring
-from tests.equal_bits import answers, assert_same, engine, requests, scorings
+from tests.equal_bits import KINDS, answers, assert_same, engine, requests, scorings
 
 # Compiled as for users: other programs have other bits.
 pytestmark = [pytest.mark.slow, pytest.mark.optimized]
@@ -31,9 +31,10 @@ def test_bits(dtype, tied):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["int8 weights", "int8 cache"])
-def test_bits_of_other_models(kind, dtype):
-    """2 and 9 prompts, 2 and 4 slots, another order, with and without prefixes that are there."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_bits_of_all_kinds(kind, dtype):
+    """2 and 9 prompts, 2 and 4 slots, another order, with and without prefixes that are there; what
+    was decoded token by token is scored in chunks with the same bits."""
     asked = [*requests(9, kind), *scorings(2)]
     first = engine(dtype, kind, slots=4)
     expected = answers(first, *asked)
@@ -45,19 +46,16 @@ def test_bits_of_other_models(kind, dtype):
     fewer = engine(dtype, kind, slots=2, prefill_tokens=128)
     assert_same(expected, answers(fewer, *asked), "2 slots")
 
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["dense", "int8 cache"])
-def test_a_drawn_token_has_its_score(kind, dtype):
-    """What was decoded token by token is scored in chunks with the same bits."""
-    served = engine(dtype, kind, slots=4)
-    asked = requests(9, kind)
-    drawn = answers(served, *asked)
-    scored = answers(
-        served,
-        *(
-            Scoring(("scored", one.id), one.prompt, [drawn[one.id][0]], adapter=one.adapter)
-            for one in asked
-        ),
-    )
-    assert_same({("scored", n): [logprobs] for n, (_, logprobs) in drawn.items()}, scored)
+    drawn = requests(9, kind)
+    again = [
+        Scoring(
+            ("drawn", one.id),
+            one.prompt,
+            [expected[one.id][0]],
+            adapter=one.adapter,
+            images=one.images,
+        )
+        for one in drawn
+    ]
+    wanted = {("drawn", one.id): [expected[one.id][1]] for one in drawn}
+    assert_same(wanted, answers(first, *again), "scored")
