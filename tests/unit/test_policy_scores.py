@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.optimized]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", ["dense", "windows", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "windows"])
 def test_the_first_ratio_is_one_and_gradients_are_those_of_training(kind, dtype):
     step = policy_step(dtype, kind, slots=4)
     assert step.answered.sum() > 40
