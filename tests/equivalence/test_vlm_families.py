@@ -316,6 +316,23 @@ def test_pictures_of_gemma3_are_seen_whole(tmp_path_factory):
     assert (whole - causal).abs().max() > 1e-2
 
 
+def test_scanned_layers_see_pictures_whole(tmp_path_factory):
+    """The cache of scanned layers has masks of its own; a picture lies in two chunks' columns."""
+    folder = make_pair("gemma3", folder_of("gemma3", tmp_path_factory)).folder
+    files = [Picture(encoded(one), "one") for one in pictures()[:2]]
+    query = Completion(
+        "a", "words<image>and<image>more", Decoding(NEW, logprobs=True), tuple(files)
+    )
+    answers = []
+    for scan in (False, True):
+        sizes = EngineConfig(slots=2, length=96, buckets=(16,), prefill_tokens=32, scan_layers=scan)
+        (answer,) = open_backend(folder, engine=sizes).answer([query])
+        answers.append(answer.candidates[0])
+    one, scanned = answers
+    assert one.tokens == scanned.tokens
+    np.testing.assert_allclose(scanned.logprobs, one.logprobs, rtol=0, atol=1e-4)
+
+
 def test_crops_beside_a_picture_are_refused(tmp_path_factory, tmp_path):
     folder = make_pair("gemma3", folder_of("gemma3", tmp_path_factory)).folder
     for file in folder.iterdir():
