@@ -30,7 +30,7 @@ from tests.bench.steps import hidden_cycles
 from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, dumping, take
 from tests.hlo.collectives import KINDS, Collective
-from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, is_reduce_scatter, stated_cycles
+from tests.hlo.counts import KERNEL, Counts, CyclesOf, count, stated_cycles
 from tests.hlo.text import Instruction
 
 if TYPE_CHECKING:
@@ -169,7 +169,8 @@ def cycles_by(bundles: Mapping[str, Bundles], chip: Chip) -> CyclesOf:
     takes none, though its kernel has bundles: the links' time is counted in its place."""
 
     def cycles_of(one: Instruction, counted: Counts) -> float:
-        if one.opcode.removesuffix("-start") in KINDS or is_reduce_scatter(one):
+        scatters = one.called.get("calls", "").startswith("all-reduce-scatter")
+        if scatters or one.opcode.removesuffix("-start") in KINDS:
             return 0.0
         kernel = bundles.get(one.name)
         if kernel is None:

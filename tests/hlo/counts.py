@@ -212,7 +212,7 @@ class _Counter:
             if not fused:
                 total.bytes += self._fusion_bytes(own, one)
                 total.cycles += self._cycles_of(one, total)
-            if is_reduce_scatter(one):
+            if _is_reduce_scatter(one):
                 total.collectives = {
                     dataclasses.replace(g, kind="reduce-scatter", overlaps=False): v
                     for g, v in total.collectives.items()
@@ -442,7 +442,7 @@ def _is_continued(own: Computation, one: Instruction) -> bool:
     )
 
 
-def is_reduce_scatter(one: Instruction) -> bool:
+def _is_reduce_scatter(one: Instruction) -> bool:
     """The TPU compiler writes it as a fusion of an all-reduce and a slice."""
     return one.called.get("calls", "").startswith("all-reduce-scatter")
 
