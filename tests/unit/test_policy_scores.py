@@ -21,6 +21,8 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_training(kind, dtype)
     assert step.answered.sum() > 40
     assert (step.logprobs[step.answered] == step.drawn[step.answered]).all()
     assert (step.ratios[step.answered] == 1).all()
+    if dtype == "bfloat16":  # gradients of two orders of roundings say little
+        return
 
     model = drawn_model(dtype, kind)
     graphdef, state = nnx.split(model)
@@ -35,5 +37,4 @@ def test_the_first_ratio_is_one_and_gradients_are_those_of_training(kind, dtype)
         for name in ("q", "k", "v", "out"):
             want = np.asarray(getattr(wanted.layers, name).kernel[...][number], np.float32)
             got = np.asarray(getattr(layer, name).kernel[...], np.float32).T
-            close = 1e-4 if dtype == "float32" else 0.1
-            np.testing.assert_allclose(got, want, rtol=0, atol=close * np.abs(want).max())
+            np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
