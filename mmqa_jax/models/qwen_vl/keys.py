@@ -195,9 +195,11 @@ def open_qwen_vl(path: Path) -> layouts.Checkpoint:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    published, source = layouts.open_hf(path, *PUBLISHED)
-    config = qwen_vl_config(published, str(file))
+    published = layouts.read_hf_config(path, *PUBLISHED)
+    published, make_whole = layouts.read_rounding(published, str(file))
+    config = qwen_vl_config(published, str(file))  # refused before the tensors are opened
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
+    source = make_whole(layouts.open_source(path))
     if config.llama.experts:
         source = _experts_turned(source, (config.llama.hidden, 2 * config.llama.mlp))
     source = to_rule_tensors(source, config.llama)
