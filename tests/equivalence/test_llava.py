@@ -89,7 +89,7 @@ def test_layers_and_logits_equal(pair):
     (embedded,) = seen["embedded"]
 
     def parts(model, ids, pixels, states, embedded, hidden):
-        angles, _ = model.llama._prepare(embedded, None, None)
+        angles, *_ = model.llama._prepare(embedded, None, None)
         selected = states[model.config.feature_layer][:, 1:]
         return {
             "before the tower": model.vision.embed(pixels)[0],

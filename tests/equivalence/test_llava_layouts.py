@@ -341,7 +341,7 @@ def test_a_siglip_of_which_another_layer_is_read_is_refused():
         ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
         ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
         ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
-        ({"text_config": {"model_type": "cohere"}}, "text_config: model_type is 'cohere'"),
+        ({"text_config": {"model_type": "mamba"}}, "text_config: model_type is 'mamba'"),
         ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
     ],
 )
