@@ -358,7 +358,7 @@ def test_gguf_metadata(tmp_path):
     assert config(attention__causal=True, vocab_size=5, attention__value_length=4).heads == 2
     for metadata, message in [
         ({"attention__causal": False}, r"llama\.attention\.causal is False"),
-        ({"expert_count": 8}, r"llama\.expert_count is 8"),
+        ({"expert_shared_count": 8}, r"key 'llama\.expert_shared_count'"),
         ({"logit_scale": 0.5}, r"llama\.logit_scale is 0\.5"),
         ({"attention__value_length": 6}, r"value_length is 6, a head has 4"),
         ({"new_trick": 3}, r"key 'llama\.new_trick'"),
