@@ -174,8 +174,8 @@ def changed(folder, target, **changes):
 
 
 def test_other_models_are_refused_by_name(published, tmp_path):
-    other = changed(published / "bert", tmp_path / "other", model_type="nomic_bert")
-    with pytest.raises(UserError, match=r"model_type is 'nomic_bert'.* bert, xlm-roberta"):
+    other = changed(published / "bert", tmp_path / "other", model_type="deberta")
+    with pytest.raises(UserError, match=r"model_type is 'deberta'.* bert, xlm-roberta"):
         load_text_encoder(other)
     with pytest.raises(UserError, match=r"holds a reranker.* `mmqa rerank --model`"):
         load_text_encoder(published / "reranker")

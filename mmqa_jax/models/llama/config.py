@@ -15,7 +15,8 @@ from mmqa_jax.models.common.config_checks import (
     check_rate,
 )
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
-from mmqa_jax.models.llama import families as decoder_families
+from mmqa_jax.models.llama import published_config
+from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig, FullLayers
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
@@ -30,7 +31,7 @@ NORM_KINDS = ("rms", "layer", "biased_layer")
 class LlamaConfig:
     """Sizes and switches of a LLaMA or a relative; the defaults are LLaMA-2 7B's.
 
-    `family` names the published model (`decoder_families.FAMILIES`): its keys and config.json; what
+    `family` names the published model (`families.FAMILIES`): its keys and config.json; what
     is computed is in the other fields. `kv_heads` below `heads` is grouped-query attention.
     `head_dim` None is hidden / heads. `positions` is the longest context; nothing is allocated for
     it. `tied`: the output head is the embedding table. `attention_bias` is on the projections of
@@ -185,7 +186,7 @@ class LlamaConfig:
         check_rate("model.attention_dropout", self.attention_dropout)
         learned = () if self.gated_mlp else LEARNED
         check_known("model.activation", self.activation, (*ACTIVATIONS, *learned))
-        check_known("model.family", self.family, decoder_families.FAMILIES)
+        check_known("model.family", self.family, FAMILIES)
         check_known("model.qk_norm", self.qk_norm, QK_NORMS)
         check_known("model.norms", self.norms, NORMS)
         check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
@@ -368,11 +369,11 @@ class LlamaConfig:
           published: the file's content, or the `text_config` of a LLaVA's.
           where: its name, for messages.
         """
-        return cls(**decoder_families.fields_from_hf(published, where))
+        return cls(**published_config.fields_from_hf(published, where))
 
     def to_hf(self) -> dict[str, Any]:
         """transformers' `config.json`, without token ids; versions 4 and 5 read it."""
-        return decoder_families.fields_to_hf(self)
+        return published_config.fields_to_hf(self)
 
 
 def _published(**sizes) -> Callable[..., LlamaConfig]:

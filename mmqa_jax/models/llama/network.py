@@ -1,5 +1,5 @@
 """LLaMA (Touvron et al. 2023): the decoder of LLaMA-1/2/3, Vicuna, SmolLM2 and llama2.c's stories,
-and with other switches of its relatives (`decoder_families.FAMILIES`).
+and with other switches of its relatives (`families.FAMILIES`).
 
 Pre-norm blocks of grouped-query attention with rotary positions and a gated MLP; weights in
 transformers' order (rotary pairs are the two halves of a head). Originals: meta-llama/llama
