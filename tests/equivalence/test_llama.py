@@ -128,7 +128,7 @@ def test_layers_and_logits_equal(pair):
         embedded = theirs.model.embed_tokens(torch.from_numpy(ids)).numpy()
 
     def each_layer(model, ids, inputs):
-        (cos, sin), _ = model._prepare(inputs[0], None, None)
+        (cos, sin), *_ = model._prepare(inputs[0], None, None)
         each = alone(model.layers, lambda layer, x: layer(x, cos, sin), inputs)
         return model.embed(ids), each, model.layer_outputs(inputs[0])
 

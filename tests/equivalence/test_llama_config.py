@@ -175,10 +175,8 @@ def test_presets_of_relatives_can_be_published(name):
 def test_bad_input_is_named():
     with pytest.raises(UserError, match="'gpt2', expected one of llama, mistral"):
         LlamaConfig.from_hf({"model_type": "gpt2"})
-    with pytest.raises(
-        UserError, match=r"x/config\.json: rope scaling 'proportional' is not supported"
-    ):
-        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "proportional"}}, "x/config.json")
+    with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'axial' is not supported"):
+        LlamaConfig.from_hf({"rope_scaling": {"rope_type": "axial"}}, "x/config.json")
     with pytest.raises(UserError, match="lacks its `factor`"):
         LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):

@@ -129,6 +129,8 @@ _RECURRENT = {
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
 MORE["qwen3_5_text"] = _RECURRENT
+# Inputs of layers' own follow from words, and a picture has none.
+MORE["gemma4_text"] = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": WORDS}
 MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
     **_RECURRENT,
     **MORE["qwen3_moe"],
@@ -164,7 +166,9 @@ def letters(bos: bool) -> Tokenizer:
 def make_pair(name: str, folder: Path) -> Pair:
     case = CASES.get(name) or Case("clip", {}, name, MORE[name], {})
     torch.manual_seed(0)
-    text = transformers.AutoConfig.for_model(case.decoder, **TEXT | case.text)
+    usual = transformers.AutoConfig.for_model(case.decoder)
+    sizes = {key: x for key, x in TEXT.items() if hasattr(usual, key)}  # layer norms have others
+    text = transformers.AutoConfig.for_model(case.decoder, **sizes | case.text)
     config = transformers.LlavaConfig(
         vision_config=VISION[case.tower] | case.vision,
         text_config=text,

@@ -665,7 +665,8 @@ FAMILIES: Mapping[str, Family] = {
         keys=kinds(
             flag="attention_bias",
             number="layer_norm_eps logit_scale",
-            size="sliding_window sliding_window_pattern",
+            size="sliding_window_pattern",
+            size_or_null="sliding_window",
             list_or_null="layer_types",
         ),
         defaults={**_COHERE_DEFAULTS, "sliding_window": 4096},

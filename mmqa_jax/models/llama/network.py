@@ -111,7 +111,7 @@ def layer_traits(config: LlamaConfig, columns: int, *, numbered: bool = False) -
         local = np.array(config.local)
     number = np.arange(config.layers, dtype=np.int32) if numbered else None
     sizes = () if window is None else tuple(map(int, np.unique(window)))
-    return LayerTraits(window, rotated, local, number, sizes)
+    return LayerTraits(window, rotated, local, number, sizes=sizes)
 
 
 def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
@@ -197,7 +197,7 @@ def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
         return None
     size = config.full_layers.head_dim if config.full_layers else config.rotary_size
     turned = np.full(size // 2, scaling.attention_factor, np.float32)
-    rest = len(inverse_frequencies(config)) - len(turned)
+    rest = len(inverse_frequencies(config.within(config.positions))) - len(turned)
     return np.pad(turned, (0, rest), constant_values=1)
 
 

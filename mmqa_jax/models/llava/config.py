@@ -194,6 +194,11 @@ class LlavaConfig:
         check_known("model.select", self.select, SELECTS)
         check_known("model.resize", self.resize, RESIZES)
         check_known("model.connector", self.connector, CONNECTORS)
+        if self.llama.side:
+            raise UserError(
+                f"model.llama.side is {self.llama.side}: expected 0, since inputs of layers' own "
+                "follow from words and a picture has none; use a decoder without them."
+            )
         if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
             raise UserError(
                 "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "

@@ -56,10 +56,11 @@ def open_onevision(path: Path) -> layouts.Checkpoint:
       path: transformers' folder.
     """
     file = layouts.config_file(path)
-    published, source = layouts.open_hf(path, "llava_onevision")
-    config = onevision_config(published, str(file))
+    published = layouts.read_hf_config(path, "llava_onevision")
+    published, make_whole = layouts.read_rounding(published, str(file))
+    config = onevision_config(published, str(file))  # refused before the tensors are opened
     _check_processor(file.parent, config)
-    source = to_rule_tensors(source, config.llama)
+    source = to_rule_tensors(make_whole(layouts.open_source(path)), config.llama)
     return layouts.Checkpoint(config, onevision_key_map, source, "transformers")
 
 
