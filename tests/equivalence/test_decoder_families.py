@@ -928,7 +928,7 @@ REFUSED = [
     ("gemma4_text", {"layer_types": ["sliding_attention"] * 2}, "layer_types ends with sliding"),
     ("gemma4_text", {"enable_moe_block": True}, "enable_moe_block is true, and num_experts"),
     ("gemma4_text", {"vocab_size_per_layer_input": 5}, "vocab_size_per_layer_input is 5"),
-    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "side is -1: expected a number from 0"),
+    ("gemma4_text", {"hidden_size_per_layer_input": -1}, "side is -1: expected a width from 1"),
     ("gemma4_text", {"rope_scaling": {"type": "linear"}}, "rope_scaling is {'type': 'linear'}"),
     ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\], .* \(only \[\]\)"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),

@@ -73,7 +73,7 @@ class LlamaConfig:
     of "linear" ones. `gated`: what attention gives is multiplied by a sigmoid of the layer's input.
 
     `side`: the width of an input of its own that each layer gets beside what the one before gives,
-    0 is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
+    None is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
     (Gemma 3n's per-layer embeddings).
 
     `picture_sight`: whether a picture's tokens see it up to themselves, "causal", or whole, "both"
@@ -148,7 +148,7 @@ class LlamaConfig:
     full_layers: FullLayers | None = None
     keys_are_values: bool = False
     picture_sight: str = "causal"
-    side: int = 0
+    side: int | None = None
     side_table: bool = False
     chunk: int | None = None
     growth: tuple[float, ...] = ()
@@ -174,8 +174,8 @@ class LlamaConfig:
                 f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
                 f"{self.experts}; correct it."
             )
-        if self.side < 0:
-            raise UserError(f"model.side is {self.side}: expected a number from 0; correct it.")
+        if self.side is not None and self.side < 1:
+            raise UserError(f"model.side is {self.side}: expected a width from 1 on; correct it.")
         if self.experts_beside and not (self.experts and self.norms == "both"):
             raise UserError(
                 "model.experts_beside needs model.experts and model.norms both; give these, or "

@@ -551,7 +551,7 @@ class Llama(nnx.Module):
             kind, count = Period, count // config.period
         self.layers = stack_layers(lambda r: kind(config, rngs=r), count, rngs)
         self.norm = norm_of(config, config.hidden, rngs=rngs)
-        if width := config.layers * config.side:
+        if width := config.layers * (config.side or 0):
             names = ("embed", None)
             self.side_projection = Linear(
                 config.hidden, width, names, rngs=rngs, use_bias=False, kernel_init=init

@@ -51,7 +51,7 @@ _PLAIN = {
     "active_experts": ("num_experts_per_tok", None),
     "normed_experts": ("norm_topk_prob", False),
     "gate_limit": ("swiglu_limit", None),
-    "side": ("hidden_size_per_layer_input", 0),
+    "side": ("hidden_size_per_layer_input", None),
     "chunk": ("attention_chunk_size", None),
     "shared_expert": ("shared_expert_intermediate_size", None),
 }
@@ -188,9 +188,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         fields["full_layers"] = _full_layers(value, slides, fields, where)
         if fields["full_layers"]:
             fields["kinds"] = tuple("near" if slide else "full" for slide in slides)
-    if fields.get("side", 0) is None:  # null is none, what is absent is not
-        fields["side"] = 0
-    if fields.get("side"):
+    fields["side"] = fields.get("side") or None
+    if fields["side"]:
         fields["side_table"] = True
         if value("vocab_size_per_layer_input", fields["vocab_size"]) != fields["vocab_size"]:
             raise UserError(

@@ -196,7 +196,7 @@ class LlavaConfig:
         check_known("model.connector", self.connector, CONNECTORS)
         if self.llama.side:
             raise UserError(
-                f"model.llama.side is {self.llama.side}: expected 0, since inputs of layers' own "
+                f"model.llama.side is {self.llama.side}: expected none, since inputs of layers' own "
                 "follow from words and a picture has none; use a decoder without them."
             )
         if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:

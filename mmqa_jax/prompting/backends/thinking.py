@@ -27,7 +27,7 @@ _EFFORT = "reasoning_effort"
 # gpt-oss's messages have a header with a channel: analysis, commentary or final. Without special
 # tokens they run together.
 _HEADER = re.compile(
-    r"(?:<\|start\|>assistant)?<\|channel\|>(\w+)[^<]*(?:<\|constrain\|>[^<]*)?<\|message\|>"
+    r"(?:<\|start\|>assistant)?<\|channel\|>(\w++)[^<]*+(?:<\|constrain\|>[^<]*+)?<\|message\|>"
 )
 _MESSAGE_END = re.compile(r"<\|(?:end|return|call)\|>")
 _RUN_TOGETHER = re.compile(r"\s*analysis(.*?)assistantfinal(.*)", re.DOTALL)
