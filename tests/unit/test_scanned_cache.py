@@ -67,15 +67,15 @@ def run(*, attention=None, ragged="", model=MODEL, **changes):
     return {n: r.candidates[0] for n, r in results.items()}, by_id(engine.score(scorings))
 
 
-def assert_equal(one, other):
+def assert_equal(one, other, atol=1e-4):
     """Answers and their log-probabilities, and scores."""
     (want, want_scores), (got, got_scores) = one, other
     for n in want:
         assert got[n].tokens == want[n].tokens
-        np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(got[n].logprobs, want[n].logprobs, rtol=0, atol=atol)
     for n in want_scores:
         for one, other in zip(got_scores[n].scores, want_scores[n].scores, strict=True):
-            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
+            np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=atol)
 
 
 def test_scanned_layers_change_no_answer():
@@ -113,8 +113,11 @@ def test_a_gpus_way_to_windows():
 def test_a_gpus_way_to_the_cache_changes_no_answer():
     """Rows taken out of the rounded cache, and one attention over them: here by blocks, not by
     cuDNN; and steps that read each sequence's own columns of one segment by a kernel."""
-    changes = {"scan_layers": False, "cache_dtype": "int8"}
-    assert_equal(run(**changes), run(**changes, attention="cudnn", ragged="gpu"))
+    changes = {"scan_layers": False}
+    assert_equal(run(**changes), run(**changes, attention="cudnn", ragged="gpu"), atol=1e-5)
+    # An entry that lies between two of int8's steps may be rounded to either.
+    changes["cache_dtype"] = "int8"
+    assert_equal(run(**changes), run(**changes, attention="cudnn", ragged="gpu"), atol=5e-4)
 
 
 def test_an_int8_cache_stays_near():

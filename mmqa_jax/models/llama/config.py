@@ -175,7 +175,7 @@ class LlamaConfig:
                 f"{self.experts}; correct it."
             )
         if self.side is not None and self.side < 1:
-            raise UserError(f"model.side is {self.side}: expected a width from 1 on; correct it.")
+            raise UserError(f"model.side is {self.side}: expected a width from 1; correct it.")
         if self.experts_beside and not (self.experts and self.norms == "both"):
             raise UserError(
                 "model.experts_beside needs model.experts and model.norms both; give these, or "

@@ -196,8 +196,8 @@ class LlavaConfig:
         check_known("model.connector", self.connector, CONNECTORS)
         if self.llama.side:
             raise UserError(
-                f"model.llama.side is {self.llama.side}: expected none, since inputs of layers' own "
-                "follow from words and a picture has none; use a decoder without them."
+                f"model.llama.side is {self.llama.side}: expected none: inputs of layers' own "
+                "follow from words, which a picture lacks; use a decoder without them."
             )
         if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
             raise UserError(
