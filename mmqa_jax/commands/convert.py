@@ -10,7 +10,7 @@ from typing import Any
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.weights.bundled import MODELS
-from mmqa_jax.weights.registry import describe, model_of, names
+from mmqa_jax.weights.registry import check_declared, describe, model_of, names
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."
 EXAMPLE = "mmqa convert --source=downloads/SmolLM2-135M --out=weights/smollm2"
@@ -99,6 +99,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return _compared(arguments.model, source, None)
     model = arguments.model or model_of(source)
     if model is None:
+        check_declared(source)
         raise UserError(
             f"--source={name}: does not say which model it holds; add --model={'|'.join(names())}."
         )

@@ -245,6 +245,19 @@ def model_of(path: Path) -> str | None:
     )
 
 
+def check_declared(path: Path) -> None:
+    """UserError, with what is near, for a config.json in a folder whose model type is not read."""
+    from mmqa_jax.core.files import read_json
+
+    file = path / "config.json"
+    published = read_json(file) if file.is_file() else {}
+    if "model_type" in published:
+        kind = published["model_type"]
+        raise UserError(
+            f"{file}: model_type is {kind!r}, which `mmqa convert` does not read; {_remedy_for(kind)}."
+        )
+
+
 def _remedy_for(model_type: Any) -> str:
     """What to do with a checkpoint of a model type that was not expected: what reads it, else the
     nearest model type that is read, and where else it can be asked."""

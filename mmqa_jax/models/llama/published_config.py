@@ -401,6 +401,8 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     scaling = config.rope_scaling
     if scaling is not None and scaling.kind == "longrope":  # where Phi-3 looks for it
         published["original_max_position_embeddings"] = scaling.original_positions
+    if "hidden_size_per_layer_input" in read:
+        published["hidden_size_per_layer_input"] = config.side or 0
     if "query_pre_attn_scalar" in read:
         scale = config.attention_scale
         published["query_pre_attn_scalar"] = round(scale**-2) if scale else config.head_size
