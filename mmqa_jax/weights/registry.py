@@ -253,9 +253,8 @@ def check_declared(path: Path) -> None:
     published = read_json(file) if file.is_file() else {}
     if "model_type" in published:
         kind = published["model_type"]
-        raise UserError(
-            f"{file}: model_type is {kind!r}, which `mmqa convert` does not read; {_remedy_for(kind)}."
-        )
+        problem = f"{file}: model_type is {kind!r}, which `mmqa convert` does not read"
+        raise UserError(f"{problem}; {_remedy_for(kind)}.")
 
 
 def _remedy_for(model_type: Any) -> str:
