@@ -1,4 +1,4 @@
-"""What the slots of an engine hold for layers of the gated delta rule, beside the pages of others.
+"""Slots hold a state for each layer of the gated delta rule, beside the pages of other layers.
 
 A slot has one state for each such layer, which the chunks of its prompt and its steps carry on; the
 first chunk of a prompt begins with zeros. States cannot be cut at a column, so that prompts which

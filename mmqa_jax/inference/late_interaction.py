@@ -79,9 +79,9 @@ class LateInteractionReranker(PairScorer):
                 scores = np.empty(len(indices), np.float32)
                 for start in range(0, len(indices), _PAIRS):
                     part = slice(start, start + _PAIRS)
-                    one = of_question[indices[part]]
+                    which_asked = of_question[indices[part]]
                     scores[part] = self._score(
-                        asked[one], asked_mask[one], vectors, mask, which[part]
+                        asked[which_asked], asked_mask[which_asked], vectors, mask, which[part]
                     )
                 yield ScoredPairs(indices, scores)
                 progress.advance(len(indices))

@@ -104,8 +104,7 @@ def side_of(recipe: LateInteraction, tokenizer: Tokenizer, positions: int, name:
         longest = expansion.length if expansion.cuts else max(longest, expansion.length)
         filled = token, expansion.length
     skipped = [tokenizer.token_id(word) for word in recipe.skipped if name in recipe.skips]
-    if longest > positions:
-        longest = positions
+    longest = min(longest, positions)
     ids = np.array([number for number in skipped if number is not None], np.int64)
     attended = expansion is not None and expansion.attended
     return Side(marker, prompt, longest, filled, attended, ids)
@@ -142,6 +141,11 @@ class FixedVectors:
     planes: int = 4
     projected: int = 16
     seed: int = 0
+
+    @property
+    def size(self) -> int:
+        """The values of a vector."""
+        return self.repetitions * (1 << self.planes) * self.projected
 
     def of(self, vectors: jax.Array, scored: jax.Array, is_question: bool) -> jax.Array:
         """Tokens' vectors float32 [B, L, D] and which are scored, bool [B, L] -> float32
@@ -201,13 +205,13 @@ class LateInteractionEmbedder(Embedder):
         self._programs = {
             name: make_encode_fixed(graphdef, fixed, name == "query") for name in _SIDES
         }
-        self._size = fixed.repetitions * (1 << fixed.planes) * fixed.projected
+        self._fixed = fixed
         super().__init__(
             graphdef, state, tokenizer, image_size=0, recipe=f"{recipe} {fixed}", **options
         )
 
     def _dim(self, state: Any) -> int:
-        return self._size
+        return self._fixed.size
 
     def embed_questions(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
@@ -258,7 +262,6 @@ def load_late_interaction_embedder(
     *,
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
-    fixed: FixedVectors | None = None,
 ) -> LateInteractionEmbedder:
     """The embedder of a published late-interaction encoder's folder.
 
@@ -266,7 +269,6 @@ def load_late_interaction_embedder(
       folder: of sentence-transformers, PyLate or Stanford's ColBERT.
       batch_size: texts per call, over all devices.
       mesh: see core.serving.serving_mesh.
-      fixed: sizes of the vectors.
     """
     model, tokenizer, recipe = open_token_encoder(folder, mesh)
     positions, devices = model.config.positions, loading_mesh(mesh)
@@ -280,7 +282,7 @@ def load_late_interaction_embedder(
         tokenizer,
         recipe,
         positions,
-        fixed or FixedVectors(),
+        FixedVectors(),
         buckets=length_buckets(longest, positions),
         batch_size=batch_size,
         cost=encoder_cost(model.config, longest, "texts"),

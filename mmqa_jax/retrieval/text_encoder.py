@@ -23,7 +23,7 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
 from mmqa_jax.models.encoders.heads import SentenceEncoder
-from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.models.encoders.sentence_pooling import check_widths, has_recipe, read_recipe
 from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
     load_dense,
@@ -64,14 +64,7 @@ def load_text_embedder(
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices)
     config = encoder.config
-    width = config.hidden
-    for layer in recipe.dense:
-        if layer.inputs != width:
-            raise UserError(
-                f"{layer.folder / 'config.json'}: in_features is {layer.inputs}, but vectors have "
-                f"{width} values there; fetch the file again."
-            )
-        width = layer.outputs
+    width = check_widths(recipe.dense, config.hidden)
     if recipe.truncate_dim is not None and recipe.truncate_dim > width:
         raise UserError(
             f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "

@@ -1,4 +1,4 @@
-"""What a query of attention does not see, its scores, and windows; soft caps of scores; sinks."""
+"""Masks, windows, soft caps and sinks say which scores of a query count, and how much."""
 
 from __future__ import annotations
 

@@ -207,7 +207,7 @@ def rotary_classifier_key_map(family: RotaryBert, config: BertConfig) -> KeyMap:
 
 
 def rotary_fused(config: BertConfig) -> Fused:
-    """What the authors' checkpoints keep as rows of one tensor."""
+    """Lists the linears that the authors' checkpoints keep as rows of one tensor."""
     parts = Parts({f"self_attn.{name}": config.hidden for name in ("q_proj", "k_proj", "v_proj")})
     return {
         **dict.fromkeys(("attn.Wqkv", "attention.qkv_proj", "mixer.Wqkv"), parts),

@@ -21,16 +21,19 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
 from mmqa_jax.models.encoders.heads import Dense
 from mmqa_jax.models.encoders.sentence_pooling import (
     MODULES,
     PROMPTS,
     TRANSFORMER,
+    TRANSFORMER_FIXED,
+    TRANSFORMER_HARMLESS,
     DenseLayer,
     Prompts,
+    check_widths,
     read_dense,
     read_modules,
+    read_settings,
 )
 from mmqa_jax.models.encoders.text_encoders import CONFIG, load_dense, load_text_encoder
 from mmqa_jax.models.two_towers.network import l2_normalize
@@ -46,12 +49,6 @@ _ENCODER_KEYS = kinds(
     object_or_null="query_expansion",
     flag_or_null="do_lower_case",
 )
-_ENCODER_FIXED = {
-    "transformer_task": ("feature-extraction",),
-    "module_output_name": (_TOKENS,),
-    "processing_kwargs": ({},),
-}
-_ENCODER_HARMLESS = ("modality_config", "unpad_inputs", "model_args", "tokenizer_args")
 _PYLATE_KEYS = kinds(
     name_or_null="query_prefix document_prefix",
     size_or_null="query_length document_length",
@@ -115,7 +112,7 @@ class LateInteraction:
 
 def is_late_interaction(folder: Path) -> bool:
     """Whether a published folder holds an encoder with a vector for each token."""
-    kind = _object(folder / PROMPTS).get("model_type")
+    kind = read_settings(folder / PROMPTS).get("model_type")
     return kind in (_NATIVE, _PYLATE) or _is_stanford(folder)
 
 
@@ -124,24 +121,25 @@ def read_late_interaction(folder: Path) -> LateInteraction:
     if _is_stanford(folder) and not (folder / MODULES).is_file():
         return _stanford(folder)
     file = folder / PROMPTS
-    said, is_pylate = _object(file), _object(file).get("model_type") == _PYLATE
+    settings = read_settings(file)
+    is_pylate = settings.get("model_type") == _PYLATE
     read = {**kinds(object_or_null="prompts", name_or_null="similarity_fn_name"), **_PYLATE_KEYS}
     fixed = {"model_type": (_NATIVE, _PYLATE), "default_prompt_name": ()}
-    check_keys(said, str(file), read=read, harmless=("__version__",), fixed=fixed)
+    check_keys(settings, str(file), read=read, harmless=("__version__",), fixed=fixed)
     recipe = _layers(folder, LateInteraction(), is_pylate)
-    legacy = _pylate(said) if said.keys() & _PYLATE_KEYS.keys() else {}
-    named = {name: text or "" for name, text in (said.get("prompts") or {}).items()}
+    legacy = _pylate(settings) if settings.keys() & _PYLATE_KEYS.keys() else {}
+    named = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
     sources = next((named[key] for key in ("document", "passage", "corpus") if key in named), "")
     prompts = [named.get("query", ""), sources]
     for side, key in enumerate(("query_prefix", "document_prefix")):
-        if prefix := said.get(key):
+        if prefix := settings.get(key):
             prompts[side] = prefix + prompts[side].removeprefix(prefix)
     if is_pylate:
-        skipped = said.get("skiplist_words")
+        skipped = settings.get("skiplist_words")
         words = string.punctuation if skipped is None else skipped
         legacy |= {"skipped": tuple(words), "normalized": True}
-    scored = said.get("similarity_fn_name")
-    marked = bool({"query_prefix", "document_prefix"} & said.keys())
+    scored = settings.get("similarity_fn_name")
+    marked = bool({"query_prefix", "document_prefix"} & settings.keys())
     return dataclasses.replace(
         recipe,
         prompts=Prompts(*prompts),
@@ -177,92 +175,86 @@ def _layers(folder: Path, recipe: LateInteraction, is_pylate: bool) -> LateInter
 
 
 def _encoder(file: Path) -> dict[str, Any]:
-    """What sentence_bert_config.json says."""
-    said = _object(file)
-    check_keys(
-        said, str(file), read=_ENCODER_KEYS, harmless=_ENCODER_HARMLESS, fixed=_ENCODER_FIXED
-    )
+    """Reads the lengths, and how queries are expanded, of sentence_bert_config.json."""
+    settings = read_settings(file)
+    fixed = {key: x for key, x in TRANSFORMER_FIXED.items() if key not in _ENCODER_KEYS}
+    check_keys(settings, str(file), read=_ENCODER_KEYS, harmless=TRANSFORMER_HARMLESS, fixed=fixed)
     return {
-        "max_tokens": said.get("max_seq_length"),
-        "query_length": said.get("query_length"),
-        "document_length": said.get("document_length"),
-        "expansion": _expansion(said.get("query_expansion"), str(file)),
-        "lowercase": bool(said.get("do_lower_case")),
+        "max_tokens": settings.get("max_seq_length"),
+        "query_length": settings.get("query_length"),
+        "document_length": settings.get("document_length"),
+        "expansion": _expansion(settings.get("query_expansion"), str(file)),
+        "lowercase": bool(settings.get("do_lower_case")),
     }
 
 
-def _expansion(said: Mapping[str, Any] | None, where: str) -> Expansion | None:
-    if said is None:
+def _expansion(settings: Mapping[str, Any] | None, where: str) -> Expansion | None:
+    if settings is None:
         return None
     read = kinds(size="length", flag="attend", name="strategy", name_or_null="token")
-    check_keys(said, f"{where}, query_expansion", read=read)
-    strategy = said.get("strategy")
-    if strategy not in ("fixed", "min") or "length" not in said:
+    check_keys(settings, f"{where}, query_expansion", read=read)
+    strategy = settings.get("strategy")
+    if strategy not in ("fixed", "min") or "length" not in settings:
         raise UserError(
-            f"{where}: query_expansion is {dict(said)}, expected a length and the strategy 'fixed' "
-            "or 'min'; fetch the file again."
+            f"{where}: query_expansion is {dict(settings)}, expected a length and the strategy "
+            "'fixed' or 'min'; fetch the file again."
         )
     return Expansion(
-        said["length"], strategy == "fixed", said.get("attend", False), said.get("token")
+        settings["length"],
+        strategy == "fixed",
+        settings.get("attend", False),
+        settings.get("token"),
     )
 
 
 def _mask(file: Path) -> dict[str, Any]:
-    """What the layer MultiVectorMask says."""
-    said = _object(file)
+    """Reads which tokens the layer MultiVectorMask leaves out of the score."""
+    settings = read_settings(file)
     read = kinds(list_or_null="skiplist_words skiplist_tasks")
-    check_keys(said, str(file), read=read, fixed={"keep_only_token_ids": ([],)})
-    sides = said.get("skiplist_tasks")
+    check_keys(settings, str(file), read=read, fixed={"keep_only_token_ids": ([],)})
+    sides = settings.get("skiplist_tasks")
     return {
-        "skipped": tuple(said.get("skiplist_words") or ()),
+        "skipped": tuple(settings.get("skiplist_words") or ()),
         "skips": ("document",) if sides is None else tuple(sides),
     }
 
 
-def _pylate(said: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that PyLate keeps in config_sentence_transformers.json; None: not said."""
+def _pylate(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that PyLate keeps in config_sentence_transformers.json; None: not settings."""
     fields: dict[str, Any] = {
-        "query_length": said.get("query_length"),
-        "document_length": said.get("document_length"),
+        "query_length": settings.get("query_length"),
+        "document_length": settings.get("document_length"),
     }
-    if "query_expansion" in said:
-        fields["expansion"] = _expansion(said["query_expansion"], PROMPTS)
-    elif said.get("do_query_expansion") is not False:
-        attended = said.get("attend_to_expansion_tokens", said.get("attend_to_mask_tokens"))
+    if "query_expansion" in settings:
+        fields["expansion"] = _expansion(settings["query_expansion"], PROMPTS)
+    elif settings.get("do_query_expansion") is not False:
+        attended = settings.get("attend_to_expansion_tokens", settings.get("attend_to_mask_tokens"))
         length = fields.pop("query_length") or _EXPANDED
         fields["expansion"] = Expansion(length, attended=bool(attended))
     return fields
 
 
 def _is_stanford(folder: Path) -> bool:
-    return _STANFORD in (_object(folder / CONFIG).get("architectures") or [])
+    return _STANFORD in (read_settings(folder / CONFIG).get("architectures") or [])
 
 
 def _stanford(folder: Path) -> LateInteraction:
     """Stanford's ColBERT: a BERT with `linear.weight` beside it, and its training's settings."""
-    said = _object(folder / _METADATA)
+    settings = read_settings(folder / _METADATA)
     query, source = (
-        f"{said.get(key) or usual} "
+        f"{settings.get(key) or usual} "
         for key, usual in (("query_token_id", "[unused0]"), ("doc_token_id", "[unused1]"))
     )
     weight = open_source(folder).specs()["linear.weight"]
-    attended = bool(said.get("attend_to_mask_tokens"))
+    attended = bool(settings.get("attend_to_mask_tokens"))
     return LateInteraction(
         prompts=Prompts(query, source),
         marked=True,
-        document_length=said.get("doc_maxlen"),
-        expansion=Expansion(said.get("query_maxlen") or _EXPANDED, attended=attended),
-        skipped=tuple(string.punctuation) if said.get("mask_punctuation", True) else (),
+        document_length=settings.get("doc_maxlen"),
+        expansion=Expansion(settings.get("query_maxlen") or _EXPANDED, attended=attended),
+        skipped=tuple(string.punctuation) if settings.get("mask_punctuation", True) else (),
         dense=(DenseLayer(folder, *weight.shape[::-1], False, _IDENTITY, beside=True),),
     )
-
-
-def _object(file: Path) -> Mapping[str, Any]:
-    """The content of a file that may be absent."""
-    content = read_json(file) if file.is_file() else {}
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: is no JSON object; fetch the file again.")
-    return content
 
 
 class TokenEncoder(nnx.Module):
@@ -292,14 +284,7 @@ def load_token_encoder(
 ) -> TokenEncoder:
     """The encoder of a published folder; UserError for layers that do not fit."""
     encoder = load_text_encoder(folder, mesh, ignore=(r"^linear\.weight$",))
-    width = encoder.config.hidden
-    for layer in recipe.dense:
-        if layer.inputs != width:
-            raise UserError(
-                f"{layer.folder / 'config.json'}: in_features is {layer.inputs}, but vectors have "
-                f"{width} values there; fetch the file again."
-            )
-        width = layer.outputs
+    check_widths(recipe.dense, encoder.config.hidden)
     return TokenEncoder(encoder, [load_dense(layer) for layer in recipe.dense], recipe.normalized)
 
 

@@ -52,7 +52,7 @@ _PROMPT_KEYS = kinds(
 _PAIR_PROMPTS = kinds(object_or_null="prompts", name_or_null="default_prompt_name")
 _TRANSFORMER_KEYS = kinds(size_or_null="max_seq_length", flag_or_null="do_lower_case")
 # Of a text encoder these say what it is anyway.
-_TRANSFORMER_FIXED = {
+TRANSFORMER_FIXED = {
     "transformer_task": ("feature-extraction",),
     "module_output_name": ("token_embeddings",),
     "processing_kwargs": ({},),
@@ -60,7 +60,7 @@ _TRANSFORMER_FIXED = {
     "document_length": (),
     "query_expansion": (),
 }
-_TRANSFORMER_HARMLESS = ("modality_config", "unpad_inputs", "model_args", "tokenizer_args")
+TRANSFORMER_HARMLESS = ("modality_config", "unpad_inputs", "model_args", "tokenizer_args")
 # What towers that are trained further take.
 _MEAN: Mapping[str, tuple[Any, ...]] = {
     "pooling_mode": ("mean", ["mean"]),
@@ -162,13 +162,13 @@ def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
             pooling = _pooling(folder / place / "config.json")
     named = (folder / name for name in _TRANSFORMERS)
     file = next((file for file in named if file.is_file()), folder / TRANSFORMER)
-    content = _object(file)
+    content = read_settings(file)
     check_keys(
         content,
         str(file),
         read=_TRANSFORMER_KEYS,
-        harmless=_TRANSFORMER_HARMLESS,
-        fixed={**_TRANSFORMER_FIXED, "processing_kwargs": ({}, *processing)},
+        harmless=TRANSFORMER_HARMLESS,
+        fixed={**TRANSFORMER_FIXED, "processing_kwargs": ({}, *processing)},
     )
     prompts, truncate_dim = _prompts(folder / PROMPTS, normalized)
     return SentenceRecipe(
@@ -194,11 +194,11 @@ def read_pair_length(folder: Path) -> int | None:
             f"{folder / PROMPTS}: default_prompt_name puts a prompt before every pair, which is "
             "not done here; use a checkpoint without it."
         )
-    fixed = {**_TRANSFORMER_FIXED, "transformer_task": ("sequence-classification",)}
+    fixed = {**TRANSFORMER_FIXED, "transformer_task": ("sequence-classification",)}
     fixed |= {"module_output_name": ("scores",), "do_lower_case": (False,)}
-    content, file = _object(folder / TRANSFORMER), str(folder / TRANSFORMER)
+    content, file = read_settings(folder / TRANSFORMER), str(folder / TRANSFORMER)
     read = {"max_seq_length": "size?"}
-    check_keys(content, file, read=read, harmless=_TRANSFORMER_HARMLESS, fixed=fixed)
+    check_keys(content, file, read=read, harmless=TRANSFORMER_HARMLESS, fixed=fixed)
     return content.get("max_seq_length")
 
 
@@ -207,7 +207,7 @@ def check_logit_prompts(file: Path) -> str:
 
     A reranker that is a decoder takes it for its instruction.
     """
-    content = _object(file)
+    content = read_settings(file)
     fixed = {"model_type": ("CrossEncoder",), "activation_fn": ACTIVATIONS}
     check_keys(content, str(file), read=_PAIR_PROMPTS, fixed=fixed)
     name = content.get("default_prompt_name")
@@ -237,13 +237,13 @@ def check_mean_pooling(folder: Path) -> None:
                 first = str(error).partition(";")[0]
                 raise UserError(f"{first}; {_REMEDY}.") from error
     file = folder / TRANSFORMER
-    if _object(file).get("do_lower_case"):
+    if read_settings(file).get("do_lower_case"):
         raise UserError(
             f"{file}: do_lower_case puts every text in lower case, which is not done here; take "
             "the key out, and set do_lower_case to true in tokenizer_config.json."
         )
     file = folder / PROMPTS
-    content = _object(file)
+    content = read_settings(file)
     name, prompts = content.get("default_prompt_name"), content.get("prompts")
     if name is not None and isinstance(prompts, dict) and prompts.get(name):
         raise UserError(
@@ -278,6 +278,18 @@ def read_dense(folder: Path, of: str = "sentence_embedding", usual: bool = True)
     return DenseLayer(folder, *sizes, content.get("bias", True), activation, residual)
 
 
+def check_widths(layers: Sequence[DenseLayer], width: int) -> int:
+    """The values of a vector behind linear layers over `width`; UserError where they do not fit."""
+    for layer in layers:
+        if layer.inputs != width:
+            raise UserError(
+                f"{layer.folder / 'config.json'}: in_features is {layer.inputs}, but vectors have "
+                f"{width} values there; fetch the file again."
+            )
+        width = layer.outputs
+    return width
+
+
 def _pooling(file: Path) -> str:
     """The pooling in a config of the layer Pooling; UserError for one that is not known here."""
     content = _needed_object(file)
@@ -296,7 +308,7 @@ def _pooling(file: Path) -> str:
 
 def _prompts(file: Path, normalized: bool) -> tuple[Prompts, int | None]:
     """The prompts and the Matryoshka size of config_sentence_transformers.json."""
-    content = _object(file)
+    content = read_settings(file)
     check_keys(
         content, str(file), read=_PROMPT_KEYS, fixed={"model_type": ("SentenceTransformer",)}
     )
@@ -346,7 +358,7 @@ def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
         yield kind, place
 
 
-def _object(file: Path) -> Mapping[str, Any]:
+def read_settings(file: Path) -> Mapping[str, Any]:
     """The content of a file that may be absent."""
     return _needed_object(file) if file.is_file() else {}
 

@@ -1,4 +1,4 @@
-"""What Llama 4 does in texts longer than a chunk (transformers modeling_llama4.py).
+"""Llama 4 computes texts longer than a chunk otherwise (transformers modeling_llama4.py).
 
 Layers that rotate see no further than their own chunk of a text's tokens. In the others, which see
 all, queries grow with their position, so that attention does not flatten (Nakanishi 2025,
@@ -45,7 +45,7 @@ class FarTokens:
 
 
 def far_tokens(config: LlamaConfig, positions: jax.Array, length: int | None) -> FarTokens:
-    """What a config does to tokens at positions [B or 1, L].
+    """Computes the chunks, and the growth of queries, of tokens at positions [B or 1, L].
 
     length: of the longest text, if it is known.
     """

@@ -461,7 +461,7 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
 
 
 def _local_to_hf(config: Any, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What `_both_ropes` reads."""
+    """Writes the entry that `_both_ropes` reads."""
     far = {"rope_type": "default", "rope_theta": config.rope_theta, **(scaling or {})}
     near = {"rope_type": "default", "rope_theta": config.local_theta}
     return {"rope_parameters": {FULL: far, SLIDING: near}}
