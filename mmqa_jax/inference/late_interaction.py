@@ -64,6 +64,8 @@ class LateInteractionReranker(PairScorer):
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> Iterator[ScoredPairs]:
         """Yields the scores batch by batch, in the order of the batches."""
+        if not any(ranking.sources for ranking in candidates):
+            return
         of_question = np.repeat(np.arange(len(questions)), [len(c.sources) for c in candidates])
         rows = np.array([self.corpus.row[s] for c in candidates for s in c.sources], np.int64)
         distinct, of_source = np.unique(rows, return_inverse=True)  # of the corpus; of each pair

@@ -220,6 +220,28 @@ def test_folders_that_are_refused(folder, file, change, message, tmp_path):
         open_cross_encoder(copy, corpus_of_lists(["a"], None, None, None))
 
 
+def test_stanford_files_that_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    stanford(folder)
+    corpus = corpus_of_lists(["a"], None, None, None)
+    content = json.loads((folder / "artifact.metadata").read_text())
+    (folder / "artifact.metadata").write_text(json.dumps(content | {"query_maxlen": "32"}))
+    with pytest.raises(UserError, match=r"artifact\.metadata: query_maxlen is '32'"):
+        open_cross_encoder(folder, corpus)
+    (folder / "artifact.metadata").write_text(json.dumps(content))
+    tensors = safetensors.numpy.load_file(folder / "model.safetensors")
+    del tensors["linear.weight"]
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UserError, match=r"lacks linear\.weight"):
+        open_cross_encoder(folder, corpus)
+
+
+def test_questions_without_candidates_have_no_scores(folder):
+    ours = open_cross_encoder(folder, corpus_of_lists(["a"], None, None, None))
+    assert ours.score([], []) == []
+    assert ours.score([Question("0", "", "which flag?")], [Ranking("0", (), ())])[0].sources == ()
+
+
 def test_layers_that_are_refused(folder, tmp_path):
     copy = shutil.copytree(folder, tmp_path / "copy")
     modules = json.loads((copy / "modules.json").read_text())

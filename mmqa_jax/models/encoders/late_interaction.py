@@ -245,7 +245,20 @@ def _stanford(folder: Path) -> LateInteraction:
         f"{settings.get(key) or usual} "
         for key, usual in (("query_token_id", "[unused0]"), ("doc_token_id", "[unused1]"))
     )
-    weight = open_source(folder).specs()["linear.weight"]
+    read = kinds(
+        name_or_null="query_token_id doc_token_id",
+        size_or_null="doc_maxlen query_maxlen",
+        flag_or_null="attend_to_mask_tokens mask_punctuation",
+    )
+    known = {key: x for key, x in settings.items() if key in read}  # the rest is of training
+    check_keys(known, str(folder / _METADATA), read=read)
+    tensors = open_source(folder)
+    weight = tensors.specs().get("linear.weight")
+    if weight is None:
+        raise UserError(
+            f"{tensors.name}: lacks linear.weight, which makes the vectors of Stanford's ColBERT; "
+            "fetch the checkpoint again."
+        )
     attended = bool(settings.get("attend_to_mask_tokens"))
     return LateInteraction(
         prompts=Prompts(query, source),
