@@ -395,8 +395,8 @@ class _Reranked:
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` best of the candidates, and of as many at least."""
-        found = self.retriever.search(questions, max(top_k, self.candidates))
-        return [top(ranking, top_k) for ranking in self.reranker.score(questions, found)]
+        rankings = self.retriever.search(questions, max(top_k, self.candidates))
+        return [top(ranking, top_k) for ranking in self.reranker.score(questions, rankings)]
 
 
 def _answer(corpus: AskedCorpus, answer: ask_folder.FolderAnswer) -> Answer:

@@ -91,7 +91,7 @@ def read_aokvqa(path: Path) -> official.BenchmarkFiles:
     """
     if official.one_file(path, (".json", ".parquet")):
         files = official.OfficialFiles(path.parent)
-        files.found.append(path)
+        files.read_files.append(path)
         tables = [path] if path.suffix == ".parquet" else []
         rows = list(_parquet_rows(path) if tables else _json_rows(path))
     else:
@@ -126,7 +126,7 @@ def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], l
             files.missing.pop(f"aokvqa_v1p0_{split}.json")
             rows += [row for table in hub_files for row in _parquet_rows(table)]
         tables += hub_files
-    files.found += tables
+    files.read_files += tables
     return rows, tables
 
 
@@ -202,12 +202,12 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
         )
     choices = {question.id: question.choices for question in questions}
     predictions = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
-    said = {p.question_id: rows[p.question_id].get(CHOICE) for p in predictions}
-    chosen = [p for p in predictions if said[p.question_id] is not None]
+    choice_of = {p.question_id: rows[p.question_id].get(CHOICE) for p in predictions}
+    chosen = [p for p in predictions if choice_of[p.question_id] is not None]
     if chosen and all(
         p.choice == scores.NO_OPTION
         and p.question_id in choices
-        and _LETTER_OR_NUMBER.fullmatch(said[p.question_id].strip())
+        and _LETTER_OR_NUMBER.fullmatch(choice_of[p.question_id].strip())
         for p in chosen
     ):
         raise UserError(
@@ -272,7 +272,7 @@ def _score_direct(questions: Sequence[Question], by_id: Mapping[str, Prediction]
         ),
         "published direct answers (difficult questions do not count)",
     )
-    scorer = {"a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers)}
+    scorer = {"a_okvqa_da/official": lambda answer, q: direct_answer_accuracy(answer, q.answers)}
     return answer_scores(questions, scored, by_id, scorer, groups={})
 
 

@@ -94,11 +94,11 @@ def read_evqa(folder: Path) -> BenchmarkFiles:
     for split, where, row, names in rows:
         questions += _questions(f"{split}_{numbers[split]}", split, row, names, where, pictures)
         numbers[split] += 1
-    shown = sorted({question.image for question in questions if question.image is not None})
-    if not shown:
+    pictured = sorted({question.image for question in questions if question.image is not None})
+    if not pictured:
         files.missing["inaturalist/, landmarks/"] = "no pictures, without which few can be answered"
-    counts = _counts(questions, numbers, len(shown))
-    return files.content(questions, counts, {}, pictures, shown)
+    counts = _counts(questions, numbers, len(pictured))
+    return files.content(questions, counts, {}, pictures, pictured)
 
 
 def _questions(
@@ -107,7 +107,7 @@ def _questions(
     row: Mapping[str, str],
     pictures: Sequence[str],
     where: str,
-    found: PictureFiles,
+    picture_files: PictureFiles,
 ) -> list[Question]:
     """A row's questions, one a picture."""
     for column in ("question", "answer", "wikipedia_url"):
@@ -132,7 +132,7 @@ def _questions(
             id=f"{name}_{number}",
             split=split,
             question=row["question"],
-            image=picture if picture in found else None,
+            image=picture if picture in picture_files else None,
             answers=tuple(row["answer"].split(_BETWEEN)),
             category=row["question_type"],
             extra={**extra, "image_id": picture, PICTURE: number},
@@ -161,8 +161,8 @@ def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
     """Each wanted picture by its name, at the places where its data set has it."""
     ids: dict[str, list[str]] = {kind: [] for kind in _PLACES}
     for name in sorted(wanted):
-        kind, _, own = name.partition("/")
-        ids[kind].append(own)
+        kind, _, picture_id = name.partition("/")
+        ids[kind].append(picture_id)
     places: dict[str, list[str]] = {}
     for kind, of_kind in _PLACES.items():
         if ids[kind]:
@@ -184,23 +184,21 @@ def _inaturalist(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]
         if not isinstance(images, list):
             raise UserError(f"{path}: has no list `images`; fetch iNaturalist 2021's {split}.json.")
         for number, image in enumerate(images):
-            own, file = (image.get("id"), image.get("file_name")) if isinstance(image, dict) else (
-                None,
-                None,
-            )  # fmt: skip
-            if not isinstance(own, int) or not isinstance(file, str):
+            entry = image if isinstance(image, dict) else {}
+            image_id, file = entry.get("id"), entry.get("file_name")
+            if not isinstance(image_id, int) or not isinstance(file, str):
                 raise UserError(
                     f"{path}: entry {number} of images has no whole `id` and text `file_name`; "
                     "fetch the file again."
                 )
-            if str(own) not in wanted:
+            if str(image_id) not in wanted:
                 continue
-            if str(own) in places:
+            if str(image_id) in places:
                 raise UserError(
-                    f"{path}: id {own} of images is there twice, or in train.json as well; fetch "
-                    "both files again."
+                    f"{path}: id {image_id} of images is there twice, or in train.json as well; "
+                    "fetch both files again."
                 )
-            places[str(own)] = [f"inaturalist/{file}"]
+            places[str(image_id)] = [f"inaturalist/{file}"]
     return places
 
 
@@ -257,22 +255,22 @@ def normalize_evqa(text: str) -> str:
     return " ".join(contractions.get(word, word) for word in spelled)
 
 
-def matches(said: str, alternative: str, kind: str) -> bool:
+def matches(answer: str, alternative: str, kind: str) -> bool:
     """The official exact match of an answer with one alternative of a question of type `kind`.
 
     At an alternative that normalizes to nothing the script stops; here none matches it.
     """
     if kind == "multi_answer":
         wanted = _items(alternative.split(ITEMS))
-        listed = _items(said.replace(" and ", ",").replace(" & ", ",").split(","))
+        listed = _items(answer.replace(" and ", ",").replace(" & ", ",").split(","))
         return bool(wanted) and len(wanted & listed) / len(wanted | listed) >= _LEAST_OVERLAP
     wanted = normalize_evqa(alternative)
-    return bool(wanted) and normalize_evqa(said) == wanted
+    return bool(wanted) and normalize_evqa(answer) == wanted
 
 
-def is_exact(said: str, question: Question) -> bool:
+def is_exact(answer: str, question: Question) -> bool:
     """Whether an answer matches any alternative."""
-    return any(matches(said, one, question.category) for one in question.answers)
+    return any(matches(answer, alternative, question.category) for alternative in question.answers)
 
 
 def score_evqa(
@@ -286,11 +284,11 @@ def score_evqa(
     """
     by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_answers, "an answer")
-    said = [by_id[q.id].answer if q.id in by_id else "" for q in scored]
-    exact = [is_exact(answer, q) for answer, q in zip(said, scored, strict=True)]
+    answers = [by_id[q.id].answer if q.id in by_id else "" for q in scored]
+    exact = [is_exact(answer, q) for answer, q in zip(answers, scored, strict=True)]
     right = {EXACT: np.array(exact, float)}
     if judge is not None:
-        right[BEM] = np.array(_judged(scored, said, exact, judge), float)
+        right[BEM] = np.array(_judged(scored, answers, exact, judge), float)
     scores = scores_of(questions, scored, by_id, right, _groups(scored))
     evaluation = Evaluation([scores], has_modalities=False)
     if judge is None:
@@ -301,14 +299,14 @@ def score_evqa(
 
 
 def _judged(
-    questions: Sequence[Question], said: Sequence[str], exact: Sequence[bool], judge: Judge
+    questions: Sequence[Question], answers: Sequence[str], exact: Sequence[bool], judge: Judge
 ) -> list[bool]:
     """Exact matches, and what BEM calls equivalent of the rest, an empty answer among them."""
     asked = [
         (row, (question.question, alternative.replace(ITEMS, ","), answer))
         if question.category == "multi_answer"
         else (row, (question.question, alternative, answer))
-        for row, (question, answer) in enumerate(zip(questions, said, strict=True))
+        for row, (question, answer) in enumerate(zip(questions, answers, strict=True))
         if not exact[row]
         for alternative in filter(None, question.answers)
     ]

@@ -91,15 +91,15 @@ def read_infoseek(folder: Path) -> official.BenchmarkFiles:
             "infoseek_val_qtype.jsonl there."
         )
     pictures = _pictures(folder, questions)
-    shown = [
+    pictured = [
         question if question.image in pictures else dataclasses.replace(question, image=None)
         for question in questions.values()
     ]
-    names = sorted({question.image for question in shown if question.image is not None})
+    names = sorted({question.image for question in pictured if question.image is not None})
     if not names:
         files.missing[f"{_PICTURES}/"] = "no pictures, without which few can be answered"
-    counts = _counts(shown, len(names))
-    return files.content(shown, counts, PUBLISHED_COUNTS, pictures, names)
+    counts = _counts(pictured, len(names))
+    return files.content(pictured, counts, PUBLISHED_COUNTS, pictures, names)
 
 
 def _kinds(files: official.OfficialFiles, split: str) -> dict[str, str]:
@@ -154,7 +154,7 @@ def _question(
         split=split,
         question=row.text("question"),
         image=extra["image_id"],
-        answers=tuple(sorted(dict.fromkeys(counted), key=lambda one: one not in annotated)),
+        answers=tuple(sorted(dict.fromkeys(counted), key=lambda answer: answer not in annotated)),
         category=kind,
         extra={**extra, **entities.get(name, {})},
     )
@@ -199,11 +199,11 @@ def has_typed_answer(question: Question) -> bool:
     return bool(question.category) and (bool(question.answers) or RANGE in question.extra)
 
 
-def is_right(said: str, question: Question) -> bool:
+def is_right(answer: str, question: Question) -> bool:
     """The official judgment of an answer."""
     if question.category == "numerical":
-        return numbers_match(numbers_of(said), question.extra[RANGE])
-    return bool(squad_exact_match(said, question.answers))
+        return numbers_match(numbers_of(answer), question.extra[RANGE])
+    return bool(squad_exact_match(answer, question.answers))
 
 
 def numbers_of(text: str) -> list[float]:
@@ -215,22 +215,24 @@ def numbers_of(text: str) -> list[float]:
         " - " if sign == "-" and before.isdigit() else sign
         for before, sign in zip(f" {text}", text, strict=False)
     )
-    texts = [one.replace(",", "").strip(".") for one in _NUMBER.findall(apart)]
-    numbers = [float(one) for one in texts if one.count(".") < 2][:2]  # at -.2.3 the script stops
+    texts = [number.replace(",", "").strip(".") for number in _NUMBER.findall(apart)]
+    numbers = [float(number) for number in texts if number.count(".") < 2][
+        :2
+    ]  # at -.2.3 the script stops
     if not numbers:
         return [0.0, 0.0]
     return numbers if len(numbers) == 2 and numbers[0] <= numbers[1] else numbers[:1]
 
 
-def numbers_match(said: Sequence[float], bounds: Sequence[float]) -> bool:
+def numbers_match(numbers: Sequence[float], bounds: Sequence[float]) -> bool:
     """Whether a number lies in the range, or a range within it or over half of their union."""
     low, high = bounds
-    if all(low <= number <= high for number in said):
+    if all(low <= number <= high for number in numbers):
         return True
-    if len(said) == 1:
+    if len(numbers) == 1:
         return False
-    overlap = max(0.0, min(said[1], max(bounds)) - max(said[0], min(bounds)))
-    union = (said[1] - said[0] + _EPS) + (max(bounds) - min(bounds) + _EPS) - overlap
+    overlap = max(0.0, min(numbers[1], max(bounds)) - max(numbers[0], min(bounds)))
+    union = (numbers[1] - numbers[0] + _EPS) + (max(bounds) - min(bounds) + _EPS) - overlap
     return overlap / union >= _LEAST_OVERLAP - _EPS
 
 

@@ -76,8 +76,8 @@ def read_mathvista(folder: Path) -> official.BenchmarkFiles:
     """
     files = official.OfficialFiles(folder)
     tables = {split: hub_tables(folder, name) for name, split in _SPLITS.items()}
-    paths = [path for found in tables.values() for path in found]
-    files.found += paths
+    paths = [path for split_paths in tables.values() for path in split_paths]
+    files.read_files += paths
     read = _table_rows(tables) if paths else _json_rows(files)
     questions = official.read_entries(read, _question, "pid").values()
     if not questions:
@@ -91,14 +91,14 @@ def read_mathvista(folder: Path) -> official.BenchmarkFiles:
     else:
         places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions}
         pictures = official.PictureFiles(folder, places)
-    shown = [
+    pictured = [
         dataclasses.replace(question, image=question.id) if question.id in pictures else question
         for question in questions
     ]
-    names = [question.image for question in shown if question.image is not None]
-    if len(names) < len(shown):
-        files.missing["images/"] = f"{len(shown) - len(names):,} questions have no picture file"
-    return files.content(shown, _counts(shown), PUBLISHED_COUNTS, pictures, names)
+    names = [question.image for question in pictured if question.image is not None]
+    if len(names) < len(pictured):
+        files.missing["images/"] = f"{len(pictured) - len(names):,} questions have no picture file"
+    return files.content(pictured, _counts(pictured), PUBLISHED_COUNTS, pictures, names)
 
 
 def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[official.Entry]:
@@ -138,7 +138,7 @@ def _question(problem: official.Entry) -> Question:
     number = None if precision is None else real_number(precision)
     if answer_type == "float" and number is None:
         raise problem.wrong(PRECISION, "a number")
-    kept = {
+    extra = {
         **{key: problem[key] for key in (KIND, ANSWER_TYPE, UNIT, "image") if problem.get(key)},
         **({} if number is None else {PRECISION: int(number)}),
         **{key: metadata[key] for key in GROUPS if metadata.get(key)},
@@ -151,7 +151,7 @@ def _question(problem: official.Entry) -> Question:
         category=str(metadata.get("task", "")),
         choices=choices,
         answer_index=choices.index(answer) if answer in choices else None,
-        extra=kept,
+        extra=extra,
     )
 
 
@@ -215,15 +215,15 @@ def normalized(extraction: str, question: Question, *, ignore_empty: bool = Fals
     return extraction
 
 
-def _option(said: str, choices: Sequence[str], *, ignore_empty: bool) -> str | None:
-    if ignore_empty and not said:
+def _option(answer: str, choices: Sequence[str], *, ignore_empty: bool) -> str | None:
+    if ignore_empty and not answer:
         return None
-    bracketed = _BRACKETED.search(said)
+    bracketed = _BRACKETED.search(answer)
     if bracketed is not None:
-        said = bracketed[1].upper()
-    if len(said) == 1 and said in LETTERS[: len(choices)]:
-        return choices[LETTERS.index(said)]
-    return min(choices, key=lambda choice: edit_distance(said, choice))
+        answer = bracketed[1].upper()
+    if len(answer) == 1 and answer in LETTERS[: len(choices)]:
+        return choices[LETTERS.index(answer)]
+    return min(choices, key=lambda choice: edit_distance(answer, choice))
 
 
 def edit_distance(first: str, second: str) -> int:
@@ -302,17 +302,17 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
     predictions = []
     for pid, problem in data.items():
         values = problem if isinstance(problem, dict) else {}
-        said = values.get("extraction", values.get("response"))
-        if isinstance(said, bool | dict) or not values.keys() & {"extraction", "response"}:
+        answer = values.get("extraction", values.get("response"))
+        if isinstance(answer, bool | dict) or not values.keys() & {"extraction", "response"}:
             raise UserError(
                 f"{path}, problem {pid}: `extraction` or `response` was expected, as text, number "
                 "or list; correct it."
             )
-        said = "" if said is None and "extraction" not in values else str(said)
+        answer = "" if answer is None and "extraction" not in values else str(answer)
         if "extraction" not in values and pid in known:
-            by_rule = extracted_by_rule(said, known[pid])
-            said = said if by_rule is None else by_rule
-        predictions.append(Prediction(pid, said))
+            by_rule = extracted_by_rule(answer, known[pid])
+            answer = answer if by_rule is None else by_rule
+        predictions.append(Prediction(pid, answer))
     return predictions
 
 

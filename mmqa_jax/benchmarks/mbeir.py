@@ -113,7 +113,7 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
     instructions = _instructions(files)
     questions: dict[str, Question] = {}
     for split, queries in _query_files(folder, named["name"], named["split"]):
-        files.found.append(queries)
+        files.read_files.append(queries)
         judged = _judged(files, queries, split)
         read = functools.partial(
             _query, split=split, sources=sources, judged=judged, instructions=instructions
@@ -127,17 +127,19 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
             ".jsonl there."
         )
     every = [*sources.values(), *questions.values()]
-    pictures = official.PictureFiles(folder, {one.image: [one.image] for one in every if one.image})
-    present = {one.image for one in every if one.image is not None and one.image in pictures}
+    pictures = official.PictureFiles(
+        folder, {item.image: [item.image] for item in every if item.image}
+    )
+    present = {item.image for item in every if item.image is not None and item.image in pictures}
     if not present:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
     return files.content(
-        [_with_picture(one, present) for one in questions.values()],
+        [_with_picture(item, present) for item in questions.values()],
         _counts(questions, sources, len(present)),
         {},
         pictures,
         sorted(present),
-        [_with_picture(one, present) for one in sources.values()],
+        [_with_picture(item, present) for item in sources.values()],
     )
 
 
@@ -166,7 +168,7 @@ def as_sentence(text: str | None) -> str:
 def _folder_and_pool(path: Path) -> tuple[Path, Path]:
     if path.is_dir():
         return path, path / _UNION
-    folder = next((one for one in path.parents if (one / "query").is_dir()), None)
+    folder = next((parent for parent in path.parents if (parent / "query").is_dir()), None)
     if folder is None:
         raise UserError(
             f"{path}: lies in no folder of M-BEIR, which has a folder `query` beside `cand_pool`; "
@@ -177,10 +179,10 @@ def _folder_and_pool(path: Path) -> tuple[Path, Path]:
 
 def _query_files(folder: Path, name: str, split: str | None) -> Iterator[tuple[str, Path]]:
     """(split, file of queries) that go with a pool of this name."""
-    for one in (split,) if split else SPLITS[1:]:
+    for split_name in (split,) if split else SPLITS[1:]:
         pattern = "mbeir_*" if name == "union" else f"mbeir_{name}"
-        for path in sorted((folder / "query" / one).glob(f"{pattern}_{one}.jsonl")):
-            yield one, path
+        for path in sorted((folder / "query" / split_name).glob(f"{pattern}_{split_name}.jsonl")):
+            yield split_name, path
 
 
 def _judged(
@@ -220,7 +222,7 @@ def _instructions(files: official.OfficialFiles) -> Mapping[tuple[str, str, str]
                 f"and prompts were expected, with tabs between them; {_AGAIN}."
             )
         if line.strip():
-            wordings[cells[3], cells[0], cells[1]] = [one for one in cells[4:] if one]
+            wordings[cells[3], cells[0], cells[1]] = [wording for wording in cells[4:] if wording]
     return wordings
 
 
@@ -229,8 +231,8 @@ def _candidate(row: official.Entry) -> Source:
     extra: dict[str, Any] = {}
     if dataset_of(name) == "webqa":
         listed = _inner(row, "src_content")
-        own = listed.get("snippet_id") or listed.get("image_id")
-        extra = {WEBQA_ID: own} if own else {}
+        webqa_id = listed.get("snippet_id") or listed.get("image_id")
+        extra = {WEBQA_ID: webqa_id} if webqa_id else {}
     text, picture = as_sentence(row.text("txt", "")), row.text("img_path", "")
     if not text and not picture:
         raise row.error("has neither txt nor img_path")
@@ -254,11 +256,13 @@ def _query(
             raise row.error(f"the file of qrels judges nothing for {name}")
         positives = judged[name]
     # OVEN's and InfoSeek's positives are in both pools, of which a local one has its own alone.
-    positives = [one for one in dict.fromkeys(positives) if one in sources]
+    positives = [candidate for candidate in dict.fromkeys(positives) if candidate in sources]
     if not positives:
         raise row.error(f"none of the positives of {name} is in the pool")
-    own = [one for one in positives if dataset_of(one) == dataset_of(name)]
-    wanted = candidate_modality(sources[(own or positives)[0]])
+    same_dataset = [
+        candidate for candidate in positives if dataset_of(candidate) == dataset_of(name)
+    ]
+    wanted = candidate_modality(sources[(same_dataset or positives)[0]])
     if (kind, wanted) not in TASKS:
         raise row.error(f"asks from {kind!r} to {wanted!r}, no task of M-BEIR")
     query = row.text("query_txt", "")
@@ -282,18 +286,18 @@ def _query(
         category=f"{dataset_of(name)}_task{TASKS[kind, wanted]}",
         positives=tuple(positives),
         negatives=tuple(
-            one
-            for one in dict.fromkeys(_ids(row, "neg_cand_list"))
-            if one in sources and one not in positives
+            candidate
+            for candidate in dict.fromkeys(_ids(row, "neg_cand_list"))
+            if candidate in sources and candidate not in positives
         ),
         extra=extra,
     )
 
 
-def _with_picture(one: Any, found: set[str]) -> Any:
+def _with_picture(item: Any, pictures: set[str]) -> Any:
     """A source or question, without the name of a picture that is not there."""
-    there = one.image is None or one.image in found
-    return one if there else dataclasses.replace(one, image=None)
+    there = item.image is None or item.image in pictures
+    return item if there else dataclasses.replace(item, image=None)
 
 
 def _id(row: official.Entry, key: str, value: Any) -> str:
@@ -306,7 +310,7 @@ def _ids(row: official.Entry, key: str) -> list[str]:
     value = row.get(key) or []
     if not isinstance(value, list):
         raise row.wrong(key, "a list of ids")
-    return [_id(row, key, one) for one in value]
+    return [_id(row, key, item) for item in value]
 
 
 def _modality(row: official.Entry, key: str) -> str:
@@ -327,7 +331,7 @@ def _counts(
     questions: Mapping[str, Question], sources: Mapping[str, Source], picture_files: int
 ) -> dict[str, int]:
     kinds = Counter(candidate_modality(source) for source in sources.values())
-    sets = Counter(f"{one.split} queries of {one.category}" for one in questions.values())
+    sets = Counter(f"{query.split} queries of {query.category}" for query in questions.values())
     return {
         **{f"candidates, {kind}": count for kind, count in sorted(kinds.items())},
         "picture files": picture_files,
@@ -357,9 +361,9 @@ def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]
     """recall@k by set and by task; a query without a ranking has found nothing."""
     by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "positives")
-    first = np.array([_first_rank(by_id.get(one.id), one) for one in scored])
-    depth = max((len(one.sources) for one in by_id.values()), default=0)
-    per_question = {OFFICIAL: first <= np.array([official_k(one.category) for one in scored])}
+    first = np.array([_first_rank(by_id.get(query.id), query) for query in scored])
+    depth = max((len(ranking.sources) for ranking in by_id.values()), default=0)
+    per_question = {OFFICIAL: first <= np.array([official_k(query.category) for query in scored])}
     per_question |= {f"mbeir/recall@{k}": first <= k for k in KS if k <= max(depth, _FASHION_K)}
     values = {name: hits.astype(float) for name, hits in per_question.items()}
     scores = scores_of(questions, scored, by_id, values, _groups(scored))
@@ -427,10 +431,12 @@ def official_id(question: Question) -> str:
 
 def read_mbeir_runs(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads rankings as `read_found` does; queries may have their official ids."""
-    own = {official_id(question): question.id for question in questions}
+    query_ids = {official_id(question): question.id for question in questions}
     return [
-        dataclasses.replace(one, question_id=own.get(one.question_id, one.question_id))
-        for one in read_found(path, questions)
+        dataclasses.replace(
+            ranking, question_id=query_ids.get(ranking.question_id, ranking.question_id)
+        )
+        for ranking in read_found(path, questions)
     ]
 
 
@@ -441,12 +447,16 @@ def write_mbeir_run(
     by_id = predictions_by_question(questions, predictions)
     with atomic_write(path) as file:
         for question in questions:
-            one = by_id.get(question.id, Prediction(question.id))
+            prediction = by_id.get(question.id, Prediction(question.id))
             # Only the order counts where a file gives no scores.
-            scores = one.source_scores or [1 / rank for rank in range(1, len(one.sources) + 1)]
+            scores = prediction.source_scores or [
+                1 / rank for rank in range(1, len(prediction.sources) + 1)
+            ]
             tag = f"mbeir_{question.category}_{question.split}"
             task = question.category.rpartition("_task")[2]
-            for rank, (name, score) in enumerate(zip(one.sources, scores, strict=True), start=1):
+            for rank, (name, score) in enumerate(
+                zip(prediction.sources, scores, strict=True), start=1
+            ):
                 file.write(
                     f"{official_id(question)} Q0 {name} {rank} {float(score)!r} {tag} {task}\n"
                 )
@@ -456,7 +466,7 @@ def _first_rank(prediction: Prediction | None, question: Question) -> float:
     """The rank of the first positive; infinite where there is none."""
     gold = set(question.positives)
     sources = prediction.sources if prediction is not None else ()
-    return next((rank for rank, one in enumerate(sources, start=1) if one in gold), np.inf)
+    return next((rank for rank, source in enumerate(sources, start=1) if source in gold), np.inf)
 
 
 def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:

@@ -111,14 +111,14 @@ def read_mmbench(path: Path) -> BenchmarkFiles:
     alone = one_file(path, SUFFIXES)
     files = OfficialFiles(path.parent if alone else path)
     tables = [path] if alone else _tables(files.folder)
-    files.found += tables
+    files.read_files += tables
     rows = [row for table in tables for row in mmbench_rows(table)]
     _require_unique(rows)
-    shown, texts = _pictures(rows)
+    picture_of, texts = _pictures(rows)
     pictures = TablePictures(texts)
     if not texts:
         files.missing["image"] = "no table has this column; questions stand without pictures"
-    questions = [_question(row, shown.get(row.index)) for row in rows]
+    questions = [_question(row, picture_of.get(row.index)) for row in rows]
     questions = with_captions(files, questions, _caption_names, "indices of the table")
     if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
@@ -209,7 +209,7 @@ def _require_unique(rows: Iterable[_Row]) -> None:
 def _pictures(rows: Sequence[_Row]) -> tuple[dict[int, str], dict[str, str]]:
     """Index -> name of its picture; name -> base64 text."""
     cells = {row.index: row.cells.get("image", "") for row in rows}
-    shown, texts = {}, {}
+    pictures, texts = {}, {}
     for row in rows:
         index, text = row.index, cells[row.index]
         if text and len(text) <= _LONGEST_REFERENCE:
@@ -222,9 +222,9 @@ def _pictures(rows: Sequence[_Row]) -> tuple[dict[int, str], dict[str, str]]:
                     "index holds a picture; fetch the file again."
                 )
         if text:
-            shown[row.index] = str(index)
+            pictures[row.index] = str(index)
             texts[str(index)] = text
-    return shown, texts
+    return pictures, texts
 
 
 def _question(row: _Row, picture: str | None) -> Question:
@@ -299,9 +299,9 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
     named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
     predictions = []
     for row in mmbench_rows(path, ("index", PREDICTION)):
-        name, said = str(row.index), row.cells[PREDICTION]
-        empty = said == NAN and name not in named_nan
-        predictions.append(Prediction(name, "" if empty else said))
+        name, answer = str(row.index), row.cells[PREDICTION]
+        empty = answer == NAN and name not in named_nan
+        predictions.append(Prediction(name, "" if empty else answer))
     return predictions
 
 
@@ -356,7 +356,7 @@ def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) ->
     count = len(question.choices)
     rotated = (*question.choices[turn:], *question.choices[:turn])
     expected = str(int(question.id) + (count - turn) * PASS_STEP)
-    alike = [one.id for one in passes if one.choices == rotated]
+    alike = [candidate.id for candidate in passes if candidate.choices == rotated]
     return expected if expected in alike or not alike else alike[0]
 
 
@@ -389,8 +389,8 @@ def write_mmbench_submission(
             "category": question.category,
             "split": {"val": "dev"}.get(question.split, question.split),
         }
-        said = multiple_choice.shown_answer(by_id[question.id]) if question.id in by_id else None
-        rows.append([*(cells.get(column) for column in columns), said])
+        label = multiple_choice.shown_answer(by_id[question.id]) if question.id in by_id else None
+        rows.append([*(cells.get(column) for column in columns), label])
     write_spreadsheet(path, [*columns, PREDICTION], rows)
 
 

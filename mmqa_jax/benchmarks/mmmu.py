@@ -89,7 +89,7 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
             f"{folder}: holds no Parquet file; put MMMU's folders of subjects there, such as "
             "Accounting/validation-00000-of-00001.parquet."
         )
-    files.found += tables
+    files.read_files += tables
     pictures = PictureColumns(tables, "id", _PICTURES)
     rows = parquet_entries(tables, _NEEDED, _MORE)
     questions = read_entries(rows, lambda row: _question(row, pictures), "id")
@@ -177,17 +177,21 @@ def open_answers(response: str) -> list[str | float]:
         if shortest and shortest not in _TRIVIAL:
             phrases.append(shortest)
     phrases = phrases or ["\n".join(lines)]
-    numbers = [one for phrase in phrases for form in _NUMBERS for one in form.findall(phrase)]
+    numbers = [
+        numeral for phrase in phrases for form in _NUMBERS for numeral in form.findall(phrase)
+    ]
     return [form for text in (*phrases, *numbers) for form in _normalized(text)]
 
 
 def is_open_answer(response: str, answers: Sequence[str]) -> bool:
     """Whether a response holds one of an open question's answers."""
     wanted = [form for answer in answers for form in _normalized(answer)]
-    words = [one for one in wanted if isinstance(one, str)]
+    words = [gold for gold in wanted if isinstance(gold, str)]
     return any(
-        any(word in said for word in words) if isinstance(said, str) else said in wanted
-        for said in open_answers(response)
+        any(word in candidate for word in words)
+        if isinstance(candidate, str)
+        else candidate in wanted
+        for candidate in open_answers(response)
     )
 
 
@@ -276,9 +280,9 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     levels = np.array([str(question.extra.get(DIFFICULTY, "")) for question in questions])
     has_choices = np.array([bool(question.choices) for question in questions])
     groups = {}
-    for discipline, own in DISCIPLINES.items():
-        groups[f"Overall-{discipline}"] = np.isin(subjects, own)
-        groups |= {name: subjects == name for name in own}
+    for discipline, subjects_of_discipline in DISCIPLINES.items():
+        groups[f"Overall-{discipline}"] = np.isin(subjects, subjects_of_discipline)
+        groups |= {name: subjects == name for name in subjects_of_discipline}
     groups |= {"multiple-choice": has_choices, "open": ~has_choices}
     known = filter(None, dict.fromkeys(levels.tolist()))
     return groups | {f"difficulty: {name}": levels == name for name in known}
@@ -289,10 +293,10 @@ def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> lis
     data = read_json(path, unique_keys=True) if path.suffix == ".json" else None
     if not isinstance(data, dict):
         return read_answers_by(path, "id", "response", {question.id for question in questions})
-    for name, said in data.items():
-        if not isinstance(said, str | None):
+    for name, answer in data.items():
+        if not isinstance(answer, str | None):
             raise UserError(f"{path}, {name}: a letter or a text was expected; correct it.")
-    return [Prediction(name, said or "") for name, said in data.items()]
+    return [Prediction(name, answer or "") for name, answer in data.items()]
 
 
 def write_mmmu_submission(

@@ -82,10 +82,10 @@ def read_mragbench(folder: Path) -> official.BenchmarkFiles:
     tables = hub_tables(folder, "test")
     if not tables:
         raise UserError(f"{folder}: holds no test-*.parquet; put MRAG-Bench's Parquet files there.")
-    files.found += tables
+    files.read_files += tables
     columns = PictureColumns(tables, "id", ("image",), (_GOLD, _GIVEN))
-    own = sorted(p for p in (folder / _CORPUS).rglob("*") if p.suffix.lower() in _SUFFIXES)
-    names = [str(path.relative_to(folder)) for path in own]
+    corpus_paths = sorted(p for p in (folder / _CORPUS).rglob("*") if p.suffix.lower() in _SUFFIXES)
+    names = [str(path.relative_to(folder)) for path in corpus_paths]
     if not names:
         files.missing[f"{_CORPUS}/"] = (
             "the pictures that no question names as gold or retrieved are not searched"
@@ -168,7 +168,9 @@ def score_mragbench(questions: Sequence[Question], predictions: Sequence[Predict
     chosen = multiple_choice.chosen_by(
         scored, by_id, lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices))
     )
-    unparsed = sum(q.id in by_id and one is None for q, one in zip(scored, chosen, strict=True))
+    unparsed = sum(
+        q.id in by_id and choice is None for q, choice in zip(scored, chosen, strict=True)
+    )
     scores = scores_of(
         questions,
         scored,

@@ -154,12 +154,12 @@ def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
     for cells in rows:
         # A row may have more cells than the header has columns.
         named = [columns[n] if n < len(columns) else "" for n in range(len(cells))]
-        shown = [
+        texts = [
             f"{column}: {cell}" if column else cell
             for column, cell in zip(named, cells, strict=True)
             if cell.strip()
         ]
-        lines.append(", ".join(shown))
+        lines.append(", ".join(texts))
     return "\n".join(lines)
 
 
@@ -169,9 +169,9 @@ def _question(row: official.Entry, split: str, sources: dict[str, Source]) -> Qu
     if metadata.get("table_id") is not None:
         context.append(metadata.text("table_id"))
     try:
-        gold = dict.fromkeys(str(one["doc_id"]) for one in row.get("supporting_context", []))
-        items = [str(one["answer"]) for one in row.get("answers", [])]
-        found_in = sorted({str(one["modality"]) for one in row.get("answers", [])})
+        gold = dict.fromkeys(str(item["doc_id"]) for item in row.get("supporting_context", []))
+        items = [str(item["answer"]) for item in row.get("answers", [])]
+        found_in = sorted({str(item["modality"]) for item in row.get("answers", [])})
     except (TypeError, KeyError) as error:
         raise row.error(
             "`answers` or `supporting_context` has not the form of the release"
@@ -244,7 +244,9 @@ def list_f1(predicted: Sequence[str], gold: Sequence[str]) -> float:
 
     ours = [set(_normalized(item).split()) for item in predicted]
     theirs = [set(_normalized(item).split()) for item in gold]
-    scores = np.array([[_f1(said, item) for said in ours] for item in theirs])  # [gold, predicted]
+    scores = np.array(
+        [[_f1(ours_item, item) for ours_item in ours] for item in theirs]
+    )  # [gold, predicted]
     rows, columns = linear_sum_assignment(-scores)
     paired = np.zeros(max(len(ours), len(theirs)))
     paired[rows] = scores[rows, columns]
@@ -333,13 +335,13 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
 
 
-def _f1(said: set[str], gold: set[str]) -> float:
+def _f1(predicted: set[str], gold: set[str]) -> float:
     """F1 of two bags of words; 0 where the gold one has numbers and the other none of them."""
     numbers = {word for word in gold if _is_number(word)}
-    if numbers and not numbers & said:
+    if numbers and not numbers & predicted:
         return 0.0
-    common = len(gold & said)
-    precision = common / len(said) if said else 1.0
+    common = len(gold & predicted)
+    precision = common / len(predicted) if predicted else 1.0
     recall = common / len(gold) if gold else 1.0
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 

@@ -233,22 +233,22 @@ def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]
         )
     if not any(soft):
         scorers: dict[str, Callable[[str, Question], float]] = {
-            "vqa_accuracy/official": lambda said, q: vqa.official_accuracy(said, q.answers),
-            "vqa_accuracy/paper": lambda said, q: vqa.paper_accuracy(said, q.answers),
-            "vqa_accuracy/prophet": lambda said, q: vqa.prophet_accuracy(said, q.answers),
-            "vqa_accuracy/kat": lambda said, q: vqa.kat_accuracy(said, q.answers),
+            "vqa_accuracy/official": lambda answer, q: vqa.official_accuracy(answer, q.answers),
+            "vqa_accuracy/paper": lambda answer, q: vqa.paper_accuracy(answer, q.answers),
+            "vqa_accuracy/prophet": lambda answer, q: vqa.prophet_accuracy(answer, q.answers),
+            "vqa_accuracy/kat": lambda answer, q: vqa.kat_accuracy(answer, q.answers),
         }
         return Evaluation(
             [vqa.answer_scores(questions, scored, by_id, scorers)], has_modalities=False
         )
 
-    def weight(said: str, question: Question) -> float:
-        return vqa.soft_label_accuracy(said, question.extra[official.SOFT_LABELS])
+    def weight(answer: str, question: Question) -> float:
+        return vqa.soft_label_accuracy(answer, question.extra[official.SOFT_LABELS])
 
     scorers = {
         "vqa_accuracy/soft_labels": weight,
-        "vqa_accuracy/official_from_soft_labels": lambda said, q: official_of_weight(
-            weight(said, q)
+        "vqa_accuracy/official_from_soft_labels": lambda answer, q: official_of_weight(
+            weight(answer, q)
         ),
     }
     note = (

@@ -85,12 +85,12 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     alone = official.one_file(path, (".json", ".parquet"))
     files = official.OfficialFiles(path.parent if alone else path)
     if alone:
-        files.found.append(path)
+        files.read_files.append(path)
         tables = [path] if path.suffix == ".parquet" else []
     else:
         names = () if _problems_file(path) else parquet.HUB_NAMES.values()
         tables = [table for name in names for table in parquet.hub_tables(path, name)]
-        files.found += tables
+        files.read_files += tables
     pictures: parquet.ParquetPictures | official.PictureFiles
     captions: dict[str, str] = {}
     if tables:
@@ -102,12 +102,12 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
         places = {row.picture: _picture_places(row.picture) for row in rows if row.picture}
         pictures = official.PictureFiles(files.folder, places)
     questions = [_question(row, captions, pictures) for row in rows]
-    shown = [question for question in questions if question.extra[official.HAS_PICTURE]]
-    names = [question.image for question in shown if question.image is not None]
-    if len(names) < len(shown):
+    pictured = [question for question in questions if question.extra[official.HAS_PICTURE]]
+    names = [question.image for question in pictured if question.image is not None]
+    if len(names) < len(pictured):
         files.missing["images/SPLIT/PID/image.png"] = (
-            f"{len(shown) - len(names):,} of {len(shown):,} questions with a picture have no file "
-            "of it; captions stand for them where known"
+            f"{len(pictured) - len(names):,} of {len(pictured):,} questions with a picture have no "
+            "file of it; captions stand for them where known"
         )
     return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
 
@@ -148,14 +148,14 @@ def _folder_rows(files: official.OfficialFiles) -> list[_Row]:
     rows: list[_Row] = []
     problems = _problems_file(files.folder)
     if problems is not None:
-        files.found.append(problems)
+        files.read_files.append(problems)
         splits = files.optional(
             "pid_splits.json", without="the splits are those that the problems name"
         )
         rows = _problem_rows(read_json(problems, unique_keys=True), problems, splits)
     conversations = files.folder / _CONVERSATIONS
     if conversations.is_file():
-        files.found.append(conversations)
+        files.read_files.append(conversations)
         known = {row.id for row in rows}
         rows += [row for row in _one_json_file(conversations) if row.id not in known]
     if not rows:
@@ -242,8 +242,10 @@ def _parquet_rows(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> 
         for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
             picture = parquet.row_name(path, number)
             pid = f"{split}-{counts[split]}"
-            shown = picture if picture in pictures else None
-            rows.append(_Row(official.Entry(f"{path}, row {number}", problem), pid, split, shown))
+            picture_name = picture if picture in pictures else None
+            rows.append(
+                _Row(official.Entry(f"{path}, row {number}", problem), pid, split, picture_name)
+            )
             counts[split] += 1
     return rows
 
@@ -327,11 +329,11 @@ def _captions(files: official.OfficialFiles) -> dict[str, str]:
 
 def _counts(questions: list[Question]) -> dict[str, int]:
     by_split = Counter(question.split for question in questions)
-    shown = [question for question in questions if question.extra[official.HAS_PICTURE]]
+    pictured = [question for question in questions if question.extra[official.HAS_PICTURE]]
     counts = {f"{split} questions": by_split[split] for split in SPLITS}
     return counts | {
-        "questions with a picture": len(shown),
-        "pictures found": sum(question.image is not None for question in shown),
+        "questions with a picture": len(pictured),
+        "pictures found": sum(question.image is not None for question in pictured),
         "captions": sum(official.CAPTION in question.extra for question in questions),
         "rationales": sum(bool(question.rationale) for question in questions),
         "questions with equal choices": sum(

@@ -74,7 +74,7 @@ def read_seedbench(path: Path) -> official.BenchmarkFiles:
     files = official.OfficialFiles(path.parent if alone else path)
     if alone:
         source = path
-        files.found.append(path)
+        files.read_files.append(path)
     else:
         source = files.required(
             "SEED-Bench.json",
@@ -134,8 +134,8 @@ def _question(row: official.Entry, dimensions: Mapping[int, str]) -> Question:
 
 def _caption_names(question: Question) -> Sequence[str]:
     """A video's name is none: it is shared by questions on other parts of the video."""
-    shown = question.extra[DATA_TYPE] == "image" and DATA_ID in question.extra
-    return (question.id, str(question.extra[DATA_ID])) if shown else (question.id,)
+    has_picture = question.extra[DATA_TYPE] == "image" and DATA_ID in question.extra
+    return (question.id, str(question.extra[DATA_ID])) if has_picture else (question.id,)
 
 
 def _places(question: Question) -> tuple[str, ...]:
@@ -180,11 +180,11 @@ def write_seed_bench_submission(
     rows = []
     for question in questions:
         prediction = by_id.get(question.id)
-        said = ""
+        answer = ""
         if prediction is not None:
             by_letter = prediction.choice is not None
-            said = rules.LETTERS[prediction.choice or 0] if by_letter else prediction.answer
-        rows.append({"question_id": question.id, PREDICTION: said})
+            answer = rules.LETTERS[prediction.choice or 0] if by_letter else prediction.answer
+        rows.append({"question_id": question.id, PREDICTION: answer})
     write_jsonl(path, rows)
 
 

@@ -247,11 +247,11 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
     """
     by_id = predictions_by_question(questions, predictions)
     scored = questions_that_count(questions, has_positives, "relevant pages")
-    gold = [dict(zip(one.positives, one.extra[GRADES], strict=True)) for one in scored]
-    ranked = [as_trec_orders(by_id[one.id]) if one.id in by_id else () for one in scored]
+    gold = [dict(zip(query.positives, query.extra[GRADES], strict=True)) for query in scored]
+    ranked = [as_trec_orders(by_id[query.id]) if query.id in by_id else () for query in scored]
     measures = score_rankings(gold, ranked, KS).per_question
     per_question = {f"vidore/ndcg@{k}": measures[f"ndcg@{k}"] for k in KS}
-    main = [_MAIN_K[version_of(one.category)] for one in scored]
+    main = [_MAIN_K[version_of(query.category)] for query in scored]
     by_k = [measures[f"ndcg@{k}"][n] for n, k in enumerate(main)]
     per_question = {OFFICIAL: np.array(by_k), **per_question}
     scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
@@ -293,8 +293,8 @@ def write_vidore_results(
             "give --references the folder of one."
         )
     (scores,) = score_vidore(questions, predictions).scored
-    subsets = [one for one in _ISO if scores.counts.get(f"{names[0]}, {one}")]
-    rows = [_subset(scores, f"{names[0]}, {one}", one) for one in subsets]
+    subsets = [language for language in _ISO if scores.counts.get(f"{names[0]}, {language}")]
+    rows = [_subset(scores, f"{names[0]}, {language}", language) for language in subsets]
     content = {
         "dataset_revision": "no_revision_available",
         "task_name": TASKS[names[0]],
@@ -325,10 +325,16 @@ def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:
     groups = {}
     for name in [name for name in TASKS if name in sets]:
         groups[name] = sets == name
-        spoken = [one for one in dict.fromkeys(languages[sets == name]) if one]
+        spoken = [language for language in dict.fromkeys(languages[sets == name]) if language]
         if len(spoken) > 1:
-            groups |= {f"{name}, {one}": (sets == name) & (languages == one) for one in spoken}
-    return {**groups, **{str(one): languages == one for one in sorted(set(languages)) if one}}
+            groups |= {
+                f"{name}, {language}": (sets == name) & (languages == language)
+                for language in spoken
+            }
+    return {
+        **groups,
+        **{str(language): languages == language for language in sorted(set(languages)) if language},
+    }
 
 
 BENCHMARK = Benchmark(

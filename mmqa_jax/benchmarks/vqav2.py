@@ -89,14 +89,14 @@ def read_vqav2(folder: Path) -> BenchmarkFiles:
             "there."
         )
     for question_id, asked_of in read_visual_genome(files).items():
-        shown = (coco.picture_of(split, asked_of.image_id) for split in _VG_PICTURES)
+        candidates = (coco.picture_of(split, asked_of.image_id) for split in _VG_PICTURES)
         held_out_picture = asked_of.image_id in on_okvqa
         questions.append(
             Question(
                 id=f"{GENOME}{question_id}",  # the numbers are also VQAv2's
                 split=GENOME_ON_OKVQA_TEST if held_out_picture else GENOME,
                 question=asked_of.question,
-                image=next((name for name in shown if name in pictures), None),
+                image=next((name for name in candidates if name in pictures), None),
                 answers=asked_of.answers,
                 extra={"image_id": asked_of.image_id},
             )

@@ -114,8 +114,10 @@ def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict
     answerer = Answerer(Path(arguments.workdir or _DEMO))
     rows = []
     for answer, row in _answered(answerer, arguments.question, picture):
-        shown = zip(row["sources"], answer.shown(answerer.corpus), strict=True)
-        sources = [{**source, "title": one.source.title} for source, one in shown]
+        sources_shown = zip(row["sources"], answer.shown(answerer.corpus), strict=True)
+        sources = [
+            {**source, "title": shown_source.source.title} for source, shown_source in sources_shown
+        ]
         rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
     return rows
 

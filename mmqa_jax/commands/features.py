@@ -117,7 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     results.add_argument(
         "--export",
         action="extend",
-        type=lambda given: given.split(","),
+        type=lambda text: text.split(","),
         default=[],
         metavar="FORMAT,...",
         help=f"write OUT/exports/FORMAT: {_FORMATS} (mmqa_jax/models/detection/README.md)",

@@ -376,13 +376,13 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
 
-    def given(*names: str) -> dict[str, Any]:
+    def options_set(*names: str) -> dict[str, Any]:
         values = {name: getattr(arguments, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    found_by = given("encoder", "top_k", "least_similarity")
+    found_by = options_set("encoder", "top_k", "least_similarity")
     asking = AskOptions(**found_by, words=analyzer(arguments))
-    return asking, LLMReaderOptions(**given("pictures", "max_new_tokens"))
+    return asking, LLMReaderOptions(**options_set("pictures", "max_new_tokens"))
 
 
 def check_top_k(top_k: int) -> None:

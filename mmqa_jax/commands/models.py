@@ -32,14 +32,20 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.weights.registry import architectures
 
     entries = architectures().values()
-    owners = {name: one for one in entries for name in (*sorted(one.known_types), one.name)}
+    owners = {
+        name: model_entry
+        for model_entry in entries
+        for name in (*sorted(model_entry.known_types), model_entry.name)
+    }
     measured = _measured()
     owners = {
-        name: one
-        for name, one in owners.items()
-        if one.name not in measured or one.gguf or name in (*measured, *VISION_FAMILIES)
+        name: model_entry
+        for name, model_entry in owners.items()
+        if model_entry.name not in measured
+        or model_entry.gguf
+        or name in (*measured, *VISION_FAMILIES)
     }
-    owners |= {one.name: one for one in entries}
+    owners |= {model_entry.name: model_entry for model_entry in entries}
     rows = []
     for name, entry in owners.items():
         deviation, sizes = measured.get(name, (None, [(None, None, None)]))

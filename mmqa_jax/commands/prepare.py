@@ -128,11 +128,11 @@ def _folder_options(arguments: argparse.Namespace) -> Any:
     from mmqa_jax.data.folder import FolderOptions
     from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 
-    given = {"words": arguments.chunk_words, "overlap": arguments.chunk_overlap}
-    given = {name: value for name, value in given.items() if value is not None}
+    values = {"words": arguments.chunk_words, "overlap": arguments.chunk_overlap}
+    values = {name: value for name, value in values.items() if value is not None}
     if arguments.dataset == "folder":
-        given["tokens"] = minilm_token_limit()
-    if arguments.pages is arguments.ocr is None and not given:
+        values["tokens"] = minilm_token_limit()
+    if arguments.pages is arguments.ocr is None and not values:
         return None
     reader = flags.page_reader(arguments)
-    return FolderOptions(ChunkOptions(**given), pages=arguments.pages or "text", ocr=reader)
+    return FolderOptions(ChunkOptions(**values), pages=arguments.pages or "text", ocr=reader)

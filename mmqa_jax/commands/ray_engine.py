@@ -152,11 +152,11 @@ class _Serving:
         self, numbers: Sequence[int], open_one: Callable[[], Callable[[int], None]]
     ) -> None:
         """Never returns; ends with the worker."""
-        one = open_one()
+        compute_chunk = open_one()
         while True:
             number = self._asked.get()
             try:
-                one(number)
+                compute_chunk(number)
             except Exception as error:
                 self._answers.put(f"{type(error).__name__}: {error}")
             else:

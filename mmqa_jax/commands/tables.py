@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     rows = list_rows(arguments.name, flags.optional_path(arguments.workdir))
     for paper in dict.fromkeys(figure["paper"] for figure in rows):
-        own = [figure for figure in rows if figure["paper"] == paper]
-        for table in (*paper_tables(own), commands_table(own)):
+        figures = [figure for figure in rows if figure["paper"] == paper]
+        for table in (*paper_tables(figures), commands_table(figures)):
             show(table, markdown=arguments.markdown)
     return {"rows": rows}

@@ -191,17 +191,17 @@ class Job:
           open_compute: loads what computes a chunk; called if a chunk is missing.
           title, unit: of the progress that is shown; "": `compute` shows its own.
         """
-        own = range(self.shard.index, len(self.spans), self.shard.count)
+        numbers = range(self.shard.index, len(self.spans), self.shard.count)
         store = self._opened()
-        todo = [number for number in own if _key(number) not in store]
-        store.check(map(_key, own))  # damage is named here, not after hours of work
+        todo = [number for number in numbers if _key(number) not in store]
+        store.check(map(_key, numbers))  # damage is named here, not after hours of work
         if not todo:
             return
         if self._engine is not None:
             self._engine.compute(todo, lambda: self._committing(open_compute()))
             return
         compute = open_compute()
-        total = sum(len(self.spans[number]) for number in own)
+        total = sum(len(self.spans[number]) for number in numbers)
         start = total - sum(len(self.spans[number]) for number in todo)
         with Progress(title, total, unit, start=start, quiet=None if title else True) as progress:
             for turn, number in enumerate(todo):
@@ -215,11 +215,11 @@ class Job:
                 progress.advance(len(self.spans[number]))
 
     def _committing(self, compute: Compute) -> Callable[[int], None]:
-        def one(number: int) -> None:
+        def compute_chunk(number: int) -> None:
             began = time.time()
             self._commit(number, compute(self.spans[number]), began)
 
-        return one
+        return compute_chunk
 
     def missing(self) -> list[int]:
         """The chunks of all shards that are not committed."""
@@ -299,7 +299,7 @@ class Job:
         """Whether a part is this job's, of which job.json was deleted."""
         with contextlib.suppress(UserError):
             ours = (digest_of(self._record.job), self._record.code)
-            return all((one.job, one.notes.get("code")) == ours for one in chunks_of(file))
+            return all((chunk.job, chunk.notes.get("code")) == ours for chunk in chunks_of(file))
         return False
 
     def _commit(self, number: int, part: Part, began: float) -> None:
@@ -384,8 +384,8 @@ def read_parts(folder: Path, record: JobRecord) -> list[Part]:
 def part_notes(folder: Path, record: JobRecord) -> dict[int, dict[str, Any]]:
     """What is said about each part that is there: `items`, `shard`, `host`, `began`, `ended` ..."""
     check_version(folder)
-    chunks = [one for file in chunk_files(folder) for one in chunks_of(file)]
-    return {int(one.keys[0]): one.notes for one in chunks if _is_part(one, record)}
+    chunks = [chunk for file in chunk_files(folder) for chunk in chunks_of(file)]
+    return {int(chunk.keys[0]): chunk.notes for chunk in chunks if _is_part(chunk, record)}
 
 
 def read_unfinished(folder: Path) -> Unfinished:

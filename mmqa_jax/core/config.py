@@ -267,8 +267,8 @@ def _parse_items(value: Any, kind: type, current: Any) -> Any:
         value = [_literal(item) for item in value.split(",") if item]
     items = value if isinstance(value, list | tuple) else [value]
     kinds = {type(item) for item in current or ()}
-    if len(kinds) == 1 and (one := kinds.pop()) in (int, float, str):
-        items = [str(item) if one is str else _parse(item, one, None) for item in items]
+    if len(kinds) == 1 and (item_kind := kinds.pop()) in (int, float, str):
+        items = [str(item) if item_kind is str else _parse(item, item_kind, None) for item in items]
     return kind(items)
 
 

@@ -117,19 +117,21 @@ def report_disk_once() -> Iterator[None]:
     logger.addFilter(silence)
     held: list[tuple] = []  # TensorStore tells its callbacks' errors before Orbax says why
 
-    def lost(told: Any) -> None:
-        if not silence.let_pass(told.exc_value):
+    def lost(details: Any) -> None:
+        if not silence.let_pass(details.exc_value):
             return
-        if told.object is None:  # of a callback in C++, which is nobody's
-            held.append((hooks.lost, told))
+        if details.object is None:  # of a callback in C++, which is nobody's
+            held.append((hooks.lost, details))
         else:
-            hooks.lost(told)
+            hooks.lost(details)
 
-    def uncaught(*told: Any) -> None:
-        if silence.let_pass(told[1]):
-            held.append((hooks.uncaught, *told))
+    def uncaught(*details: Any) -> None:
+        if silence.let_pass(details[1]):
+            held.append((hooks.uncaught, *details))
 
-    threading.excepthook = lambda told: silence.let_pass(told.exc_value) and hooks.thread(told)
+    threading.excepthook = lambda details: (
+        silence.let_pass(details.exc_value) and hooks.thread(details)
+    )
     sys.unraisablehook, sys.excepthook = lost, uncaught
     try:
         yield
@@ -140,8 +142,8 @@ def report_disk_once() -> Iterator[None]:
         if not silence.failed:
             logger.removeFilter(silence)
             hooks.restore()
-            for hook, *told in held:
-                hook(*told)
+            for hook, *details in held:
+                hook(*details)
 
 
 class _Hooks:

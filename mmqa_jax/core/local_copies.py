@@ -99,15 +99,15 @@ def _update(
         for key, (size, version) in wanted.items()
         if known.get(key) != [size, version] or not (copy / key).is_file()
     }
-    shards = {key: found for key in wanted if stream and (found := _SHARD.fullmatch(key))}
+    shards = {key: match for key in wanted if stream and (match := _SHARD.fullmatch(key))}
     left = todo.keys() & shards.keys()
     todo = {key: size for key, size in todo.items() if key not in left}
     places: dict[str, dict[str, tuple[str, int]]] = {
         f"{shards[key][1]}/{IN_STORE}": {} for key in left
     }
-    for key, found in shards.items():
-        if (files := places.get(f"{found[1]}/{IN_STORE}")) is not None:
-            files[found[2]] = (f"{name.rstrip('/')}/{key}", wanted[key][0])
+    for key, match in shards.items():
+        if (files := places.get(f"{match[1]}/{IN_STORE}")) is not None:
+            files[match[2]] = (f"{name.rstrip('/')}/{key}", wanted[key][0])
     for file in [file for file in copy.rglob("*") if file.is_file()]:
         key = file.relative_to(copy).as_posix()
         if not (key in wanted or key in places or _NOT_COPIED.match(key)):

@@ -256,7 +256,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any
       jax.device_put and as a restore target.
     """
 
-    def one(leaf: Any) -> Any:
+    def sharding_of(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable):
             value = leaf.get_value()
             if not hasattr(value, "shape"):
@@ -266,7 +266,7 @@ def state_shardings(state: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any
             return leaf.replace(NamedSharding(mesh, spec))
         return NamedSharding(mesh, PartitionSpec())
 
-    return jax.tree.map(one, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return jax.tree.map(sharding_of, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def on_shardings(state: Any, shardings: Any) -> Any:

@@ -70,9 +70,10 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
         numbers = decimal_number(index), decimal_number(count)
         shard = Shard(0, 0) if None in numbers else Shard(*numbers)
     if not shard.index < shard.count:
-        found = "" if index != "auto" else f" (the environment says {shard})"
+        source = "" if index != "auto" else f" (the environment says {shard})"
         raise UserError(
-            f"--shard={text}: I/N with I from 0 to N - 1 was expected, such as 0/8, or auto{found}."
+            f"--shard={text}: I/N with I from 0 to N - 1 was expected, such as 0/8, or "
+            f"auto{source}."
         )
     return shard
 
@@ -88,14 +89,14 @@ def launched_shard() -> Shard:
 def _of_environment(text: str, count: str | None, environment: Mapping[str, str]) -> Shard:
     def number(name: str, default: str | None = None) -> int:
         value = environment.get(name) or default
-        if value is None or (found := decimal_number(value)) is None:
-            said = "is not set" if value is None else f"is {value!r}"
+        if value is None or (parsed := decimal_number(value)) is None:
+            problem = "is not set" if value is None else f"is {value!r}"
             raise UserError(
-                f"--shard={text}: the environment variable {name} {said}; start the command in a "
-                "Slurm job array or a Kubernetes Indexed Job (with JOB_COMPLETIONS set to its "
+                f"--shard={text}: the environment variable {name} {problem}; start the command in "
+                "a Slurm job array or a Kubernetes Indexed Job (with JOB_COMPLETIONS set to its "
                 "completions), or give --shard=I/N."
             )
-        return found
+        return parsed
 
     def total(name: str) -> int:
         if count is None:

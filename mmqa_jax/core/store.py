@@ -369,7 +369,7 @@ class Store:
         """Drops what was read of a file."""
         self._foreign.discard(file)
         if self._read_to.pop(file, 0):
-            self._index = {key: one for key, one in self._index.items() if one.file != file}
+            self._index = {key: entry for key, entry in self._index.items() if entry.file != file}
             self._close_reading()
         if self._name and file == f"{self._name}{_SUFFIX}":  # removed: more would be lost there
             self.close()

@@ -105,19 +105,19 @@ def _passages(sections: Sequence[Section], options: PassageOptions) -> Iterator[
     words: list[str] = []
     heading = ""
     for section in sections:
-        own = section.text.split()
+        section_words = section.text.split()
         if not words:
             heading = section.heading
         taken = 0
         if options.across_sections and words:  # fills up what the section before has begun
             taken = options.words - len(words)
-            words += own[:taken]
+            words += section_words[:taken]
             if len(words) < options.words:
                 continue
             yield heading, " ".join(words)
             words, heading = [], section.heading
-        for start in range(taken, len(own), options.words):
-            words = own[start : start + options.words]
+        for start in range(taken, len(section_words), options.words):
+            words = section_words[start : start + options.words]
             if len(words) == options.words or not options.across_sections:
                 yield section.heading, " ".join(words)
                 words = []
@@ -185,8 +185,8 @@ class Articles:
     def passages(self, article: str) -> list[str]:
         """Ids of an article's passages, in their order; none of an article that is not there."""
         rows = (row for run in self._runs.get(article, ()) for row in run)
-        own = (self._sources[row] for row in rows)
-        return [source.id for source in own if source.modality == "text"]
+        listed = (self._sources[row] for row in rows)
+        return [source.id for source in listed if source.modality == "text"]
 
     def ranked(self, ranking: Ranking, gold: Collection[str] = ()) -> Ranking:
         """A ranking of sources as one of their articles, each with the score of its first.
@@ -210,13 +210,13 @@ class Articles:
             names = self._names_of(source)
             if not names:
                 continue
-            own = next((runs[name] for name in names if name in runs), [])
-            if own and own[-1].stop == row:
-                own[-1] = range(own[-1].start, row + 1)
+            rows = next((runs[name] for name in names if name in runs), [])
+            if rows and rows[-1].stop == row:
+                rows[-1] = range(rows[-1].start, row + 1)
             else:
-                own.append(range(row, row + 1))
+                rows.append(range(row, row + 1))
             for name in names:
-                runs.setdefault(name, own)
+                runs.setdefault(name, rows)
         return runs
 
 

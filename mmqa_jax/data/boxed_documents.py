@@ -42,7 +42,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
                 continue
             key = _add(pictures, figure.picture)
         figures.append([figure.caption, figure.heading, figure.page, key, figure.link])
-    kept = {
+    content = {
         **_paragraphs(document),
         "figures": figures,
         "scanned_pages": list(document.scanned_pages),
@@ -53,7 +53,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
         "left_out": dict(document.left_out),
         "missing": document.missing,
     }
-    return kept | {"pictures": list(pictures)}, list(pictures.values())
+    return content | {"pictures": list(pictures)}, list(pictures.values())
 
 
 def pages(data: bytes) -> Read:
@@ -70,8 +70,8 @@ def pages(data: bytes) -> Read:
                 figures.append(["", "", page.number, _add(pictures, page.picture), ""])
     except DocumentError as error:
         return _bad(error)
-    kept = {"figures": figures, "broken_figures": broken, "pictures": list(pictures)}
-    return kept, list(pictures.values())
+    content = {"figures": figures, "broken_figures": broken, "pictures": list(pictures)}
+    return content, list(pictures.values())
 
 
 def scans(data: bytes, numbers: list[int]) -> Read:

@@ -38,7 +38,7 @@ def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     source = settings.get("chat_template")
     try:
         if isinstance(source, list):  # several by name
-            source = {one["name"]: one["template"] for one in source}.get("default")
+            source = {template["name"]: template["template"] for template in source}.get("default")
     except (KeyError, TypeError):
         source = ()
     if not isinstance(source, str | None):
@@ -163,7 +163,7 @@ class PictureChat:
         """
         frame = self._frame(instruction, tuple(parts))
         plain = [place for place, piece in enumerate(frame) if isinstance(piece, str)]
-        filled = [_filled(frame[place], own) for own in texts for place in plain]
+        filled = [_filled(frame[place], of_message) for of_message in texts for place in plain]
         encoded = iter(self._tokenizer.encode_batch(filled))
         before, after = self._tokenizer.before, self._tokenizer.after
         marked = [place for place in plain if any(mark in frame[place] for mark in MARKS)]
@@ -196,9 +196,9 @@ class PictureChat:
             ) from error
         frame = self._tokenizer.pieces.cut(text)
         wanted = [mark for part in parts for mark in MARKS if part is not None and mark in part]
-        found = [c for piece in frame if isinstance(piece, str) for c in piece if c in MARKS]
+        marks = [c for piece in frame if isinstance(piece, str) for c in piece if c in MARKS]
         pictures = frame.count(self._image_token)
-        if instruction not in text or found != wanted or pictures != parts.count(None):
+        if instruction not in text or marks != wanted or pictures != parts.count(None):
             raise UserError(
                 f"{self._folder}: its chat template does not put the instruction, each text and a "
                 f"placeholder for each picture (token {self._image_token}) into the prompt, each "
@@ -215,4 +215,4 @@ def _said(text: str) -> dict[str, str]:
 def _filled(piece: str, texts: Sequence[str]) -> str:
     """A piece of a frame with the texts in place of their marks."""
     pattern = "|".join(MARKS)
-    return re.sub(pattern, lambda found: texts[MARKS.index(found.group())], piece)
+    return re.sub(pattern, lambda match: texts[MARKS.index(match.group())], piece)

@@ -469,11 +469,11 @@ def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
     def brought(question: Question) -> Question:
         gold = [corpus.sources[row] for row in corpus.positive_rows(question)]
         pictures = [source for source in gold if source.modality == "image"]
-        said = " ".join(map(_sentence, gold if context == "sources" else pictures))
+        caption = " ".join(map(_sentence, gold if context == "sources" else pictures))
         return dataclasses.replace(
             question,
             image=pictures[0].image if pictures else None,
-            extra={**question.extra, CAPTION: said},
+            extra={**question.extra, CAPTION: caption},
         )
 
     return corpus.with_questions([brought(question) for question in corpus.questions()])

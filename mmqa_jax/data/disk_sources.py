@@ -102,7 +102,7 @@ class DiskSources(Sequence[Source]):
 
     def __getitem__(self, row):
         if isinstance(row, slice):
-            return [self[one] for one in range(*row.indices(self._rows))]
+            return [self[number] for number in range(*row.indices(self._rows))]
         batch, place = self._place(row)
         return _source(*(batch[column][place].as_py() for column in range(len(COLUMNS))))
 
@@ -207,8 +207,8 @@ class DiskSources(Sequence[Source]):
         self._checked = np.zeros(len(self._digests), bool)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_files", "_batches", "_checked")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        per_process = ("_lock", "_files", "_batches", "_checked")
+        return {name: value for name, value in self.__dict__.items() if name not in per_process}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -265,7 +265,7 @@ class SourceSelection(Sequence[Source]):
 
     def __getitem__(self, row):
         if isinstance(row, slice):
-            return [self._sources[int(one)] for one in self._rows[row]]
+            return [self._sources[int(source_row)] for source_row in self._rows[row]]
         return self._sources[int(self._rows[row])]
 
 
@@ -385,12 +385,15 @@ def _write_index(sources: DiskSources, progress: Callable[[int, int], None]) -> 
     start = 0
     for low, high in itertools.pairwise(bounds):
         chosen = _between(unsorted, low, high)
-        own = unsorted[chosen]
-        order = np.argsort(own, kind="stable")
-        own, chosen = own[order], chosen[order]
-        _check_unique(sources, own, chosen)
-        hashes[start : start + len(own)], placed[start : start + len(own)] = own, chosen
-        start += len(own)
+        hashes_of_block = unsorted[chosen]
+        order = np.argsort(hashes_of_block, kind="stable")
+        hashes_of_block, chosen = hashes_of_block[order], chosen[order]
+        _check_unique(sources, hashes_of_block, chosen)
+        (
+            hashes[start : start + len(hashes_of_block)],
+            placed[start : start + len(hashes_of_block)],
+        ) = hashes_of_block, chosen
+        start += len(hashes_of_block)
     for array in (hashes, placed):
         array.flush()
     (folder / ".unsorted.npy").unlink()
@@ -401,8 +404,8 @@ def _between(hashes: np.ndarray, low: int, high: int) -> np.ndarray:
     ranges = []
     for start in range(0, len(hashes), _SORTED_AT_ONCE):
         block = hashes[start : start + _SORTED_AT_ONCE]
-        own = (block >= np.uint64(low)) & (block <= np.uint64(high - 1))
-        ranges.append((np.flatnonzero(own) + start).astype(np.uint32))
+        inside = (block >= np.uint64(low)) & (block <= np.uint64(high - 1))
+        ranges.append((np.flatnonzero(inside) + start).astype(np.uint32))
     return np.concatenate(ranges)
 
 

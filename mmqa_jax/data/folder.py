@@ -164,16 +164,16 @@ class FolderContent:
 
 def read_folder(
     folder: Path,
-    kept: Path,
+    cache: Path,
     options: FolderOptions,
     *,
     leave_out: Path | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> FolderContent:
-    """Reads what has changed in a folder since the last call with the same `kept`.
+    """Reads what has changed in a folder since the last call with the same `cache`.
 
     Args:
-      kept: the folder of what was read of the files.
+      cache: the folder of what was read of the files.
       leave_out: a folder in `folder` that is none of its content.
       progress: called with (files done, files).
     """
@@ -181,7 +181,7 @@ def read_folder(
     if not listing.files and not listing.bad:
         raise UserError(f"{folder}: {_nothing(listing)}.")
     check_libraries(file.name for file in listing.files)
-    reading = _Reading(folder, kept, options, listing)
+    reading = _Reading(folder, cache, options, listing)
     reading.read(listing.files, progress)
     for file in listing.files:
         reading.add(file.name)
@@ -198,15 +198,15 @@ def _nothing(listing: Listing) -> str:
 class _Reading:
     """One call of `read_folder`."""
 
-    def __init__(self, folder: Path, kept: Path, options: FolderOptions, listing: Listing):
-        self._folder, self._kept, self._options = folder, kept, options
+    def __init__(self, folder: Path, cache: Path, options: FolderOptions, listing: Listing):
+        self._folder, self._kept, self._options = folder, cache, options
         self._report = FolderReport(
             bad=dict(listing.bad), left_out=dict(listing.other_endings), hidden=listing.hidden
         )
         what = {"documents": VERSION, "least_pixels": options.least_pixels}
         what["ocr"] = self._has_rapidocr = options.ocr is None and ocr.is_installed()
-        self._store = Store(kept / _DOCUMENTS, what, damage="drop", sync=False)
-        self._known, self._in_use = _known_files(kept / _FILES)
+        self._store = Store(cache / _DOCUMENTS, what, damage="drop", sync=False)
+        self._known, self._in_use = _known_files(cache / _FILES)
         if (
             len(self._store) > 2 * self._in_use + _SPARE
         ):  # mostly of files that are gone or were changed
@@ -282,10 +282,10 @@ class _Reading:
 
     def _is_kept(self, key: str) -> bool:
         if key not in self._content:
-            kept = self._store.get(key)
-            if kept is None or any(k not in self._store for k in _figure_keys(kept)):
+            content = self._store.get(key)
+            if content is None or any(k not in self._store for k in _figure_keys(content)):
                 return False
-            self._content[key] = kept
+            self._content[key] = content
         return True
 
     def _take(
@@ -295,10 +295,12 @@ class _Reading:
         while len(waiting) > most or sum(size for _, size in waiting.values()) > _AHEAD_BYTES:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                 key, _ = waiting.pop(future)
-                kept, pictures = future.result()
+                content, pictures = future.result()
                 arrays = [np.frombuffer(picture, np.uint8) for picture in pictures]
-                self._store.add({**dict(zip(kept["pictures"], arrays, strict=True)), key: kept})
-                self._content[key] = kept
+                self._store.add(
+                    {**dict(zip(content["pictures"], arrays, strict=True)), key: content}
+                )
+                self._content[key] = content
 
     def _scan_keys(self, name: str) -> dict[int, str]:
         """Key by page, of what the vision-language model reads of a document."""
@@ -343,8 +345,10 @@ class _Reading:
             self._opened.add(name)
             for start in range(0, len(keys), _BATCH):
                 request = {"numbers": list(keys)[start : start + _BATCH]}
-                kept, pictures = _boxed(free, data, ending_of(name), "scans", request)
-                for (number, *size), picture in zip(kept.get("sizes", ()), pictures, strict=True):
+                content, pictures = _boxed(free, data, ending_of(name), "scans", request)
+                for (number, *size), picture in zip(
+                    content.get("sizes", ()), pictures, strict=True
+                ):
                     yield keys[number], size, picture
 
     def add(self, name: str) -> None:
@@ -355,24 +359,28 @@ class _Reading:
         checksum = self._files[name][2]
         keys = list(self._works(name, checksum))
         self._used.update(*((key, *_figure_keys(self._content[key])) for key in keys))
-        kept, pages = self._content[keys[0]], None
+        document, pages = self._content[keys[0]], None
         if scans := {p: k for p, k in self._scan_keys(name).items() if k in self._content}:
             self._used.update(scans.values())
-            kept = _with_scans(kept, {page: self._content[key] for page, key in scans.items()})
-        if not kept.get("bad") and len(keys) > 1:
+            document = _with_scans(
+                document, {page: self._content[key] for page, key in scans.items()}
+            )
+        if not document.get("bad") and len(keys) > 1:
             pages = self._content[keys[1]]
-            kept = {**kept, **_with_pages(kept, pages)}
+            document = {**document, **_with_pages(document, pages)}
         has_content = is_picture or (pages is not None and bool(pages.get("figures")))
-        if bad := kept.get("bad") or ("" if has_content else self._without_content(name, kept)):
+        if bad := document.get("bad") or (
+            "" if has_content else self._without_content(name, document)
+        ):
             self._report.bad[name] = bad
             return
         if is_picture:
             content = checksum
         else:
-            self._shown += [(name, figure) for figure in kept["figures"] if figure[4]]
-            texts = [p[0] for p in kept["paragraphs"]]
-            content = _digest(texts, _figure_keys(kept), _figure_keys(pages or {}))
-            if not texts and not has_content and not _figure_keys(kept):
+            self._shown += [(name, figure) for figure in document["figures"] if figure[4]]
+            texts = [p[0] for p in document["paragraphs"]]
+            content = _digest(texts, _figure_keys(document), _figure_keys(pages or {}))
+            if not texts and not has_content and not _figure_keys(document):
                 content = name  # it only shows pictures, which no other file's content stands for
         first = self._first.setdefault(content, name)
         if first != name:
@@ -381,18 +389,18 @@ class _Reading:
         elif is_picture:
             self._pictures[name] = checksum
         else:
-            self._documents[name] = kept
+            self._documents[name] = document
             if pages is not None:
                 self._pages[name] = pages["figures"]
 
-    def _without_content(self, name: str, kept: Mapping[str, Any]) -> str:
+    def _without_content(self, name: str, document: Mapping[str, Any]) -> str:
         """Tells why nothing of a document can be a source; "" where something can."""
-        if kept["paragraphs"] or any(
+        if document["paragraphs"] or any(
             figure[3] or self._is_picture.get(_linked(name, figure[4]))
-            for figure in kept["figures"]
+            for figure in document["figures"]
         ):
             return ""
-        if count := len(kept["scanned_pages"]):
+        if count := len(document["scanned_pages"]):
             pages = "1 scanned page" if count == 1 else f"{count} scanned pages"
             remedy = "; install 'mmqa-jax[ocr]', which reads them, or name a model by --ocr"
             if self._has_rapidocr or self._options.ocr is not None:
@@ -412,13 +420,13 @@ class _Reading:
         self._store.close()
         if (self._files, len(self._used)) != (self._known, self._in_use):
             write_json(self._kept / _FILES, {"files": self._files, "in_use": len(self._used)})
-        for name, kept in self._documents.items():
-            counted = (kept[name] for name in ("letters", "held", "left_out", "missing"))
+        for name, document in self._documents.items():
+            counted = (document[name] for name in ("letters", "held", "left_out", "missing"))
             report.ledger[name] = Ledger(*counted)
-            if kept["scanned_pages"]:
-                report.scanned_pages[name] = kept["scanned_pages"]
-            if kept["broken_figures"]:
-                report.broken_figures[name] = kept["broken_figures"]
+            if document["scanned_pages"]:
+                report.scanned_pages[name] = document["scanned_pages"]
+            if document["broken_figures"]:
+                report.broken_figures[name] = document["broken_figures"]
         figures: dict[str, str] = {}  # name of a figure -> key of its picture
         sources = [*self._document_sources(figures), *self._picture_sources()]
         names = [field.name for field in dataclasses.fields(Source)]  # asdict copies all values
@@ -452,11 +460,13 @@ class _Reading:
 
     def _document_sources(self, figures: dict[str, str]) -> Iterator[Source]:
         """Chunks, figures, pages; a picture's file that a document shows is a source of its own."""
-        for name, kept in self._documents.items():
-            paragraphs = [_paragraph(kept["headings"], *row) for row in kept["paragraphs"]]
+        for name, document in self._documents.items():
+            paragraphs = [_paragraph(document["headings"], *row) for row in document["paragraphs"]]
             if name not in self._pages or self._options.pages == "both":
-                yield from self._parts(name, paragraphs, kept["figures"], figures)
-            headings = {one.page: one.heading for one in reversed(paragraphs)}  # the first ones
+                yield from self._parts(name, paragraphs, document["figures"], figures)
+            headings = {
+                paragraph.page: paragraph.heading for paragraph in reversed(paragraphs)
+            }  # the first ones
             for _, _, page, key, _ in self._pages.get(name, ()):
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
@@ -469,7 +479,7 @@ class _Reading:
         self,
         name: str,
         paragraphs: Sequence[Paragraph],
-        found: Sequence[list[Any]],
+        figures_of_file: Sequence[list[Any]],
         figures: dict[str, str],
     ) -> Iterator[Source]:
         for number, chunk in enumerate(
@@ -480,7 +490,7 @@ class _Reading:
                 extra["places"] = [_shown_place(place) for place in chunk.places]
             title = _title(name, chunk.heading or self._stated(name))
             yield Source(f"{name}#{number}", "text", chunk.text, title, extra=extra)
-        embedded = [figure for figure in found if figure[3]]
+        embedded = [figure for figure in figures_of_file if figure[3]]
         for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
             figure = f"{name}#figure{number}"
             figures[figure] = key
@@ -524,14 +534,14 @@ def _boxed(
     request = {**request, "scans": False} if has_ocr else request
     box = free.get()
     try:
-        kept, pictures = _called(box, data, budget_of(ending, len(data)), function, request)
-        if kept.get("scanned_pages") and has_ocr:
-            budget = budget_of_scans(len(kept["scanned_pages"]), len(data))
+        content, pictures = _called(box, data, budget_of(ending, len(data)), function, request)
+        if content.get("scanned_pages") and has_ocr:
+            budget = budget_of_scans(len(content["scanned_pages"]), len(data))
             whole, more = _called(box, data, budget, function, request | {"scans": True})
             if "bad" not in whole:
                 return whole, more
-            kept["broken_figures"].append(f"scanned pages: {whole['bad']}")
-        return kept, pictures
+            content["broken_figures"].append(f"scanned pages: {whole['bad']}")
+        return content, pictures
     finally:
         free.put(box)
 
@@ -548,30 +558,34 @@ def _called(
         return {"bad": reason, "pictures": []}, []
 
 
-def _with_pages(kept: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:
+def _with_pages(document: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:
     """What changes of a PDF whose pages are pictures: a scanned one is read as any other."""
     if bad := pages.get("bad"):
         return {"bad": bad}
     return {
         "scanned_pages": [],
-        "broken_figures": [*kept["broken_figures"], *pages["broken_figures"]],
+        "broken_figures": [*document["broken_figures"], *pages["broken_figures"]],
     }
 
 
 def _with_scans(
-    kept: Mapping[str, Any], readings: Mapping[int, Mapping[str, Any]]
+    document: Mapping[str, Any], readings: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
     """Adds paragraphs of its scanned pages, whose place is the page, to what is kept of a document.
 
     What a page says as text, such as a stamp on it, is not said again.
     """
-    rows, broken = list(kept["paragraphs"]), list(kept["broken_figures"])
-    said = {(page, _letters_of(text)) for text, _, page, *_ in rows}
+    rows, broken = list(document["paragraphs"]), list(document["broken_figures"])
+    texts_of_pages = {(page, _letters_of(text)) for text, _, page, *_ in rows}
     unread, added = [], 0
-    for page in kept["scanned_pages"]:
+    for page in document["scanned_pages"]:
         reading = readings.get(page, {"text": "", "problem": "", "size": [0, 0]})
         lines = [one_line(line) for line in reading["text"].splitlines()]
-        lines = [one for one in lines if letters(one) and (page, _letters_of(one)) not in said]
+        lines = [
+            line
+            for line in lines
+            if letters(line) and (page, _letters_of(line)) not in texts_of_pages
+        ]
         rows += [
             [line, 0, page, False, 0, [[0, len(line), "", [0, 0, *reading["size"]]]]]
             for line in lines
@@ -580,9 +594,9 @@ def _with_scans(
         unread += [] if lines else [page]
         broken += [f"page {page}: {reading['problem']}"] if reading["problem"] else []
     rows.sort(key=lambda row: row[2])
-    more = {name: kept[name] + added for name in ("letters", "held")}
+    more = {name: document[name] + added for name in ("letters", "held")}
     return {
-        **kept, **more, "paragraphs": rows, "scanned_pages": unread, "broken_figures": broken,
+        **document, **more, "paragraphs": rows, "scanned_pages": unread, "broken_figures": broken,
     }  # fmt: skip
 
 
@@ -603,16 +617,16 @@ def _paragraph(
     return Paragraph(text, headings[heading], page, is_row, headings[header], stretches)
 
 
-def _figure_keys(kept: Mapping[str, Any]) -> list[str]:
-    return [figure[3] for figure in kept.get("figures", ()) if figure[3]]
+def _figure_keys(document: Mapping[str, Any]) -> list[str]:
+    return [figure[3] for figure in document.get("figures", ()) if figure[3]]
 
 
 def _known_files(path: Path) -> tuple[dict[str, list[Any]], int]:
     """Files by name as an earlier call found them, and how many results it used; or nothing."""
     try:
-        found = read_json(path)
-        files = {name: [int(a), int(b), str(c)] for name, (a, b, c) in found["files"].items()}
-        return files, int(found["in_use"])
+        saved = read_json(path)
+        files = {name: [int(a), int(b), str(c)] for name, (a, b, c) in saved["files"].items()}
+        return files, int(saved["in_use"])
     except (UserError, KeyError, TypeError, ValueError, AttributeError):  # missing, or damaged
         return {}, 0
 

@@ -66,11 +66,11 @@ def list_folder(folder: Path, endings: Collection[str], leave_out: Path | None =
         here = waiting.pop()
         try:
             with os.scandir(here) as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
+                by_name = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
             listing.bad[_relative(here, root) or "."] = f"cannot be read ({error.strerror})"
             continue
-        for entry in found:
+        for entry in by_name:
             if entry.name.startswith((".", "~$")):
                 listing.hidden += 1
             elif entry.is_dir(follow_symlinks=False):

@@ -78,7 +78,7 @@ def _vinvl(
             write["hw"](name, [{"height": height, "width": width}])
             if named:
                 keys = ("class", "conf", "rect", "attributes", "attr_scores")
-                short = [{key: one[key] for key in keys if key in one} for one in objects]
+                short = [{key: box[key] for key in keys if key in box} for box in objects]
                 write["labels"](name, short)
 
 

@@ -174,7 +174,7 @@ def _values(
             f"{path}, {key}: an array of shape ({wanted}) was expected; fetch the file again."
         )
     fits = len(shape) == value.ndim and all(
-        size is None or size == given for size, given in zip(shape, value.shape, strict=True)
+        size is None or size == length for size, length in zip(shape, value.shape, strict=True)
     )
     if not fits:
         raise RegionError(
@@ -492,7 +492,7 @@ class PictureRow(NamedTuple):
     """
 
     name: str
-    found: Detections | RegionError
+    detections: Detections | RegionError
     size: tuple[int, int] | None
 
 
@@ -516,13 +516,13 @@ class VinVLRows:
             content = parse_json(columns[-1], where)
             objects = content["objects"]
             size = content.get("image_h"), content.get("image_w")
-            found: Detections | RegionError = VinVLFeatures.detections(objects, where)
+            detections: Detections | RegionError = VinVLFeatures.detections(objects, where)
         except RegionError as error:
             return PictureRow(name, error, None)
         except (UserError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = RegionError(f"{where}: holds no JSON object with a list `objects` ({error}).")
             return PictureRow(name, reason, None)
-        return PictureRow(name, found, size if all(type(n) is int for n in size) else None)
+        return PictureRow(name, detections, size if all(type(n) is int for n in size) else None)
 
 
 def read_sizes(path: Path) -> dict[str, tuple[int, int]]:

@@ -134,8 +134,8 @@ class Vocabulary(dict[str, int]):
             all_words += words
         numbers = np.fromiter(map(self.__getitem__, all_words), np.int64, len(all_words))
         rows = np.repeat(np.arange(len(texts)), lengths)
-        kept = numbers >= 0
-        return numbers[kept], rows[kept]
+        in_vocabulary = numbers >= 0
+        return numbers[in_vocabulary], rows[in_vocabulary]
 
 
 def folded(text: str) -> str:

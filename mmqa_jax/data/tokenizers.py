@@ -371,8 +371,8 @@ def cut_longest(
     if short + long > room:
         short = room // 2
         long = short + room % 2
-    kept = (long, short) if swapped else (short, long)
-    return first[: kept[0]], second[: kept[1]]
+    lengths = (long, short) if swapped else (short, long)
+    return first[: lengths[0]], second[: lengths[1]]
 
 
 def special_tokens(tokenizer: Tokenizer) -> int:
@@ -511,13 +511,13 @@ def restrict_vocabulary(
     """
     early = TokenTable(tokenizer, first).counts(tokenizer.vocab_size)  # [vocab]
     counts = early + TokenTable(tokenizer, texts).counts(tokenizer.vocab_size)
-    kept = set(counts.nonzero()[0].tolist())
-    kept |= {tokenizer.token_id(token) for token in SPECIAL_TOKENS}
+    used = set(counts.nonzero()[0].tolist())
+    used |= {tokenizer.token_id(token) for token in SPECIAL_TOKENS}
     tokens = [tokenizer.token(i) for i in range(tokenizer.vocab_size)]
-    kept |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
+    used |= {i for i, token in enumerate(tokens) if len(token.removeprefix("##")) == 1}
     # Special tokens stay first, so that [PAD] is 0.
     order = [tokenizer.token_id(token) for token in SPECIAL_TOKENS]
-    order += sorted(kept - set(order), key=lambda i: (-early[i], i))
+    order += sorted(used - set(order), key=lambda i: (-early[i], i))
     vocabulary = {tokens[i]: new for new, i in enumerate(order)}
     content = json.loads(tokenizer.pieces.published.to_str())
     content["model"]["vocab"] = vocabulary

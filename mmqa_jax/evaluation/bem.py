@@ -56,7 +56,7 @@ class BEM:
         pairs = [self._pair(*(ids[text] for text in pair)) for pair in asked]
         lengths = [len(first) + len(second) for first, second in pairs]
         buckets = np.searchsorted(self._buckets, lengths)
-        found = np.zeros(len(asked), np.float32)
+        probabilities = np.zeros(len(asked), np.float32)
         with Progress("Judging answers", len(asked), "answers") as progress:
             for bucket in np.unique(buckets):
                 size = self._buckets[bucket]
@@ -65,9 +65,9 @@ class BEM:
                     chunk = rows[start : start + batch]
                     inputs = self._inputs([pairs[row] for row in np.resize(chunk, batch)], size)
                     scores = fetch(self._probabilities(self._state, *jax.device_put(inputs)))
-                    found[chunk] = scores[: len(chunk)]
+                    probabilities[chunk] = scores[: len(chunk)]
                     progress.advance(len(chunk))
-        return found
+        return probabilities
 
     def _pair(
         self, question: list[int], reference: list[int], answer: list[int]

@@ -99,7 +99,7 @@ class BartScorer:
             raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
         texts = list(dict.fromkeys((*sources, *targets)))
         encoded = self._tokenizer.encode_batch(texts)
-        ids = {text: one.ids for text, one in zip(texts, encoded, strict=True)}
+        ids = {text: text_ids.ids for text, text_ids in zip(texts, encoded, strict=True)}
         lengths = [max(len(ids[s]), len(ids[t])) for s, t in zip(sources, targets, strict=True)]
         buckets = np.searchsorted(self.buckets, lengths)
         scores = np.empty(len(lengths))
@@ -157,8 +157,8 @@ def make_likelihoods(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
         mask = columns < source_lengths[:, None]  # [B, L]
         with jax.default_matmul_precision("highest"):
             log_probs = model.log_probs(sources, mask, targets)  # [B, L]
-        kept = jnp.where(columns < target_lengths[:, None], log_probs, 0.0)
-        return kept.sum(axis=1) / target_lengths  # [B]
+        of_target = jnp.where(columns < target_lengths[:, None], log_probs, 0.0)
+        return of_target.sum(axis=1) / target_lengths  # [B]
 
     return means
 

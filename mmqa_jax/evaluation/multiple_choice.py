@@ -131,7 +131,7 @@ def mmmu_choice(text: str, choices: int, contents: Sequence[str] = ()) -> int | 
     if len(text.split()) <= _WORDS_WITHOUT_CONTENT:
         return None
     lowered = text.lower()
-    places = {n: lowered.rfind(one.lower()) for n, one in enumerate(contents)}
+    places = {n: lowered.rfind(content.lower()) for n, content in enumerate(contents)}
     places = {n: place for n, place in places.items() if place >= 0}
     return max(places, key=places.__getitem__) if places else None
 
@@ -167,11 +167,11 @@ def has_answer(question: Question) -> bool:
     return question.answer_index is not None
 
 
-def chosen_by(questions: Sequence[Question], given: Given, rule: Rule) -> list[int | None]:
+def chosen_by(questions: Sequence[Question], predictions: Given, rule: Rule) -> list[int | None]:
     """Each question's choice: by the rule from the answer's text, or as given where it has none."""
     choices: list[int | None] = []
     for question in questions:
-        prediction = given.get(question.id)
+        prediction = predictions.get(question.id)
         if prediction is None:
             choices.append(None)
         elif by_choice(prediction, question):
@@ -196,11 +196,11 @@ def right_choices(questions: Sequence[Question], choices: Sequence[int | None]) 
 
 
 def unparsed_choices(
-    questions: Sequence[Question], given: Given, choices: Sequence[int | None]
+    questions: Sequence[Question], predictions: Given, choices: Sequence[int | None]
 ) -> int:
     """How many predictions name none of their question's choices."""
     pairs = zip(questions, choices, strict=True)
-    return sum(question.id in given and choice is None for question, choice in pairs)
+    return sum(question.id in predictions and choice is None for question, choice in pairs)
 
 
 def read_choice_lines(path: Path, questions: Sequence[Question]) -> list[Prediction]:

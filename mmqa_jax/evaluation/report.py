@@ -30,7 +30,7 @@ from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.pictures.decode import shown
+from mmqa_jax.data.pictures.decode import decoded
 from mmqa_jax.data.schema import Material, Prediction, Question, Ranking
 from mmqa_jax.evaluation.significance import Interval
 from mmqa_jax.evaluation.tables import (
@@ -420,7 +420,7 @@ def cards_json(cards: Sequence[Card], filters: Sequence[CardFilter]) -> str:
 def picture_uri(picture: bytes, pixels: int = _PICTURE_PIXELS) -> str:
     """A downscaled data URI; "" if the bytes are not a picture."""
     try:
-        image = shown(picture, pixels)
+        image = decoded(picture, pixels)
     except PictureError:
         return ""
     jpeg = picture[:3] == b"\xff\xd8\xff"
@@ -519,18 +519,18 @@ class LinePlot:
             if not points:
                 continue
             long = self.steps and len(points) >= 80
-            shown = _thinned(points) if self.steps else points
+            plotted = _thinned(points) if self.steps else points
             dots = (
                 ""
                 if self.steps and len(points) >= 10
-                else "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in map(place, shown))
+                else "".join(f'<circle cx="{x}" cy="{y}" r="3"/>' for x, y in map(place, plotted))
             )
-            data = escape(json.dumps([[*point, *place(point)] for point in shown]))
+            data = escape(json.dumps([[*point, *place(point)] for point in plotted]))
             style = f"line {line_style(number)}"
             drawn.append(
                 f'<g id="{slug}-{number}" class="{style}{" thin" if long else ""}" '
                 f'data-label="{escape(curve_name(name))}" data-points="{data}">'
-                f"{path(shown)}{dots}</g>"
+                f"{path(plotted)}{dots}</g>"
             )
             if long:
                 mean = _running_mean([y for _, y in points]).tolist()

@@ -149,7 +149,7 @@ def group_of(questions: Sequence[Question], belongs: Callable[[Question], bool])
 def scores_of(
     questions: Sequence[Question],
     scored: Sequence[Question],
-    given: Mapping[str, Prediction],
+    predictions: Mapping[str, Prediction],
     per_question: Mapping[str, np.ndarray],
     groups: Mapping[str, np.ndarray] | None = None,
 ) -> Scores:
@@ -158,7 +158,7 @@ def scores_of(
         question_ids=tuple(question.id for question in scored),
         categories=tuple(question.category for question in scored),
         per_question=per_question,
-        missing=sum(question.id not in given for question in scored),
+        missing=sum(question.id not in predictions for question in scored),
         unscored=len(questions) - len(scored),
         groups=groups,
     )

@@ -161,7 +161,9 @@ def score_predictions(
         refusals = score_refusals(questions, predictions)
         questions = [question for question in questions if is_answerable(question)]
         answerable = {question.id for question in questions}
-        predictions = [one for one in predictions if one.question_id in answerable]
+        predictions = [
+            prediction for prediction in predictions if prediction.question_id in answerable
+        ]
     if not questions:
         evaluation.attribution = refusals
         return evaluation

@@ -92,10 +92,10 @@ def direct_answer_accuracy(answer: str, references: Sequence[str]) -> float:
 
 # Scorer of single answers -> its rule.
 _ANSWER_RULES: dict[str, Callable[[str, Question], float]] = {
-    "vqa_accuracy/soft_labels": lambda said, q: soft_label_accuracy(said, q.extra[SOFT_LABELS]),
+    "vqa_accuracy/soft_labels": lambda answer, q: soft_label_accuracy(answer, q.extra[SOFT_LABELS]),
     "webqa_acc/no_lemma": keyword_accuracy,
-    "a_okvqa_da/official": lambda said, q: direct_answer_accuracy(said, q.answers),
-    "vqa_accuracy/official": lambda said, q: official_accuracy(said, q.answers),
+    "a_okvqa_da/official": lambda answer, q: direct_answer_accuracy(answer, q.answers),
+    "vqa_accuracy/official": lambda answer, q: official_accuracy(answer, q.answers),
 }
 
 
@@ -132,27 +132,29 @@ def _leaving_one_out(same: int, total: int) -> float:
 def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
     """How many references equal the answer by the official rules, and how many there are."""
     check_several(references, "the accuracy of an answer", "reference answers")
-    said = strip_whitespace(answer)
+    normalized = strip_whitespace(answer)
     expected = [strip_whitespace(reference) for reference in references]
     if len(set(expected)) > 1:
-        said = normalize_answer(said)
+        normalized = normalize_answer(normalized)
         expected = [normalize_answer(reference) for reference in expected]
-    return expected.count(said), len(expected)
+    return expected.count(normalized), len(expected)
 
 
 def answer_scores(
     questions: Sequence[Question],
     scored: Sequence[Question],
-    given: Mapping[str, Prediction],
+    predictions: Mapping[str, Prediction],
     scorers: Mapping[str, Callable[[str, Question], float]],
     groups: Mapping[str, np.ndarray] | None = None,
 ) -> Scores:
     """Scores the answers of the `scored` questions by each scorer; missing ones count 0."""
     per_question = {
-        name: np.array([score(given[q.id].answer, q) if q.id in given else 0.0 for q in scored])
+        name: np.array(
+            [score(predictions[q.id].answer, q) if q.id in predictions else 0.0 for q in scored]
+        )
         for name, score in scorers.items()
     }
-    return scores_of(questions, scored, given, per_question, groups)
+    return scores_of(questions, scored, predictions, per_question, groups)
 
 
 # Exact match as SQuAD and open-domain question answering count it.

@@ -392,9 +392,9 @@ class RightPlans(PlannerTask):
         check_rows(self, objective.config, tokenizer)
         table = read_plan_table(self.data.outcomes, self.data.cost)
         prompts = self.taught(questions, table, tokenizer)
-        found = plan_examples(prompts, table, tokenizer)
+        examples_of_plans = plan_examples(prompts, table, tokenizer)
         row = RowSize(size.length, size.targets)
-        examples = [example for example in found if row.holds(example)]
+        examples = [example for example in examples_of_plans if row.holds(example)]
         if not examples:
             raise UserError(
                 f"config key data.outcomes={self.data.outcomes}: no plan of its questions in part "
@@ -614,9 +614,9 @@ class PlanGroups:
     def _earned(self, groups: Sequence[tuple[PlanPrompt, Sequence[Candidate]]]) -> Arrays:
         """Returns each drawn plan's advantage, reward, score, calls, and its number, by row."""
         plans = [
-            (prompt, mavl.parse_plan(prompt.role, one.text or "", self._reading).actions)
+            (prompt, mavl.parse_plan(prompt.role, reply.text or "", self._reading).actions)
             for prompt, drawn in groups
-            for one in drawn
+            for reply in drawn
         ]
         rewards = np.array([self._table.reward(p.question_id, plan) for p, plan in plans])
         advantages = group_advantages(rewards.reshape(len(groups), -1))
@@ -627,7 +627,7 @@ class PlanGroups:
             "calls": [len(plan) for _, plan in plans],
             # Whether its group's plans earn different rewards: only those teach something.
             "deciding": np.repeat((advantages != 0).any(axis=1), self._options.group),
-            "plans": [[plan == one for one in _PLANS] for _, plan in plans],
+            "plans": [[plan == plan_actions for plan_actions in _PLANS] for _, plan in plans],
         }
         return {name: np.array(value, np.float32) for name, value in values.items()}
 

@@ -36,17 +36,17 @@ class PlanTable:
     Attributes:
       scores: question id -> the actions whose tools an answer used -> its score; of questions
         whose answers count.
-      given: question id -> the actions whose tools gave something; others change no prompt.
+      available: question id -> the actions whose tools returned something; others change no prompt.
       cost: of one action of a plan, in units of the score.
     """
 
     scores: Mapping[str, Mapping[mavl.Actions, float]]
-    given: Mapping[str, mavl.Actions]
+    available: Mapping[str, mavl.Actions]
     cost: float
 
     def score(self, question_id: str, plan: mavl.Actions) -> float:
         """The score of the answer after a plan."""
-        return self.scores[question_id][_used(plan, self.given[question_id])]
+        return self.scores[question_id][_used(plan, self.available[question_id])]
 
     def reward(self, question_id: str, plan: mavl.Actions) -> float:
         """The score less the cost of the plan's tool calls."""
@@ -72,8 +72,8 @@ class PlanTable:
         return max(plans, key=lambda plan: np.mean([self.reward(name, plan) for name in names]))
 
 
-def _used(plan: mavl.Actions, given: mavl.Actions) -> mavl.Actions:
-    return tuple(action for action in plan if action in given)
+def _used(plan: mavl.Actions, available: mavl.Actions) -> mavl.Actions:
+    return tuple(action for action in plan if action in available)
 
 
 def read_plan_table(run: str, cost: float) -> PlanTable:
@@ -88,24 +88,26 @@ def read_plan_table(run: str, cost: float) -> PlanTable:
 def plan_table(lines: Iterable[tuple[str, Any]], cost: float) -> PlanTable:
     """The table of lines of a finished row's trace.jsonl, each with its place for messages."""
     scores: dict[str, dict[mavl.Actions, float]] = {}
-    given: dict[str, mavl.Actions] = {}
+    available: dict[str, mavl.Actions] = {}
     for place, line in lines:
         try:
             name, tools = line["question_id"], line["tools"]
-            answers = {tuple(one["actions"]): one["score"] for one in line["by_actions"]}
+            answers = {tuple(entry["actions"]): entry["score"] for entry in line["by_actions"]}
         except (KeyError, TypeError):
             raise UserError(f"{place}: not of a row of mavl; {_REMEDY}.") from None
-        own = tuple(action for action in mavl.ROLES["manager"] if tools.get(str(action)))
-        used = {_used(plan.actions, own) for plan in mavl.every_plan("manager")}
+        actions_of_question = tuple(
+            action for action in mavl.ROLES["manager"] if tools.get(str(action))
+        )
+        used = {_used(plan.actions, actions_of_question) for plan in mavl.every_plan("manager")}
         if not used <= answers.keys():
             raise UserError(
                 f"{place}: {len(used - answers.keys())} of {len(used)} plans of question {name} "
                 f"were not executed; {_REMEDY}."
             )
-        given[name] = own
+        available[name] = actions_of_question
         if None not in answers.values():
             scores[name] = answers
-    return PlanTable(scores, given, cost)
+    return PlanTable(scores, available, cost)
 
 
 def answer_with_one_plan(
@@ -128,7 +130,7 @@ def answer_with_one_plan(
     """
     where = "config key parts.finished.run, its trace.jsonl, question"
     table = plan_table(((f"{where} {name}", line) for name, line in finished.items()), cost)
-    if lost := [question.id for question in questions if question.id not in table.given]:
+    if lost := [question.id for question in questions if question.id not in table.available]:
         raise UserError(
             f"config key parts.finished.run: no answers to {len(lost):,} of {len(questions):,} "
             f"questions there, the first is {lost[0]}; {_REMEDY}."
@@ -138,19 +140,19 @@ def answer_with_one_plan(
     predictions = []
     for question in questions:
         line, plans = finished[question.id], chosen[fold_of(question.id, folds)]
-        answers = {tuple(one["actions"]): one["answer"] for one in line["by_actions"]}
-        used = {role: _used(plan, table.given[question.id]) for role, plan in plans.items()}
-        said = {role: answers[actions] for role, actions in used.items()}
+        answers = {tuple(entry["actions"]): entry["answer"] for entry in line["by_actions"]}
+        used = {role: _used(plan, table.available[question.id]) for role, plan in plans.items()}
+        answer_of_role = {role: answers[actions] for role, actions in used.items()}
         passages = line.get("passages", ())
         trace = {
             "plans": {role: list(plan) for role, plan in plans.items()},
-            "answers": said,
+            "answers": answer_of_role,
             "passages": passages,
             "scored_by": answer_scorer(question),
         }
-        ballots = list(zip(said.values(), votes, strict=True))[::-1]
+        ballots = list(zip(answer_of_role.values(), votes, strict=True))[::-1]
         elected = mavl.elect_answer(question, ballots, trace, line["fallback"])
-        team = [{"answer": said[role], "used": actions} for role, actions in used.items()]
+        team = [{"answer": answer_of_role[role], "used": actions} for role, actions in used.items()]
         predictions.append(mavl.citing_passages(elected, team, passages))
     return predictions
 

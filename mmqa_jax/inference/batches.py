@@ -125,8 +125,10 @@ def answer_inputs(
     buckets = packer.config.bucket_indices(pictures, text + question_tokens.lengths, 2)
 
     def make(i: int, bucket: int) -> Packed:
-        shown = (*question_pictures[i], *(reader.raw(int(row)) for row in listed[i]))
-        example = reader.example(RawExample(questions[i], shown), question_tokens[i], ())
+        sources_of_example = (*question_pictures[i], *(reader.raw(int(row)) for row in listed[i]))
+        example = reader.example(
+            RawExample(questions[i], sources_of_example), question_tokens[i], ()
+        )
         example = example._replace(about_pictures=bool(about_pictures and about_pictures[i]))
         rng = None if coin_ids is None else coins(coin_ids[i])
         return packer.pack_for_decoding(example, bucket, rng)

@@ -122,10 +122,10 @@ class CrossEncoderReranker(PairScorer):
         ids = np.full((size, length), self.tokenizer.pad_id, np.int32)
         mask, types = np.zeros((size, length), bool), np.zeros((size, length), np.int32)
         for row in range(size):
-            own, of_type = self.tokenizer.pair(*tokens[min(row, len(tokens) - 1)], length)
-            ids[row, : len(own)], mask[row, : len(own)] = own, True
+            pair_ids, of_type = self.tokenizer.pair(*tokens[min(row, len(tokens) - 1)], length)
+            ids[row, : len(pair_ids)], mask[row, : len(pair_ids)] = pair_ids, True
             if self._has_types:
-                types[row, : len(own)] = of_type
+                types[row, : len(pair_ids)] = of_type
         return ids, mask, types
 
 
@@ -438,25 +438,25 @@ def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: Tokenizer) ->
     read = kinds(integer="true_token_id false_token_id")
     check_keys(score, str(file), read=read, fixed={"module_input_name": ("causal_logits",)})
     ids = [score.get(name) for name in ("true_token_id", "false_token_id")]
-    if not all(isinstance(one, int) and 0 <= one < tokenizer.vocab_size for one in ids):
+    if not all(isinstance(token, int) and 0 <= token < tokenizer.vocab_size for token in ids):
         raise UserError(
             f"{file}: true_token_id and false_token_id are {ids}, two tokens were expected; use "
             "a checkpoint that compares two."
         )
-    said, where = (
+    settings, where = (
         _object(folder / sentence_pooling.TRANSFORMER),
         str(folder / sentence_pooling.TRANSFORMER),
     )
     check_keys(
-        said,
+        settings,
         where,
         read=kinds(size_or_null="max_seq_length", object_or_null="processing_kwargs"),
         harmless=("modality_config", "unpad_inputs", "model_args", "tokenizer_args"),
         fixed={"transformer_task": ("text-generation",), "module_output_name": ("causal_logits",)},
     )
-    given = said.get("processing_kwargs") or {}
-    check_keys(given, f"{where}, processing_kwargs", read=("chat_template",))
-    options = given.get("chat_template") or {}
+    processing = settings.get("processing_kwargs") or {}
+    check_keys(processing, f"{where}, processing_kwargs", read=("chat_template",))
+    options = processing.get("chat_template") or {}
     check_keys(
         options,
         f"{where}, processing_kwargs.chat_template",
@@ -472,7 +472,7 @@ def _by_files(folder: Path, modules: Mapping[str, str], tokenizer: Tokenizer) ->
             f"{folder}: its chat template does not put a `query` and then a `document` into the "
             "prompt, each once; use a checkpoint that was published as a reranker."
         )
-    longest = said.get("max_seq_length") or tokenizer.max_tokens or _LONGEST
+    longest = settings.get("max_seq_length") or tokenizer.max_tokens or _LONGEST
     return YesNoPrompt(before, between, after, ids[0], ids[1], longest)
 
 

@@ -114,8 +114,8 @@ class LateInteractionReranker(PairScorer):
         places of a batch is padding."""
         placement = self.serving.placement
         for places, ids, mask, scored in encoded(texts, side, self.tokenizer, self.serving):
-            own = placement.rows(len(ids))
-            put = placement.put((ids[own], mask[own]))
+            local_rows = placement.rows(len(ids))
+            put = placement.put((ids[local_rows], mask[local_rows]))
             yield places, placement.call(self._encode, self._state, *put), scored
 
     def _score(

@@ -455,7 +455,8 @@ class RegionEncoder:
         with ThreadPoolExecutor(processors()) as pool:
             encoded = list(pool.map(self._sized, names))
         records: list[bytes | PictureError | None] = [
-            one if isinstance(one, PictureError) else None for one in encoded
+            encoded_picture if isinstance(encoded_picture, PictureError) else None
+            for encoded_picture in encoded
         ]
         readable = [n for n, record in enumerate(records) if record is None]
         self._advance(len(names) - len(readable))

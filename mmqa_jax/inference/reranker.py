@@ -85,7 +85,7 @@ class Reranker(PairScorer):
         """Yields the scores batch by batch, in the order of the batches."""
         warn_truncated(questions, self._packer)
         texts = [question.question for question in questions]
-        rows = [[self.corpus.row[name] for name in given.sources] for given in candidates]
+        rows = [[self.corpus.row[name] for name in ranking.sources] for ranking in candidates]
         placement, batch_size = self.serving.placement, self.serving.batch_size
         batches = rerank_pairs(
             self._reader,
@@ -311,7 +311,7 @@ class CachedReranker(PairScorer):
                 packed = [
                     self._pack(Example((), tokens[i]), bucket, questions[i].id) for i in chunk
                 ]
-                arrays = batch([_columns(one, slots, longest) for one in packed])
+                arrays = batch([_columns(packed_row, slots, longest) for packed_row in packed])
                 encoded.append(self._call(self._encode_questions, self._put(arrays)))
             states = self.serving.placement.copied(_joined(encoded, len(indices)))
             groups.append(QuestionGroup(indices, states))
@@ -331,9 +331,11 @@ class CachedReranker(PairScorer):
                 filled = np.resize(rows[chunk], size)
                 self._reader.look_ahead(rows[chunk])
                 packed = [self._source(int(row), bucket) for row in rows[chunk]]
-                longest = max(int(np.flatnonzero(one["context_mask"])[-1]) + 1 for one in packed)
+                longest = max(
+                    int(np.flatnonzero(columns["context_mask"])[-1]) + 1 for columns in packed
+                )
                 longest = -(-longest // _SOURCE_COLUMNS) * _SOURCE_COLUMNS
-                packed = [_columns(one, 0, longest) for one in packed]
+                packed = [_columns(columns, 0, longest) for columns in packed]
                 arrays = batch([packed[i % len(packed)] for i in range(size)])
                 memory = self._call(self._encode_sources, self._put(arrays))
                 yield SourceBlock(filled, len(chunk), memory)
@@ -372,8 +374,8 @@ def _columns(packed: Packed, slots: int, longest: int) -> Packed:
     """A packed sequence without its first `slots` region slots, cut after `longest` columns."""
     width = len(packed["input_ids"])
     end = min(width - slots, longest)
-    kept = np.r_[0, 1 + slots : slots + end]
-    cut = {name: array[kept] for name, array in packed.items() if array.shape[:1] == (width,)}
+    selected = np.r_[0, 1 + slots : slots + end]
+    cut = {name: array[selected] for name, array in packed.items() if array.shape[:1] == (width,)}
     regions = {name: packed[name][slots:] for name in ("region_features", "region_positions")}
     return {**packed, **cut, **regions}
 

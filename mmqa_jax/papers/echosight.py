@@ -61,7 +61,7 @@ def rerank_sections(
     """
     nearest = retrieve_entities(questions, retriever, pictures=pictures)
     articles = [corpus.articles.ranked(ranking) for ranking in nearest]
-    relevance = reranker.score(questions, [sections_of(corpus, one) for one in articles])
+    relevance = reranker.score(questions, [sections_of(corpus, article) for article in articles])
     return [
         combined(corpus.articles, *both, visual_weight)
         for both in zip(articles, relevance, strict=True)

@@ -93,7 +93,7 @@ def answer_prompt(
         _answer_template(used),
         question,
         shots,
-        lambda one: _answer_fields(one, outputs, used),
+        lambda prompt_question: _answer_fields(prompt_question, outputs, used),
         lambda text: Completion((question.id, *asking), text, decoding),
         llm.check,
         order,
@@ -196,7 +196,13 @@ class Tools:
         )
         texts = {}
         for question, searches in zip(questions, searched, strict=True):
-            passages = list({one.id: one for _ in searches for one in next(per_text)}.values())
+            passages = list(
+                {
+                    found_passage.id: found_passage
+                    for _ in searches
+                    for found_passage in next(per_text)
+                }.values()
+            )
             self.steps[question.id].passages = few_shot.passages_record(passages)
             share = max(self.words // max(len(passages), 1), 1) if self.key_words else self.words
             texts[question.id] = " ".join(_cut(passage.text, share) for passage in passages)
@@ -354,7 +360,7 @@ def ask_planners(
             first,
             question,
             shots[question.id] if task == "prompt" else (),
-            lambda one: _answer_fields(one, {}, ()),
+            lambda query: _answer_fields(query, {}, ()),
             query_of((question.id, role), role),
             llm.check,
             order,

@@ -56,26 +56,26 @@ class _Asked(NamedTuple):
     pictures: Sequence[Picture]
 
 
-def _asked(corpus: Corpus, question: Question, shown: Shown) -> _Asked:
+def _asked(corpus: Corpus, question: Question, pictures_of: Shown) -> _Asked:
     """Pictures that no `<image 2>` stands for come first."""
-    pictures = _pictures(corpus, question, shown)
+    pictures = _pictures(corpus, question, pictures_of)
     listed = (f"({LETTERS[n]}) {choice}\n" for n, choice in enumerate(question.choices))
     fields = {"question": question.question, "options": "".join(listed)}
     fields = {name: text.replace(few_shot.MARK, " ") for name, text in fields.items()}
     placed: list[Picture] = []
-    if shown == "placed":
+    if pictures_of == "placed":
         fields = {name: _with_marks(text, pictures, placed) for name, text in fields.items()}
     first = [picture for picture in pictures if picture is not None and picture not in placed]
     fields["question"] = few_shot.MARK * len(first) + fields["question"]
     return _Asked(fields, (*first, *placed))
 
 
-def _pictures(corpus: Corpus, question: Question, shown: Shown) -> Sequence[Picture | None]:
+def _pictures(corpus: Corpus, question: Question, selection: Shown) -> Sequence[Picture | None]:
     """Returns the pictures that may be shown, in order; None for one that is absent."""
-    if shown == "none":
+    if selection == "none":
         return ()
     first = few_shot.pictures_of(corpus, question) or (None,)
-    if shown == "first":
+    if selection == "first":
         return first
     more = ((name, corpus.read_picture(name)) for name in question.more_images)
     return (*first, *(None if data is None else Picture(data, name) for name, data in more))
@@ -84,11 +84,11 @@ def _pictures(corpus: Corpus, question: Question, shown: Shown) -> Sequence[Pict
 def _with_marks(text: str, pictures: Sequence[Picture | None], placed: list[Picture]) -> str:
     """The text with a mark for each `<image 2>` whose picture is there, which `placed` gets."""
 
-    def place(found: re.Match[str]) -> str:
-        number = int(found[1]) - 1
+    def place(match: re.Match[str]) -> str:
+        number = int(match[1]) - 1
         picture = pictures[number] if 0 <= number < len(pictures) else None
         if picture is None:
-            return found[0]
+            return match[0]
         placed.append(picture)
         return few_shot.MARK
 

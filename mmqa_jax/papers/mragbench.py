@@ -131,11 +131,11 @@ def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, own: bool
     return _Shown(pictures, Ranking(question.id, names, scores))
 
 
-def _citing(prediction: Prediction, shown: Ranking) -> Prediction:
+def _citing(prediction: Prediction, ranking: Ranking) -> Prediction:
     """The prediction with all that the model was shown as its sources, if it answered."""
-    cited = shown if prediction.answer.strip() else Ranking(shown.question_id, (), ())
+    cited = ranking if prediction.answer.strip() else Ranking(ranking.question_id, (), ())
     return dataclasses.replace(
-        prediction, sources=cited.sources, source_scores=cited.scores, read=shown.sources
+        prediction, sources=cited.sources, source_scores=cited.scores, read=ranking.sources
     )
 
 

@@ -134,11 +134,11 @@ def least_exchanges(
     exchanges = []
     for (kind, axis), size in sent.items():
         axes = axis.split("+")
-        members = math.prod(mesh[one] for one in axes)
+        members = math.prod(mesh[name] for name in axes)
         if members > 1 and size:
             reach = placement.reach(groups_along(mesh, axes))
             exchanges.append(Exchange(kind, axis, members, size, *reach))
-    return tuple(sorted(exchanges, key=lambda one: -one.bytes))
+    return tuple(sorted(exchanges, key=lambda exchange: -exchange.bytes))
 
 
 def groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int, ...]]:
@@ -153,7 +153,7 @@ def groups_along(mesh: Mapping[str, int], axes: Sequence[str]) -> list[tuple[int
 def _split(leaf: Any) -> Split:
     """The axes of each dimension of a leaf."""
     listed = tuple(leaf.sharding.spec) + (None,) * (len(leaf.shape) - len(leaf.sharding.spec))
-    return tuple((one,) if isinstance(one, str) else tuple(one or ()) for one in listed)
+    return tuple((axes,) if isinstance(axes, str) else tuple(axes or ()) for axes in listed)
 
 
 def _gradient(leaf: Any, itemsize: int, mesh: Mapping[str, int]) -> Sent:
@@ -257,19 +257,19 @@ class _Reader:
             if weight is None:
                 continue
             self._note(weight, variable)
-            listed = [one if isinstance(one, tuple) else (one,) for one in spec]
-            kept = {axis for axes in listed for axis in axes}
+            listed = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+            manual_axes = {axis for axes in listed for axis in axes}
             split = [axis for axes in weight.split for axis in axes if self.mesh.get(axis, 1) > 1]
-            over = [axis for axis in split if axis not in kept]
+            over = [axis for axis in split if axis not in manual_axes]
             if over:
-                others = math.prod(self.mesh[axis] for axis in split if axis in kept)
+                others = math.prod(self.mesh[axis] for axis in split if axis in manual_axes)
                 size = variable.aval.size * variable.aval.dtype.itemsize / others
                 sent["all-gather", "+".join(over)] += size
-        for one in equation.params["jaxpr"].eqns:
-            sent.update(_written(one, "tensor"))
-            if one.primitive.name.startswith("psum"):
-                axes = [axis for axis in one.params["axes"] if axis not in _ROWS]
-                size = sum(v.aval.size * v.aval.dtype.itemsize for v in one.invars)
+        for inner in equation.params["jaxpr"].eqns:
+            sent.update(_written(inner, "tensor"))
+            if inner.primitive.name.startswith("psum"):
+                axes = [axis for axis in inner.params["axes"] if axis not in _ROWS]
+                size = sum(v.aval.size * v.aval.dtype.itemsize for v in inner.invars)
                 if axes:
                     sent["all-reduce", "+".join(axes)] += size
         return sent
@@ -353,8 +353,8 @@ def _handed_on(equation: Any, operand: int, split: Split) -> Split | None:
         return _reshaped(before, result.shape, split)
     if name == "gather" and equation.invars[1].aval.ndim <= 1:  # one layer of a stack
         numbers, sizes = params["dimension_numbers"], params["slice_sizes"]
-        kept = [n for n in range(len(before)) if n not in numbers.collapsed_slice_dims]
-        return tuple(split[n] if sizes[n] == before[n] else () for n in kept)
+        dimensions = [n for n in range(len(before)) if n not in numbers.collapsed_slice_dims]
+        return tuple(split[n] if sizes[n] == before[n] else () for n in dimensions)
     if name in ("slice", "dynamic_slice"):
         pairs = zip(split, before, result.shape, strict=True)
         return tuple(axes if old == new else () for axes, old, new in pairs)

@@ -362,8 +362,13 @@ class Planned:
             "collectives_ms": self.bound and 1e3 * self.bound.interconnect,
             "network_ms": self.bound and 1e3 * self.bound.network,
             "collectives": [
-                {"kind": one.kind, "axis": one.axis, "bytes": one.bytes, "slices": one.slices}
-                for one in compiled.exchanges
+                {
+                    "kind": exchange.kind,
+                    "axis": exchange.axis,
+                    "bytes": exchange.bytes,
+                    "slices": exchange.slices,
+                }
+                for exchange in compiled.exchanges
             ],
             "compile_seconds": round(compiled.seconds, 1),
         }

@@ -534,13 +534,13 @@ def generation_program(config: ConfigDict, devices: Sequence[jax.Device], model:
     rows = -(-max(1, min(sizes.slots, sizes.tokens // length)) // blocks) * blocks
     sharding = meshes.batch_sharding(mesh)
 
-    def one(*more: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
+    def array(*more: int, dtype=jnp.int32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *more), dtype, sharding=sharding)
 
     drawn = SamplingParameters(
-        one(dtype=jnp.float32), one(), one(dtype=jnp.float32), one(2, dtype=jnp.uint32)
+        array(dtype=jnp.float32), array(), array(dtype=jnp.float32), array(2, dtype=jnp.uint32)
     )
-    batch = (Texts(one(length), one()), drawn, one())
+    batch = (Texts(array(length), array()), drawn, array())
     most = room(config.decoding.max_new_tokens)
     return Program.of(
         GENERATE,

@@ -67,8 +67,8 @@ class RowPart:
         """What is not done takes at least, if its devices were such chips, with the topology's
         meshes and batches."""
         exchanges = tuple(
-            one._replace(links=min(one.links or chip.links, chip.links) or None)
-            for one in self.traced.exchanges
+            exchange._replace(links=min(exchange.links or chip.links, chip.links) or None)
+            for exchange in self.traced.exchanges
         )
         bound = least_time(dataclasses.replace(self.traced, exchanges=exchanges), chip)
         calls = (self.work - self.done) / self.program.examples

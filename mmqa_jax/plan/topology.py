@@ -91,8 +91,8 @@ class Topology:
             for n in group:
                 of_slice.setdefault(hosts[n], []).append(n)
             return min(
-                fewest_links([places[n] for n in own], shape, self.chip)
-                for own in of_slice.values()
+                fewest_links([places[n] for n in numbers], shape, self.chip)
+                for numbers in of_slice.values()
             )
 
         return Placement(hosts, links)

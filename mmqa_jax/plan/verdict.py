@@ -65,16 +65,16 @@ class Plan:
     @property
     def verdict(self) -> str:
         """One sentence: it fits, or what is lacking and what would help."""
-        lacking = [one for one in self.planned if not one.fits]
+        lacking = [program for program in self.planned if not program.fits]
         if lacking:
             return "; ".join(map(self._lacking, lacking)) + "."
-        tightest = max(self.planned, key=lambda one: one.compiled.memory.total)
+        tightest = max(self.planned, key=lambda program: program.compiled.memory.total)
         most = tightest.compiled.memory.total / GIB
         bounds = ", ".join(
-            f"{one.compiled.program.name} is bound by {one.bound.by}"
-            f" at {100 * one.bound.mfu:.0f} % MFU"
-            for one in self.planned
-            if one.bound is not None
+            f"{program.compiled.program.name} is bound by {program.bound.by}"
+            f" at {100 * program.bound.mfu:.0f} % MFU"
+            for program in self.planned
+            if program.bound is not None
         )
         return f"fits: {most:.1f} of {tightest.chip.hbm_bytes / GIB:.1f} GiB; {bounds}."
 
@@ -94,7 +94,7 @@ class Plan:
             "topology": self.topology.name,
             "devices": len(self.topology.devices),
             "chip": self.topology.chip.name,
-            "programs": [one.row() for one in self.planned],
+            "programs": [program.row() for program in self.planned],
             "run": run_cost(self.planned),
             "calibration": self.calibration and dataclasses.asdict(self.calibration),
             "verdict": self.verdict,
@@ -121,8 +121,8 @@ def plan(
     planned = {name: _planned(name, config, place(name, config, topology), model) for name in names}
     remedies = {
         name: tuple(_remedies(name, config, place(name, config, topology), model))
-        for name, one in planned.items()
-        if not one.fits
+        for name, result in planned.items()
+        if not result.fits
     }
     return Plan(topology, tuple(planned.values()), remedies, calibration)
 

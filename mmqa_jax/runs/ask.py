@@ -98,11 +98,11 @@ class Answerer:
         dense = open_dense(
             self.corpus, str(folder / "contrastive"), str(folder / "index"), one_shape=True
         )
-        pairs, one = {"batch_size": 10}, {"batch_size": 1}
+        pairs, single = {"batch_size": 10}, {"batch_size": 1}
         reranker = load_reranker(folder / "rerank", self.corpus, pairs, one_shape=True)
         self._dense = dense
         self._reranker = with_similarity(reranker, dense, self.corpus, tuned["weight"])
-        self._reader = load_reader(folder / "answer", self.corpus, one, one_shape=True)
+        self._reader = load_reader(folder / "answer", self.corpus, single, one_shape=True)
 
     @property
     def embedder(self) -> Any:
@@ -124,8 +124,8 @@ class Answerer:
             # As many as are read afterwards, so that the index is searched once.
             (nearest,) = self._dense.search([question], self._top_k)
             if nearest.scores[0] < self._least_similarity:
-                shown = Prediction(question.id, "", nearest.sources[:1], nearest.scores[:1])
-                return Answer(NOT_FOUND, False, shown, (question.question,), None)
+                uncited = Prediction(question.id, "", nearest.sources[:1], nearest.scores[:1])
+                return Answer(NOT_FOUND, False, uncited, (question.question,), None)
         heard = _Heard(self._dense, self._reranker)
         (prediction,) = webqa.answer_full_scale(
             [question],

@@ -220,8 +220,8 @@ class FolderAnswerer:
         reader = reader or self._reader
         assert reader is not None, "a question needs a reader"
         (prediction,) = reader.answer([question], [passages])
-        said = prediction.answer.strip()
-        return FolderAnswer(said, said not in ("", NOT_FOUND), prediction, passages)
+        answer = prediction.answer.strip()
+        return FolderAnswer(answer, answer not in ("", NOT_FOUND), prediction, passages)
 
     def _is_near(self, nearest: Ranking) -> bool:
         """Whether a source is similar enough to a question to answer it."""
@@ -245,10 +245,10 @@ def open_folder(
       encoder: of AskOptions: passages are no longer than it reads.
     """
     if (folder / corpus_records.MANIFEST).exists():
-        if options is not None and (given := options.flag):
+        if options is not None and (changed := options.flag):
             raise UserError(
-                f"{given}: {folder} was prepared already, with the pages that `mmqa prepare "
-                f"folder` was told; leave {given.partition('=')[0]} out, or name the documents."
+                f"{changed}: {folder} was prepared already, with the pages that `mmqa prepare "
+                f"folder` was told; leave {changed.partition('=')[0]} out, or name the documents."
             )
         return AskedCorpus(open_sources(folder))
     if cache is None:
@@ -300,7 +300,7 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
             "answered; use `mmqa embed`, `mmqa index` and `mmqa search`, or a row of `mmqa run`."
         )
     embedder, pictures = _open_encoder(encoder, corpus)
-    drawn = next((one for one in corpus.sources if one.extra.get(WHOLE_PAGE)), None)
+    drawn = next((page for page in corpus.sources if page.extra.get(WHOLE_PAGE)), None)
     if drawn is not None and not embedder.image_size:
         raise UserError(f"{drawn.extra.get('file')}: {no_pictures(encoder)}")
     texts = [embedder.text_of(source) for source in corpus.sources]

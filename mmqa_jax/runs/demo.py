@@ -498,7 +498,7 @@ def write_html(
         curves={
             kind.product: run_curves(results.folder / task) for task, kind in known_tasks().items()
         },
-        best_steps={title: found["step"] for title, found in best.items() if found is not None},
+        best_steps={title: step["step"] for title, step in best.items() if step is not None},
         stages=[(name, record["seconds"]) for name, record in stages.items()],
         facts=run_facts(results.folder, results.corpus),
         materials=results.corpus.materials,

@@ -140,10 +140,10 @@ class OpenedParts:
         if key not in self._parts:
             before = dict(self.serving)
             opened = part.open(self)
-            told = {k: v for k, v in self.serving.items() if k not in before}
-            self._parts[key] = opened, told
-        opened, told = self._parts[key]
-        self.serving |= told
+            served_by = {k: v for k, v in self.serving.items() if k not in before}
+            self._parts[key] = opened, served_by
+        opened, served_by = self._parts[key]
+        self.serving |= served_by
         return opened
 
     def model(self, name: str, made_of: str, load: Callable[[], Any]) -> Any:
@@ -266,9 +266,9 @@ class Resumable:
             ]
             for batch in self.part.score_batches(questions, left):
                 scores = dict(zip(batch.indices.tolist(), batch.scores.tolist(), strict=True))
-                for number, one in scores.items():  # what is kept is refused by every restart
+                for number, value in scores.items():  # what is kept is refused by every restart
                     question, source = pairs[rows[number]]
-                    check_scores(question.id, {source: one})
+                    check_scores(question.id, {source: value})
                 yield scores
 
         scores = self._results([question.id for question, _ in pairs], keys, score)
@@ -284,7 +284,9 @@ class Resumable:
         def answer(rows: list[int]) -> Iterator[dict[int, Any]]:
             asked = [questions[row] for row in rows]
             for batch in self.part.answer_batches(asked, [cited[row] for row in rows]):
-                yield {number: [one.answer, one.beams] for number, one in batch}
+                yield {
+                    number: [prediction.answer, prediction.beams] for number, prediction in batch
+                }
 
         results = self._results([ranking.question_id for ranking in cited], keys, answer)
         return [
@@ -303,7 +305,9 @@ class Resumable:
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
         """Reads as Fusion-in-Decoder; finished batches are kept."""
-        keys = [_key(question, *own) for question, own in zip(questions, passages, strict=True)]
+        keys = [
+            _key(question, *sources) for question, sources in zip(questions, passages, strict=True)
+        ]
 
         def read(rows: list[int]) -> Iterator[dict[int, Any]]:
             asked = [questions[row] for row in rows]
@@ -311,8 +315,8 @@ class Resumable:
 
         results = self._results([question.id for question in questions], keys, read)
         return [
-            read_prediction(question, own, tuple((beam, score) for beam, score in beams))
-            for question, own, beams in zip(questions, passages, results, strict=True)
+            read_prediction(question, sources, tuple((beam, score) for beam, score in beams))
+            for question, sources, beams in zip(questions, passages, results, strict=True)
         ]
 
     def _searched(

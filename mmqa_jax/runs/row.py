@@ -134,7 +134,7 @@ class Row:
       options: keyword arguments of the function; others have its defaults.
       published: figures: table, row, column, published, tolerance, scorer, group.
       made_by: path of an input -> where it comes from.
-      given: the config that it was read from; empty of a row that was made in code.
+      as_written: the config that it was read from; empty of a row that was made in code.
     """
 
     row: str
@@ -147,7 +147,7 @@ class Row:
     scoring: Scoring = Scoring()
     published: tuple[dict, ...] = ()
     made_by: tuple[tuple[str, str], ...] = ()
-    given: Mapping[str, Any] = typed.as_given()
+    as_written: Mapping[str, Any] = typed.as_given()
 
     def __post_init__(self) -> None:
         library, retriever = self.parts.get("library"), self.parts.get("retriever")
@@ -178,10 +178,10 @@ class Row:
     @property
     def config(self) -> Mapping[str, Any]:
         """What config.json records: the config as it was given, or all values."""
-        if self.given:
-            return self.given
+        if self.as_written:
+            return self.as_written
         values = dataclasses.asdict(self)
-        del values["given"]
+        del values["as_written"]
         return values
 
     @property

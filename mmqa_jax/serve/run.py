@@ -247,9 +247,13 @@ class BoundedProtocol(H11Protocol):
     """
 
     def __init__(
-        self, waiting: dict[BoundedProtocol, None], most: int, options: ServeOptions, **given: Any
+        self,
+        waiting: dict[BoundedProtocol, None],
+        most: int,
+        options: ServeOptions,
+        **uvicorn_options: Any,
     ):
-        super().__init__(**given)
+        super().__init__(**uvicorn_options)
         self._waiting, self._most, self._options = waiting, most, options
         self._served: Any = None  # the request that was being served at the last look
         self._end: asyncio.TimerHandle | None = None

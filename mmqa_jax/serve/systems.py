@@ -143,7 +143,9 @@ class Threads:
         try:
             with turn():
                 if wish.result is None:
-                    others = [one for one in list(wishes) if one is not wish and not one.result]
+                    others = [
+                        other for other in list(wishes) if other is not wish and not other.result
+                    ]
                     _fulfil(compute, [wish, *others[: _TOGETHER - 1]])
         finally:
             wishes.remove(wish)

@@ -617,11 +617,11 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer | Quest
       corpus: what it is trained on.
       folder: of the run; a tokenizer that is already there is used.
     """
-    kept = folder / "tokenizer.json"
-    if jax.process_index() == 0 and not kept.exists():
-        _new_tokenizer(name, corpus).save(kept)
+    path = folder / "tokenizer.json"
+    if jax.process_index() == 0 and not path.exists():
+        _new_tokenizer(name, corpus).save(path)
     distributed.barrier("tokenizer")
-    return open_tokenizer(kept)
+    return open_tokenizer(path)
 
 
 def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer | QuestionWords:

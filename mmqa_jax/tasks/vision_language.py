@@ -181,7 +181,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
             examples.shares,
             self.feed(),
             shapes=shapes,
-            bucket_of=lambda one: shapes.index(pictures.bucket(one)),
+            bucket_of=lambda picture_example: shapes.index(pictures.bucket(picture_example)),
             make=PicturedRows(self.size, config, pictures).batch,
             broken=[pictures.broken],
             members=self.data.members(examples.questions),
@@ -385,17 +385,17 @@ class PicturedRows(NamedTuple):
         """
         units = bucket.text
         self.pictures.look_ahead([row.pictures for row in examples if row is not None])
-        shown = [
+        pictures_of_rows = [
             [] if example is None else [self.pictures.pixels(name) for name in example.pictures]
             for example in examples
         ]
         rows = [
             None if any(pixels is None for pixels in of_row) else example
-            for example, of_row in zip(examples, shown, strict=True)
+            for example, of_row in zip(examples, pictures_of_rows, strict=True)
         ]
         pixels = [
             [] if row is None else [picture for picture in of_row if picture is not None]
-            for row, of_row in zip(rows, shown, strict=True)
+            for row, of_row in zip(rows, pictures_of_rows, strict=True)
         ]
         shapes = [[picture.shape for picture in of_row] for of_row in pixels]
         expanded = network.expand_pictures(

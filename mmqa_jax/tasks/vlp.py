@@ -421,7 +421,7 @@ class VLPTask(tasks.Task):
         """
         model = self.vlp_config(tasks.ANY_VOCABULARY)
         packing = self.packing_config(inference=True)
-        pictures = max(Bucket(*one).pictures for one in packing.buckets)
+        pictures = max(Bucket(*sizes).pictures for sizes in packing.buckets)
         regions = pictures * packing.slots_per_picture * (packing.region_dim + packing.position_dim)
         tower = 0.0
         if self.model.frontend == "clip":

@@ -261,7 +261,7 @@ def test_the_table_of_a_finished_row(tmp_path):
     run = write_finished(tmp_path / "run", lambda n, plan: len(plan) / 3, lost=(2,))
     found = read_plan_table(str(run), 0.0)
     assert len(found.scores) == 8
-    assert found.given["q3"] == (1, 3)
+    assert found.available["q3"] == (1, 3)
     assert found.score("q3", (1, 2, 3)) == pytest.approx(2 / 3)
 
 

@@ -115,7 +115,7 @@ def test_vinvls_tsvs(tmp_path):
     rows = VinVLRows(tmp_path / "out/features.tsv")
     assert [row.name for row in (rows[0], rows[1], rows[2])] == ["0", "1", "2"]
     assert rows[2].size == (700, 1300)
-    assert oscar_regions(rows[0].found, rows[0].size).shape == (3, 2054)
+    assert oscar_regions(rows[0].detections, rows[0].size).shape == (3, 2054)
     assert read_sizes(tmp_path / "out/hw.tsv") == dict.fromkeys("012", (700, 1300))
     # scene_graph_benchmark structures/tsv_file.py: seek by the lineidx, strip, split at tabs.
     for table, key in (("features", "2"), ("labels", "2"), ("hw", "2")):
@@ -198,7 +198,7 @@ def test_words_with_and_without_attributes(tmp_path):
 def test_oscars_text_is_the_exported_word(tmp_path):
     kept = records(tmp_path / "r", VINVL, ("17",), (3,))
     export_regions(kept, "vinvl", tmp_path, least=0.0)
-    found = VinVLRows(tmp_path / "features.tsv")[0].found
+    found = VinVLRows(tmp_path / "features.tsv")[0].detections
     assert tag_words(found) == tuple(region_words(kept.read(17), VINVL, 0.0))
     assert all(word.split()[0] in ATTRIBUTES for word in tag_words(found))
 

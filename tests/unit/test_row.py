@@ -60,7 +60,7 @@ def test_what_a_config_leaves_out_has_the_types_defaults():
     assert row == SAME
     assert row.scoring == Scoring("", "")
     assert (row.data.questions, row.data.modality, row.data.where) == (0, "", {})
-    assert (row.given, SAME.given) == (LEAST, {})  # what config.json records
+    assert (row.as_written, SAME.as_written) == (LEAST, {})  # what config.json records
     assert (row.answers, row.finds_sources, row.needs_all, row.llm) == (False, True, False, "")
 
 
@@ -103,7 +103,7 @@ def test_a_row_made_in_code_is_run_as_one_of_a_config(data, quiet, tmp_path):
 
 def test_the_split_of_a_flag_is_recorded():
     row = read_row(ConfigDict(LEAST), split="val")
-    assert row.data.split == row.given["data"]["split"] == "val"
+    assert row.data.split == row.as_written["data"]["split"] == "val"
 
 
 @pytest.mark.parametrize(

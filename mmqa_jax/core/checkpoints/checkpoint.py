@@ -469,7 +469,9 @@ def check_steps(folder: Path, *, skip_damaged: bool) -> None:
         if problem is None:
             return
         place = folder / str(step)
-        others = [one for one in reversed(steps) if one < newest] if step == newest else [newest]
+        others = (
+            [other for other in reversed(steps) if other < newest] if step == newest else [newest]
+        )
         if (whole := _first_whole(folder, others)) is None:
             raise UserError(
                 f"{place}: {problem}, and no earlier checkpoint is whole; copy that folder again, "

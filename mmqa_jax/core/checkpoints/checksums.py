@@ -96,8 +96,8 @@ def find_damage(
     wanted = [name for name in sorted(sums or {}) if names is None or name in names]
     wanted = wanted[part[0] :: part[1]]
     problems = _in_parallel(lambda name: _damage(folder / name, sums[name]), wanted)
-    found = zip(wanted, problems, strict=True)
-    return next((f"{name} {problem}" for name, problem in found if problem is not None), None)
+    checked = zip(wanted, problems, strict=True)
+    return next((f"{name} {problem}" for name, problem in checked if problem is not None), None)
 
 
 def check_sums(

@@ -283,7 +283,7 @@ class LocalCheckpoints:
         if any(sum(map(_size, holders[name])) != math.prod(wanted[name].shape) for name in wanted):
             return None
         records = distributed.gather("local record", record if self._tells(holders) else None)
-        record = next(told for told in records if told is not None)
+        record = next(known_record for known_record in records if known_record is not None)
         return HeldStep(step, record, holders, places)
 
     def _tells(self, holders: dict[str, dict[Block, list[int]]]) -> bool:
@@ -320,8 +320,8 @@ def _size(block: Block) -> int:
     return math.prod(stop - start for start, stop in block)
 
 
-def _meet(one: Block, other: Block) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+def _meet(first: Block, other: Block) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(first, other, strict=True))
 
 
 def _assembled(wanted: Block, blocks: Mapping[Block, np.ndarray], dtype: np.dtype) -> np.ndarray:

@@ -44,7 +44,7 @@ class Country:
         return f"the {self.name}" if _has_article(self.name) else self.name
 
     @property
-    def own(self) -> str:
+    def possessive(self) -> str:
         """The possessive: `the Bahamas'`, `France's`."""
         return self.the_name + ("'" if self.name.endswith("s") else "'s")
 

@@ -277,8 +277,8 @@ def choose_questions(flag: Subject, rng: np.random.Generator) -> list[Draft]:
         near = [c for c in facts.present if c in others]
         other = near[int(rng.integers(len(near)))] if near and rng.random() < 0.7 else None
         other = other or others[int(rng.integers(len(others)))]
-        one, two = (color, other) if rng.random() < 0.5 else (other, color)
-        drafts.append(ask("place_choice", color, p=place, one=one, two=two))
+        first, two = (color, other) if rng.random() < 0.5 else (other, color)
+        drafts.append(ask("place_choice", color, p=place, one=first, two=two))
     shares = facts.shares
     pairs = [
         (a, b) for a in facts.present for b in facts.present
@@ -286,8 +286,8 @@ def choose_questions(flag: Subject, rng: np.random.Generator) -> list[Draft]:
     ]  # fmt: skip
     for index in rng.permutation(len(pairs))[:2]:
         more, less = pairs[index]
-        one, two = (more, less) if rng.random() < 0.5 else (less, more)
-        drafts.append(ask("more_of", more, one=one, two=two))
+        first, two = (more, less) if rng.random() < 0.5 else (less, more)
+        drafts.append(ask("more_of", more, one=first, two=two))
     return drafts
 
 
@@ -326,8 +326,8 @@ def yes_no_questions(flag: Subject, rng: np.random.Generator) -> list[Draft]:
         wrong = [c for c in QUESTION_COLORS[:6] if c != color]
         near = [c for c in wrong if c in facts.present] or wrong
         options = near if rng.random() < 0.7 else wrong
-        said = color if rng.random() < 0.5 else options[int(rng.integers(len(options)))]
-        drafts.append(ask("is_corner", said == color, p=place, c=said))
+        claimed = color if rng.random() < 0.5 else options[int(rng.integers(len(options)))]
+        drafts.append(ask("is_corner", claimed == color, p=place, c=claimed))
     return drafts
 
 
@@ -348,18 +348,18 @@ def pair_questions(flags: list[Subject], rng: np.random.Generator, rounds: int) 
     """Drafts about pairs of flags of one split, `rounds` random partners for each flag."""
     drafts: list[Draft] = []
     for _ in range(rounds):
-        for one, partner in zip(flags, rng.permutation(len(flags)), strict=True):
+        for first, partner in zip(flags, rng.permutation(len(flags)), strict=True):
             two = flags[partner]
-            if one.picture.digest != two.picture.digest:
-                drafts.extend(_about(one, two, rng))
+            if first.picture.digest != two.picture.digest:
+                drafts.extend(_about(first, two, rng))
     return drafts
 
 
-def _about(one: Subject, two: Subject, rng: np.random.Generator) -> list[Draft]:
-    a, b, drafts = one.facts, two.facts, []
-    ask = functools.partial(picture_draft, [one, two], rng)
+def _about(first: Subject, two: Subject, rng: np.random.Generator) -> list[Draft]:
+    a, b, drafts = first.facts, two.facts, []
+    ask = functools.partial(picture_draft, [first, two], rng)
     color = QUESTION_COLORS[int(rng.integers(6))]
-    holders = [flag for flag in (one, two) if color in flag.facts.present]
+    holders = [flag for flag in (first, two) if color in flag.facts.present]
     if holders and all(color in f.present or f.absent(color) for f in (a, b)):
         drafts.append(ask("both_contain", len(holders) == 2, c=color))
         if len(holders) == 1:
@@ -368,7 +368,7 @@ def _about(one: Subject, two: Subject, rng: np.random.Generator) -> list[Draft]:
     shared = [c for c in COLORS if c in a.shares and c in b.shares]
     if shared:
         color = shared[int(rng.integers(len(shared)))]
-        more, less = (one, two) if a.shares[color] > b.shares[color] else (two, one)
+        more, less = (first, two) if a.shares[color] > b.shares[color] else (two, first)
         big, small = more.facts.shares[color], less.facts.shares[color]
         if big >= 1.6 * small and big - small >= 0.12:
             drafts.append(ask("which_more", more.picture.title, c=color, W=more.name))

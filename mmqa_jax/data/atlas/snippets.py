@@ -43,7 +43,7 @@ def select_snippets(countries: list[Country], *, most: int) -> tuple[list[Snippe
     Returns (snippets in country order, number of passages left out for that reason).
     """
     prose_fields, known = templates.load("prose"), templates.facts()
-    kept: list[tuple[int, Snippet]] = []  # with the country's position
+    selected: list[tuple[int, Snippet]] = []  # with the country's position
     prose: list[tuple[tuple[int, int], Snippet]] = []
     dropped, texts = 0, set()
     for position, country in enumerate(countries):
@@ -62,7 +62,7 @@ def select_snippets(countries: list[Country], *, most: int) -> tuple[list[Snippe
                     if fact in known
                     and not any(s is not snippet and _states(s, fact, answer) for s in stated)
                 }
-                kept.append((position, dataclasses.replace(snippet, facts=facts)))
+                selected.append((position, dataclasses.replace(snippet, facts=facts)))
             elif any(
                 _states(snippet, *fact) for facts in stated.values() for fact in facts.items()
             ):
@@ -72,9 +72,9 @@ def select_snippets(countries: list[Country], *, most: int) -> tuple[list[Snippe
                 seen[snippet.kind] += 1
                 prose.append(((rank, position), snippet))
     prose.sort(key=lambda item: item[0])
-    kept += [(key[1], snippet) for key, snippet in prose[: max(most - len(kept), 0)]]
-    kept.sort(key=lambda item: item[0])
-    return [snippet for _, snippet in kept], dropped
+    selected += [(key[1], snippet) for key, snippet in prose[: max(most - len(selected), 0)]]
+    selected.sort(key=lambda item: item[0])
+    return [snippet for _, snippet in selected], dropped
 
 
 def _states(snippet: Snippet, name: str, answer: str) -> bool:
@@ -110,7 +110,7 @@ def _prose(country: Country) -> Iterator[Snippet]:
         frame = frames[int.from_bytes(digest[:4], "big") % len(frames)]
         for n, passage in enumerate(chunks(value)[: field.get("most", 3)]):
             if n == 0 and frame != "{v}":
-                text = frame.format(X=country.the_name, own=country.own, v=passage)
+                text = frame.format(X=country.the_name, own=country.possessive, v=passage)
             elif re.search(rf"(?<![\w-]){re.escape(country.name)}(?![\w-])", passage):
                 text = passage
             else:
@@ -214,12 +214,12 @@ def _largest(value: str, _: str) -> str:
 
 def _shorten(value: str, _: str, most: int = 45) -> str:
     """The first clauses up to `most` words, cut at semicolons."""
-    kept: list[str] = []
+    parts_so_far: list[str] = []
     for part in re.split(r"(?<=;)\s+", value):
-        if kept and len(" ".join([*kept, part]).split()) > most:
+        if parts_so_far and len(" ".join([*parts_so_far, part]).split()) > most:
             break
-        kept.append(part)
-    return " ".join(" ".join(kept).split()[: most + 15]).strip(" ;,.")
+        parts_so_far.append(part)
+    return " ".join(" ".join(parts_so_far).split()[: most + 15]).strip(" ;,.")
 
 
 def _first_words(value: str, most: str) -> str:

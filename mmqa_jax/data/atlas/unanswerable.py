@@ -40,8 +40,8 @@ def with_unanswerable(
     title = {source.id: source.title for source in sources}
     tested = {title[name] for q in questions if q.split == "test" for name in q.positives}
     held_out = {entity for entity in tested if fold_of(entity, _PARTS) == 0}
-    kept = [source for source in sources if source.title not in held_out]
-    known = {source.id for source in kept}
+    remaining = [source for source in sources if source.title not in held_out]
+    known = {source.id for source in remaining}
 
     def told_elsewhere(question: Question) -> bool:
         is_whole = all(name in known for name in question.positives)
@@ -58,7 +58,7 @@ def with_unanswerable(
         )
 
     asked = [in_collection(question) for question in questions if not told_elsewhere(question)]
-    return kept, [*asked, *foreign_questions()]
+    return remaining, [*asked, *foreign_questions()]
 
 
 # Questions that a stranger may ask a demo, and that no source of Atlas answers.

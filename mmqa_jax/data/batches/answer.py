@@ -85,7 +85,7 @@ def answer_batches(
     shares = sampling.shares
     _check_shares(shares, {questions[i].category for i in usable})
     corpus, tokenizer = reader.corpus, reader.tokenizer
-    shown = [] if no_source_prob == 1 else usable
+    with_source = [] if no_source_prob == 1 else usable
     wanted = [category_modality(q.category) if route_by_category else None for q in questions]
     most = packer.config.max_pictures
 
@@ -94,9 +94,9 @@ def answer_batches(
 
     golds = {
         i: np.array(readable(i, corpus.positive_rows(questions[i]))[:max_sources], int)
-        for i in shown
+        for i in with_source
     }
-    negatives = {i: corpus.negative_rows(questions[i]) for i in shown if distractor_prob}
+    negatives = {i: corpus.negative_rows(questions[i]) for i in with_source if distractor_prob}
     question_tokens = TokenTable(tokenizer, [clean(q.question) for q in questions])
     keyword_tokens = TokenTable(tokenizer, [clean(q.keywords) for q in questions])
     usable_shares = np.array([shares.get(questions[i].category, 1.0) for i in usable])

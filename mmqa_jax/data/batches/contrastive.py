@@ -110,8 +110,8 @@ def contrastive_batches(
         reader.look_ahead(table["rows"].flat)
         for b, i in enumerate(table["question"]):
             hop = table["first_hop"][b]
-            shown = [*table["rows"][b], *([hop] if hop >= 0 else [])]
-            sources = tuple(reader.raw(int(row)) for row in shown)
+            source_rows = [*table["rows"][b], *([hop] if hop >= 0 else [])]
+            sources = tuple(reader.raw(int(row)) for row in source_rows)
             raw = RawExample(questions[i].question, sources, record=questions[i])
             raw = augmented(raw, feed, planned, b)
             query = question_tokens[i]

@@ -68,7 +68,9 @@ def example_retrieval_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         judged = [rows[row] for row in table["row"]]
-        drawn = [(row, i) for row, own in zip(judged, table["drawn"], strict=True) for i in own]
+        drawn = [
+            (row, i) for row, columns in zip(judged, table["drawn"], strict=True) for i in columns
+        ]
         scores = np.array([row.scores[i] for row, i in drawn], np.float32)
         query_ids, query_mask, query_lost = inputs([row.question_id for row in judged])
         candidate_ids, candidate_mask, lost = inputs([row.candidates[i] for row, i in drawn])
@@ -164,9 +166,9 @@ def _row(value: Any, place: str) -> ExampleScores:
         row = ExampleScores(
             str(value["question_id"]),
             None if alone is None else float(alone),
-            tuple(str(one["id"]) for one in candidates),
-            tuple(float(one["similarity"]) for one in candidates),
-            tuple(float(one["score"]) for one in candidates),
+            tuple(str(candidate["id"]) for candidate in candidates),
+            tuple(float(candidate["similarity"]) for candidate in candidates),
+            tuple(float(candidate["score"]) for candidate in candidates),
         )
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise UserError(

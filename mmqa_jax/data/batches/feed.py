@@ -132,7 +132,7 @@ def mixed(
             table = sample(number)
             rows = np.flatnonzero(np.isin(table["question"], asked[chosen]))
             tables.append({name: column[rows] for name, column in table.items()})
-        table = {name: np.concatenate([one[name] for one in tables]) for name in tables[0]}
+        table = {name: np.concatenate([part[name] for part in tables]) for name in tables[0]}
         return {**table, "member": np.asarray(members)[table["question"]]}
 
     return sample_mixed
@@ -432,8 +432,8 @@ class BatchPlan:
             table, buckets, examples = self._order(epoch)
         batch = index - self._first[epoch]
         chosen = examples[batch, self._rows]
-        own = {name: column[chosen] for name, column in table.items()}
-        return PlannedBatch(index, epoch, int(buckets[batch]), self._rows, own)
+        batch_table = {name: column[chosen] for name, column in table.items()}
+        return PlannedBatch(index, epoch, int(buckets[batch]), self._rows, batch_table)
 
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k != "_lock"}
@@ -472,11 +472,11 @@ class BatchPlan:
         buckets = self._merged[table["bucket"]]
         members = [waiting[buckets[waiting] == bucket] for bucket in range(len(self._shapes))]
         rest = self._fill_up(members)
-        counts = [len(own) // self.batch_size for own in members]
+        counts = [len(examples_of_bucket) // self.batch_size for examples_of_bucket in members]
         order = rng.permutation(np.repeat(np.arange(len(members)), counts))
         examples = np.empty((len(order), self.batch_size), np.int64)
-        for bucket, own in enumerate(members):
-            examples[order == bucket] = own.reshape(-1, self.batch_size)
+        for bucket, examples_of_bucket in enumerate(members):
+            examples[order == bucket] = examples_of_bucket.reshape(-1, self.batch_size)
         if epoch + 1 == len(self._first):
             self._first.append(self._first[-1] + len(order))
             self._left.append({name: column[rest] for name, column in table.items()})
@@ -489,16 +489,16 @@ class BatchPlan:
         """Makes whole batches of the examples of each bucket, in place; returns what is left."""
         left = []
         for bucket in reversed(range(len(members))):
-            own, shorter = members[bucket], bucket - 1
-            while (missing := -len(own) % self.batch_size) and (
+            filled, shorter = members[bucket], bucket - 1
+            while (missing := -len(filled) % self.batch_size) and (
                 shorter >= 0 and self._shapes[shorter].pictures == self._shapes[bucket].pictures
             ):
-                own = np.concatenate([own, members[shorter][:missing]])
+                filled = np.concatenate([filled, members[shorter][:missing]])
                 members[shorter] = members[shorter][missing:]
                 shorter -= 1
-            whole = len(own) - len(own) % self.batch_size
-            members[bucket] = own[:whole]
-            left.append(own[whole:])
+            whole = len(filled) - len(filled) % self.batch_size
+            members[bucket] = filled[:whole]
+            left.append(filled[whole:])
         return np.concatenate(left)
 
 
@@ -550,7 +550,7 @@ def mixture_epoch(
     """
     chosen: dict[int, list[np.ndarray]] = {}
     for member, count in enumerate(mixture_counts(len(members), weights).tolist()):
-        own = np.flatnonzero(members == member)
+        examples_of_member = np.flatnonzero(members == member)
         if not count and weights[member]:
             raise UserError(
                 f"config key data.mixture: corpus {member + 1} has less than one of the "
@@ -559,15 +559,19 @@ def mixture_epoch(
             )
         if not count:
             continue
-        if not len(own):
+        if not len(examples_of_member):
             raise UserError(
                 f"config key data.mixture: corpus {member + 1} has no example to train on in this "
                 "split; leave it out, or choose another split."
             )
         first, behind = epoch * count, (epoch + 1) * count
-        for number in range(first // len(own), -(-behind // len(own))):
-            order = np.random.default_rng((16, seed, member, number)).permutation(own)
-            start = number * len(own)
+        for number in range(
+            first // len(examples_of_member), -(-behind // len(examples_of_member))
+        ):
+            order = np.random.default_rng((16, seed, member, number)).permutation(
+                examples_of_member
+            )
+            start = number * len(examples_of_member)
             part = order[max(first - start, 0) : behind - start]
             chosen.setdefault(number, []).append(part)
     return [(number, np.concatenate(parts)) for number, parts in sorted(chosen.items())]
@@ -578,6 +582,8 @@ def interleaved(members: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n"]:
     the examples of one corpus keep their order."""
     places = np.empty(len(members))
     for member in np.unique(members):
-        own = np.flatnonzero(members == member)
-        places[own] = (np.arange(len(own)) + 0.5) / len(own)
+        examples_of_member = np.flatnonzero(members == member)
+        places[examples_of_member] = (np.arange(len(examples_of_member)) + 0.5) / len(
+            examples_of_member
+        )
     return np.argsort(places, kind="stable")

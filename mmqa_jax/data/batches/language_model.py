@@ -77,7 +77,7 @@ def language_model_batches(
       members: of a mixture (`feed.mixture`), the corpus of every example.
     """
     size, count = RowSize(length, targets), len(probabilities)
-    flat = [example for own in versions for example in own]
+    flat = [example for forms in versions for example in forms]
     sizes = np.array([(len(example.tokens), example.targets) for example in flat])
     corpora = np.asarray(members)
     known: list[Table] = []  # of all epochs, if each example has one version for certain
@@ -86,11 +86,11 @@ def language_model_batches(
         if known:
             return known[0]
         rng = np.random.default_rng((14, feed.seed, epoch))
-        shown = np.arange(len(versions))
+        order = np.arange(len(versions))
         if feed.mixture:
             parts = mixture_epoch(corpora, feed.mixture, feed.seed, epoch)
-            shown = np.concatenate([part for _, part in parts])
-        chosen = shown * count + rng.choice(count, len(shown), p=probabilities)
+            order = np.concatenate([part for _, part in parts])
+        chosen = order * count + rng.choice(count, len(order), p=probabilities)
         chosen = rng.permutation(chosen)
         if feed.mixture:
             chosen = chosen[interleaved(corpora[chosen // count])]

@@ -352,7 +352,7 @@ class Packer:
         lost = self._fill_regions(
             example.sources, question, shape, features, region_positions, context, types, ids
         )
-        kept = length + len(question) + len(answer)
+        used = length + len(question) + len(answer)
         arrays = {
             "input_ids": ids,
             "token_type_ids": types,
@@ -361,7 +361,7 @@ class Packer:
             "answer_mask": answer_mask,
             "region_features": features,
             "region_positions": region_positions,
-            "truncated": np.int32(lost + example.tokens - kept),
+            "truncated": np.int32(lost + example.tokens - used),
         }
         return arrays, answer_start, end
 

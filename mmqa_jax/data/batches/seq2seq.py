@@ -129,7 +129,7 @@ def example_batches(
       broken: what `make` counts.
       members: of a mixture (`feed.mixture`), the corpus of every example.
     """
-    count, flat = len(probabilities), [example for own in versions for example in own]
+    count, flat = len(probabilities), [example for forms in versions for example in forms]
     buckets = np.array([bucket_of(example) for example in flat])
 
     def sample(epoch: int) -> Table:
@@ -179,7 +179,7 @@ def passage_batches(
       answers: of every question, each with its end token, which stays where tokens beyond
         `size.targets` are cut.
     """
-    counts = np.array([len(own) for own in answers])
+    counts = np.array([len(texts) for texts in answers])
 
     def sample(epoch: int) -> Table:
         rng = np.random.default_rng((16, feed.seed, epoch))
@@ -194,10 +194,10 @@ def passage_batches(
         questions = table["question"]
         whole = [answers[q][a] for q, a in zip(questions, table["answer"], strict=True)]
         chosen = [cut_before_end(answer, size.targets) for answer in whole]
-        shown, lost = zip(*map(passages, questions), strict=True)
+        passage_ids, lost = zip(*map(passages, questions), strict=True)
         lost_targets = [len(a) - len(b) for a, b in zip(whole, chosen, strict=True)]
         return {
-            **passage_arrays(shown, size),
+            **passage_arrays(passage_ids, size),
             **target_arrays(chosen, size.targets),
             "index": questions.astype(np.int32),
             "truncated": np.add(lost, lost_targets).astype(np.int32),
@@ -223,7 +223,7 @@ def passage_arrays(
     lengths[len(questions) :, 0] = 1
     for row, passages in enumerate(questions):
         for place, tokens in enumerate(passages[: size.count]):
-            kept = tokens[: size.length]
-            ids[row, place, : len(kept)] = kept
-            lengths[row, place] = len(kept)
+            cut = tokens[: size.length]
+            ids[row, place, : len(cut)] = cut
+            lengths[row, place] = len(cut)
     return {"input_ids": ids, "prompt_lengths": lengths}

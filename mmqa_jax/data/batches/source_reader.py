@@ -67,14 +67,14 @@ class SourceReader:
         Pictures beyond `max_pictures` are left out with their captions (webqa_loader.py l.913 and
         l.1153); with `modality`, so are the sources of the other one.
         """
-        kept, shown = [], 0
+        readable_rows, pictures = [], 0
         for row in rows:
             is_image = bool(self.is_image[row])
-            shown += is_image
-            fits = not is_image or shown <= max_pictures
+            pictures += is_image
+            fits = not is_image or pictures <= max_pictures
             if fits and modality in (None, "image" if is_image else "text"):
-                kept.append(row)
-        return kept
+                readable_rows.append(row)
+        return readable_rows
 
     @property
     def broken(self) -> tuple[BrokenPictures, ...]:

@@ -57,18 +57,19 @@ def vqa_batches(
 
     def make(planned: PlannedBatch, table: Table) -> Packed:
         rows, part = table["index"], inputs[planned.bucket]
-        own, wanted = [questions[row] for row in rows], [targets[row] for row in rows]
+        batch_questions, wanted = [questions[row] for row in rows], [targets[row] for row in rows]
         if feed.augment is not None and isinstance(part, PatchInputs):
             examples = [
-                augmented(part.raw(question), feed, planned, n) for n, question in enumerate(own)
+                augmented(part.raw(question), feed, planned, n)
+                for n, question in enumerate(batch_questions)
             ]
             arrays = part.encode(examples)
             wanted = [
                 vocabulary.targets(dataclasses.replace(question, keywords=example.keywords))
-                for question, example in zip(own, examples, strict=True)
+                for question, example in zip(batch_questions, examples, strict=True)
             ]
         else:
-            arrays = part(own)
+            arrays = part(batch_questions)
         return {
             **arrays,
             "targets": vocabulary.dense(wanted),
@@ -149,7 +150,7 @@ class PatchInputs(VQAInputs):
 
     def raw(self, question: Question) -> RawExample:
         """A question with its pixels, as an augmentation may change them."""
-        sources = tuple(RawSource("", pixels=one) for one in self._pictures.of(question))
+        sources = tuple(RawSource("", pixels=picture) for picture in self._pictures.of(question))
         return RawExample(question.question, sources, "", question, question.keywords)
 
     def encode(self, examples: Sequence[RawExample]) -> Packed:
@@ -186,9 +187,9 @@ class RegionInputs(VQAInputs):
         lost = np.zeros(len(questions), np.int32)
         for row, question in enumerate(questions):
             numbers = self._words.encode(question.question)
-            kept = numbers[: self._length]
-            ids[row, : len(kept)] = kept
-            lost[row] = len(numbers) - len(kept)
+            cut_numbers = numbers[: self._length]
+            ids[row, : len(cut_numbers)] = cut_numbers
+            lost[row] = len(numbers) - len(cut_numbers)
         return ids, lost
 
 
@@ -217,15 +218,15 @@ class CaptionInputs(VQAInputs):
         tokenizer = self._tokenizer
         asked = tokenizer.encode_batch([plain(q.question) for q in questions])
         captions = tokenizer.encode_batch([str(q.extra.get(CAPTION, "")) for q in questions])
-        shown = [cut(question, self._length // 2, None) for question in asked]
+        cut_questions = [cut(question, self._length // 2, None) for question in asked]
         pairs = [
             [*question, tokenizer.sep_id, *caption]
-            for question, caption in zip(shown, captions, strict=True)
+            for question, caption in zip(cut_questions, captions, strict=True)
         ]
         ids, real, lost = text_inputs(pairs, self._length, tokenizer)
-        first = np.array([2 + len(question) for question in shown])  # of the caption's part
-        for row, (whole, kept) in enumerate(zip(asked, shown, strict=True)):
-            lost[row] += len(whole) - len(kept)
+        first = np.array([2 + len(question) for question in cut_questions])  # of the caption's part
+        for row, (whole, cut_question) in enumerate(zip(asked, cut_questions, strict=True)):
+            lost[row] += len(whole) - len(cut_question)
         return ids, real & (np.arange(self._length) >= first[:, None]), lost
 
 
@@ -299,9 +300,9 @@ def stacked(
     Empty slots are zeros; pictures beyond the slots are dropped.
     """
     pixels = np.zeros((len(pictures), slots, size, size, 3), np.uint8)
-    shown = np.zeros((len(pictures), slots), bool)
-    for row, own in enumerate(pictures):
-        for slot, picture in enumerate(own[:slots]):
+    has_picture = np.zeros((len(pictures), slots), bool)
+    for row, of_example in enumerate(pictures):
+        for slot, picture in enumerate(of_example[:slots]):
             pixels[row, slot] = picture
-            shown[row, slot] = True
-    return {"pixels": pixels, "shown": shown}
+            has_picture[row, slot] = True
+    return {"pixels": pixels, "shown": has_picture}

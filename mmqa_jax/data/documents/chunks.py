@@ -246,9 +246,9 @@ def _packed(pieces: Iterable[_Piece], most: _Size, overlap: int) -> Iterator[lis
 def _tail(chunk: list[_Piece], most: _Size) -> tuple[list[_Piece], _Size]:
     """The last pieces of a chunk that fit, and their size."""
     size = _Size(0, 0)
-    for kept, piece in enumerate(reversed(chunk)):
+    for count, piece in enumerate(reversed(chunk)):
         if not (size + piece.size).fits(most):
-            return chunk[len(chunk) - kept :], size
+            return chunk[len(chunk) - count :], size
         size += piece.size
     return list(chunk), size
 

@@ -223,7 +223,7 @@ class Content:
         if is_box or (around and inside[0].level <= around[-1].level):
             self._set_open(around)
         else:
-            self._set_open([*around, *(one._replace(is_left=True) for one in inside)])
+            self._set_open([*around, *(element._replace(is_left=True) for element in inside)])
 
     def _set_open(self, headings: list[Heading]) -> None:
         self.open, self.path = headings, BELOW.join(heading.text for heading in headings)

@@ -465,8 +465,8 @@ def _is_alone(element: Any) -> bool:
     import turbohtml
 
     beside = itertools.chain(element.previous_siblings, element.next_siblings)
-    said = (node for node in beside if not isinstance(node, turbohtml.Comment))
-    return not any(isinstance(node, turbohtml.Element) or node.text.strip() for node in said)
+    visible = (node for node in beside if not isinstance(node, turbohtml.Comment))
+    return not any(isinstance(node, turbohtml.Element) or node.text.strip() for node in visible)
 
 
 def _cause(element: Any) -> str:

@@ -431,11 +431,11 @@ def _on_one_line(text: str, boxes: np.ndarray) -> np.ndarray:
     of_words = []
     for word in re.finditer(r"\S+", text):
         if count := len(one_line(_whole(word[0]))):
-            own = boxes[slice(*word.span())]
-            if len(own) != count:  # letters that are composed, halves of a character, a hyphen
-                around = np.concatenate([own[:, :2].min(axis=0), own[:, 2:].max(axis=0)])
-                own = np.tile(around, (count, 1))
-            of_words += [own, own[-1:]]  # and the space after it
+            of_word = boxes[slice(*word.span())]
+            if len(of_word) != count:  # letters that are composed, halves of a character, a hyphen
+                around = np.concatenate([of_word[:, :2].min(axis=0), of_word[:, 2:].max(axis=0)])
+                of_word = np.tile(around, (count, 1))
+            of_words += [of_word, of_word[-1:]]  # and the space after it
     return np.concatenate(of_words)[:-1] if of_words else boxes[:0]
 
 

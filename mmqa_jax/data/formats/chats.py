@@ -79,7 +79,7 @@ class Conversation:
 
     def as_question(self, name: str, split: str) -> Question:
         """Returns the question that a corpus stores; its text is the first user's words."""
-        asked = next(one["content"] for one in self.messages if one["role"] == "user")
+        asked = next(message["content"] for message in self.messages if message["role"] == "user")
         if isinstance(asked, list):
             asked = "".join(part.get("text", "") for part in asked)
         names = tuple(dict.fromkeys(self.pictures))
@@ -115,7 +115,7 @@ def conversation(row: Mapping[str, Any], where: str) -> Conversation:
         raise UserError(
             f"{where}: `{MESSAGES}` is {_shown(unchecked)}; a list of messages was expected."
         )
-    if not isinstance(tools, list) or not all(isinstance(_function(one), dict) for one in tools):
+    if not isinstance(tools, list) or not all(isinstance(_function(tool), dict) for tool in tools):
         raise UserError(
             f'{where}: `{TOOLS}` is {_shown(tools)}; a list of {{"type": "function", "function": '
             "{...}} was expected."
@@ -278,15 +278,15 @@ class ChatFiles:
             raise UserError(f"{where}: `{wrong}` is {_shown(row[wrong])}; {expected} was expected.")
         messages = []
         counted = itertools.count()
-        for one in checked.messages:
-            content = one["content"]
+        for message in checked.messages:
+            content = message["content"]
             if isinstance(content, list):
                 content = [
                     part if part["type"] == "text"
                     else _image(self._named(part["image"], where, place, next(counted)))
                     for part in content
                 ]  # fmt: skip
-            messages.append({**one, "content": content})
+            messages.append({**message, "content": content})
         checked = dataclasses.replace(checked, messages=tuple(messages))
         return checked.as_question(str(name), split)
 

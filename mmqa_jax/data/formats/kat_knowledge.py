@@ -77,10 +77,10 @@ def _question_of(key: str) -> str | None:
     return question or None
 
 
-def _pair(found: Any) -> tuple[str, str]:
+def _pair(pair: Any) -> tuple[str, str]:
     """The first two texts; TypeError or ValueError where there are none."""
-    first, second, *_ = found
-    if isinstance(found, str) or not all(isinstance(text, str | None) for text in (first, second)):
+    first, second, *_ = pair
+    if isinstance(pair, str) or not all(isinstance(text, str | None) for text in (first, second)):
         raise TypeError  # also of a text, which would be cut into its characters
     # Descriptions may be missing: None in Wikidata's dump is "None" in KAT's passages.
     return str(first), str(second)
@@ -95,14 +95,14 @@ def _read(
         raise UserError(f"{path}: expected a mapping from ids to pairs; give a file of KAT's.")
     known: dict[str, Pairs] = {}
     for key, value in content.items():
-        own = name(str(key))
+        key_name = name(str(key))
         try:
-            pairs = [_pair(found) for found in pairs_of(value)]
+            pairs = [_pair(pair) for pair in pairs_of(value)]
         except (TypeError, ValueError, LookupError):
             pairs = None
-        if own is None or pairs is None:
+        if key_name is None or pairs is None:
             raise UserError(
                 f"{path}, key {key!r}: expected an id with pairs of texts; give a file of KAT's."
             )
-        known[own] = pairs
+        known[key_name] = pairs
     return known

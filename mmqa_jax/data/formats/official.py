@@ -102,7 +102,7 @@ class OfficialFiles:
                 "check the path."
             )
         self.folder = folder
-        self.found: list[Path] = []
+        self.read_files: list[Path] = []
         self.missing: dict[str, str] = {}
 
     def content(
@@ -122,7 +122,7 @@ class OfficialFiles:
             list(questions),
             {name: counts.get(name, 0) for name in published} | counts,
             published,
-            files=self.found,
+            files=self.read_files,
             missing=self.missing,
             read_picture=pictures if names else None,
             inputs=pictures.signature(names) if names else None,
@@ -148,7 +148,7 @@ class OfficialFiles:
     def _first(self, names: Iterable[str]) -> Path | None:
         for name in names:
             if (self.folder / name).is_file():
-                self.found.append(self.folder / name)
+                self.read_files.append(self.folder / name)
                 return self.folder / name
         return None
 
@@ -234,7 +234,7 @@ class Entry(dict[str, Any]):
             except (ValueError, SyntaxError, MemoryError, RecursionError):
                 texts = None
             check_text(texts, self.where)  # a literal may hold half of a character
-        if not isinstance(texts, list) or not all(isinstance(one, str) for one in texts):
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
             raise self.wrong(key, "a list of texts")
         return tuple(texts)
 
@@ -274,9 +274,9 @@ def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str)
     """
     by_id: dict[str, T] = {}
     for entry in entries:
-        one = read(entry)
-        if by_id.setdefault(one.id, one) is not one:
-            raise UserError(f"{entry.where}: {key} {one.id!r} is there twice; keep one of them.")
+        parsed = read(entry)
+        if by_id.setdefault(parsed.id, parsed) is not parsed:
+            raise UserError(f"{entry.where}: {key} {parsed.id!r} is there twice; keep one of them.")
     return by_id
 
 

@@ -44,8 +44,8 @@ def parquet_entries(
 
 def hub_split(path: Path) -> str:
     """The split in the name of one of the hub's files; UserError where it says none."""
-    found = (s for s, name in HUB_NAMES.items() if path.name.startswith(f"{name}-"))
-    if (split := next(found, None)) is None:
+    matching = (s for s, name in HUB_NAMES.items() if path.name.startswith(f"{name}-"))
+    if (split := next(matching, None)) is None:
         names = ", ".join(f"{name}-*" for name in HUB_NAMES.values())
         raise UserError(f"{path}: its name says no split; call it {names}.")
     return split
@@ -193,8 +193,8 @@ def _count_pictures(path: Path, file: Any, group: int, column: str) -> list[int]
     import pyarrow
 
     leaves = [file.schema.column(n).path for n in range(len(file.schema))]
-    own = [leaf for leaf in leaves if leaf.split(".")[0] == column]
-    light = next((leaf for leaf in own if leaf.endswith(".path")), column)
+    column_leaves = [leaf for leaf in leaves if leaf.split(".")[0] == column]
+    light = next((leaf for leaf in column_leaves if leaf.endswith(".path")), column)
     cells = _read(path, file, group, [light]).column(0)
     if pyarrow.types.is_list(cells.type) or pyarrow.types.is_large_list(cells.type):
         return [len(cell) if cell.is_valid else 0 for cell in cells]

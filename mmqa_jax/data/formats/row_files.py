@@ -86,7 +86,7 @@ class RowCorpus:
 
 def parse_columns(text: str) -> dict[str, str]:
     """`question=q,image=img` -> {role: column}; UserError for another form or an unknown role."""
-    pairs = [one.partition("=") for one in text.split(",")]
+    pairs = [pair.partition("=") for pair in text.split(",")]
     for role, sign, column in pairs:
         if role not in ROLES or not sign or not column:
             raise UserError(
@@ -174,21 +174,21 @@ def _with_pictures(values: Mapping[str, Any], names: Sequence[str], where: str) 
     """A conversation whose parts {"type": "image"} name the row's pictures; Parquet's nulls, which
     stand for keys that a message has not, are left out."""
     messages, tools = (
-        parse_json(one, where) if isinstance(one, str) else one
-        for one in (values[MESSAGES], values.get(TOOLS))
+        parse_json(item, where) if isinstance(item, str) else item
+        for item in (values[MESSAGES], values.get(TOOLS))
     )
     left = iter(names)
 
     def filled(value: Any) -> Any:
         if isinstance(value, Mapping):
-            made = {key: filled(one) for key, one in value.items() if one is not None}
+            made = {key: filled(item) for key, item in value.items() if item is not None}
             if made.get("type") != "image":
                 return made
             name = next(left, None)
             if name is None:
                 raise UserError(f"{where}: `{MESSAGES}` show more pictures than the row has.")
             return {"type": "image", "image": name}
-        return [filled(one) for one in value] if isinstance(value, list) else value
+        return [filled(item) for item in value] if isinstance(value, list) else value
 
     made = {MESSAGES: filled(messages), TOOLS: filled(tools)}
     if (unused := next(left, None)) is not None:
@@ -199,7 +199,7 @@ def _with_pictures(values: Mapping[str, Any], names: Sequence[str], where: str) 
 def _texts(value: Any, where: str) -> tuple[str, ...]:
     """A text, a list of texts, or null."""
     values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(one, str | int | float) for one in values):
+    if not all(isinstance(item, str | int | float) for item in values):
         raise UserError(f"{where}: holds {_shown(value)}; a text or a list of texts was expected.")
     return tuple(map(str, values))
 
@@ -360,11 +360,13 @@ class _Shards:
                 samples.setdefault(str(place.parent / key), {})[ending.lower()] = member
             for key, members in samples.items():
                 where, name = f"{path}, sample {key!r:.80}", f"{path.name}/{key}"
-                shown = [members[ending] for ending in self._endings if ending in members]
-                if shown:
-                    self._members[name] = shown[0]
+                picture_members = [members[ending] for ending in self._endings if ending in members]
+                if picture_members:
+                    self._members[name] = picture_members[0]
                 try:
-                    yield Row(name, where, split, _values(tar, members, where), len(shown[:1]))
+                    yield Row(
+                        name, where, split, _values(tar, members, where), len(picture_members[:1])
+                    )
                 except UserError as error:
                     yield str(error)
 

@@ -269,7 +269,7 @@ def submission_rows(predictions: Iterable[schema.Prediction], corpus: Corpus) ->
     rows = {}
     for prediction in predictions:
         question = questions.get(prediction.question_id)
-        own = question.extra.get(OWN_SNIPPET_IDS, {}) if question else {}
+        own_ids = question.extra.get(OWN_SNIPPET_IDS, {}) if question else {}
         sources: list[int | str] = []
         for name in prediction.sources:
             if name not in corpus.row:
@@ -279,7 +279,7 @@ def submission_rows(predictions: Iterable[schema.Prediction], corpus: Corpus) ->
                 )
             is_image = corpus.sources[corpus.row[name]].modality == "image"
             numbered = is_image and _IMAGE_ID.fullmatch(name) is not None
-            sources.append(int(name) if numbered else own.get(name, name))
+            sources.append(int(name) if numbered else own_ids.get(name, name))
         rows[prediction.question_id] = {"sources": sources, "answer": prediction.answer}
     return rows
 
@@ -303,8 +303,8 @@ def parse_submission(
         raise UserError(f"{path}: one object of Guid -> prediction was expected; correct it.")
     canonical: dict[str, dict[str, str]] = {}
     for question in corpus.questions() if corpus is not None else ():
-        own = question.extra.get(OWN_SNIPPET_IDS, {})
-        canonical[question.id] = {snippet: source for source, snippet in own.items()}
+        snippet_ids = question.extra.get(OWN_SNIPPET_IDS, {})
+        canonical[question.id] = {snippet: source for source, snippet in snippet_ids.items()}
     predictions = []
     for guid, row in data.items():
         where = f"{path}, Guid {guid}"
@@ -340,9 +340,9 @@ def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]])
     others = dict.fromkeys(name for key in (*_NEGATIVE, *_MERGED) for name, _ in listed[key])
     extra = _rest(datum, _READ_KEYS)
     # The first listing wins: positives come first.
-    own = dict(reversed([pair for key in _FACT_LISTS for pair in listed[key]]))
-    if own := {name: snippet for name, snippet in own.items() if name != snippet}:
-        extra[OWN_SNIPPET_IDS] = own
+    own_ids = dict(reversed([pair for key in _FACT_LISTS for pair in listed[key]]))
+    if own_ids := {name: snippet for name, snippet in own_ids.items() if name != snippet}:
+        extra[OWN_SNIPPET_IDS] = own_ids
     return schema.Question(
         id=guid,
         split=split,

@@ -112,7 +112,7 @@ def decode(data: bytes, name: str = "picture") -> Image.Image:
     return _opened(data, name, rgb_on_white)
 
 
-def shown(data: bytes, pixels: int, name: str = "picture") -> Image.Image:
+def decoded(data: bytes, pixels: int, name: str = "picture") -> Image.Image:
     """A picture for a page: 8 bits a channel, alpha kept, sides of at most `pixels`.
 
     Raises PictureError with `name`.
@@ -423,10 +423,10 @@ def with_key(high: Image.Image, low: Image.Image) -> Image.Image:
     `high` and `low` are the bytes of its channels, RGB; `high` has the color in `info`.
     """
     key = np.array(high.info["transparency"])
-    shown = (np.asarray(high) != key >> 8) | (np.asarray(low) != (key & 255))
+    opaque = (np.asarray(high) != key >> 8) | (np.asarray(low) != (key & 255))
     image = high.copy()
     del image.info["transparency"]
-    image.putalpha(Image.fromarray(np.where(shown.any(axis=-1), 255, 0).astype(np.uint8)))
+    image.putalpha(Image.fromarray(np.where(opaque.any(axis=-1), 255, 0).astype(np.uint8)))
     return image
 
 

@@ -418,8 +418,8 @@ def resized_on_square(
         for column in range(size):
             first, taps = weights.taps_within(column, left, left + image.width)
             beside = weights.sums()[column] - taps.sum()
-            shown = values[:, :, first - left : first - left + len(taps)] @ taps  # [3, rows]
-            out[:, column] = _rounded(shown.T + beside * background)
+            resampled = values[:, :, first - left : first - left + len(taps)] @ taps  # [3, rows]
+            out[:, column] = _rounded(resampled.T + beside * background)
     whole = Image.fromarray(across)
     return np.asarray(whole.resize((size, size), Image.Resampling.BICUBIC))
 

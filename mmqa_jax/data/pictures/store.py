@@ -60,8 +60,8 @@ class PictureStore:
     ):
         self.corpus, self.size, self.resize = corpus, size, resize
         self.alpha, self.scaled = alpha, scaled
-        shown = corpus.picture_count()
-        self.broken = BrokenPictures(shown, max_broken, "run `mmqa prepare` again")
+        total = corpus.picture_count()
+        self.broken = BrokenPictures(total, max_broken, "run `mmqa prepare` again")
         self._max_broken, self._cache_bytes = max_broken, cache_bytes
         self._capacity = cache_bytes // (size * size * 3)
         self._start_cache()

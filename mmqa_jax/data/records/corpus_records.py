@@ -190,7 +190,7 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
 def materials_of(manifest: Mapping[str, Any]) -> tuple[Material, ...]:
     """What a corpus is made of; of an older manifest, which has one text, its paragraphs."""
     if "materials" in manifest:
-        return united(Material(**one) for one in manifest["materials"])
+        return united(Material(**fields) for fields in manifest["materials"])
     return materials_in(manifest.get("attribution", ""))
 
 
@@ -210,7 +210,7 @@ def materials_beside(folder: Path) -> tuple[Material, ...]:
 def materials_in(notice: str) -> tuple[Material, ...]:
     """The materials of a notice, one a paragraph."""
     paragraphs = re.split(r"\n\s*\n", notice.strip())
-    return united(Material(" ".join(one.split())) for one in paragraphs if one)
+    return united(Material(" ".join(paragraph.split())) for paragraph in paragraphs if paragraph)
 
 
 def read_sources(records: Path) -> list[Source]:
@@ -288,9 +288,9 @@ class _CorpusWriter:
         self.progress = progress or (lambda done, total: None)
         rows = (*sources, *questions)
         more = (name for question in questions for name in question.more_images)
-        shown = itertools.chain((row.image for row in rows if row.image is not None), more)
-        self.names = list(dict.fromkeys(shown))
-        self.done, self.shown, self.total = 0, 0, len(self.names) + len(rows)
+        picture_names = itertools.chain((row.image for row in rows if row.image is not None), more)
+        self.names = list(dict.fromkeys(picture_names))
+        self.done, self.reported, self.total = 0, 0, len(self.names) + len(rows)
         self.hash = hashlib.sha256()
 
     def write(
@@ -330,7 +330,7 @@ class _CorpusWriter:
         workers: int | None,
     ) -> BrokenPictures:
         broken = BrokenPictures(len(self.names), max_broken)
-        kept: list[str] = []
+        written: list[str] = []
         if self.names:
             if read_picture is None:
                 raise UserError(
@@ -347,10 +347,10 @@ class _CorpusWriter:
                 advance=self._advance,
                 workers=workers,
             )
-            kept, digests, broken = writer.write(self.names, PICTURE_SHARD)
-            for name, digest in zip(kept, digests, strict=True):
+            written, digests, broken = writer.write(self.names, PICTURE_SHARD)
+            for name, digest in zip(written, digests, strict=True):
                 self.hash.update(name.encode() + digest)
-        write_json(self.folder / "pictures.json", kept)
+        write_json(self.folder / "pictures.json", written)
         return broken
 
     def _write_rows(
@@ -377,8 +377,8 @@ class _CorpusWriter:
 
     def _advance(self, n: int) -> None:
         self.done += n
-        if self.done - self.shown >= 256 or self.done == self.total:
-            self.shown = self.done
+        if self.done - self.reported >= 256 or self.done == self.total:
+            self.reported = self.done
             self.progress(self.done, self.total)
 
 

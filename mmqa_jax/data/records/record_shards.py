@@ -163,7 +163,7 @@ def write_records(
     ids = list(pictures)
     signature = picture_records.inputs_signature([str(i) for i in ids], *facts, shard)
     parts = [ids[start : start + shard] for start in range(0, len(ids), shard)]
-    own = range(part.index, len(parts), part.count)
+    shard_numbers = range(part.index, len(parts), part.count)
 
     def finished() -> bool:
         return kind.is_at(folder) and kind.manifest(folder)["inputs"] == signature
@@ -173,7 +173,7 @@ def write_records(
             broken.add(name, reason)
 
     def all_kept() -> bool:
-        advance(sum(len(parts[number]) for number in own))
+        advance(sum(len(parts[number]) for number in shard_numbers))
         return True
 
     if finished():
@@ -191,9 +191,11 @@ def write_records(
         shard_notes = picture_records.ShardNotes(folder)
         size = {"pictures": len(ids), "shard": shard, "processes": part.count}
         write_json(folder / PROGRESS, size)
-        notes = {number: shard_notes.read(number, files.path(_SPLIT, number)) for number in own}
-        advance(sum(len(parts[number]) for number in own if notes[number]))
-        for number in own:
+        notes = {
+            number: shard_notes.read(number, files.path(_SPLIT, number)) for number in shard_numbers
+        }
+        advance(sum(len(parts[number]) for number in shard_numbers if notes[number]))
+        for number in shard_numbers:
             if (note := notes[number]) is None:
                 names = {i: pictures[i] for i in parts[number]}
                 note = notes[number] = _write_shard(files, number, names, encode)
@@ -202,7 +204,7 @@ def write_records(
         with alone(folder / ".claim") if shared else contextlib.nullcontext():
             if shared and finished():  # by the last of the other processes
                 return True
-            for number in set(range(len(parts))) - set(own):
+            for number in set(range(len(parts))) - set(shard_numbers):
                 note = shard_notes.read(number, files.path(_SPLIT, number))
                 if note is None:
                     return False

@@ -189,14 +189,14 @@ class _Part:
 def _open(shards: Sequence[RemoteShard]) -> list[_Part]:
     """The objects as sparse files that hold their indexes alone."""
     (cache_dir() / "store").mkdir(parents=True, exist_ok=True)
-    ends = read_ranges([(one.name, max(0, one.size - _END), one.size) for one in shards])
+    ends = read_ranges([(entry.name, max(0, entry.size - _END), entry.size) for entry in shards])
     longer = []  # the indexes of very many records
     for number, (shard, end) in enumerate(zip(shards, ends, strict=True)):
         with _damage_named(shard):
             start = _index_start(end, shard.size)
         if start < shard.size - len(end):
             longer.append((number, (shard.name, start, shard.size)))
-    for (number, _), end in zip(longer, read_ranges([one for _, one in longer]), strict=True):
+    for (number, _), end in zip(longer, read_ranges([span for _, span in longer]), strict=True):
         ends[number] = end
     return [_Part(shard, end) for shard, end in zip(shards, ends, strict=True)]
 

@@ -184,7 +184,7 @@ class _Writer:
         """Writes what lies beside the shards; returns the manifest's facts."""
         digests = b"".join(shard.digests for shard in self._shards)
         images = np.concatenate(
-            [n * disk_sources.SHARD_ROWS + one.images for n, one in enumerate(self._shards)]
+            [n * disk_sources.SHARD_ROWS + shard.images for n, shard in enumerate(self._shards)]
         )
         known = {disk_sources.shard_name(n): shard.sha256 for n, shard in enumerate(self._shards)}
         with Progress("Indexing ids", self._rows, "ids") as progress:

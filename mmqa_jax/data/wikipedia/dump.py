@@ -230,26 +230,28 @@ def plain_sections(wikitext: str, not_text: Sequence[str]) -> list[Section]:
     nodes = package.nodes
     prefixes = tuple(f"{name}:" for name in not_text)
     sections: list[Section] = []
-    heading, kept = "", []
+    heading, nodes_of_section = "", []
 
     def finish() -> None:
-        text = _plain(package.wikicode.Wikicode(kept).strip_code(keep_template_params=False))
+        text = _plain(
+            package.wikicode.Wikicode(nodes_of_section).strip_code(keep_template_params=False)
+        )
         if text:
             sections.append(Section(heading, text))
 
     for node in _shown(package.parse(wikitext, skip_style_tags=True).nodes, nodes, prefixes):
         if isinstance(node, nodes.Heading):
             finish()
-            heading, kept = _plain(node.title.strip_code()), []
+            heading, nodes_of_section = _plain(node.title.strip_code()), []
         else:
-            kept.append(node)
+            nodes_of_section.append(node)
     finish()
     return sections
 
 
-def _shown(found: Sequence[Any], nodes: ModuleType, prefixes: tuple[str, ...]) -> Iterator[Any]:
+def _shown(children: Sequence[Any], nodes: ModuleType, prefixes: tuple[str, ...]) -> Iterator[Any]:
     """The nodes whose words are read, in order; those within a tag in its place."""
-    for node in found:
+    for node in children:
         if isinstance(node, nodes.Wikilink) and str(node.title).strip().lower().startswith(
             prefixes
         ):

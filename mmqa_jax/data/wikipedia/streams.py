@@ -177,13 +177,13 @@ class InfoSeekStream(Stream):
             "texts wikidata_id, wikipedia_title and wikipedia_content",
         )
         picture = self._picture(f"{name[:4]}/{name}", name) if self.pictures else None
-        shown = (
+        pictures = (
             [Picture(picture, title, _url_of(page.get("wikipedia_image_url")))] if picture else []
         )
         url = page.get("wikipedia_url") or page_url(title)
         sections = [Section("", text)]
         return article_item(
-            Article(name, title, url, sections, shown, {"wikidata": name}), self.options
+            Article(name, title, url, sections, pictures, {"wikidata": name}), self.options
         )
 
     def _entries(self, opened: InputFile, skip: int) -> Iterator[Item]:
@@ -202,7 +202,7 @@ class InfoSeekStream(Stream):
             "texts title, section_titles and section_texts",
         )
         "".join((url, title, *headings, *texts)).encode()  # halves of a character are refused
-        shown = []
+        of_article = []
         pictures = zip(
             entry["image_urls"], entry["image_reference_descriptions"],
             entry["image_section_indices"], strict=True,
@@ -214,8 +214,8 @@ class InfoSeekStream(Stream):
                 (caption or "").encode()
                 _expect(section in range(len(headings)), "image_section_indices of its sections")
                 more = {"section": headings[section], "section_index": section}
-                shown.append(Picture(picture, caption or title, {**more, **_url_of(address)}))
-        rows = list(sources_of(Article(url, title, url, (), shown), self.options))
+                of_article.append(Picture(picture, caption or title, {**more, **_url_of(address)}))
+        rows = list(sources_of(Article(url, title, url, (), of_article), self.options))
         options = dataclasses.replace(self.options, across_sections=False)
         count = 0
         for index, section in enumerate(zip(headings, texts, strict=True)):
@@ -425,7 +425,7 @@ class InputFile:
         return self._raw
 
     def _only_member(self, packed: zipfile.ZipFile) -> IO[bytes]:
-        inside = [one for one in packed.infolist() if not one.is_dir()]
+        inside = [member for member in packed.infolist() if not member.is_dir()]
         if len(inside) != 1:
             raise UserError(
                 f"{self.path}: holds {len(inside)} files, one was expected; unpack it, and give "
@@ -438,9 +438,9 @@ class InputFile:
         try:
             yield
         except (EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, OSError) as error:
-            said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             raise UserError(
-                f"{self.path}: cannot be read ({said or 'it ends too early'}); fetch the file "
+                f"{self.path}: cannot be read ({reason or 'it ends too early'}); fetch the file "
                 "again."
             ) from error
 

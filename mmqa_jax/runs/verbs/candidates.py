@@ -63,10 +63,10 @@ def write_stage(
         print(f"candidates: {model.serving}", file=sys.stderr)
         placed = model.serving.to_json()
         candidates, latents = model.candidates_and_latents(share.asked)
-        found_own, latents_own = model.candidates_and_latents(share.own)
+        found_own, latents_own = model.candidates_and_latents(share.examples)
         served |= candidates
         of_examples |= found_own
-        examples |= nearest(share.asked, latents, share.own, latents_own)
+        examples |= nearest(share.asked, latents, share.examples, latents_own)
         if model.features is not None:
             model.features.warn_missing()
             missing += model.features.missing.count
@@ -110,7 +110,7 @@ class _Share(NamedTuple):
     """What one model serves."""
 
     asked: list[Question]
-    own: list[Question]  # its examples
+    examples: list[Question]  # its examples
 
 
 def _vqa_task(config: ConfigDict) -> VQA:
@@ -151,8 +151,8 @@ def _check(
     examples_split: str,
 ) -> None:
     served: set[str] = set()
-    for folder, (asked, own) in zip(models, shares, strict=True):
-        if not asked or not own:
+    for folder, (asked, examples) in zip(models, shares, strict=True):
+        if not asked or not examples:
             what = f"none of {examples_split}" if asked else f"all of {split}"
             raise UserError(
                 f"--model {folder}: was trained on {what}; name another --split or "

@@ -180,15 +180,15 @@ def _complete(
 ) -> regions.PictureRow:
     """The row with the picture's size and its regions' words."""
     size = known.get(row.name, row.size)
-    if isinstance(row.found, regions.RegionError):
+    if isinstance(row.detections, regions.RegionError):
         return row
     if size is None:
         raise UserError(
             f"picture {row.name}: its height and width are in no row of the features; give VinVL's "
             "hw.tsv with --sizes."
         )
-    detections = row.found._replace(words=regions.tag_words(row.found, names))
-    return row._replace(size=size, found=detections)
+    detections = row.detections._replace(words=regions.tag_words(row.detections, names))
+    return row._replace(size=size, detections=detections)
 
 
 def _captioned(
@@ -196,7 +196,9 @@ def _captioned(
 ) -> dict[str, dict[str, Any]]:
     """Row number -> what is kept of it."""
     readable = [
-        (row.found, row.size) for row in batch if not isinstance(row.found, regions.RegionError)
+        (row.detections, row.size)
+        for row in batch
+        if not isinstance(row.detections, regions.RegionError)
     ]
     captions = iter(())
     if readable:
@@ -205,10 +207,10 @@ def _captioned(
         captions = iter(captioner(filled))
     values = {}
     for number, row in zip(numbers, batch, strict=True):
-        if isinstance(row.found, regions.RegionError):
-            columns = {"captions": [], "tags": [], "problem": str(row.found)}
+        if isinstance(row.detections, regions.RegionError):
+            columns = {"captions": [], "tags": [], "problem": str(row.detections)}
         else:
-            words, scores = regions.tag_words(row.found), row.found.scores.tolist()
+            words, scores = regions.tag_words(row.detections), row.detections.scores.tolist()
             tags = [{"class": w, "conf": s} for w, s in zip(words, scores, strict=True)]
             tags.sort(key=lambda tag: -tag["conf"])
             columns = {"captions": [next(captions)], "tags": tags, "problem": ""}

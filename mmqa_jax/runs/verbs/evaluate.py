@@ -117,7 +117,7 @@ class _Answers:
 
     title: str
     result: dict[str, Any]
-    given: list[Prediction]
+    predictions: list[Prediction]
     read: Callable[[Path], list[Prediction]]
     score: Callable[[list[Prediction], Path], Evaluation]
     has_reference: Callable[[Question], bool]
@@ -133,7 +133,7 @@ def _evaluate_answers(
     options: EvaluateOptions, path: Path, questions: Sequence[Question], answers: _Answers
 ) -> dict[str, Any]:
     """Scores answers; a submission is written when nothing is refused any more."""
-    predictions, result = answers.given, answers.result
+    predictions, result = answers.predictions, answers.result
     missing = len(questions) - len(predictions_by_question(questions, predictions, path))
     notes = list(answers.notes)  # printed only after nothing can fail any more
     if missing:
@@ -201,7 +201,7 @@ def _evaluate_benchmark(options: EvaluateOptions, path: Path) -> dict[str, Any]:
     answers = _Answers(
         title=f"{dataset}, {split}",
         result={"dataset": dataset, "split": split},
-        given=predictions,
+        predictions=predictions,
         read=lambda file: benchmark.read_predictions(dataset, file, questions),
         score=lambda predictions, _: score(questions, predictions),
         has_reference=scoring.has_reference,
@@ -254,7 +254,7 @@ def _evaluate_webqa(
     answers = _Answers(
         title=f"{options.dataset}, {subset}",
         result=result,
-        given=predictions,
+        predictions=predictions,
         read=lambda file: _read(file, corpus),
         score=score,
         has_reference=lambda question: bool(question.answers or has_keywords(question)),

@@ -88,13 +88,13 @@ def embed(
         def open_one() -> Callable[[int], None]:
             embedder, pictures = open_embedder(local_copy(model), corpus, options)
 
-            def one(number: int) -> None:
+            def embed_part(number: int) -> None:
                 embedder.embed_sources(
                     corpus, pictures, out / EMBEDDINGS,
                     shard_rows=chunk, part=(number, count), overwrite=overwrite,
                 )  # fmt: skip
 
-            return one
+            return embed_part
 
         engine.compute(_missing(out / EMBEDDINGS, count), open_one)
         write_json(out / "embed.json", {"data": str(data), "model": str(model)})

@@ -178,8 +178,8 @@ def write_regions(
     if random:
         print("features: random weights, which prove only the plumbing", file=sys.stderr)
     starts = range(0, total, options.chunk)[options.shard.index :: options.shard.count]
-    own = sum(min(options.chunk, total - start) for start in starts)
-    with Progress("Regions", own, "pictures") as progress:
+    total_here = sum(min(options.chunk, total - start) for start in starts)
+    with Progress("Regions", total_here, "pictures") as progress:
         complete = write_records(
             out,
             region_records.REGIONS,
@@ -196,7 +196,7 @@ def write_regions(
     for name, reason in broken.reasons.items():
         print(f"features: broken picture {name}: {reason}", file=sys.stderr)
     outcome = {
-        "pictures": own,
+        "pictures": total_here,
         "broken_pictures": broken.count,
         "detector": facts.detector,
         "random": random,
@@ -310,14 +310,14 @@ def _png(image: Image.Image) -> bytes:
 
 def _page(
     facts: region_records.RegionFacts,
-    shown: Sequence[tuple[str, str, list[str]]],
+    drawn: Sequence[tuple[str, str, list[str]]],
     materials: Sequence[Material],
 ) -> str:
     random = " with random weights, which find nothing" if facts.random else ""
     figures = "\n".join(
         f'<figure><img src="{file}" alt=""><figcaption><b>{html.escape(picture)}</b>: '
         f"{len(titles)} regions: {html.escape(', '.join(titles))}</figcaption></figure>"
-        for picture, file, titles in shown
+        for picture, file, titles in drawn
     )
     credits = "\n".join(f"<p>{html.escape(str(material))}</p>" for material in materials)
     return (
