@@ -25,21 +25,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import write_json
 from mmqa_jax.data.formats import coco, official, parquet
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import scores
-from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scoring import Evaluation
-from mmqa_jax.evaluation.vqa import answer_scores, direct_answer_accuracy, has_answers
+from mmqa_jax.evaluation.multiple_choice import has_answer
+from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.vqa import direct_answer_accuracy, has_answers
 
 _NEEDED = ("question_id", "question", "choices")
 _ANSWERS = ("correct_choice_idx", "direct_answers", official.DIFFICULT, official.RATIONALES)
@@ -193,13 +192,12 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
     0, as in the official evaluation where that is not strict.
     """
     if path.suffix == ".jsonl":
-        return read_answers(path, question_ids={question.id for question in questions})
-    rows = read_json(path, unique_keys=True)
-    if not isinstance(rows, dict):
-        raise UserError(
-            f"{path}: one object of question_id -> {{{DIRECT}, {CHOICE}}} was expected; give "
-            "A-OKVQA's format or predictions.jsonl."
-        )
+        return read_own_lines(path, questions)
+    rows = read_object(
+        path,
+        f"one object of question_id -> {{{DIRECT}, {CHOICE}}} was expected; give A-OKVQA's format "
+        "or predictions.jsonl",
+    )
     choices = {question.id: question.choices for question in questions}
     predictions = [_aokvqa_prediction(f"{path}, {k}", k, row, choices) for k, row in rows.items()]
     choice_of = {p.question_id: rows[p.question_id].get(CHOICE) for p in predictions}
@@ -252,45 +250,27 @@ def _aokvqa_prediction(
 
 def score_aokvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Direct answers and multiple choice, whichever of the two the predictions hold."""
-    by_id = scores.predictions_by_question(questions, predictions)
     evaluation = Evaluation(has_modalities=False)
     chosen = any(prediction.choice is not None for prediction in predictions)
     if not chosen or any(prediction.answer for prediction in predictions):
-        evaluation.scored.append(_score_direct(questions, by_id))
+        direct = scored_split(
+            questions,
+            predictions,
+            lambda q: bool(q.answers) and not q.extra.get(official.DIFFICULT, False),
+            "published direct answers (difficult questions do not count)",
+        )
+        right = direct.values(lambda q, p: direct_answer_accuracy(p.answer, q.answers))
+        evaluation.scored += direct.evaluation({"a_okvqa_da/official": right}, {}).scored
     if chosen:
-        evaluation.scored.append(_score_choices(questions, by_id))
-        without = sum(prediction.choice is None for prediction in by_id.values())
+        split = scored_split(questions, predictions, has_answer, "a published correct option")
+        # By text, since two options may read the same.
+        right = split.values(
+            lambda q, p: p.choice is not None and q.choices[p.choice] == q.choices[q.answer_index]
+        )
+        evaluation.scored += split.evaluation({"a_okvqa_mc/official": right}, {}).scored
+        without = sum(prediction.choice is None for prediction in split.by_id.values())
         evaluation.unparsed["a_okvqa_mc/official"] = without
     return evaluation
-
-
-def _score_direct(questions: Sequence[Question], by_id: Mapping[str, Prediction]) -> scores.Scores:
-    scored = scores.questions_that_count(
-        questions,
-        lambda question: (
-            bool(question.answers) and not question.extra.get(official.DIFFICULT, False)
-        ),
-        "published direct answers (difficult questions do not count)",
-    )
-    scorer = {"a_okvqa_da/official": lambda answer, q: direct_answer_accuracy(answer, q.answers)}
-    return answer_scores(questions, scored, by_id, scorer, groups={})
-
-
-def _score_choices(questions: Sequence[Question], by_id: Mapping[str, Prediction]) -> scores.Scores:
-    scored = scores.questions_that_count(
-        questions, lambda question: question.answer_index is not None, "a published correct option"
-    )
-    right = np.array([_is_right(q, by_id[q.id]) if q.id in by_id else 0.0 for q in scored])
-    return scores.scores_of(questions, scored, by_id, {"a_okvqa_mc/official": right}, groups={})
-
-
-def _is_right(question: Question, prediction: Prediction) -> float:
-    """1.0 for the text of the correct option: two options may read the same."""
-    if prediction.choice is None:
-        return 0.0
-    return float(
-        question.choices[prediction.choice] == question.choices[question.answer_index or 0]
-    )
 
 
 BENCHMARK = Benchmark(

@@ -38,14 +38,11 @@ from mmqa_jax.data.answers import strip_whitespace, vqa_contractions
 from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
 from mmqa_jax.data.formats.tables import read_table, whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.prediction_lines import read_own_lines
 from mmqa_jax.evaluation.scores import (
     group_of,
-    predictions_by_question,
-    questions_that_count,
-    scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
 # Between the items of an answer that is a list.
@@ -282,20 +279,15 @@ def score_evqa(
 
     BEM is the judge; without one only exact matches count.
     """
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answers, "an answer")
-    answers = [by_id[q.id].answer if q.id in by_id else "" for q in scored]
-    exact = [is_exact(answer, q) for answer, q in zip(answers, scored, strict=True)]
+    scored = scored_split(questions, predictions, has_answers, "an answer")
+    answers = [scored.by_id[q.id].answer if q.id in scored.by_id else "" for q in scored.counted]
+    exact = [is_exact(answer, q) for answer, q in zip(answers, scored.counted, strict=True)]
     right = {EXACT: np.array(exact, float)}
+    notes = ["the benchmark's accuracy is BEM's, which was not given: exact match is stricter"]
     if judge is not None:
-        right[BEM] = np.array(_judged(scored, answers, exact, judge), float)
-    scores = scores_of(questions, scored, by_id, right, _groups(scored))
-    evaluation = Evaluation([scores], has_modalities=False)
-    if judge is None:
-        evaluation.notes.append(
-            "the benchmark's accuracy is BEM's, which was not given: exact match is stricter"
-        )
-    return evaluation
+        notes = []
+        right[BEM] = np.array(_judged(scored.counted, answers, exact, judge), float)
+    return scored.evaluation(right, _groups(scored.counted), notes=notes)
 
 
 def _judged(
@@ -316,11 +308,6 @@ def _judged(
     return right
 
 
-def read_evqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads predictions.jsonl; the benchmark has no format of its own."""
-    return read_answers(path, question_ids={question.id for question in questions})
-
-
 def _items(texts: Sequence[str]) -> set[str]:
     return {item for item in map(normalize_evqa, texts) if item}
 
@@ -339,7 +326,7 @@ BENCHMARK = Benchmark(
     reads_folders_alone=True,
     split="test",
     formats="predictions.jsonl",
-    read_predictions=read_evqa_predictions,
+    read_predictions=read_own_lines,
     has_reference=has_answers,
     score=score_evqa,
     headline="evqa",

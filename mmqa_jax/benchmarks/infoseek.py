@@ -21,6 +21,7 @@ stands in a note. The file has a line {"data_id", "prediction"} for each questio
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -35,14 +36,12 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import read_answers_by
+from mmqa_jax.evaluation.prediction_lines import read_lines
 from mmqa_jax.evaluation.scores import (
     group_of,
     predictions_by_question,
-    questions_that_count,
-    scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import squad_exact_match
 
 # Keys of Question.extra: what is not in train, the range of a numerical answer, the entity.
@@ -246,12 +245,10 @@ def score_infoseek(questions: Sequence[Question], predictions: Sequence[Predicti
 
     The script leaves questions without a prediction out of its means.
     """
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_typed_answer, "an answer and a type")
-    right = [q.id in by_id and is_right(by_id[q.id].answer, q) for q in scored]
-    groups = _groups(scored)
-    scores = scores_of(questions, scored, by_id, {SCORER: np.array(right, float)}, groups)
-    evaluation = Evaluation([scores], has_modalities=False)
+    scored = scored_split(questions, predictions, has_typed_answer, "an answer and a type")
+    right = scored.values(lambda q, prediction: is_right(prediction.answer, q))
+    evaluation = scored.evaluation({SCORER: right}, _groups(scored.counted))
+    (scores,) = evaluation.scored
     halves = [scores.of_category(SCORER, name) for name in ("unseen question", "unseen entity")]
     if all(map(len, halves)):
         final = harmonic_mean([round(100 * float(half.mean()), 2) for half in halves])
@@ -261,9 +258,7 @@ def score_infoseek(questions: Sequence[Question], predictions: Sequence[Predicti
     return evaluation
 
 
-def read_infoseek_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads the official lines, or predictions.jsonl."""
-    return read_answers_by(path, "data_id", "prediction", {question.id for question in questions})
+read_infoseek_predictions = functools.partial(read_lines, id_key="data_id", text_key="prediction")
 
 
 def write_infoseek_submission(

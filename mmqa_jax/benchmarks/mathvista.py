@@ -36,14 +36,12 @@ from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_e
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
 from mmqa_jax.evaluation.scores import (
     group_of,
     predictions_by_question,
-    questions_that_count,
-    scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra that decide how an answer is normalized, and the unit that prompts name.
@@ -241,32 +239,23 @@ def edit_distance(first: str, second: str) -> int:
 
 def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall and by each of the official script's keys; a missing prediction is wrong."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answers, "a published answer")
+    scored = scored_split(questions, predictions, has_answers, "a published answer")
 
-    def right(*, ignore_empty: bool) -> np.ndarray:
-        return np.array(
-            [
-                q.id in by_id
-                and normalized(_said(by_id[q.id], q), q, ignore_empty=ignore_empty) == q.answers[0]
-                for q in scored
-            ],
-            float,
-        )
+    def extracted(prediction: Prediction, q: Question, *, ignore_empty: bool) -> str | None:
+        return normalized(_extraction(prediction, q), q, ignore_empty=ignore_empty)
 
     per_question = {
-        OFFICIAL: right(ignore_empty=False),
-        EMPTY_WRONG: right(ignore_empty=True),
+        name: scored.values(
+            lambda q, p, ignore=ignore: extracted(p, q, ignore_empty=ignore) == q.answers[0]
+        )
+        for name, ignore in ((OFFICIAL, False), (EMPTY_WRONG, True))
     }
-    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
-    none = sum(
-        q.id in by_id and normalized(_said(by_id[q.id], q), q, ignore_empty=True) is None
-        for q in scored
-    )
-    return Evaluation([scores], has_modalities=False, unparsed={OFFICIAL: none, EMPTY_WRONG: none})
+    none = int(scored.values(lambda q, p: extracted(p, q, ignore_empty=True) is None).sum())
+    groups = _groups(scored.counted)
+    return scored.evaluation(per_question, groups, unparsed=dict.fromkeys(per_question, none))
 
 
-def _said(prediction: Prediction, question: Question) -> str:
+def _extraction(prediction: Prediction, question: Question) -> str:
     """A prediction's extraction; of one that chose, the letter."""
     chosen = by_choice(prediction, question)
     return LETTERS[prediction.choice] if chosen else prediction.answer
@@ -291,13 +280,11 @@ def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -
     extraction that is no text is read as Python writes it, as calculate_score.py does.
     """
     if path.suffix != ".json":
-        return read_answers(path, question_ids={question.id for question in questions})
-    data = read_json(path, unique_keys=True)
-    if not isinstance(data, dict):
-        raise UserError(
-            f"{path}: {{pid: problem}} was expected, with `extraction` in each; give MathVista's "
-            "result file."
-        )
+        return read_own_lines(path, questions)
+    expected = (
+        "{pid: problem} was expected, with `extraction` in each; give MathVista's result file"
+    )
+    data = read_object(path, expected)
     known = {question.id: question for question in questions}
     predictions = []
     for pid, problem in data.items():
@@ -329,7 +316,7 @@ def write_mathvista_submission(
             "choices": list(question.choices) or None,
             **{key: question.extra.get(key) for key in (KIND, ANSWER_TYPE, PRECISION)},
             "metadata": {key: question.extra[key] for key in GROUPS if key in question.extra},
-            "extraction": _said(by_id[question.id], question) if question.id in by_id else "",
+            "extraction": _extraction(by_id[question.id], question) if question.id in by_id else "",
         }
         if question.answers:
             problem["answer"] = question.answers[0]

@@ -36,9 +36,9 @@ from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, OfficialFiles,
 from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
-from mmqa_jax.evaluation.prediction_lines import read_answers_by
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.prediction_lines import read_lines
+from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.
@@ -210,32 +210,39 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
 
     A missing prediction is wrong; the scripts leave it out.
     """
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answers, "a published answer")
-    parsed = _choices(scored, by_id, _by_script)
-    letters = _choices(scored, by_id, _by_letter)
-    drawn = parsed | _drawn(questions, by_id)
-    unparsed = sum(q.id in by_id and q.id not in parsed for q in scored if q.choices)
-    without = sum(q.id in by_id and q.id not in letters for q in scored if q.choices)
-    per_question = {
-        OFFICIAL: _right(scored, by_id, drawn),
-        STRICT: _right(scored, by_id, parsed),
-        LETTER: _right(scored, by_id, letters),
+    scored = scored_split(questions, predictions, has_answers, "a published answer")
+    parsed = _choices(scored.counted, scored.by_id, _by_script)
+    letters = _choices(
+        scored.counted,
+        scored.by_id,
+        lambda text, q: multiple_choice.exact_letter_choice(text, len(q.choices)),
+    )
+    chosen = {
+        OFFICIAL: parsed | _drawn(questions, scored.by_id),
+        STRICT: parsed,
+        LETTER: letters,
     }
-    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
-    return Evaluation(
-        [scores],
-        has_modalities=False,
-        unparsed={OFFICIAL: unparsed, STRICT: unparsed, LETTER: without},
+
+    def right(choices: Mapping[str, int]) -> np.ndarray:
+        return scored.values(
+            lambda q, prediction: (
+                choices.get(q.id) == q.answer_index
+                if q.choices
+                else is_open_answer(prediction.answer, q.answers)
+            )
+        )
+
+    answered = [q for q in scored.counted if q.choices and q.id in scored.by_id]
+    found_in = {OFFICIAL: parsed, STRICT: parsed, LETTER: letters}
+    return scored.evaluation(
+        {name: right(choices) for name, choices in chosen.items()},
+        _groups(scored.counted),
+        unparsed={k: sum(q.id not in ids for q in answered) for k, ids in found_in.items()},
     )
 
 
 def _by_script(text: str, question: Question) -> int | None:
     return multiple_choice.mmmu_choice(text, len(question.choices), question.choices)
-
-
-def _by_letter(text: str, question: Question) -> int | None:
-    return multiple_choice.exact_letter_choice(text, len(question.choices))
 
 
 def _choices(
@@ -261,20 +268,6 @@ def _drawn(questions: Sequence[Question], by_id: multiple_choice.Given) -> dict[
     }
 
 
-def _right(
-    questions: Sequence[Question], by_id: multiple_choice.Given, chosen: Mapping[str, int]
-) -> np.ndarray:  # float64[question]
-    return np.array(
-        [
-            chosen.get(q.id) == q.answer_index
-            if q.choices
-            else q.id in by_id and is_open_answer(by_id[q.id].answer, q.answers)
-            for q in questions
-        ],
-        float,
-    )
-
-
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     subjects = np.array([question.category for question in questions])
     levels = np.array([str(question.extra.get(DIFFICULTY, "")) for question in questions])
@@ -292,7 +285,7 @@ def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> lis
     """Reads {id: answer}, a list of {"id", "response"}, or predictions.jsonl."""
     data = read_json(path, unique_keys=True) if path.suffix == ".json" else None
     if not isinstance(data, dict):
-        return read_answers_by(path, "id", "response", {question.id for question in questions})
+        return read_lines(path, questions, id_key="id", text_key="response")
     for name, answer in data.items():
         if not isinstance(answer, str | None):
             raise UserError(f"{path}, {name}: a letter or a text was expected; correct it.")

@@ -18,6 +18,7 @@ script scores by itself.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -33,9 +34,10 @@ from mmqa_jax.data.formats.parquet import PictureColumns, hub_tables, parquet_en
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import multiple_choice
-from mmqa_jax.evaluation.prediction_lines import read_answers_by
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.multiple_choice import has_answer
+from mmqa_jax.evaluation.prediction_lines import read_lines
+from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.
 ASPECT, RETRIEVED = "aspect", "retrieved"
@@ -163,22 +165,13 @@ SCORER = "mragbench/rule"
 
 def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
+    scored = scored_split(questions, predictions, has_answer, "a published answer")
     chosen = multiple_choice.chosen_by(
-        scored, by_id, lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices))
+        scored.counted,
+        scored.by_id,
+        lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices)),
     )
-    unparsed = sum(
-        q.id in by_id and choice is None for q, choice in zip(scored, chosen, strict=True)
-    )
-    scores = scores_of(
-        questions,
-        scored,
-        by_id,
-        {SCORER: multiple_choice.right_choices(scored, chosen)},
-        _groups(scored),
-    )
-    return Evaluation([scores], has_modalities=False, unparsed={SCORER: unparsed})
+    return scored.of_choices({SCORER: chosen}, _groups(scored.counted))
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
@@ -190,11 +183,6 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
         **{name: scenarios == name for name in ordered},
         **{f"aspect: {name}": aspects == name for name in sorted({*aspects.tolist()} - {""})},
     }
-
-
-def read_mragbench_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
-    """Reads the official lines or their list, or predictions.jsonl."""
-    return read_answers_by(path, "qs_id", "output", {question.id for question in questions})
 
 
 def write_mragbench_submission(
@@ -225,8 +213,8 @@ BENCHMARK = Benchmark(
     reads_folders_alone=True,
     split="test",
     formats='predictions.jsonl, or the official lines {"qs_id", "output"}',
-    read_predictions=read_mragbench_predictions,
-    has_reference=multiple_choice.has_answer,
+    read_predictions=functools.partial(read_lines, id_key="qs_id", text_key="output"),
+    has_reference=has_answer,
     score=score_mragbench,
     headline="mragbench",
     write_submission=write_mragbench_submission,

@@ -27,7 +27,7 @@ import dataclasses
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,18 +36,16 @@ from word2number import w2n
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.core.files import write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
 from mmqa_jax.evaluation.scores import (
     group_of,
     predictions_by_question,
-    questions_that_count,
-    scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Between the items of an answer that is a list; no answer of dev holds it.
 SEPARATOR = "; "
@@ -257,27 +255,14 @@ def score_multimodalqa(
     questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> Evaluation:
     """Both scores by type of question, by number of modalities, and by where the answer is."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_answer_list, "an answer")
-    scorers: dict[str, Callable[[Sequence[str], Sequence[str]], float]] = {
-        "multimodalqa/list_em": list_em,
-        "multimodalqa/list_f1": list_f1,
-    }
-
-    def score(scorer: Callable[[Sequence[str], Sequence[str]], float], question: Question) -> float:
-        prediction = by_id.get(question.id)
-        if prediction is None:
-            return 0.0
-        return scorer(answer_items(prediction), question.extra[ANSWER_LIST])
-
+    scored = scored_split(questions, predictions, has_answer_list, "an answer")
     per_question = {
-        name: np.array([score(scorer, question) for question in scored])
-        for name, scorer in scorers.items()
+        f"multimodalqa/{name}": scored.values(
+            lambda q, prediction, score=score: score(answer_items(prediction), q.extra[ANSWER_LIST])
+        )
+        for name, score in (("list_em", list_em), ("list_f1", list_f1))
     }
-    return Evaluation(
-        [scores_of(questions, scored, by_id, per_question, _groups(scored))],
-        has_modalities=False,
-    )
+    return scored.evaluation(per_question, _groups(scored.counted))
 
 
 def read_multimodalqa_predictions(
@@ -285,13 +270,11 @@ def read_multimodalqa_predictions(
 ) -> list[Prediction]:
     """Reads the official file, or predictions.jsonl."""
     if path.suffix == ".jsonl":
-        return read_answers(path, question_ids={question.id for question in questions})
-    rows = read_json(path, unique_keys=True)
-    if not isinstance(rows, dict):
-        raise UserError(
-            f"{path}: one object of qid -> answer was expected; give MultimodalQA's format or "
-            "predictions.jsonl."
-        )
+        return read_own_lines(path, questions)
+    rows = read_object(
+        path,
+        "one object of qid -> answer was expected; give MultimodalQA's format or predictions.jsonl",
+    )
     predictions = []
     for name, answer in rows.items():
         items = answer if isinstance(answer, list) else ["" if answer is None else answer]

@@ -19,9 +19,11 @@ Its scores are VQA's (evaluation/vqa.py), its prediction files VQA's results for
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
@@ -32,9 +34,8 @@ from mmqa_jax.data.formats.coco import Reference, check_same, read_annotations, 
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import vqa
-from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.prediction_lines import read_own_lines
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Split -> COCO's split, which names the files.
 COCO_SPLIT = {"train": "train", "test": "val"}
@@ -175,7 +176,7 @@ def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
 def read_okvqa_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads VQA's results format or predictions.jsonl."""
     if path.suffix == ".jsonl":
-        return read_answers(path, question_ids={question.id for question in questions})
+        return read_own_lines(path, questions)
     rows = read_json(path)
     if not isinstance(rows, list):
         raise UserError(
@@ -208,11 +209,9 @@ def write_okvqa_submission(
     Missing answers are empty.
     """
     answers = {prediction.question_id: prediction.answer for prediction in predictions}
-    rows = [
-        {"question_id": int(question.id), "answer": answers.get(question.id, "")}
-        for question in questions
-    ]
-    write_json(path, rows)
+    write_json(
+        path, [{"question_id": int(q.id), "answer": answers.get(q.id, "")} for q in questions]
+    )
 
 
 def _question_id(row: Any) -> str | None:
@@ -223,43 +222,42 @@ def _question_id(row: Any) -> str | None:
 
 def score_okvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """VQA accuracy by category, from annotators' answers or from soft labels."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, vqa.has_answers, "reference answers")
-    soft = [official.SOFT_LABELS in question.extra for question in scored]
+    scored = scored_split(questions, predictions, vqa.has_answers, "reference answers")
+    soft = [official.SOFT_LABELS in question.extra for question in scored.counted]
     if any(soft) and not all(soft):
         raise UserError(
             "some questions have annotators' answers and some soft labels; score a split whose "
             "references are of one kind."
         )
     if not any(soft):
-        scorers: dict[str, Callable[[str, Question], float]] = {
-            "vqa_accuracy/official": lambda answer, q: vqa.official_accuracy(answer, q.answers),
-            "vqa_accuracy/paper": lambda answer, q: vqa.paper_accuracy(answer, q.answers),
-            "vqa_accuracy/prophet": lambda answer, q: vqa.prophet_accuracy(answer, q.answers),
-            "vqa_accuracy/kat": lambda answer, q: vqa.kat_accuracy(answer, q.answers),
+        rules = {
+            "official": vqa.official_accuracy,
+            "paper": vqa.paper_accuracy,
+            "prophet": vqa.prophet_accuracy,
+            "kat": vqa.kat_accuracy,
         }
-        return Evaluation(
-            [vqa.answer_scores(questions, scored, by_id, scorers)], has_modalities=False
+        return scored.evaluation(
+            {
+                f"vqa_accuracy/{name}": scored.values(
+                    lambda q, p, rule=rule: rule(p.answer, q.answers)
+                )
+                for name, rule in rules.items()
+            }
         )
-
-    def weight(answer: str, question: Question) -> float:
-        return vqa.soft_label_accuracy(answer, question.extra[official.SOFT_LABELS])
-
-    scorers = {
-        "vqa_accuracy/soft_labels": weight,
-        "vqa_accuracy/official_from_soft_labels": lambda answer, q: official_of_weight(
-            weight(answer, q)
-        ),
-    }
+    weights = scored.values(
+        lambda q, p: vqa.soft_label_accuracy(p.answer, q.extra[official.SOFT_LABELS])
+    )
     note = (
         "references are soft labels, not the annotators' ten answers: vqa_accuracy/official needs "
         "the official annotations"
     )
-    evaluation = Evaluation(
-        [vqa.answer_scores(questions, scored, by_id, scorers)], has_modalities=False
+    return scored.evaluation(
+        {
+            "vqa_accuracy/soft_labels": weights,
+            "vqa_accuracy/official_from_soft_labels": np.array([*map(official_of_weight, weights)]),
+        },
+        notes=[note],
     )
-    evaluation.notes.append(note)
-    return evaluation
 
 
 BENCHMARK = Benchmark(

@@ -39,16 +39,13 @@ from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
 from mmqa_jax.data.formats import official, parquet
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
-from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import id_of
 from mmqa_jax.evaluation.scores import (
     NO_OPTION,
     predictions_by_question,
-    questions_that_count,
-    scores_of,
 )
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
 PUBLISHED_COUNTS = {"train questions": 12_726, "val questions": 4_241, "test questions": 4_241}
@@ -349,7 +346,7 @@ def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> lis
     answer without a letter.
     """
     if _holds_lines(path):
-        predictions = multiple_choice.read_choice_lines(path, questions)
+        predictions = rules.read_choice_lines(path, questions)
     else:
         known = {question.id for question in questions}
         predictions = _scienceqa_object(path, read_json(path, unique_keys=True), known)
@@ -458,40 +455,27 @@ def write_scienceqa_submission(
 
 def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """ScienceQA's accuracy overall and in its nine columns, which overlap."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
-    strict = multiple_choice.chosen_by(
-        scored, by_id, lambda text, q: rules.gpt3_choice(text, len(q.choices))
+    of_split = scored_split(questions, predictions, rules.has_answer, "a published answer")
+    scored, by_id = of_split.counted, of_split.by_id
+    strict, lenient = (
+        rules.chosen_by(scored, by_id, lambda text, q, rule=rule: rule(text, len(q.choices)))
+        for rule in (rules.gpt3_choice, rules.llava_choice)
     )
-    lenient = multiple_choice.chosen_by(
-        scored, by_id, lambda text, q: rules.llava_choice(text, len(q.choices))
-    )
-    failed = [q.id in by_id and choice is None for q, choice in zip(scored, strict, strict=True)]
-    drawn = [
-        rules.random_choice(q.id, len(q.choices)) if fails else choice
-        for q, choice, fails in zip(scored, strict, failed, strict=True)
-    ]
-    chance = np.array([1 / len(question.choices) for question in scored])
-    per_question = {
-        "scienceqa/letter_or_random": multiple_choice.right_choices(scored, drawn),
-        "scienceqa/letter_or_expected": np.where(
-            failed, chance, multiple_choice.right_choices(scored, strict)
-        ),
-        "scienceqa/letter_or_wrong": multiple_choice.right_choices(scored, lenient),
-    }
-    unparsed = {
-        "scienceqa/letter_or_random": sum(failed),
-        "scienceqa/letter_or_expected": sum(failed),
-        "scienceqa/letter_or_wrong": multiple_choice.unparsed_choices(scored, by_id, lenient),
+    chosen = {
+        "scienceqa/letter_or_random": strict,
+        "scienceqa/letter_or_expected": strict,
+        "scienceqa/letter_or_wrong": lenient,
     }
     if any(prediction.choice is not None for prediction in predictions):
         recorded = [by_id[q.id].choice if q.id in by_id else None for q in scored]
-        per_question["scienceqa/recorded_choice"] = multiple_choice.right_choices(scored, recorded)
-        unparsed["scienceqa/recorded_choice"] = multiple_choice.unparsed_choices(
-            scored, by_id, recorded
-        )
-    scores = scores_of(questions, scored, by_id, per_question, scienceqa_columns(scored))
-    evaluation = Evaluation([scores], unparsed=unparsed, has_modalities=False)
+        chosen["scienceqa/recorded_choice"] = recorded
+    evaluation = of_split.of_choices(chosen, scienceqa_columns(scored))
+    per_question = evaluation.scored[0].per_question
+    for row, (q, choice) in enumerate(zip(scored, strict, strict=True)):
+        if q.id in by_id and choice is None:
+            drawn = rules.random_choice(q.id, len(q.choices))
+            per_question["scienceqa/letter_or_random"][row] = drawn == q.answer_index
+            per_question["scienceqa/letter_or_expected"][row] = 1 / len(q.choices)
     known = sum(bool(question.category) for question in scored)
     if known < len(scored):
         evaluation.notes.append(
@@ -527,7 +511,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats='predictions.jsonl, {"results": {pid: index}} as JSON, or LLaVA\'s lines',
     read_predictions=read_scienceqa_predictions,
-    has_reference=multiple_choice.has_answer,
+    has_reference=rules.has_answer,
     score=score_scienceqa,
     headline="scienceqa",
     verdicts=("scienceqa/letter_or_wrong",),  # letter_or_random draws where there is no letter

@@ -37,8 +37,9 @@ from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.multiple_choice import has_answer
+from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
 DIMENSION, DATA_TYPE, DATA_ID = "question_type_id", "data_type", "data_id"
@@ -196,9 +197,9 @@ def score_seed_bench(
     Choices count as those of least loss, texts as letters; both are scored where a file has both,
     and the notes say which it has.
     """
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, multiple_choice.has_answer, "a published answer")
-    chosen = {}
+    of_split = scored_split(questions, predictions, has_answer, "a published answer")
+    scored, by_id = of_split.counted, of_split.by_id
+    chosen: dict[str, list[int | None]] = {}
     if any(prediction.choice is not None for prediction in predictions):
         chosen["seed_bench/likelihood"] = [
             by_id[q.id].choice if q.id in by_id else None for q in scored
@@ -216,16 +217,8 @@ def score_seed_bench(
     }
     for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
         groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
-    per_question = {
-        name: multiple_choice.right_choices(scored, choices) for name, choices in chosen.items()
-    }
-    unparsed = {
-        name: multiple_choice.unparsed_choices(scored, by_id, choices)
-        for name, choices in chosen.items()
-    }
-    scores = scores_of(questions, scored, by_id, per_question, groups)
-    notes = [f"{name}: {_SEED_SCORED[name]}" for name in per_question]
-    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+    notes = [f"{name}: {_SEED_SCORED[name]}" for name in chosen]
+    return of_split.of_choices(chosen, groups, notes=notes)
 
 
 BENCHMARK = Benchmark(
@@ -234,7 +227,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats="predictions.jsonl, or lines of {question_id, prediction} as JSON",
     read_predictions=read_seed_bench_predictions,
-    has_reference=multiple_choice.has_answer,
+    has_reference=has_answer,
     score=score_seed_bench,
     headline="seed_bench",
     verdicts=("seed_bench/likelihood", "seed_bench/letter"),

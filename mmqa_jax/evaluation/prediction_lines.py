@@ -8,12 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Container, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import ONE_A_LINE, parse_json, read_json, read_text
 from mmqa_jax.data.formats.tables import whole_number
-from mmqa_jax.data.schema import Prediction, prediction_of
+from mmqa_jax.data.schema import Prediction, Question, prediction_of
 
 # Keys by which lines give an answer: ours, of which there may be several, and others'.
 OURS = ("answer", "choice", "sources")
@@ -50,10 +51,16 @@ def read_answers(
     return answers_of(path, json_rows(path), source_ids, question_ids)
 
 
-def read_answers_by(
-    path: str | os.PathLike, id_key: str, text_key: str, question_ids: Container[str] = ()
+def read_own_lines(path: Path, questions: Iterable[Question] = ()) -> list[Prediction]:
+    """Reads predictions.jsonl of these questions."""
+    return read_answers(path, question_ids={question.id for question in questions})
+
+
+def read_lines(
+    path: Path, questions: Iterable[Question] = (), *, id_key: str, text_key: str
 ) -> list[Prediction]:
     """Reads a benchmark's lines {id_key: text, text_key: text or null}, or predictions.jsonl."""
+    question_ids = {question.id for question in questions}
     rows = list(json_rows(path))
     if not any(id_key in row and text_key in row for _, row in rows):
         return answers_of(path, rows, question_ids=question_ids)
@@ -124,6 +131,14 @@ def _check(where: str, row: Row) -> None:
 
 def _parsed(where: str, line: str) -> Any:
     return parse_json(line.rstrip().removesuffix(","), where, remedy=ONE_A_LINE)
+
+
+def read_object(path: Path, expected: str) -> dict[str, Any]:
+    """Reads a prediction file that is one JSON object, id of a question -> what was predicted."""
+    rows = read_json(path, unique_keys=True)
+    if not isinstance(rows, dict):
+        raise UserError(f"{path}: {expected}.")
+    return rows
 
 
 # Ids of questions as prediction files write them: text, a number, or 11.0, as pandas writes it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import numpy as np
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, says_not_found
 from mmqa_jax.evaluation import webqa
+from mmqa_jax.evaluation.multiple_choice import has_answer, right_choices, unparsed_choices
 from mmqa_jax.evaluation.scores import (
     Scores,
     count_empty,
@@ -271,6 +272,55 @@ def _score_fluency(
     evaluation.scored += [fluency, *(product for product in products if product is not None)]
 
 
+@dataclasses.dataclass(frozen=True)
+class ScoredSplit:
+    """All questions of a split, those that count, and the predictions by question id."""
+
+    questions: Sequence[Question]
+    counted: list[Question]
+    by_id: Mapping[str, Prediction]
+
+    def values(self, score: Callable[[Question, Prediction], float]) -> np.ndarray:
+        """The scores of the counted questions, 0 without a prediction; float64 [question]."""
+        predictions = ((question, self.by_id.get(question.id)) for question in self.counted)
+        return np.array([0.0 if p is None else score(q, p) for q, p in predictions], float)
+
+    def evaluation(
+        self,
+        per_question: Mapping[str, np.ndarray],
+        groups: Mapping[str, np.ndarray] | None = None,
+        **more: Any,
+    ) -> Evaluation:
+        """The Evaluation of these scores; `more` are fields of it."""
+        scores = scores_of(self.questions, self.counted, self.by_id, per_question, groups)
+        return Evaluation([scores], has_modalities=False, **more)
+
+    def of_choices(
+        self,
+        chosen: Mapping[str, Sequence[int | None]],
+        groups: Mapping[str, np.ndarray] | None = None,
+        **more: Any,
+    ) -> Evaluation:
+        """The Evaluation of `chosen`, scorer -> the choice of each counted question."""
+        right = {name: right_choices(self.counted, choices) for name, choices in chosen.items()}
+        unparsed = {
+            name: unparsed_choices(self.counted, self.by_id, choices)
+            for name, choices in chosen.items()
+        }
+        return self.evaluation(right, groups, unparsed=unparsed, **more)
+
+
+def scored_split(
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    counts: Callable[[Question], bool],
+    what: str,
+) -> ScoredSplit:
+    """Pairs predictions with the questions that count; UserError if none of them has `what`."""
+    by_id = predictions_by_question(questions, predictions)
+    return ScoredSplit(questions, questions_that_count(questions, counts, what), by_id)
+
+
 # What answers cite, beside the gold sources, and what is refused: attribution.
 #
 # As ALCE (Gao et al., EMNLP 2023) counts, an answer without citations has neither precision nor
@@ -284,19 +334,16 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
     Precision is the share of an answer's cited sources that are gold, recall the share of the gold
     ones that it cites; both are 0 where it cites none.
     """
-    by_question = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, lambda q: bool(q.positives), "gold sources")
-    cited = [set(by_question[q.id].sources) if q.id in by_question else set() for q in scored]
-    right = [len(names & set(q.positives)) for names, q in zip(cited, scored, strict=True)]
+    scored = scored_split(questions, predictions, lambda q: bool(q.positives), "gold sources")
+
+    def hits(question: Question, prediction: Prediction) -> int:
+        return len(set(prediction.sources) & set(question.positives))
+
     per_question = {
-        "citation_precision": np.array(
-            [n / max(len(names), 1) for n, names in zip(right, cited, strict=True)]
-        ),
-        "citation_recall": np.array(
-            [n / len(set(q.positives)) for n, q in zip(right, scored, strict=True)]
-        ),
+        "citation_precision": scored.values(lambda q, p: hits(q, p) / max(len(set(p.sources)), 1)),
+        "citation_recall": scored.values(lambda q, p: hits(q, p) / len(set(q.positives))),
     }
-    return scores_of(questions, scored, by_question, per_question)
+    return scored.evaluation(per_question).scored[0]
 
 
 def score_refusals(
@@ -334,14 +381,10 @@ CHOICE_ACCURACY = "choice_accuracy/recorded_choice"
 
 def score_choices(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
     """Accuracy of the predictions' choices; a missing one is wrong."""
-    by_question = predictions_by_question(questions, predictions)
-    scored = questions_that_count(
-        questions, lambda question: question.answer_index is not None, "a known choice"
-    )
-    right = [q.id in by_question and by_question[q.id].choice == q.answer_index for q in scored]
-    per_question = {CHOICE_ACCURACY: np.array(right, float)}
-    groups = None if any(question.category for question in scored) else {}
-    return scores_of(questions, scored, by_question, per_question, groups)
+    scored = scored_split(questions, predictions, has_answer, "a known choice")
+    right = scored.values(lambda q, prediction: prediction.choice == q.answer_index)
+    groups = None if any(question.category for question in scored.counted) else {}
+    return scored.evaluation({CHOICE_ACCURACY: right}, groups).scored[0]
 
 
 def chance(questions: Sequence[Question]) -> float:

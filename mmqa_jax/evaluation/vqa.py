@@ -27,8 +27,7 @@ from mmqa_jax.data.answers import (
 )
 from mmqa_jax.data.formats.official import DIFFICULT, SOFT_LABELS
 from mmqa_jax.data.formats.webqa import has_keywords
-from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.scores import Scores, scores_of
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.webqa import keyword_accuracy
 
 
@@ -138,23 +137,6 @@ def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
         normalized = normalize_answer(normalized)
         expected = [normalize_answer(reference) for reference in expected]
     return expected.count(normalized), len(expected)
-
-
-def answer_scores(
-    questions: Sequence[Question],
-    scored: Sequence[Question],
-    predictions: Mapping[str, Prediction],
-    scorers: Mapping[str, Callable[[str, Question], float]],
-    groups: Mapping[str, np.ndarray] | None = None,
-) -> Scores:
-    """Scores the answers of the `scored` questions by each scorer; missing ones count 0."""
-    per_question = {
-        name: np.array(
-            [score(predictions[q.id].answer, q) if q.id in predictions else 0.0 for q in scored]
-        )
-        for name, score in scorers.items()
-    }
-    return scores_of(questions, scored, predictions, per_question, groups)
 
 
 # Exact match as SQuAD and open-domain question answering count it.
