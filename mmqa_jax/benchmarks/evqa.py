@@ -169,7 +169,7 @@ def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
 
 
 def _inaturalist(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
-    """Where the pictures of these ids lie: `file_name` of the annotations of train and val."""
+    """Finds the places of these ids' pictures: `file_name` of the annotations of train and val."""
     places: dict[str, list[str]] = {}
     for split in ("train", "val"):
         name = f"inaturalist/{split}.json"
@@ -200,7 +200,7 @@ def _inaturalist(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]
 
 
 def _landmarks(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
-    """Where the pictures of these ids lie, under any of Google Landmarks v2's three parts."""
+    """Returns the places of these ids' pictures, under any of Google Landmarks v2's three parts."""
     folders = ("landmarks", *(f"landmarks/{part}" for part in ("train", "index", "test")))
     return {
         name: [f"{folder}/{'/'.join(name[:3])}/{name}.jpg" for folder in folders] for name in wanted

@@ -174,7 +174,7 @@ _BRACKETED = re.compile(r"\(([a-zA-Z])\)")
 
 
 def extracted_by_rule(response: str, question: Question, *, quick: bool = False) -> str | None:
-    """What extract_answer.py takes from a response without a language model; None: it asks one.
+    """Extracts as extract_answer.py does without a language model; None: the script asks one.
 
     `quick` is its --quick_extract, the text in `The answer is "text".`
     """

@@ -321,7 +321,7 @@ def _modality(row: official.Entry, key: str) -> str:
 
 
 def _inner(row: official.Entry, key: str) -> dict[str, Any]:
-    """What the original data set says, JSON in a text; {} where nothing is kept."""
+    """Parses the original data set's entry, JSON in a text; {} where the file has none."""
     text = row.text(key, "")
     content = parse_json(text, f"{row.where}, {key}") if text else {}
     return content if isinstance(content, dict) else {}
@@ -388,7 +388,7 @@ def sets_of(questions: Sequence[Question]) -> list[str]:
 def first_errors(
     corpus: Corpus, questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Table]:
-    """What is wrong with first candidates that are no positives, as shares of these, by set."""
+    """Counts, by set, why first candidates are no positives, as shares of these candidates."""
     by_id = predictions_by_question(questions, predictions)
     wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
     for question in questions:

@@ -284,7 +284,7 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
 
 
 def _picture_places(picture: str) -> tuple[str, ...]:
-    """Where a picture may lie: ScienceQA's own folders, or LLaVA's, which have no split."""
+    """Returns where a picture may lie: ScienceQA's own folders, or LLaVA's, which have no split."""
     without_split = picture.split("/", 1)[1]
     return (
         *(f"images/{picture}", picture),

@@ -143,7 +143,7 @@ def add_devices(parser: argparse.ArgumentParser, examples: str) -> None:
 
 
 def serving_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `add_devices` was given, as keys of a config's section `inference`."""
+    """Returns the flags of `add_devices` as keys of a config's section `inference`."""
     from mmqa_jax.core.serving import read_batch_size, read_mesh
 
     options: dict[str, Any] = {}
@@ -207,7 +207,7 @@ def is_alone(arguments: argparse.Namespace, shard: Shard) -> bool:
 
 
 def engine(arguments: argparse.Namespace) -> Any:
-    """What computes the chunks of a job (core.chunks.Engine); None: this process."""
+    """Opens the engine of a job's chunks (core.chunks.Engine); None: this process computes them."""
     if arguments.engine != "ray":
         return None if arguments.engine == "process" else arguments.engine
     if arguments.shard is not None:
@@ -220,14 +220,12 @@ def engine(arguments: argparse.Namespace) -> Any:
 
 
 def job_folder(out: Path) -> Path:
-    """Where the parts of a file are kept while it is made."""
+    """The folder of a file's parts while it is made."""
     return out.with_name(f"{out.name}.parts")
 
 
 def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
-    """What is asked, and who finds and reads the passages of a folder: `mmqa ask`, `mmqa serve`,
-    which give the help of `--workdir`.
-    """
+    """Adds the flags on a folder's passages, for `mmqa ask` and `mmqa serve`."""
     parser.add_argument("--data", metavar="FOLDER", help="the documents")
     parser.add_argument("--workdir", help=workdir)
     parser.add_argument(

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measured() -> dict[str, tuple[str, list[tuple[str, str, str | None]]]]:
-    """By family its deviation, and of each preset its name, GiB, and GiB a chip."""
+    """Returns each family's measured deviation, and each preset's name, GiB, and GiB a chip."""
     families: dict[str, tuple[str, list[tuple[str, str, str | None]]]] = {}
     for line in _MEASURED.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip().strip("`") for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""What the makers' data sheets say of accelerators."""
+"""The figures of the makers' data sheets for accelerators."""
 
 from __future__ import annotations
 

@@ -89,14 +89,14 @@ class JobRecord(NamedTuple):
         return f"--shard={named(sorted({n % self.shards for n in chunks}))} of {self.shards}"
 
     def again(self, file: str) -> str:
-        """What to do about a damaged part."""
+        """Returns the advice for a damaged part."""
         number = file.partition(".")[0]
         owners = self.owners([int(number)]) if number.isdecimal() else "the command"
         return f"delete it and start {owners} again, which computes it again"
 
 
 class Engine(Protocol):
-    """What computes chunks instead of this process.
+    """Computes chunks in place of this process.
 
     Attributes:
       is_worker: whether it computes what another process hands out, which holds the locks.
@@ -382,7 +382,7 @@ def read_parts(folder: Path, record: JobRecord) -> list[Part]:
 
 
 def part_notes(folder: Path, record: JobRecord) -> dict[int, dict[str, Any]]:
-    """What is said about each part that is there: `items`, `shard`, `host`, `began`, `ended` ..."""
+    """Returns the notes on each finished part: `items`, `shard`, `host`, `began`, `ended` ..."""
     check_version(folder)
     chunks = [chunk for file in chunk_files(folder) for chunk in chunks_of(file)]
     return {int(chunk.keys[0]): chunk.notes for chunk in chunks if _is_part(chunk, record)}
@@ -455,7 +455,7 @@ def check_chunk(chunk: int) -> None:
 
 
 def _turn(turn: int, turns: int, progress: Progress) -> Callable[[float | None], str]:
-    """What the progress of one chunk says of all of them."""
+    """Returns the text that one chunk's progress line adds about all chunks."""
 
     def text(left: float | None) -> str:
         rest = progress.active_seconds() / turn * (turns - turn - 1) if turn else None

@@ -44,7 +44,7 @@ _ORBAX = ".orbax-checkpoint-tmp"
 
 
 class DiskFailure(NamedTuple):
-    """What a disk refused.
+    """A refusal by a disk.
 
     Attributes:
       code: of the operating system (errno).
@@ -147,7 +147,7 @@ def report_disk_once() -> Iterator[None]:
 
 
 class _Hooks:
-    """What Python calls for the exceptions that nobody catches."""
+    """The functions that Python calls for exceptions that nobody catches."""
 
     def __init__(self) -> None:
         self.uncaught, self.thread = sys.excepthook, threading.excepthook

@@ -42,7 +42,7 @@ def seconds_to_send(size: float, chip: Chip, *, hosts: bool, links: int | None) 
 
 
 def wraps(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
-    """Which dimensions of a slice of so many chips are linked from end to end."""
+    """Marks the dimensions of a slice of so many chips that are linked from end to end."""
     if len(shape) == 3:  # cut into cubes: all or none
         return (all(size % chip.wraps_from == 0 for size in shape),) * 3
     return tuple(size >= chip.wraps_from for size in shape)

@@ -429,7 +429,7 @@ def batch_axes(mesh: jax.sharding.AbstractMesh, rows: int) -> tuple[str, ...] | 
 
 @functools.lru_cache(maxsize=8)
 def local_blocks(mesh: Mesh) -> tuple[int, ...]:
-    """Which of the equal blocks, that `batch_sharding` cuts a batch into, this process feeds.
+    """Returns this process's share of the equal blocks that `batch_sharding` cuts a batch into.
 
     Ascending. They need not be neighbours: jax.make_mesh orders the chips of some slices in
     rings. Processes that hold the same block, since `tensor` spans them, both feed it.

@@ -43,7 +43,7 @@ class Screen(Console):
 
     @Console.file.getter
     def file(self) -> Any:
-        """What is written to: the stream below those that escape, since rich's own is escaped."""
+        """The stream to write to, below those that escape, since rich's own is escaped."""
         file = Console.file.fget(self)
         while (
             below := getattr(file, "unescaped", getattr(file, "rich_proxied_file", file))
@@ -58,7 +58,7 @@ class Screen(Console):
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """Of rich: the texts of what is printed; those with `control` are rich's own sequences."""
+        """Escapes the printed texts; segments with `control` are rich's own sequences."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(escaped(segment.text), segment.style)
 
@@ -232,7 +232,7 @@ class Progress:
         return ", ".join(parts)
 
     def summary(self) -> str:
-        """What is shown at the end: `500 steps in 2:36, 3.2 steps/s, loss 0.7`."""
+        """Summarizes the progress at the end: `500 steps in 2:36, 3.2 steps/s, loss 0.7`."""
         seconds, made = self.active_seconds(), self._done - self._start
         earlier = f" ({self._start} of them earlier)" if self._start else ""
         parts = [f"{self._done} {self._unit}{earlier} in {duration(seconds)}"]

@@ -1,4 +1,4 @@
-"""Where a trained model is used, and how many examples a call takes.
+"""Places a trained model on devices, and chooses how many examples a call takes.
 
 `mmqa embed`, `rerank`, `answer`, `candidates`, `caption` and what `mmqa plan` compiles for them ask
 the functions here. By default every device of the process holds a copy of the model, and the rows
@@ -30,7 +30,7 @@ _BESIDE_TRAINING = 8  # examples a device: the training state has the memory
 
 @dataclasses.dataclass(frozen=True)
 class RowCost:
-    """What decides how many examples a call of a program takes.
+    """The costs that limit the examples of a call.
 
     Attributes:
       unit: what the examples are.

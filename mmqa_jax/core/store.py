@@ -50,7 +50,7 @@ class Damaged(ValueError):
 
 
 class Chunk(NamedTuple):
-    """What the head of a chunk says.
+    """The head of a chunk.
 
     Attributes:
       job: hash of what its results depend on.
@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where a result lies, and its checksum."""
+    """The place of a result and its checksum."""
 
     file: str
     start: int
@@ -292,7 +292,7 @@ class Store:
         return file, start
 
     def _place(self, key: str) -> _Place:
-        """Where a result lies; Damaged if its file's head or length is not what was written."""
+        """Returns a result's place; Damaged if its file's head or length is not as written."""
         place = self._index[key]
         if not place.length:
             del self._read_to[place.file]

@@ -1,4 +1,4 @@
-"""What reaches a terminal: no control characters of texts from outside, which are shown escaped.
+"""Keeps control characters of foreign texts off the terminal: they are shown escaped.
 
 Answers, questions, titles, names of files and replies of servers may hold escape sequences, which
 a terminal obeys: it erases what was printed, takes a link or another title. Marks of direction show

@@ -104,7 +104,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def _key(field: dataclasses.Field, hints: Mapping[str, Any], section: Mapping[str, Any]) -> Key:
-    """What check_section checks of a field."""
+    """Returns the check of a field."""
     required = field.default is _REQUIRED and field.default_factory is _REQUIRED
     kind: Any = hints[field.name]
     if "spec" in field.metadata:
@@ -168,7 +168,7 @@ _LARGEST = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a specification says about one key of a config section.
+    """The specification of one key of a config section.
 
     Attributes:
       kind: the value's type, as in an annotation; for a section, its own specification.
@@ -214,7 +214,7 @@ def spec_of(
 
 @functools.cache
 def parameters_of(maker: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """What a function or dataclass takes, annotations evaluated: once, for thousands of rows."""
+    """Returns the parameters of a function or dataclass, annotations evaluated; it is cached."""
     return inspect.signature(maker, eval_str=True).parameters
 
 

@@ -113,7 +113,7 @@ class Ledger:
 
 @dataclasses.dataclass
 class FolderReport:
-    """What became of a folder's files.
+    """The outcome of reading a folder's files.
 
     Attributes:
       documents, pictures: files that are sources now.
@@ -559,7 +559,7 @@ def _called(
 
 
 def _with_pages(document: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes of a PDF whose pages are pictures: a scanned one is read as any other."""
+    """Returns a PDF's changes if its pages are pictures: a scanned one is read as any other."""
     if bad := pages.get("bad"):
         return {"bad": bad}
     return {

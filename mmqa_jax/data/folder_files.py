@@ -36,7 +36,7 @@ class FoundFile:
 
 @dataclasses.dataclass
 class Listing:
-    """What is in a folder and below it.
+    """The files in a folder and below it.
 
     Attributes:
       files: those with one of the wanted endings, by name.

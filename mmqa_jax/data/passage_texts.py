@@ -27,6 +27,6 @@ def answer_passage(candidate: str, evidence: str) -> str:
 
 
 def question_texts(question: str, passages: Sequence[str]) -> list[str]:
-    """What is encoded: the question with each passage, or alone where there is none."""
+    """Returns the texts to encode: the question with each passage, or alone where there is none."""
     asked = f"question: {question}"
     return [f"{asked} {passage}" for passage in passages] or [asked]

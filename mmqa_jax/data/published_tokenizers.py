@@ -112,7 +112,7 @@ def _any_text(file: Path) -> Pipeline:
 
 
 def _around(pipeline: Pipeline, where: str, wanted: str) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before and after a text; `wanted`: for a message."""
+    """Returns what the post-processor adds before and after a text; messages name it `wanted`."""
     pipeline.no_padding()
     pipeline.no_truncation()
     plain = pipeline.encode(_PROBE, add_special_tokens=False).ids
@@ -252,7 +252,7 @@ def load_clip_tokenizer(
 
 
 def published_preprocessing(folder: str | os.PathLike) -> tokenizers.Preprocessing | None:
-    """Whose code prepared the inputs of the CLIP in a folder of `mmqa convert`; None: not said.
+    """Returns whose code prepared the inputs of a CLIP of `mmqa convert`; None: unknown.
 
     The record of a conversion names it, or (of older versions) the layout of the source.
     """

@@ -193,5 +193,5 @@ def check_exports(kinds: Iterable[str]) -> None:
 
 
 def export_folder(out: str | os.PathLike, kind: str) -> Path:
-    """Where an export of the records in `out` lies."""
+    """The folder of an export of the records in `out`."""
     return Path(out) / "exports" / kind

@@ -92,7 +92,7 @@ class DetectedRegions:
 
 @dataclasses.dataclass(frozen=True)
 class RegionFacts:
-    """What the records of a folder have in common.
+    """The facts that all records of a folder share.
 
     Attributes:
       detector: `vlp_x101`, `vinvl_x152c4` or `bottom_up_r101`, whose rules found the regions.

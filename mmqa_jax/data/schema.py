@@ -23,7 +23,7 @@ WEBQA_CATEGORIES = ("YesNo", "choose", "color", "shape", "number", "Others", "te
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Material:
-    """What texts or pictures are taken from, for the credits of every page that shows them.
+    """The source of texts or pictures, credited on every page that shows them.
 
     Attributes:
       name: of the data set or work.

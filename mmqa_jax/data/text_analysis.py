@@ -41,7 +41,7 @@ _LETTER = regex.compile(r"\X")
 
 
 class _Folded(dict[int, str]):
-    """What each character becomes: a space between words, without case, or nothing."""
+    """A table that maps each character to a space between words, to lower case, or to nothing."""
 
     def __missing__(self, code: int) -> str:
         category, plain = unicodedata.category(chr(code)), folded(chr(code))

@@ -292,7 +292,7 @@ def _apply_settings(tokenizer: Pipeline, folder: Path) -> None:
 
 
 def prefix_of(tokenizer: Pipeline) -> Prefix | None:
-    """Where a tokenizer puts the prefix space; None for one of bytes, which has none."""
+    """Returns where a tokenizer puts the prefix space; None: a tokenizer of bytes has none."""
     prefix: Prefix = "never"
     for step in (*_steps(tokenizer.normalizer), *_steps(tokenizer.pre_tokenizer)):
         if step["type"] == "ByteLevel":
@@ -337,7 +337,7 @@ def _steps(part: Any) -> Iterator[dict[str, Any]]:
 
 
 def _model_type(folder: Path) -> str | None:
-    """What the config beside a tokenizer is of; `mmqa convert` keeps it in model.json."""
+    """Reads the model type in the config beside a tokenizer, or of `mmqa convert`'s model.json."""
     for name, key in (("config.json", "model_type"), ("model.json", "model")):
         named = read_object(folder / name).get(key)
         if isinstance(named, str):

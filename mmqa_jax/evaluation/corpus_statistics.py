@@ -63,7 +63,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusStatistics:
-    """What is counted; each by the modality that questions need.
+    """The statistics of a corpus, each by the modality that questions need.
 
     Attributes:
       questions: modality -> split -> how many.

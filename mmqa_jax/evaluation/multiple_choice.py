@@ -1,4 +1,4 @@
-"""Which choice an answer names: every benchmark's own rule, as a function of the answer's text.
+"""Parses choices from answers: every benchmark's own rule, as a function of the answer's text.
 
 A rule returns the index of the choice, or None where the text names none of the question's
 choices: an empty answer, a refusal, a letter out of range, two letters. The scores count None as

@@ -241,7 +241,7 @@ def that_fit(cards: Iterable[Card]) -> list[Card]:
 
 
 def how_many(cards: Sequence[Card], count: int) -> str:
-    """What a page of fewer or shorter cards than `count` questions says of that."""
+    """Returns the note of a page that shows fewer or shorter cards than `count` questions."""
     brief = sum(card.is_brief for card in cards)
     if len(cards) == count and not brief:
         return ""
@@ -256,7 +256,7 @@ def _cut(text: str) -> str:
 
 
 def _brief(card: Card) -> list[Any]:
-    """What the page has of a brief card: id, question, category, answers with scores, rows."""
+    """Shortens a card to its id, question, category, answers with scores, and rows."""
     answers = [
         [reply.system, reply.answer, None if reply.score is None else round(reply.score, 4)]
         for reply in card.answers
@@ -571,7 +571,7 @@ def line_style(number: int) -> str:
 
 
 def curve_name(name: str) -> str:
-    """What a metric of metrics.jsonl is called: its score's name, `validation` before it."""
+    """Returns the title of a metric of metrics.jsonl: its score's name after `validation`."""
     before, _, after = name.partition("eval/")
     return f"validation: {for_people(after)}" if after and not before else for_people(name)
 

@@ -1,4 +1,4 @@
-"""What every scorer returns, and how predictions are paired with questions."""
+"""Scores as every scorer returns them, and the pairing of predictions with questions."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def questions_that_count(
 
 
 def group_of(questions: Sequence[Question], belongs: Callable[[Question], bool]) -> np.ndarray:
-    """Which of the questions belong to a group; bool[question], as `Scores.groups` has them."""
+    """Marks the questions that belong to a group; bool[question], as `Scores.groups` has them."""
     return np.array([belongs(question) for question in questions], bool)
 
 

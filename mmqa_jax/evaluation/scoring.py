@@ -118,7 +118,7 @@ class Evaluation:
 
 
 def notes_of_counts(evaluation: Evaluation, predictions: Sequence[Prediction]) -> list[str]:
-    """What there is of empty answers and of predictions that name no choice."""
+    """Returns notes on empty answers and on predictions that name no choice."""
     notes = []
     if empty := count_empty(predictions):
         verb = "is" if empty == 1 else "are"

@@ -1,4 +1,4 @@
-"""Which sources are cited: selection by relevance, source F1, and the sweep of the threshold."""
+"""Selects the sources to cite by relevance; source F1, and the sweep of the threshold."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def llm_use(scores: Mapping[str, Any]) -> dict[str, float]:
-    """What a run asked its language model, per question, from its scores.json; {} without one."""
+    """The language model's use per question, from a run's scores.json; {} without one."""
     used = scores.get("llm") or {}
     return {name: used[name] for name in LLM_USE if name in used}
 

@@ -55,7 +55,7 @@ _NO_ACTION = "No action"  # how an empty plan is written; it names no action
 
 
 class PlanPrompt(NamedTuple):
-    """What an agent's planner is asked about a question, in tokens with all special ones."""
+    """A planner's prompt for a question, in tokens with all special ones."""
 
     question_id: str
     role: mavl.Role
@@ -241,7 +241,7 @@ class DrawnPlans:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerTask(TextModelTask):
-    """What the two ways to train a planner share. `batches.length`: tokens of a row."""
+    """The base of both ways to train a planner. `batches.length`: tokens of a row."""
 
     product: ClassVar[str] = "planner"
     unit: ClassVar[str] = "rows"

@@ -1,4 +1,4 @@
-"""What MAVL's plans earn, looked up; and a team with one plan for all questions (ours).
+"""Looks up what MAVL's plans earn; a team with one plan for all questions (ours).
 
 A team has few plans: which of its level's actions. A finished row of `mavl` with `plans=oracle` has
 executed all of them, and its trace tells what each one answered. So the tools and agents run once,
@@ -31,7 +31,7 @@ _REMEDY = "run its row again with --config.options.plans=oracle, or name another
 
 @dataclasses.dataclass(frozen=True)
 class PlanTable:
-    """What every plan of some questions answered, and what that is worth.
+    """Every plan's answer to some questions, and its score.
 
     Attributes:
       scores: question id -> the actions whose tools an answer used -> its score; of questions

@@ -54,7 +54,7 @@ class MultimodalWriter(ServedModel):
     def write(
         self, questions: Sequence[Question], texts: Sequence[str], max_new_tokens: int
     ) -> list[str]:
-        """What is written to each question's text and picture."""
+        """Writes a text for each question's text and picture."""
 
         def search(inputs: PicturedTexts, numbers: range) -> list[list[int]]:
             best = self._call(

@@ -294,7 +294,7 @@ _PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class DetectorChoice:
-    """Which detector, and with which rules.
+    """The choice of a detector and of its rules.
 
     Attributes:
       model: folder of `mmqa convert`, published file, or a name of _PRESETS for random weights.
@@ -419,7 +419,7 @@ _TOGETHER = 64  # pictures, the most that are in memory at once, and that a kill
 def facts_of(
     detector: RegionDetector, precision: region_records.Precision
 ) -> region_records.RegionFacts:
-    """What all records of a detector have in common."""
+    """Returns the facts that all records of a detector share."""
     config = detector.config
     return region_records.RegionFacts(
         detector=detector.kind.name,

@@ -123,7 +123,7 @@ def _answer_fields(question: Question, outputs: Outputs, used: Actions) -> dict[
 
 @dataclasses.dataclass
 class Steps:
-    """What planners and tools were asked and found before the answers to one question.
+    """The plans, requests and results before the answers to one question.
 
     Attributes:
       planner_prompts: of every agent's planner that was asked.
@@ -138,7 +138,7 @@ class Steps:
     failed: list[str] = dataclasses.field(default_factory=list)
 
     def record(self) -> dict[str, Any]:
-        """What trace.jsonl keeps of them, failures aside."""
+        """The entry in trace.jsonl, without failures."""
         record = dataclasses.asdict(self)
         return {name: value for name, value in record.items() if value and name != "failed"}
 
@@ -209,7 +209,7 @@ class Tools:
         return texts
 
     def _searched(self, question: Question) -> list[str]:
-        """What Tool_2 searches for; where there is no key word, caption and question."""
+        """Returns Tool_2's query: the key words, or caption and question where there is none."""
         texts = side_files.caption_sentence(question), question.question
         return key_words_of(texts, self.key_words) or [" ".join(texts)]
 
@@ -257,8 +257,7 @@ STOP = ("===", "task:")  # what follows would be another task of the prompt's fo
 
 
 class Plan(NamedTuple):
-    """What an agent is going to do (equation 2): actions within its role, the names of others that
-    the planner asked for, and its answer."""
+    """An agent's plan (equation 2): actions of its role, others that it asked for, its answer."""
 
     actions: Actions
     refused: tuple[str, ...] = ()
@@ -409,7 +408,7 @@ class Agent:
     score: float | None
 
     def record(self) -> dict[str, Any]:
-        """What trace.jsonl keeps of it, and another vote on its answer needs."""
+        """The entry in trace.jsonl, with what another vote on its answer needs."""
         return {
             "agent": self.role,
             "plan": list(self.plan.actions),

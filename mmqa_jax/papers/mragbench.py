@@ -73,7 +73,7 @@ def answer_retrieved(
 
 
 class _Shown(NamedTuple):
-    """What the model sees of a question: pictures, and of which sources they are."""
+    """The model's view of a question: pictures, and their sources."""
 
     pictures: Sequence[Picture]
     sources: Ranking

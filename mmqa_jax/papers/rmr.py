@@ -158,7 +158,7 @@ def letter_alone(output: str, choice: int | None, choices: int) -> str:
 
 
 def short_answer(text: str) -> str:
-    """What follows the last `The answer is` of an output, or else its first line.
+    """Returns the text after the last `The answer is`, or else the first line.
 
     In lower case and without the final period: A-OKVQA's scorer compares strings.
     """

@@ -1,4 +1,4 @@
-"""What a setting of a paper is: its function, and what its rows and questions have to be."""
+"""A setting of a paper: its function, and its requirements on rows and questions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Setting:
             check_captions(questions, parts.get("captions"))
 
     def notes(self, questions: Sequence[Question], changes: _Options) -> list[str]:
-        """What a reader of the results has to know about how it treated its questions."""
+        """Returns notes on how it treated its questions, for a reader of the results."""
         return self.write_notes(questions, self.options(changes)) if self.write_notes else []
 
     def run(

@@ -1,1 +1,1 @@
-"""What `mmqa plan` does: compiles programs for devices that need not be there, and judges them."""
+"""`mmqa plan` compiles programs for devices that need not be there, and judges them."""

@@ -47,7 +47,7 @@ class CollectionPlan:
 
     @property
     def embed_seconds(self) -> float | None:
-        """On all devices, by the roofline; None where the batch does not fit."""
+        """Returns the seconds on all devices, by the roofline; None: the batch does not fit."""
         if self.embed.bound is None:
             return None
         calls = self.sources / self.embed.compiled.program.examples

@@ -69,7 +69,7 @@ def check_pictures(pictures: int, programs: Sequence[str]) -> None:
 
 
 def pictures_cost(planned: Planned, pictures: int, devices: int) -> dict[str, Any]:
-    """What so many pictures take at least: `pictures`, `hours_bound` and `chip_hours_bound`.
+    """Bounds the time that so many pictures take: `pictures`, `hours_bound` and `chip_hours_bound`.
 
     And `pictures_per_second_bound`, how many there are a second at most, on all devices.
 

@@ -1,4 +1,4 @@
-"""What the devices of a mesh have to exchange at least, from a program's jaxpr and its shardings.
+"""Bounds the exchange between the devices of a mesh, from a program's jaxpr and its shardings.
 
 Three things follow from how the weights are split:
 - what `data`, `fsdp` or `sequence` splits is gathered where a product uses it;
@@ -89,7 +89,7 @@ class Exchange(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where the devices of a mesh are, in its flat order.
+    """The places of a mesh's devices, in its flat order.
 
     Attributes:
       hosts: as of plan.topology.Topology, of every device.
@@ -157,7 +157,7 @@ def _split(leaf: Any) -> Split:
 
 
 def _gradient(leaf: Any, itemsize: int, mesh: Mapping[str, int]) -> Sent:
-    """What adding up a weight's gradient sends: each device keeps what it has of the weight."""
+    """The exchange that sums up a weight's gradient: each device keeps its share of the weight."""
     split = {axis for axes in _split(leaf) for axis in axes}
     others = math.prod(mesh.get(axis, 1) for axis in split - set(_ROWS))
     size = leaf.size * itemsize / others
@@ -183,7 +183,7 @@ class _Reader:
     itemsize: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def read(self, jaxpr: Any, inputs: Sequence[Weight | None]) -> tuple[list[Weight | None], Sent]:
-        """What one run of a jaxpr exchanges, and which of its outputs are weights still."""
+        """Returns the exchange of one run of a jaxpr, and the outputs that are weights still."""
         weights = {id(v): weight for v, weight in zip(jaxpr.invars, inputs, strict=True) if weight}
         partial: set[int] = set()  # variables that are partial sums
         sent: Sent = Counter()
@@ -233,7 +233,7 @@ class _Reader:
         return Counter({("all-reduce", "tensor"): size})
 
     def _product(self, equation: Any, known: Sequence[Weight | None]) -> tuple[Sent, bool]:
-        """What a product gathers of its weights, and whether it gives partial sums."""
+        """Returns the weights that a product gathers, and whether it gives partial sums."""
         contracted = equation.params["dimension_numbers"][0]
         sent, sums = Counter(), False
         for variable, weight, dimensions in zip(equation.invars, known, contracted, strict=True):
@@ -249,8 +249,9 @@ class _Reader:
         return sent, sums
 
     def _split_call(self, equation: Any, known: Sequence[Weight | None]) -> Sent:
-        """What a shard_map on weights exchanges: it gathers what it does not take split, and says
-        itself what it adds up. Its sums over the batch are gradients, see `_gradient`."""
+        """Returns the exchange of a shard_map on weights: of what it does not take split, and its
+        own sums. Its sums over the batch are gradients, see `_gradient`.
+        """
         sent: Sent = Counter()
         specs = equation.params["in_specs"]
         for variable, weight, spec in zip(equation.invars, known, specs, strict=True):
@@ -277,7 +278,7 @@ class _Reader:
     def _call(
         self, equation: Any, known: Sequence[Weight | None]
     ) -> tuple[list[Weight | None], Sent]:
-        """What the jaxprs of an equation exchange; of several branches the dearest."""
+        """Returns the exchange of an equation's jaxprs; of several branches the dearest."""
         name, params = equation.primitive.name, equation.params
         if name == "shard_map":
             return [], self._split_call(equation, known)
@@ -313,7 +314,7 @@ class _Reader:
 
 
 def _written(equation: Any, axis: str) -> Sent:
-    """What an equation that is a collective over a mesh axis exchanges, see `_WRITTEN`."""
+    """The exchange of an equation that is a collective over a mesh axis, see `_WRITTEN`."""
     kind, gives_whole = _WRITTEN.get(equation.primitive.name, (None, False))
     if kind is None or axis not in equation.params["axis_name"]:
         return Counter()

@@ -126,7 +126,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What is known of a compiled program, on one device and in one call.
+    """The facts about a compiled program, on one device and in one call.
 
     Attributes:
       flops: of its products by type (keys of Chip.rates), recomputed ones included; None where the
@@ -164,7 +164,7 @@ def compile_program(program: Program, placement: Placement | None = None) -> Com
 
 
 def trace_program(program: Program, placement: Placement | None = None) -> Compiled:
-    """As `compile_program`, in a fraction of its time: memory is without `temporaries`.
+    """Traces a program in a fraction of `compile_program`'s time: memory is without `temporaries`.
 
     Where the program does not say `floor_bytes`, what it keeps is read, and what it donates is
     written: less than `compile_program` counts, which sees the batch and the results.

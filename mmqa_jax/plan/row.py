@@ -33,7 +33,7 @@ _RESTRICTED = 34  # candidates of a question: WebQA's cap of 16 + 16, and two go
 
 
 class Done(NamedTuple):
-    """Of how many questions the answers, and of how many sources the vectors, are finished."""
+    """The number of questions whose answers, and of sources whose vectors, are finished."""
 
     questions: int = 0
     sources: int = 0
@@ -64,8 +64,9 @@ class RowPart:
         return self.traced.program
 
     def chip_hours(self, chip: Chip) -> float:
-        """What is not done takes at least, if its devices were such chips, with the topology's
-        meshes and batches."""
+        """Bounds the hours of unfinished work on such chips, with the topology's meshes and
+        batches.
+        """
         exchanges = tuple(
             exchange._replace(links=min(exchange.links or chip.links, chip.links) or None)
             for exchange in self.traced.exchanges
@@ -93,24 +94,23 @@ class RowPlan:
     prices: Mapping[str, float]
 
     def chip_hours(self, chip: Chip, *, once: bool) -> float:
-        """Of the parts that are made once, or of those that the row itself runs; what is done takes
-        none."""
+        """Sums up chip hours of unfinished parts: made once, or run by the row itself."""
         return sum(part.chip_hours(chip) for part in self.parts if part.once == once)
 
     def price(self, name: str) -> float | None:
-        """Of all that is not done on a chip; None: the table of prices does not have it."""
+        """Returns the price of unfinished work on a chip; None: prices lack the chip."""
         if name not in self.prices:
             return None
         hours = (self.chip_hours(CHIPS[name], once=once) for once in (True, False))
         return self.prices[name] * sum(hours)
 
     def hours(self, part: RowPart) -> float:
-        """Of a part on all devices of the topology."""
+        """Returns the hours of a part on all devices of the topology."""
         chip = self.topology.chip
         return part.chip_hours(chip) * chip.of_chip / len(self.topology.devices)
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the output of `--json`."""
         return {
             "topology": self.topology.name,
             "devices": len(self.topology.devices),

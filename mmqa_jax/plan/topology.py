@@ -56,12 +56,12 @@ class Topology:
 
     @functools.cached_property
     def chip(self) -> Chip:
-        """What a device does, by its data sheet or measured on this machine (seconds)."""
+        """The figures of a device, by its data sheet or measured on this machine (seconds)."""
         return self.data_sheet or _measured(self.devices[0], len(self.devices))
 
     @functools.cached_property
     def host(self) -> Topology:
-        """What one process sees: the devices of one host, of a TPU as a slice of their own.
+        """The devices of one process: those of one host, on a TPU as a slice of their own.
 
         (The TPU's compiler takes one device of a slice or all of them.)
         """
@@ -76,7 +76,7 @@ class Topology:
         return open_topology(f"{version}:{shape}") if slices > 1 else self
 
     def placement(self, placed: Sequence[Any]) -> Placement:
-        """Where the devices of a mesh, in its flat order, lie."""
+        """Returns the places of a mesh's devices, in its flat order."""
         number = {device: n for n, device in enumerate(self.devices)}
         hosts = tuple(self.hosts[number[device]] for device in placed)
         if not self.chip.links:
@@ -237,7 +237,7 @@ def _host_memory() -> float:
 
 
 def _first_line(error: Exception) -> str:
-    """What an error of XLA says, in short."""
+    """Returns an XLA error's first line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0][:200] if lines else type(error).__name__
 
@@ -267,7 +267,7 @@ class Calibration:
 
     @property
     def sentence(self) -> str:
-        """What a plan says of it."""
+        """Describes the topology in a plan."""
         memory = ""
         if self.memory_over_plan is not None:
             memory = f" and {self.memory_over_plan:.2f} x the planned memory"
@@ -279,7 +279,7 @@ class Calibration:
 
 
 def read_calibration(path: Path | None, topology: Topology) -> Calibration | None:
-    """What was measured on devices of the topology's kind.
+    """Reads the measurements on devices of the topology's kind.
 
     Args:
       path: a `device_check.json`; None: DEFAULT, where that exists and is of this kind.

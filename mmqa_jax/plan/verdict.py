@@ -89,7 +89,7 @@ class Plan:
         return f"{problem}: {', '.join(tried)}" if tried else problem
 
     def to_json(self) -> dict[str, Any]:
-        """What `--json` prints."""
+        """Returns the output of `--json`."""
         return {
             "topology": self.topology.name,
             "devices": len(self.topology.devices),
@@ -187,7 +187,7 @@ def _remedies(
 def _alternatives(
     name: str, config: ConfigDict, devices: int, model: str | None
 ) -> list[Iterable[Changes]]:
-    """What may help a program into memory, each kind from little to much."""
+    """Lists changes that may fit a program into memory, each kind from little to much."""
     if name == "train":
         return [_stronger_remat(config), _whole_fsdp(config, devices), _halved(config, _BATCH)]
     if name in ENGINE:

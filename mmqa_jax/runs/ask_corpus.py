@@ -1,4 +1,4 @@
-"""What `mmqa ask` asks of, and the sources that it shows beside an answer."""
+"""The corpora that `mmqa ask` answers from, and the sources that it shows beside an answer."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ShownSource(NamedTuple):
     cited: int | None
 
     def row(self) -> dict[str, Any]:
-        """What `--json` prints of it; `file` and `page` are those of a folder's documents."""
+        """The source in the output of `--json`; `file` and `page` are those of a document."""
         source = self.source
         return {
             "id": source.id,
@@ -76,7 +76,7 @@ class ShownSource(NamedTuple):
 
 
 def answer_notes(prediction: Prediction) -> list[str]:
-    """What to say beside an answer: what the model was not shown, and what failed."""
+    """Returns notes for an answer: sources that the model did not see, and failures."""
     trace, notes = prediction.trace, []
     if trace.get("picture_not_shown"):
         notes.append(

@@ -109,7 +109,7 @@ class FolderAnswer:
 
 
 class Found(NamedTuple):
-    """What was found for a question.
+    """The search results for a question.
 
     Attributes:
       best: the sources to read, best first, by their cosines; without an encoder by the scores that
@@ -122,7 +122,7 @@ class Found(NamedTuple):
 
 
 class ToRead(NamedTuple):
-    """What a question is answered from.
+    """The passages that the model reads for a question.
 
     Attributes:
       passages: by their cosines, to be read in this order.
@@ -333,7 +333,7 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
 
 
 def _not_read(corpus: Corpus, embedder: Any, texts: Sequence[str]) -> str:
-    """What to tell of the passages' ends that the encoder cuts off; "" where it reads all.
+    """Warns of passages whose ends the encoder cuts off; "" where it reads all.
 
     It is counted once for a corpus.
     """
@@ -356,7 +356,7 @@ def _not_read(corpus: Corpus, embedder: Any, texts: Sequence[str]) -> str:
 
 
 def no_pictures(encoder: str) -> str:
-    """What to tell whoever has pages as pictures searched by an encoder of texts."""
+    """Returns the message for pages as pictures that an encoder of texts cannot search."""
     return (
         f"its pages are pictures, which the encoder {encoder} cannot read; name one that does (a "
         "Qwen3-VL-Embedding, a CLIP or SigLIP) by --encoder, or take --pages=text."
@@ -389,6 +389,6 @@ def _products() -> str | None:
 
 
 def _content(corpus: Corpus, row: int, text: str) -> str:
-    """What the vector of a source depends on: its text and its picture."""
+    """Returns what the vector of a source depends on: its text and its picture."""
     picture = corpus.picture(row)
     return text if picture is None else f"{text}\0{hashlib.sha256(picture).hexdigest()}"

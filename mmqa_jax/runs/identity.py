@@ -1,4 +1,4 @@
-"""What a result depends on, as short hashes: folders of models and indexes, files, questions.
+"""Hashes whatever a result depends on: folders of models and indexes, files, questions.
 
 They are of the content, not of the paths, which may differ between hosts.
 """

@@ -111,7 +111,7 @@ def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
 
 
 def _status(unfinished: Unfinished, index: int, now: float) -> ShardStatus:
-    """What a shard has to do and has done."""
+    """Counts the parts that a shard has to do and has done."""
     parts = unfinished.parts[index :: unfinished.count]
     done = sorted((part for part in parts if part.ended is not None), key=lambda part: part.ended)
     items_done = sum(part.items for part in done)

@@ -1,4 +1,4 @@
-"""What a part of a row is, and the parts of the rows of one run in use, each opened once."""
+"""Defines a part of a row, and opens each part of the rows of one run once."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ class OpenedParts:
         return part
 
     def _store(self, kind: str, fingerprint: str) -> Store | None:
-        """Where a part keeps what it finished."""
+        """Opens the store of a part's finished results."""
         if self.journals is None:
             return None
         check_no_older(self.journals / f"{kind}-{fingerprint}.jsonl")

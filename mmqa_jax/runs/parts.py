@@ -571,7 +571,7 @@ def open_knowledge(
 
 
 def _no_passages(spec: KnowledgeSpec) -> str:
-    """What to tell a user whose knowledge base has no sources, or none of the modality."""
+    """Returns the message for a knowledge base that has no sources, or none of the modality."""
     of_modality = f"{spec.modality} sources" if spec.modality else "sources"
     place = f"data={spec.data}: this corpus" if spec.data else "data is empty: the row's own corpus"
     leave_out = f" (parts.knowledge.modality={spec.modality})" if spec.modality else ""
@@ -608,7 +608,7 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class HeuristicsSpec(Part):
-    """What a VQA model says of the questions: files of `mmqa candidates` or of Prophet's authors.
+    """A VQA model's candidates and examples: files of `mmqa candidates` or of Prophet's authors.
 
     Attributes:
       candidates: its answers with confidences, of the questions and of the examples.
@@ -682,7 +682,7 @@ class CaptionsSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FusionReaderSpec(Part):
-    """What answers from given passages.
+    """A reader that answers from given passages.
 
     Attributes:
       model: workdir of a fusion_in_decoder run; with `config` a published T5, as FiD's or KAT's.
@@ -717,7 +717,7 @@ class FusionReaderSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FactsSpec(Part):
-    """What KAT knows of questions: its authors' files, see data/formats/kat_knowledge.py.
+    """KAT's knowledge of questions: its authors' files, see data/formats/kat_knowledge.py.
 
     Attributes:
       entities: explicit knowledge; "": none.
@@ -757,7 +757,7 @@ class MultimodalT5Spec(Part):
     names: str = ""
 
     def open(self, row: OpenedParts) -> Any:
-        """What writes texts about the questions."""
+        """Opens the model that writes texts about the questions."""
         from mmqa_jax.inference.multimodal_t5 import open_multimodal_writer
 
         writer = open_multimodal_writer(self.model, PictureVectors(self.vectors, self.names))

@@ -109,7 +109,7 @@ def corpus_summary(manifest: dict[str, Any], out: Path) -> dict[str, Any]:
 
 
 def stream_notes(origin: Mapping[str, Any]) -> list[str]:
-    """What a user should know of a file that was read as a stream, a line each."""
+    """Returns notes on a file that was read as a stream, one a line."""
     left_out = {what: n for what, n in origin.get("left_out_items", {}).items() if what != "header"}
     notes = []
     if broken := left_out.pop("broken", 0):
@@ -124,7 +124,7 @@ def stream_notes(origin: Mapping[str, Any]) -> list[str]:
 
 
 def folder_notes(origin: Mapping[str, Any]) -> list[str]:
-    """What a user should know of a folder's files (data/folder.py, FolderReport), a line each.
+    """Returns notes on a folder's files (data/folder.py, FolderReport), one a line.
 
     Nothing for the origin of another corpus.
     """
@@ -155,7 +155,7 @@ def folder_notes(origin: Mapping[str, Any]) -> list[str]:
 
 
 def _ledger_notes(ledger: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What was not read of the documents' letters (data/folder.py, Ledger), a line each."""
+    """Notes the documents' letters that were not read (data/folder.py, Ledger), one a line."""
     notes = []
     if missing := {file: row for file, row in ledger.items() if row["missing"]}:
         files = first_names(

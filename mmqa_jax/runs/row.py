@@ -95,7 +95,7 @@ class RowData:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """What scores take besides the answers.
+    """The settings of the scores that do not come from answers.
 
     Attributes:
       lemmatizer: of WebQA; "" is spaCy where it is installed.
@@ -172,12 +172,12 @@ class Row:
 
     @property
     def answering(self) -> Setting:
-        """What answers its questions."""
+        """The setting that answers the row's questions."""
         return find_setting(self.system, self.setting)
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What config.json records: the config as it was given, or all values."""
+        """The row's entry in config.json: the config as it was given, or all values."""
         if self.as_written:
             return self.as_written
         values = dataclasses.asdict(self)
@@ -214,7 +214,7 @@ class Row:
         return llm.model if isinstance(llm, part_kinds.LLMSpec) else ""
 
     def paths(self) -> list[str]:
-        """What its parts read: paths, and names of installed models."""
+        """The paths that its parts read, and names of installed models."""
         paths = [path for part in self.parts.values() for path in part.paths()]
         return list(dict.fromkeys(filter(None, paths)))
 
@@ -250,7 +250,7 @@ class Row:
         return corpora.with_gold_sources(corpus, self.data.context) if self.data.context else corpus
 
     def materials(self, corpus: corpora.Corpus) -> tuple[Material, ...]:
-        """What its pages show: of its corpus, its parts, and the corpora and runs they read."""
+        """The materials that its pages show: of its corpus, its parts, and the runs they read."""
         read = [read_manifest(path) for path in self.paths() if holds_corpus(path)]
         for part in self.parts.values():
             if (
@@ -316,7 +316,7 @@ class Row:
     def stage(
         self, what: Mapping[str, Any], questions: Sequence[Question], opened: OpenedParts
     ) -> Stage:
-        """What answers the questions: its setting, with its parts and options."""
+        """Makes the stage that answers the questions: the row's setting with its parts."""
 
         def predict(asked: Sequence[Question], parts: Mapping[str, Any]) -> list[Prediction]:
             return self.answering.run(asked, opened.corpus, parts, self.options)
@@ -352,7 +352,7 @@ def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
 
 
 class System(Protocol):
-    """What rows name."""
+    """A system, as rows name it."""
 
     SETTINGS: Mapping[str, Setting]
 

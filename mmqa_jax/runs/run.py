@@ -126,7 +126,7 @@ def _with_local_copies(row: Row) -> Row:
 
 
 def _journals(folder: Path, shard: Shard, *, worker: bool) -> Path:
-    """Where this process keeps its finished batches."""
+    """The folder of this process's finished batches."""
     home = cache_dir() / "journals" / key_of(str(folder)) if in_store(folder) else folder
     journals = home / "journals"
     if shard.count > 1:
@@ -237,7 +237,7 @@ def _evaluate(
 def _rankings_of_articles(
     row: Row, predictions: Sequence[Prediction], ranked: Sequence[Ranking] | None
 ) -> Sequence[Ranking] | None:
-    """What tells which articles a row found: its own order of them, its sources, its parts'."""
+    """Returns the rankings that find articles: the row's own order, its sources, or its parts'."""
     if any(ranking_scores.ARTICLES in prediction.trace for prediction in predictions):
         return [
             Ranking(prediction.question_id, names, (0.0,) * len(names))

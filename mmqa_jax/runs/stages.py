@@ -26,7 +26,7 @@ Answer = Callable[[Sequence[Question], Mapping[str, Any]], ChunkPart]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """What is asked of questions: a function of papers/ or extensions/, and the parts it takes.
+    """A task on questions: a function of papers/ or extensions/, and the parts it takes.
 
     `mmqa run` makes one of a row, the verbs `search`, `rerank` and `answer` of their flags.
 
@@ -180,7 +180,7 @@ def keeping(
 
 
 def _work(llms: Sequence[Any]) -> dict[str, int]:
-    """What the answers of all language models of a row cost so far."""
+    """Sums up the cost so far of all language models of a row."""
     each = [dataclasses.asdict(llm.work) for llm in llms]
     return {key: sum(work[key] for work in each) for key in (each[0] if each else ())}
 

@@ -1,4 +1,4 @@
-"""What a workdir holds and how far it is: a demo, rows, a training, a sweep; of jobs: jobs.py.
+"""Shows a workdir's content and progress: a demo, rows, a training, a sweep; jobs.py has jobs.
 
 Neither this nor what it imports imports JAX: `mmqa status` answers at once.
 """
@@ -94,7 +94,7 @@ def demo_status(folder: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def demo_line(status: dict[str, Any]) -> str:
-    """What is printed of a demo's status."""
+    """Formats a demo's status."""
     name = f"{status['folder']}: demo"
     if status["complete"]:
         taken = duration(status["seconds"])
@@ -124,7 +124,7 @@ def row_status(folder: Path) -> dict[str, Any] | None:
 
 
 def row_line(status: dict[str, Any]) -> str:
-    """What is printed of a row's status: of a finished one its first score besides."""
+    """Formats a row's status, with the first score of a finished one."""
     name = f"{status['folder']}: row {status['row']}"
     if not status["complete"]:
         return f"{name}: started, none of its questions is finished; `mmqa run` goes on."
@@ -143,7 +143,7 @@ _DEPTH = 3  # how deep rows lie in a folder of several: DATASET/ROW, or a demo's
 
 
 def kind_of(folder: Path) -> Kind:
-    """What the workdir is of; "": nothing known.
+    """Returns the kind of a workdir; "" if it is unknown.
 
     `sweep` is one over rows, `trainings` one over trainings, and `rows` a folder with finished rows
     below it.
@@ -221,7 +221,7 @@ def training_status(folder: Path, now: float | None = None) -> dict[str, Any]:
 
 
 def status_lines(status: dict[str, Any]) -> list[str]:
-    """What is printed of a status."""
+    """Formats a status."""
     name = f"{status['folder']}: {status['task']}"
     if status["complete"]:
         lines = [f"{name}: complete, {status['steps']:,} steps."]
@@ -279,7 +279,7 @@ def sweep_status(folder: Path) -> dict[str, Any]:
 
 
 def sweep_lines(status: dict[str, Any]) -> list[str]:
-    """What is printed of a sweep's status: a line for all runs, and those of runs under way."""
+    """Formats a sweep's status: a line for all runs, and one for each run under way."""
     done, count = status["runs_complete"], len(status["cells"])
     rest = "" if status["complete"] else "; `mmqa sweep` goes on where it stopped"
     lines = [

@@ -158,7 +158,7 @@ def run_sweep(
 
 @contextlib.contextmanager
 def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
-    """What gives the parts that rows share: of each folder of data its own, closed at the end."""
+    """Opens the parts that rows share, once for each folder of data, and closes them at the end."""
     opened: dict[tuple[str, str], OpenedParts] = {}
 
     def of(row: Row) -> OpenedParts | None:
@@ -177,7 +177,7 @@ def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
 
 
 def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
-    """What sweep.json has of a cell."""
+    """Returns a cell's record in sweep.json."""
     agents = scores.get("agents") or {}
     return {
         "values": dict(cell.values),

@@ -65,7 +65,7 @@ def trace_rows(
 def trace_counts(
     questions: Sequence[Question], predictions: Sequence[Prediction], shots: int = 0
 ) -> dict[str, int]:
-    """What scores.json says of the prompts: what they lacked, what was dropped, failures.
+    """Counts, for scores.json, prompts without shots or knowledge, dropped shots, and failures.
 
     Of systems with candidates also how many answers are the first candidate for want of any other,
     and what has no candidates; with a file of captions what that file lacks. Examples count in
@@ -147,7 +147,7 @@ def _chosen(trace: Mapping[str, Any]) -> int:
 
 
 def reference_rows(question: Question) -> list[tuple[str, str]]:
-    """What a card says of the right answer: choices and references."""
+    """Returns a card's rows on the right answer: choices and references."""
     rows = []
     if question.choices:
         rows.append(("choices", " · ".join(question.choices)))
@@ -169,7 +169,7 @@ def trace_tree(prediction: Prediction) -> list[TraceNode]:
 
 
 def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
-    """What a card says of how a prompted system came to its answer; [] of other systems."""
+    """Returns a card's rows on how a prompted system found its answer; [] for other systems."""
     trace = prediction.trace
     if not trace:
         return []

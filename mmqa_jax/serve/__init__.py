@@ -12,7 +12,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclasses.dataclass(frozen=True)
 class ServeOptions:
-    """Where and how much is served.
+    """The address and the limits of a server.
 
     Attributes:
       host, port: to listen at; port 0 takes a free one.

@@ -421,8 +421,7 @@ class Token(NamedTuple):
 
 
 class Envelope:
-    """What all replies to one request have in common: their kind, `text_completion` or
-    `chat.completion`, and the model as the client named it."""
+    """The fields of all replies to a request: their kind, and the model as the client named it."""
 
     def __init__(self, kind: str, model: str):
         prefix = "cmpl" if kind == "text_completion" else "chatcmpl"

@@ -328,7 +328,7 @@ async def _refuse(error: ApiError, receive: Any, visit: Visit) -> None:
 
 
 class Pieces:
-    """What other threads tell of an answer, in order, for the loop in which this is made."""
+    """The pieces of an answer, sent in order by other threads to the loop that made this."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -400,7 +400,7 @@ def busy(message: str) -> ApiError:
 
 
 def refusal(error: Exception) -> ApiError:
-    """What an exception means to a client; raises one that is no refusal."""
+    """Returns the reply for an exception; raises an exception that is no refusal."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):

@@ -62,7 +62,7 @@ class Asking:
 
 
 class System(Protocol):
-    """What answers questions.
+    """A system that answers questions.
 
     Attributes:
       name: in the API.
@@ -88,7 +88,7 @@ Turn = Callable[[], contextlib.AbstractContextManager[None]]
 
 @dataclasses.dataclass(eq=False)
 class _Wish:
-    """What a thread waits for: the result of an item; None: nobody has computed it yet."""
+    """An item whose result a thread waits for; None until somebody has computed it."""
 
     item: Any
     result: concurrent.futures.Future[Any] | None = None
@@ -363,7 +363,7 @@ def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -
 
 
 def cancel_of(backend: Any) -> Callable[[], None] | None:
-    """What ends the work of a served model for one user; a server's own is not ended."""
+    """Returns what ends a served model's work for one user; a server's own work is not ended."""
     return backend.cancel if isinstance(backend, ServedBackend) else None
 
 
@@ -483,7 +483,7 @@ _AT_ONCE = 8  # texts that are embedded before others have their turn
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What one server answers with: a language model, an encoder, a corpus, and systems of them.
+    """The parts that one server answers with: a model, an encoder, a corpus, and systems of them.
 
     Attributes:
       title: of the page: the folder's name, or the model's.
@@ -513,7 +513,7 @@ class Parts:
 
     @property
     def model_names(self) -> list[str]:
-        """What requests of OpenAI's API may name."""
+        """Returns the models that requests of OpenAI's API may name."""
         return [*self.llm_names, *self.systems, self.embedder_name]
 
     def embed(self, texts: Sequence[str]) -> Asking:

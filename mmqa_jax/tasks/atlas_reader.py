@@ -1,4 +1,4 @@
-"""What the tasks on VLP add for the small reader of Atlas (ours; configs/atlas).
+"""The small reader of Atlas in the tasks on VLP (ours; configs/atlas).
 
 Its inputs are made by data/atlas/reader.py; its model is models/vlp/atlas_reader.py. All of it is
 keys of the sections `model`, `packing`, `masking` and of `new_types`, off unless a config names
@@ -92,7 +92,7 @@ class AtlasVLPTask(VLPTask):
 
 
 def inputs_class(masking: atlas_reader.AtlasMasking) -> type[VLPInputs]:
-    """What holds the arrays of a training batch of answers."""
+    """The class of a training batch of answers."""
     return ProbedInputs if masking.probes else VLPInputs
 
 

@@ -103,7 +103,7 @@ def model_config(task: Any, vocab_size: int) -> Any:
 
 
 def adapter_of(task: Any) -> Adapter | None:
-    """What a run's weights add to a published base; None: they are a whole model."""
+    """Returns the adapter that a run adds to a published base; None: it has a whole model."""
     lora = getattr(task.model, "lora", None)
     if lora is None or task.init == SCRATCH:
         return None

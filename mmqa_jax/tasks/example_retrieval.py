@@ -118,7 +118,7 @@ class ExampleRetrieval(DualEncoderTask):
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        """What the nearest of a held-out question's candidates is worth to the language model."""
+        """Measures what a held-out question's nearest candidate is worth to the language model."""
         assert self.validate is not None
         rows = judged_questions(self.data.scores, corpus, self.validate.split)
         names = sorted({name for row in rows for name in (row.question_id, *row.candidates)})

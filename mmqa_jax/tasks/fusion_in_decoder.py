@@ -43,7 +43,7 @@ from mmqa_jax.weights.folder import load_converted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnowledgeFiles:
-    """Where the passages of questions come from.
+    """The files of passages for questions.
 
     Attributes:
       rankings: file of rankings of the corpus's sources (`mmqa search`).
@@ -136,7 +136,7 @@ class FusionInDecoder(TextModelTask):
 
     @property
     def size(self) -> PassagesSize:
-        """What a row holds."""
+        """The size of a row."""
         return PassagesSize(self.passages.count, self.passages.length, self.batches.targets)
 
     def _check(self, files: bool) -> None:
@@ -181,7 +181,7 @@ class FusionInDecoder(TextModelTask):
     def passages_of(
         self, corpus: Corpus, questions: Sequence[Question], files: KnowledgeFiles
     ) -> Callable[[Question], list[str]]:
-        """What gives the passages of a question, best first."""
+        """Returns a function from a question to its passages, best first."""
         if files.entities or files.answers:
             known = KATKnowledge(files.entities, files.answers)
             for question in questions:

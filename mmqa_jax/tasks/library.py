@@ -28,7 +28,7 @@ from mmqa_jax.tasks.embedder import open_embedder
 
 @dataclasses.dataclass(frozen=True)
 class LibrarySpec:
-    """Where in-context examples come from, and how they are compared with questions.
+    """The source of in-context examples, and how they are compared with questions.
 
     Attributes:
       data: folder of `mmqa prepare`; "" is the row's own.
@@ -65,7 +65,7 @@ class LibrarySpec:
     index_kind: Literal["exact", "scann"] = "exact"
 
     def paths(self) -> list[str]:
-        """What it reads: files, folders, and names of models that are installed packages."""
+        """The files, folders and names of installed models that it reads."""
         return [self.data, self.text_model, self.image_model, self.vectors]
 
     def open(self, row: Any) -> ExampleLibrary:
@@ -167,7 +167,7 @@ def _examples(home: Corpus, spec: LibrarySpec) -> list[Question]:
 
 
 def _no_examples(examples: list[Question], spec: LibrarySpec, section: str) -> str:
-    """What to tell a user whose split has no examples."""
+    """Returns the message for a split without examples."""
     with_answers = "with answers" + (f" of modality {spec.modality}" if spec.modality else "")
     splits = sorted({example.split for example in examples})
     remedy = f"name a split {with_answers} ({', '.join(splits)})"

@@ -478,7 +478,7 @@ class LanguageModelObjective(_OfLayers):
         return target_log_probs(model, batch, dropout_key)
 
     def finish(self, model: Llama) -> Llama:
-        """What is kept of the trained model: a plain LLaMA."""
+        """Keeps a plain LLaMA of the trained model."""
         return model if self.lora is None else merge_lora(model)
 
 
@@ -621,7 +621,7 @@ class VisionLanguageObjective(LanguageModelObjective):
         return _of_targets(model.llama, hidden, batch)
 
     def finish(self, model: QwenVL) -> QwenVL:
-        """What is kept of the trained model: a plain Qwen-VL."""
+        """Keeps a plain Qwen-VL of the trained model."""
         if self.lora is not None:
             model.llama = merge_lora(model.llama)
         return model
@@ -659,7 +659,7 @@ class Seq2SeqObjective(_OfLayers):
         return loss, {"targets": metrics["targets"]}
 
     def _targets(self, batch: dict[str, jax.Array]) -> jax.Array:
-        """Which places of `target_ids` are learned: bool [B, T]."""
+        """Marks the places of `target_ids` that are learned: bool [B, T]."""
         places = jnp.arange(batch["target_ids"].shape[1])
         learned = places < batch["target_lengths"][:, None]
         return jnp.ones_like(learned) if self.mean == "places" else learned

@@ -1,4 +1,4 @@
-"""What tasks share that teach a model solved questions: its examples, and validation by likelihood.
+"""Examples and validation by likelihood for tasks that teach a model solved questions.
 
 Prompts are RMR's, with and without retrieved examples, by its templates and from its library.
 """
@@ -108,7 +108,7 @@ class SolvedQuestions(TextModelTask):
 
     @property
     def size(self) -> RowSize | PairSize:
-        """What a row holds."""
+        """The size of a row."""
         raise NotImplementedError
 
     @staticmethod
@@ -149,7 +149,7 @@ class SolvedQuestions(TextModelTask):
         readable: Readable | None = None,
         encode_chat: EncodeChat | None = None,
     ) -> TrainingExamples:
-        """What a run is trained on; says how many questions were dropped.
+        """Makes the training examples; prints how many questions were dropped.
 
         Args:
           questions: those without a known answer are left out.

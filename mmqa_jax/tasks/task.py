@@ -1,4 +1,4 @@
-"""What all training tasks have in common.
+"""The base of all training tasks.
 
 A task is a typed config: its fields are the sections of a config file of `mmqa train`, and every
 default is written there alone. It makes its objective (model and loss), its batches and their
@@ -190,7 +190,7 @@ class InUse:
 
 
 class Reader(Protocol):
-    """What reads sources, or pictures or their features."""
+    """A reader of sources, of pictures or of their features."""
 
     def warn_missing(self) -> None:
         """Says on stderr what could not be read."""
@@ -209,7 +209,7 @@ class OnGraph:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What `training.loop.train` needs of a task on a corpus.
+    """The inputs of `training.loop.train` from a task on a corpus.
 
     Attributes:
       objective: model and loss.
@@ -394,7 +394,7 @@ class Task(abc.ABC):
 
     @property
     def place(self) -> str:
-        """Where its questions come from, for messages."""
+        """The place of its questions, for messages."""
         return ", ".join(self._mixed) or self.data.dir
 
     @property
@@ -402,7 +402,7 @@ class Task(abc.ABC):
         return [place for place, _ in getattr(self.data, "mixture", ())]
 
     def open_corpus(self) -> Corpus:
-        """What the section `data` names."""
+        """Opens the corpus of the section `data`."""
         if self._mixed:
             return open_mixture(self._mixed)
         if not self.data.dir:
@@ -422,7 +422,7 @@ class Task(abc.ABC):
         return "WordPiece", "a WordPiece tokenizer"
 
     def recipe(self, corpus: Corpus, tokenizer: AnyTokenizer) -> Recipe:
-        """What a run on a corpus needs."""
+        """Prepares a run on a corpus."""
         kind, wanted = self.tokenizer_kind()
         if tokenizer.kind != kind:
             raise UserError(
@@ -442,9 +442,7 @@ class Task(abc.ABC):
         """`questions`: of the split."""
 
     def validation(self, corpus: Corpus, tokenizer: Any, model: nnx.Module) -> Validation | None:
-        """What the section `validate` makes of the run's model, possibly an abstract one; None
-        without one.
-        """
+        """Makes the validation of the section `validate` from the run's model; None without one."""
         if self.validate is None:
             return None
         return Validation(self.evaluation(corpus, tokenizer, model), self.validate.metric)
@@ -473,7 +471,7 @@ class Task(abc.ABC):
     # --- What was trained --------------------------------------------------------------------
 
     def serving_mesh(self) -> Mesh | None:
-        """Where the trained model is used; None: on one device."""
+        """The mesh on which the trained model is used, or None for one device."""
         return loading_mesh(self.inference.mesh)
 
     def load(
@@ -537,7 +535,7 @@ _FORMER = {"data.datasets.atlas.augment": "data.atlas.augment"}
 
 
 def augmentation_factory(section: Mapping[str, Any]) -> Callable[..., Augment]:
-    """What `augment.factory` names, a class or function of this package."""
+    """Finds the class or function of this package that `augment.factory` names."""
     named = section.get("factory", "")
     module, _, name = str(named).partition(":")
     factory = None

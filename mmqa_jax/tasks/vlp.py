@@ -1,4 +1,4 @@
-"""What the tasks on VLP have in common: source selection (rerank) and answers (answer).
+"""The base of the tasks on VLP: source selection (rerank) and answers (answer).
 
 The published system; what the small reader of Atlas adds to it is in tasks/atlas_reader.py.
 """
@@ -114,12 +114,12 @@ class FeaturesSection:
 
     @functools.cached_property
     def for_x101(self) -> RegionCache:
-        """What the detector finds, features in front of fc6's ReLU."""
+        """The detector's output for VLP's X101, features in front of fc6's ReLU."""
         return self._open(unrectified=True)
 
     @functools.cached_property
     def for_vinvl(self) -> RegionCache:
-        """What the detector finds."""
+        """The detector's output for VinVL."""
         return self._open(unrectified=False)
 
     def _open(self, *, unrectified: bool) -> RegionCache:
@@ -236,13 +236,13 @@ class VLPTask(tasks.Task):
         )
 
     def _region_cache(self) -> RegionCache:
-        """Of the detector, opened once for training and validation."""
+        """The detector's cache, opened once for training and validation."""
         section = self.features
         assert section is not None
         return section.for_x101 if self.model.frontend == "x101" else section.for_vinvl
 
     def regions_facts(self) -> dict[str, str]:
-        """What model.json says of the regions: the fingerprint of the detector, where one looks."""
+        """The facts about regions in model.json: the detector's fingerprint, if a run has one."""
         if self.features is None or not self.features.detector:
             return {}
         return {DETECTOR: self._region_cache().facts.model}
@@ -257,13 +257,13 @@ class VLPTask(tasks.Task):
         return dataclasses.replace(self, features=dataclasses.replace(self.features, cache=cache))
 
     def _pixel_regions(self) -> PatchRegions:
-        """Of a frontend that reads pixels; of CLIP's the model computes the features itself."""
+        """The regions of a frontend that reads pixels; the model computes CLIP's itself."""
         model = self.model
         side = model.clip_vision().patch_size if model.frontend == "clip" else model.patch
         return PatchRegions(self.pictures.size, side)
 
     def _reader_class(self, regions: PatchRegions | FeatureRegions) -> Callable[..., SourceReader]:
-        """What makes the reader of the sources."""
+        """The class that reads the sources."""
         return SourceReader
 
     def packing_config(self, *, inference: bool = False) -> PackingConfig:

@@ -245,7 +245,7 @@ class VQA(tasks.Task):
     def inputs(
         self, tokenizer: Any, pictures: PictureFeatures | QuestionPictures | None, length: int
     ) -> VQAInputs:
-        """What the model reads of questions, `length` tokens or words of each."""
+        """Makes the model's inputs from questions, `length` tokens or words of each."""
         if isinstance(pictures, QuestionPictures):
             return PatchInputs(tokenizer, pictures, length, self.model.pictures)
         if pictures is None:

@@ -41,7 +41,7 @@ _RUN = "run.json"  # beside the steps: the name of the run's folder on the hosts
 
 
 class Restored(NamedTuple):
-    """What `Checkpoints.restore_latest` found."""
+    """The result of `Checkpoints.restore_latest`."""
 
     params: Any
     train: Any

@@ -81,7 +81,7 @@ def find_damage(
     *,
     part: tuple[int, int] = (0, 1),
 ) -> str | None:
-    """What is wrong with the files that SHA256SUMS lists: `NAME is damaged`, or None.
+    """Finds damage in the files that SHA256SUMS lists: `NAME is damaged`, or None.
 
     Args:
       names: of the files to check, those of them that are listed; None: all.

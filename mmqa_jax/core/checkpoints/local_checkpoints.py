@@ -257,7 +257,7 @@ class LocalCheckpoints:
     def _together(
         self, step: int, names: list[str], wanted: Mapping[str, jax.ShapeDtypeStruct]
     ) -> HeldStep | None:
-        """What the processes hold of one attempt's step; None if a block is missing."""
+        """Joins the processes' records of one attempt's step; None if a block is missing."""
         places: dict[str, dict[Block, tuple[Path, int]]] = {name: {} for name in wanted}
         record = None
         for copy in names:

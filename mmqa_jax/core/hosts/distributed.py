@@ -394,7 +394,7 @@ def raise_others_failure() -> None:
 
 
 def others_failure() -> UserError | RunError | None:
-    """What another process has failed with, or None."""
+    """The failure of another process, or None."""
     try:
         raise_others_failure()
     except (UserError, RunError) as error:

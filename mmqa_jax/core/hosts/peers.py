@@ -52,7 +52,7 @@ def heartbeat_seconds(environment: Mapping[str, str]) -> int:
 
 
 class Peers:
-    """What this process knows of the others of its launch, and says when one is lost.
+    """Follows the other processes of this launch, and reports a lost one.
 
     Args:
       me, count: this process's number, and how many there are.
@@ -289,7 +289,7 @@ def _flush() -> None:
 
 
 def speak_before_abort(report: Callable[[], None]) -> tuple[Callable[..., None] | None, Any]:
-    """What `missed_heartbeat_callback` of JAX's client is to be, for `report` to be called.
+    """Returns a `missed_heartbeat_callback` for JAX's client that calls `report`.
 
     jaxlib 0.10 cannot pass the callback its argument, which ends in C++'s std::terminate: that is
     taken over here, for this one cause, with `report` in front of it.

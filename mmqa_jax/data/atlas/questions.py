@@ -302,7 +302,7 @@ def number_questions(flag: Subject, rng: np.random.Generator) -> list[Draft]:
 
 
 def other_questions(flag: Subject, rng: np.random.Generator) -> list[Draft]:
-    """Which way the stripes run; which half holds most of a color."""
+    """Asks which way stripes run and which half holds most of a color."""
     facts, drafts = flag.facts, []
     if facts.whole and facts.direction:
         drafts.append(picture_draft([flag], rng, "stripe_direction", facts.direction))

@@ -1,4 +1,4 @@
-"""What the small reader of Atlas sees and learns beyond VLP's sequences (ours; configs/atlas).
+"""The small reader of Atlas: what it sees and learns beyond VLP's sequences (ours; configs/atlas).
 
 The papers' VLP starts from millions of captioned pictures and a detector. A reader that has some
 minutes on a CPU gets the same by other means, each off unless the config names it:

@@ -29,7 +29,7 @@ from mmqa_jax.data.tokenizers import TokenTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSampling:
-    """Which sources a question is shown with, and which answer is learned.
+    """How an epoch draws the sources that a question is shown with, and the answer that is learned.
 
     Attributes:
       max_sources: gold sources shown at most, the first ones. Of the pictures among them, those

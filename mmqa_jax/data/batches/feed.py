@@ -1,4 +1,4 @@
-"""What the batches of all tasks share: settings, the examples of an epoch, the iterator."""
+"""Settings, epochs and the iterator, which the batches of all tasks share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BatchesSection:
-    """What the section `batches` of every task's config holds.
+    """The section `batches` of every task's config.
 
     Attributes:
       batch_size: examples of a batch over all processes.
@@ -537,7 +537,7 @@ def mixture_counts(total: int, weights: Sequence[float]) -> Int[np.ndarray, " me
 def mixture_epoch(
     members: Int[np.ndarray, " examples"], weights: Sequence[float], seed: int, epoch: int
 ) -> list[tuple[int, Int[np.ndarray, " chosen"]]]:
-    """Which examples an epoch of a mixture shows: as many as there are.
+    """Draws the examples of a mixture's epoch, as many as there are.
 
     Every corpus's examples are shown in passes, each in an order of its own; an epoch goes on where
     the one before it ended. It depends on the arguments alone.

@@ -228,7 +228,7 @@ class SourceTokens(NamedTuple):
 
 
 class Example(NamedTuple):
-    """What one sequence is made of, tokenized."""
+    """The tokens that make up one sequence."""
 
     sources: tuple[SourceTokens, ...]
     question: Tokens

@@ -30,7 +30,7 @@ from mmqa_jax.data.tokenizers import TokenTable
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairSampling:
-    """Which pairs an epoch shows.
+    """How an epoch draws its pairs.
 
     Attributes:
       choices_per_question: sources of a question at most, gold ones first.

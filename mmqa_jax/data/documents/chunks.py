@@ -40,7 +40,7 @@ _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Kh
 
 @dataclasses.dataclass(frozen=True)
 class TokenLimit:
-    """What an encoder reads of a passage.
+    """How much of a passage an encoder reads.
 
     Attributes:
       most: tokens of a title and a text.

@@ -1,4 +1,4 @@
-"""What a document says, whatever its format: paragraphs under headings, and figures."""
+"""A document's content in any format: paragraphs under headings, and figures."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class _Table:
 
 
 class Page(document.Content):
-    """What a person sees of trees of HTML and of texts, one after another.
+    """The text of HTML trees that a person sees, one text after another.
 
     Attributes:
       open_link: the picture that a link names within the file; None where it is outside.

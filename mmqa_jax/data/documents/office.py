@@ -208,7 +208,7 @@ Beside = dict[int, list[tuple[int, Callable[[], None]]]]
 
 
 class Reading(document.Content):
-    """What a document says, with its tables, its pictures and the places of programs.
+    """The content of a document, with its tables, its pictures and the places of programs.
 
     Args:
       package: that it is read from; None: a file of text.
@@ -318,7 +318,7 @@ class Reading(document.Content):
         self.place = outer
 
     def merged(self, merged: str, inside: str) -> str:
-        """What a merged cell says in a row that it covers; `inside` is what the row has there.
+        """Returns a merged cell's text in a row that it covers; `inside` is the row's text there.
 
         Programs hide that; it is read all the same, without a copy of a long text in each row.
         """

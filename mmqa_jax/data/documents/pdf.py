@@ -507,7 +507,7 @@ def _edges(index: int, page: _Page) -> Iterator[_Edge]:
 
 
 def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
-    """Of each page, the running heads and feet: lines of its edge that several pages have.
+    """Finds each page's running heads and feet: lines of its edge that several pages share.
 
     They repeat a text at one height, but for the number of the page; or stand, of whatever text,
     where at least half of the pages have such a line; or are small letters in the margin. So are
@@ -570,7 +570,7 @@ def _running_heads(pages: Sequence[_Page]) -> list[list[Segment]]:
 
 
 def _keys(text: str, page: int) -> set[str]:
-    """What running heads of several pages have alike: all but the page's number at an end."""
+    """Returns what running heads of several pages share: all but the page's number at an end."""
     folded = text.casefold()
     keys = {folded} if any(map(str.isalpha, folded)) else set()
     for number in (_LAST_NUMBER, _FIRST_NUMBER):

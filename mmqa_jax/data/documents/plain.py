@@ -180,7 +180,7 @@ def _admit_names(text: str) -> None:
             return lambda argument: argument or ""
 
     class AnyDirective(Directive):
-        """What its first line and its options say, and its content."""
+        """A directive of any name, which keeps its first line, its options and its content."""
 
         optional_arguments, final_argument_whitespace, has_content = 1, True, True
         option_spec = AnyOption()

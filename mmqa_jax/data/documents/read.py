@@ -85,7 +85,7 @@ def budget_of(ending: str, size: int) -> Budget:
 
 
 def budget_of_scans(pages: int, size: int) -> Budget:
-    """What reading pages that are pictures may take beside it, of a file that was read without."""
+    """The budget for reading a file's pages as pictures, beside that of the file itself."""
     seconds = math.ceil(min(_SECONDS_OF_SCAN * pages, _FIRST_SCANS + size / _RATE_OF_SCANS))
     return Budget(min(_SECONDS + seconds, _MOST_SECONDS), _MEMORY_OF_SCANS, _OUTPUT)
 

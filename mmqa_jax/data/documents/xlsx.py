@@ -163,7 +163,7 @@ class _Workbook(office.Reading):
                 rows[row][column] = self.merged(text, rows[row].get(column, ""))
 
     def _comments(self) -> office.Beside:
-        """What adds the comments of the sheet that is being read."""
+        """Returns a function that adds the comments of the sheet being read."""
         comments: office.Beside = {}
         for _, part in self.targets("comments", "threadedComment"):
             for comment in self.package.xml(part).iter("comment", "threadedComment"):

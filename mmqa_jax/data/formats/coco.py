@@ -48,7 +48,7 @@ def picture_2017(image_id: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Descriptions:
-    """What side files say about COCO's pictures, each by image_id.
+    """Side files' descriptions of COCO's pictures, each by image_id.
 
     Attributes:
       captions: one caption, a model's.
@@ -231,7 +231,7 @@ def read_caption_annotations(path: Path) -> dict[int, list[str]]:
 
 
 class Reference(NamedTuple):
-    """What is known of one question's answer."""
+    """The reference answer to one question."""
 
     image_id: int
     answers: tuple[str, ...]

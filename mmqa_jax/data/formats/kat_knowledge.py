@@ -40,7 +40,7 @@ class KATKnowledge:
         self._answers = _read(answers, _question_of, lambda value: value) if answers else None
 
     def passages(self, question: Question, entities: int) -> list[str]:
-        """What is known of a question: its picture's entities, then the answers of GPT-3.
+        """Returns the passages for a question: its picture's entities, then the answers of GPT-3.
 
         Fewer entities than `entities` are repeated from the first, as KAT does, so that all
         questions have as many.

@@ -1,4 +1,4 @@
-"""What the reader of a question-answering benchmark returns, and how it finds official files.
+"""Finds a benchmark's official files, and defines the type that its reader returns.
 
 A benchmark is a set of questions, most of them on a picture; few have sources to answer from. The
 readers are in `benchmarks/`, a file each.
@@ -62,7 +62,7 @@ class BenchmarkFiles:
     sources: Sequence[Source] = ()
 
     def origin(self) -> dict[str, object]:
-        """What the manifest keeps about the files."""
+        """The manifest's record of the files."""
         return {
             "files": [str(path) for path in self.files],
             "missing_files": dict(self.missing),
@@ -269,9 +269,7 @@ class Entry(dict[str, Any]):
 
 
 def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str) -> dict[str, T]:
-    """What `read` makes of entries by its id, which the file calls `key`; UserError for one that is
-    there twice.
-    """
+    """Parses entries by `read`; returns them by id, the file's `key`. An id may be there once."""
     by_id: dict[str, T] = {}
     for entry in entries:
         parsed = read(entry)

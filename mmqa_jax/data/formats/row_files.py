@@ -65,7 +65,7 @@ class RowFiles(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowCorpus:
-    """What was read.
+    """The questions and sources that were read.
 
     Attributes:
       left_out: rows that hold no question, conversation or source.

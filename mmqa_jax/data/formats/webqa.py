@@ -260,7 +260,7 @@ class ImagesTsv:
 
 
 def submission_rows(predictions: Iterable[schema.Prediction], corpus: Corpus) -> dict[str, Any]:
-    """What a leaderboard file holds: {Guid: {"sources": [image_id | snippet_id], "answer"}}.
+    """Builds a leaderboard file's rows: {Guid: {"sources": [image_id | snippet_id], "answer"}}.
 
     A snippet that the question lists is written with the id it has there: the server knows no
     other. WebQA's pictures have numbers; another corpus's ids are written as they are.

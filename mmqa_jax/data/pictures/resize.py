@@ -48,7 +48,7 @@ _PREMULTIPLIED = {"LA": "La", "RGBA": "RGBa"}
 
 
 class PictureSizes(NamedTuple):
-    """What pictures are resized to: sides of multiples of `unit`, from `least` to `most` pixels."""
+    """The sizes of resized pictures: sides that `unit` divides, from `least` to `most` pixels."""
 
     unit: int
     least: int

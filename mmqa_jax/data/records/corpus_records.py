@@ -188,7 +188,7 @@ def read_manifest(data_dir: str | os.PathLike) -> dict[str, Any]:
 
 
 def materials_of(manifest: Mapping[str, Any]) -> tuple[Material, ...]:
-    """What a corpus is made of; of an older manifest, which has one text, its paragraphs."""
+    """The materials of a manifest; an older one has one text, whose paragraphs are taken."""
     if "materials" in manifest:
         return united(Material(**fields) for fields in manifest["materials"])
     return materials_in(manifest.get("attribution", ""))

@@ -105,13 +105,13 @@ def _claim(folder: Path, inputs: str | None) -> None:
 
 
 def recorded_inputs(folder: Path) -> str | None:
-    """What identifies the inputs of an unfinished write; None where there is none."""
+    """Reads what identifies the inputs of an unfinished write; None if there is no such write."""
     recorded = folder / _INPUTS
     return read_json(recorded) if recorded.exists() else None
 
 
 class ShardNotes:
-    """What the complete shards of an `unfinished_folder` hold.
+    """The contents of the complete shards of an `unfinished_folder`.
 
     A shard without a note, or with a damaged one, is written again; so are those of older versions.
     """
@@ -271,7 +271,7 @@ _FORMAT = "array_record"
 
 
 class ShardSize(NamedTuple):
-    """What TFDS records of a shard."""
+    """TFDS's record of a shard's size."""
 
     records: int
     bytes: int

@@ -1,4 +1,4 @@
-"""What pictures became, as ArrayRecord by picture: written shard by shard, resumable, shared.
+"""Writes what becomes of pictures as ArrayRecord, by picture: shard by shard, resumable, shared.
 
     <folder>/manifest.json   what the records are, and the pictures by record, once all are written
     <folder>/<dataset>/      the TFDS dataset: shards, and its metadata
@@ -59,7 +59,7 @@ class RecordKind:
 
     @property
     def again(self) -> str:
-        """What to do about damage."""
+        """Returns the advice for damaged records."""
         return f"delete the folder and run `{self.verb}` again"
 
     def is_at(self, folder: str | os.PathLike) -> bool:
@@ -116,7 +116,7 @@ class RecordFiles:
         return picture, content
 
     def unreadable(self, error: Exception) -> UserError:
-        """What to raise for a record that does not hold what it should."""
+        """Returns the error for a record with unexpected content."""
         return UserError(
             f"{self.folder}: its {self.kind.title} cannot be read "
             f"({' '.join(str(error).split())}); {self.kind.again}."

@@ -35,7 +35,7 @@ _MEGABYTE = 1 << 20
 
 @dataclasses.dataclass
 class _Count:
-    """What was read until the end of a shard.
+    """The counts at the end of a shard.
 
     Attributes:
       items: read whole.
@@ -124,7 +124,7 @@ def write_streamed(
 
 
 class _Shard(NamedTuple):
-    """What is kept in memory of a finished shard."""
+    """A finished shard, as far as it stays in memory."""
 
     sha256: str
     digests: bytes  # of its batches

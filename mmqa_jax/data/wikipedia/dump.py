@@ -155,7 +155,7 @@ def _blocks(pages: Iterable[Page], known: Callable[[], tuple]) -> Iterator[_Bloc
 def _in_order(
     pool: ProcessPoolExecutor, work: Iterable[_Block], most: int
 ) -> Iterator[Sequence[Item]]:
-    """What becomes of all blocks, in order; `most` of them are under way at once."""
+    """Yields the results of all blocks in order; `most` of them are computed at once."""
     waiting: collections.deque[Future] = collections.deque()
     for block in work:
         waiting.append(pool.submit(_items, block))

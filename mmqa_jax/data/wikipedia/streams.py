@@ -30,7 +30,7 @@ from mmqa_jax.data.disk_sources import SourceRow
 
 
 class Item(NamedTuple):
-    """What becomes of a line, a page or an entry of the file.
+    """The result of a line, a page or an entry of the file.
 
     Attributes:
       sources: in order.
@@ -314,7 +314,7 @@ def _json_items(
 
 
 def article_item(article: Article, options: PassageOptions) -> Item:
-    """What becomes of an article."""
+    """Turns an article into an item."""
     sources = sources_of(article, options)
     return Item(sources) if sources else Item((), "without text")
 

@@ -1,4 +1,4 @@
-"""What agents did, from their traces: a tree per question, and summaries over all questions."""
+"""Shows agents' work from their traces: a tree per question, and summaries over all questions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
 
 
 def _tool(trace: Mapping[str, Any], action: int) -> TraceNode:
-    """What the tool of an action gave, and what it was asked or found."""
+    """Shows a tool's request and its result."""
     text = trace["tools"].get(str(action), "") or "nothing found"
     behind = []
     if action == _RETRIEVES and (passages := trace.get("passages")):

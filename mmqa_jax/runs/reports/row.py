@@ -158,7 +158,7 @@ def answer_text(prediction: Prediction) -> str:
 
 
 def verdict_note(scorer: str) -> str:
-    """What counts as right."""
+    """Explains when an answer counts as right."""
     return f"Right answers first. Right: {scorer} of 1; wrong: of 0." if scorer else ""
 
 
@@ -176,7 +176,7 @@ def verdict_scorer(dataset: str, evaluation: Evaluation, predictions: Sequence[P
 
 
 def row_facts(folder: Path) -> dict[str, str]:
-    """What the row in `folder` is, changes of its config included: setting, options and models."""
+    """Returns setting, options and models of the row in `folder`, with its config's changes."""
     config = read_config(folder)
     options = ", ".join(f"{name}={value}" for name, value in config.options.items())
     models = {

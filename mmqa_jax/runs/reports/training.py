@@ -51,7 +51,7 @@ def write_training_report(folder: Path) -> dict[str, Any]:
 
 
 def training_report(folder: Path) -> report.ReportData:
-    """What report.html of a training run shows."""
+    """Collects the content of a training run's report.html."""
     config = read_config(folder)
     if "task" not in config:
         raise UserError(
@@ -81,13 +81,13 @@ def training_report(folder: Path) -> report.ReportData:
 
 
 def _product(task: str) -> str:
-    """What a task trains, in words; of a task that a config file defines its name."""
+    """Returns the product of a task in words, or the name of a task that a config file defines."""
     kind = known_tasks().get(task)
     return task if kind is None else kind.product
 
 
 def _time_table(measured: Goodput) -> Table:
-    """What the wall time of all attempts went into."""
+    """Tabulates the wall time of all attempts by use."""
     rows = [
         [name, round(seconds, 1), seconds / measured.wall_seconds]
         for name, seconds in measured.seconds.items()

@@ -107,7 +107,7 @@ def nearest(
 
 
 class _Share(NamedTuple):
-    """What one model serves."""
+    """The questions that one model serves."""
 
     asked: list[Question]
     examples: list[Question]  # its examples

@@ -30,7 +30,7 @@ from mmqa_jax.runs.stages import Stage, answering
 
 @dataclasses.dataclass(frozen=True)
 class StageFiles:
-    """Where a stage's questions come from, where its rows go, and how they are computed.
+    """The files of a stage: its questions, its output, and how it is computed.
 
     Attributes:
       data, sources: folders of `mmqa prepare`, see `open_corpus`.
@@ -186,7 +186,7 @@ def _show_weights(title: str, tuned: fusion_tuning.TunedFusion, top_k: int) -> N
 
 @dataclasses.dataclass(frozen=True)
 class RerankOptions:
-    """What sources are scored, and with what; see the flags of `mmqa rerank`."""
+    """The settings of scoring sources; see the flags of `mmqa rerank`."""
 
     model: str
     candidates: str = "restricted"

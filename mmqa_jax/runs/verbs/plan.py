@@ -116,7 +116,7 @@ def run_plan(
 
 
 def finished_work(config: ConfigDict, workdir: Path | None) -> Done:
-    """What of a row is finished: sources of its index, questions of a workdir if there is one."""
+    """Counts finished work of a row: sources of its index, questions of its workdir."""
     sources = 0
     index = config.parts.get("retriever", {}).get("index", "")
     vectors = Path(index) / EMBEDDINGS
@@ -137,7 +137,7 @@ def finished_work(config: ConfigDict, workdir: Path | None) -> Done:
 
 
 def _devices(topology: Topology) -> dict[str, Any]:
-    """What the JSON says of the devices."""
+    """Returns the devices as JSON."""
     chips = {"devices": len(topology.devices), "chip": topology.chip.name}
     return {"topology": topology.name, **chips}
 
@@ -238,7 +238,7 @@ def _table(plan: Plan) -> Table:
 
 
 def _network(topology: Topology) -> str:
-    """What the table says of the network between slices, if there are several."""
+    """Describes the network between slices, if there are several."""
     if len(set(topology.hosts)) == 1:
         return ""
     rate = 8 * topology.chip.network_rate / 1e9
@@ -292,7 +292,7 @@ def memory_cells(planned: Planned) -> dict[str, str | None]:
 
 
 def _lines(plan: Plan) -> list[str]:
-    """What the devices exchange in every program, and the cost of the whole run."""
+    """Describes the devices' exchanges in every program, and the cost of the whole run."""
     lines = []
     for planned in plan.planned:
         for exchange in planned.compiled.exchanges:
