@@ -9,13 +9,7 @@ import numpy as np
 import pytest
 
 from mmqa_jax.data.atlas.augment import PERMUTED, permute_palette, replace_entities
-from mmqa_jax.data.atlas.factbook import (
-    clean,
-    load_countries,
-    place_names,
-    sentences,
-    value_text,
-)
+from mmqa_jax.data.atlas.factbook import clean, load_countries, place_names, sentences, value_text
 from mmqa_jax.data.atlas.pictures import (
     SHADES,
     TOLERANCE,

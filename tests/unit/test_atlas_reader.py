@@ -189,10 +189,7 @@ def test_text_positions_can_ignore_the_slots(tokenizer):
 def test_tags_stand_in_the_slots_and_matched_words_get_their_type(tokenizer):
     config = dataclasses.replace(SMALL, per_source=True, match_types=(1,))
     packer = AtlasPacker(tokenizer, config)
-    sources = (
-        SourceTokens([11, 12], picture(2), [21, 41]),
-        SourceTokens([22], picture(3)),
-    )
+    sources = (SourceTokens([11, 12], picture(2), [21, 41]), SourceTokens([22], picture(3)))
     packed = packer.pack_for_selection(Example(sources, [21, 12]), TWO_PICTURES)
     # [CLS], three slots a picture, texts 11 12 22, [SEP], question 21 12.
     np.testing.assert_array_equal(

@@ -15,14 +15,7 @@ from openai_stub import Stub, answer, error, said
 from tiny_llm import by_id, flag, text_tokenizer
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Message,
-    Picture,
-)
+from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 

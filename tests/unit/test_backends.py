@@ -11,29 +11,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from tiny_llm import (
-    END,
-    LETTERS,
-    SIZES,
-    by_id,
-    flag,
-    text_tokenizer,
-    tiny_backend,
-    tiny_llava,
-)
+from tiny_llm import END, LETTERS, SIZES, by_id, flag, text_tokenizer, tiny_backend, tiny_llava
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.pictures.resize import llava_pixels
 from mmqa_jax.decoding.requests import Request, Scoring, TooLong
 from mmqa_jax.prompting import llava_prompt
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Message,
-)
+from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.run import leads

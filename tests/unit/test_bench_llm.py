@@ -101,24 +101,3 @@ def test_a_gguf_file_in_other_types(tmp_path):
         np.testing.assert_array_equal(source.read("v"), vector)
         assert source.metadata("llama.context_length") == 64
         assert source.metadata("tokenizer.ggml.tokens") == ["a", "b"]
-
-
-def test_prompts_are_cut_from_the_text():
-    text = list(range(100))
-    assert llm._cut(text, 2, 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert llm._cut(text, 2, 4, shared=3) == [[0, 1, 2, 3], [0, 1, 2, 4]]
-
-
-def test_a_step_reads_weights_and_cache_once():
-    """Weights once, keys and values of every slot once."""
-    side = llm.OurSide(tiny_model("small"), LOAD)
-    weights = 4 * sum(p.size for p in jax_leaves(tiny_model("small")))
-    of_token = 2 * 1 * 2 * 8 * 4  # keys and values, layers, heads, head size, float32
-    held = 4 * (30 + 2) * of_token
-    assert side.step_bytes() == pytest.approx(weights + held)
-
-
-def jax_leaves(model: Llama) -> list:
-    import jax
-
-    return jax.tree.leaves(nnx.state(model))

@@ -1,8 +1,6 @@
 """`python -m tests.bench retrieval`: the peers give the same answers, the inputs are what they say."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,7 +8,6 @@ import pytest
 from mmqa_jax.data.formats.webqa import ImagesTsv
 from tests.bench import retrieval as bench
 from tests.bench import retrieval_data as inputs
-from tests.bench.timing import child_environment
 
 pytestmark = pytest.mark.slow
 
@@ -43,16 +40,6 @@ def test_vectors_are_unit_clustered_and_the_same_every_time(tmp_path):
     assert np.median(best) > np.median((spread @ written.T).max(axis=1)) + 0.05
 
 
-def test_snippets_follow_zipf():
-    texts = inputs.snippets(3000)
-    words = [word for text in texts for word in text.split()]
-    assert 36 < len(words) / len(texts) < 40
-    share = words.count("the") / len(words)
-    assert share == pytest.approx(1 / sum(1 / n for n in range(1, 200_001)), rel=0.1)
-    assert len(set(words)) > 10_000
-    assert len({inputs._word(number) for number in range(20_000)}) == 20_000
-
-
 def test_pictures_are_read_back(tmp_path):
     encoded = inputs.write_pictures(tmp_path, 5, distinct=2)
     pictures = ImagesTsv(tmp_path / "imgs.tsv")
@@ -74,24 +61,3 @@ def test_rows(tmp_path, short_readings, monkeypatch):
     assert by_name["scann_recall"]["ours"] == 1.0  # so few are searched exactly
     assert all(row["ours"] > 0 and {"peer", "ratio", "unit", "floor"} <= row.keys() for row in rows)
     json.dumps(rows)
-
-
-def test_only_what_is_selected_is_measured():
-    """In a process of its own: what its parent holds counts as a child's memory."""
-    script = (
-        "import json; from tests.bench import Options, retrieval\n"
-        f"options = Options(only=('bm25_memory',), rounds=1)\n"
-        f"print(json.dumps(retrieval.run_sizes({SIZES}, options)))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=child_environment(),
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert [row["name"] for row in found["rows"]] == ["bm25_memory"]
-    assert 0.01 < found["rows"][0]["ours"] < 4
-    assert (found["bench"], found["rows"][0]["unit"]) == ("retrieval", "GiB")

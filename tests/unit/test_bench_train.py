@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import sys
-import types
 
 import pytest
 from cli_runs import quietly
 
 from mmqa_jax.core import host
 from tests.bench import Options, train, training_runs, training_shards
-from tests.bench.training_runs import InMemory, Sizes, median_share
+from tests.bench.training_runs import Sizes, median_share
 from tests.drawn_weights import drawn_start, drawn_starts
 from tests.fake_devices import fake_devices
 
@@ -57,16 +54,6 @@ def test_the_loop_and_the_bare_step_are_timed_alike(monkeypatch):
     for side in ("ours", "peer"):
         (seconds,) = found[side]
         assert 0 < seconds < 10
-
-
-def test_the_first_steps_are_left_out(monkeypatch):
-    times = iter([*range(0, 800, 100), 1000.0, 1001.0, 1002.0, 1005.0])
-    clock = types.SimpleNamespace(perf_counter=lambda: next(times))
-    monkeypatch.setattr(training_runs, "time", clock)
-    feed = InMemory(["a", "b"])
-    assert "".join(next(feed) for _ in range(12)) == "ab" * 6
-    assert feed.get_state() == {"next": 12}
-    assert feed.seconds_per_step() == pytest.approx(5 / 3)
 
 
 def test_the_rows_of_the_loop_and_of_a_save(monkeypatch):
@@ -136,25 +123,6 @@ def test_processes_are_given_their_places_and_what_the_first_returns_counts(monk
         }
     )
     assert joined[0]["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
-
-
-def test_a_process_gives_what_it_prints_last(monkeypatch, capsys):
-    """One that does nothing else; and, in this one, the code of those that are started."""
-    code = train._CHILD
-    print_all = (
-        "import json, os, sys; print(); print(json.dumps([*sys.argv[1:], os.environ['OF']]))"
-    )
-    monkeypatch.setattr(train, "_CHILD", print_all)
-    assert train._child("curve", {"OF": "it"}, steps=3) == ["curve", '{"steps": 3}', "it"]
-    monkeypatch.setattr(sys, "argv", ["-c", "device", "{}"])
-    exec(code, {})
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["platform"] == "cpu"
-
-
-def test_losses_that_differ_are_seen(monkeypatch):
-    curves = {1: [2.0, 1.0], 2: [2.0, 1.0], 4: [2.0, 1.01], 8: [1.999, 1.0]}
-    monkeypatch.setattr(train, "_curve", lambda load, count, by_process: curves[count])
-    assert row_of("devices")["ours"] == pytest.approx(0.01)
 
 
 # Writes the parts of its shard, a tenth of a second apart.

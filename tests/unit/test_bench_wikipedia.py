@@ -44,13 +44,3 @@ def test_a_row_has_time_memory_and_rate(monkeypatch, tmp_path, capsys, short_rea
         assert row["peer"] > 0  # BM25 in memory
     with pytest.raises(UserError, match="--only=2M: no such row; use one of tiny"):
         bench.run(Options(only=("2M",)))
-
-
-def test_queries_are_words_of_passages_and_questions(tmp_path):
-    bench._passages(tmp_path, {"passages": 300})
-    queries = bench._queries(tmp_path)
-    assert len(queries) == bench._QUERIES
-    assert all(2 <= len(query.split()) <= 8 for query in queries[::2])
-    assert queries[1].startswith("what is the ")
-    assert len(list(bench._texts(tmp_path))) == 300
-    assert next(bench._texts(tmp_path, 299)) == list(bench._texts(tmp_path))[299]

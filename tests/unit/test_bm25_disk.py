@@ -115,10 +115,7 @@ def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
     ("options", "limits"),
     [
         ({"k1": 0.9, "b": 0.4}, ShardLimits(postings=5_000, tiered=4, block=100)),
-        (
-            {"k1": 2.0, "b": 0.0, "analyzer": PLAIN},
-            ShardLimits(words=1_000, tiered=300, block=100),
-        ),
+        ({"k1": 2.0, "b": 0.0, "analyzer": PLAIN}, ShardLimits(words=1_000, tiered=300, block=100)),
     ],
 )
 def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path, options, limits):

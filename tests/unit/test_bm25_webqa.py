@@ -119,11 +119,7 @@ def corpus():
 def test_snippets_stand_before_pictures_and_titles_are_not_read():
     retriever, questions = WebQABM25Retriever(corpus()), corpus().questions()
     # a_0 and 30000001 tie: the picture stands later.
-    assert retriever.search(questions, 10)[0].sources[:3] == (
-        "30000001",
-        "a_0",
-        "30000002",
-    )
+    assert retriever.search(questions, 10)[0].sources[:3] == ("30000001", "a_0", "30000002")
     star = Question("s", "test", "star")
     assert set(retriever.search([star], 7)[0].scores) == {0.0}
 

@@ -43,8 +43,7 @@ def test_promptcap_counts_what_the_file_lacks():
 
 
 @pytest.mark.parametrize(
-    ("system", "setting"),
-    [(pica, "pica_promptcap"), (prophet, "prophet"), (mavl, "mavl")],
+    ("system", "setting"), [(pica, "pica_promptcap"), (prophet, "prophet"), (mavl, "mavl")]
 )
 def test_captions_of_other_questions_are_refused(system, setting):
     other = {"captions": Captions({"x": "a cat"})}

@@ -9,15 +9,7 @@ import json
 import numpy as np
 import pytest
 import transformers
-from tiny_llm import (
-    END,
-    PICTURED,
-    SPECIAL,
-    flag,
-    pictured_letters,
-    qwen_vl_config,
-    text_tokenizer,
-)
+from tiny_llm import END, PICTURED, SPECIAL, flag, pictured_letters, qwen_vl_config, text_tokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cli_runs import (
-    LANDS,
-    ROOT,
-    TEST,
-    done,
-    mmqa,
-    question,
-    quietly,
-    rows_of,
-    write_documents,
-)
+from cli_runs import LANDS, ROOT, TEST, done, mmqa, question, quietly, rows_of, write_documents
 from row_runs import row_flags
 
 from mmqa_jax.tasks.modality import load_question_classifier

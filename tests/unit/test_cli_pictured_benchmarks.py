@@ -47,11 +47,7 @@ def test_mragbench_with_retrieved_pictures_as_sources(models, model, mragbench, 
     encoder, index = models / "contrastive", tmp_path / "index"
     done("embed", f"--data={mragbench}", f"--model={encoder}", f"--out={index}")
     done("index", f"--embeddings={index}", "--kind=exact")
-    values = {
-        "parts.retriever.model": encoder,
-        "parts.retriever.index": index,
-        "options.top_k": 3,
-    }
+    values = {"parts.retriever.model": encoder, "parts.retriever.index": index, "options.top_k": 3}
     few = {"options.max_new_tokens": 4}
     row, folder = "qwen25_vl_retrieved", tmp_path / "retrieved"
     scores, traces = run("mragbench", row, model, mragbench, folder, **values, **few)

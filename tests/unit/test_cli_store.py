@@ -20,10 +20,7 @@ def test_training_in_a_store_equals_a_local_one(
 ):
     bucket = f"gs://{object_store.BUCKET}"
     flags = train_flags("rerank", f"{bucket}/data", f"{bucket}/runs/rerank")
-    with (
-        quietly(cli_cache),
-        object_store.started(tmp_path / "store", monkeypatch),
-    ):
+    with quietly(cli_cache), object_store.started(tmp_path / "store", monkeypatch):
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
         for file in filter(Path.is_file, data.rglob("*")):
             store.put(f"data/{file.relative_to(data)}", file.read_bytes())

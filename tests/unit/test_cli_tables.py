@@ -264,10 +264,7 @@ def commands_of(paper: str, everything: list[dict]) -> dict[str, str]:
 
 @pytest.mark.parametrize(
     ("paper", "rows"),
-    [
-        ("webqa", ({row for _, row, _ in PUBLISHED} | OURS) - NOT_RUN.keys()),
-        ("atlas", None),
-    ],
+    [("webqa", ({row for _, row, _ in PUBLISHED} | OURS) - NOT_RUN.keys()), ("atlas", None)],
 )
 def test_every_command_is_one(paper, rows, everything):
     """It parses, and its config is a row with the options and parts that its setting takes."""

@@ -132,7 +132,7 @@ def test_ids_of_one_hash_are_told_apart(tmp_path, monkeypatch):
     prepare("dpr", write(tmp_path, 120), tmp_path / "out")
     corpus = open_sources(tmp_path / "out")
     assert {name: corpus.row[name] for name in ("7", "9", "42", "120")} == {
-        **{"7": 6, "9": 8, "42": 41, "120": 119},
+        **{"7": 6, "9": 8, "42": 41, "120": 119}
     }
     assert "0" not in corpus.row
 
@@ -204,7 +204,7 @@ def test_shards_follow_each_other(tsv, prepared, tmp_path, monkeypatch):
     manifest = prepare("dpr", tsv, tmp_path / "out")
     corpus = open_sources(tmp_path / "out")
     assert [path.name for path in sorted(corpus.sources.folder.glob("*.arrow"))] == [
-        *("00000.arrow", "00001.arrow", "00002.arrow"),
+        *("00000.arrow", "00001.arrow", "00002.arrow")
     ]
     assert [source.id for source in corpus.sources] == [str(n + 1) for n in range(ROWS)]
     assert [corpus.sources[row].id for row in (511, 512, -1)] == ["512", "513", str(ROWS)]

@@ -11,11 +11,7 @@ from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.hosts.peers import heartbeat_seconds
 from mmqa_jax.core.hosts.watchdog import hang_limit
 
-TWO = {
-    "JAX_COORDINATOR_ADDRESS": "127.0.0.1:9",
-    "JAX_NUM_PROCESSES": "2",
-    "JAX_PROCESS_ID": "1",
-}
+TWO = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
 @pytest.fixture(autouse=True)

@@ -257,12 +257,7 @@ def test_sizes_change_no_answer(engine, changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "most"),
-    [
-        ({"cache_dtype": "bfloat16"}, 0.05),
-        ({"weights": "int8"}, 0.1),
-    ],
-    ids=str,
+    ("changes", "most"), [({"cache_dtype": "bfloat16"}, 0.05), ({"weights": "int8"}, 0.1)], ids=str
 )
 def test_coarser_numbers_stay_near(log_probs, changes, most):
     """Log-probabilities of a given text under a rounded cache or rounded weights."""

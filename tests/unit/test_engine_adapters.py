@@ -112,10 +112,7 @@ def test_a_mixed_batch_answers_as_each_merged_model(scan):
 def test_an_adapter_that_the_engine_lacks_is_refused():
     engine = Engine(tiny_llama(), end_ids=[END], config=SIZES, adapters=ADAPTERS)
     message = r"request 0: adapter is 'painter', and the engine has cook, poet; name one of its own"
-    for request in (
-        Request(0, [9], adapter="painter"),
-        Scoring(0, [9], [[10]], adapter="painter"),
-    ):
+    for request in (Request(0, [9], adapter="painter"), Scoring(0, [9], [[10]], adapter="painter")):
         with pytest.raises(UserError, match=message):
             engine.tokenized(request)
 

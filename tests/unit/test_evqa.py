@@ -73,7 +73,7 @@ def test_prepare_official_files(raw, tmp_path):
     corpus = open_corpus(tmp_path / "out")
     first, second, several, hops = corpus.questions("test")
     assert [q.id for q in (first, second, several, hops)] == [
-        *("test_0_0", "test_0_1", "test_1_0", "test_2_0"),
+        *("test_0_0", "test_0_1", "test_1_0", "test_2_0")
     ]
     assert first.answers == ("190", "190 kg")
     assert corpus.question_picture(first) == png((7, 0, 0))

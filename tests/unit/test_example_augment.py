@@ -147,9 +147,7 @@ def test_examples_that_must_not_change_stay_as_they_are():
         assert fields(always(raw, np.random.default_rng(0))) == fields(raw)
     # Safe to recolor, but no picture is shown: its color words must stay true of the snippet.
     blind = dataclasses.replace(
-        TWO_FLAGS,
-        sources=TWO_FLAGS.sources[1:2],
-        record=record("Is it?", palette_safe=True),
+        TWO_FLAGS, sources=TWO_FLAGS.sources[1:2], record=record("Is it?", palette_safe=True)
     )
     assert fields(always(blind, np.random.default_rng(0))) == fields(blind)
     never = AtlasAugment()

@@ -12,16 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import (
-    QUESTIONS,
-    TEST,
-    done,
-    mmqa,
-    rows_of,
-    train_flags,
-    write_documents,
-    write_rows,
-)
+from cli_runs import QUESTIONS, TEST, done, mmqa, rows_of, train_flags, write_documents, write_rows
 from small_disk import small_disk
 from test_cli_compare import write_run
 from test_cli_prompt import RUN

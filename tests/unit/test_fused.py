@@ -224,10 +224,7 @@ def as_on_tpu(monkeypatch):
 
         return call
 
-    for module, name in (
-        (fused, "fused_attention"),
-        (fused, "fused_prefix_attention"),
-    ):
+    for module, name in ((fused, "fused_attention"), (fused, "fused_prefix_attention")):
         monkeypatch.setattr(module, name, interpreted(getattr(module, name)))
     for module in ASKING:
         monkeypatch.setattr(module, "platform", lambda: "tpu")

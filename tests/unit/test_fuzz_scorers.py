@@ -9,8 +9,7 @@ import pytest
 
 from tests.fuzz_scorers import __main__ as fuzz
 from tests.fuzz_scorers.case import Case, Known, always
-from tests.fuzz_scorers.cases import CASES
-from tests.fuzz_scorers.official import definitions, run_script
+from tests.fuzz_scorers.official import definitions
 
 OFFICIAL = """
 import a_package_that_is_not_there
@@ -65,109 +64,41 @@ CASE = Case(
 KEEPS_HYPHENS = dataclasses.replace(CASE, ours=lambda text: without_marks(text.replace("-", " ")))
 
 
-def test_equal_scores_pass(folder, capsys):
-    assert fuzz.run([CASE], folder, count=50, seed=0) == 0
-    out = capsys.readouterr().out
-    assert "| `lower` | someone/scorer, eval.py | 50 | 0 | 0 | 0 |" in out
-    # What tests/long.py shows.
-    assert out.splitlines()[-1].startswith("1 of 1 cases compared: 50 inputs")
+def error(text: str) -> float:
+    return text.index("dog")
 
 
-def test_a_difference_fails_with_the_smallest_input(folder, capsys):
-    assert fuzz.run([KEEPS_HYPHENS], folder, count=50, seed=0) == 1
-    out = capsys.readouterr().out
-    assert "lower: '-'\n    official ''\n    ours     ' '" in out
+STOPS = dataclasses.replace(CASE, draw=lambda draw: draw.choice(("stop", "go")))
+LENGTHS = dataclasses.replace(CASE, official=lambda file: len, ours=lambda text: len(text) + 1e-9)
+HYPHENS = Known("hyphens are spaces", lambda text: "-" in text)
 
 
-def test_a_known_difference_passes_with_its_reason(folder, capsys):
-    known = Known("hyphens are spaces", lambda text: "-" in text)
-    case = dataclasses.replace(KEEPS_HYPHENS, known=(known,))
-    assert fuzz.run([case], folder, count=50, seed=0) == 0
-    assert "known: hyphens are spaces" in capsys.readouterr().out
-
-
-def test_a_known_difference_does_not_hide_another(folder, capsys):
-    known = Known("hyphens are spaces", lambda text: "-" in text)
-    case = dataclasses.replace(CASE, ours=lambda text: text, known=(known,))
-    assert fuzz.run([case], folder, count=50, seed=0) == 1
-    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("lower: '")]
-    assert shown
-    assert not any("-" in line for line in shown)
-
-
-def test_an_error_of_the_official_code(folder, capsys):
-    """Ours is compared with what the case says of such inputs; a case that says nothing fails."""
-    stops = dataclasses.replace(CASE, draw=lambda draw: draw.choice(("stop", "go")))
-    assert fuzz.run([stops], folder, count=20, seed=0) == 1
-    assert "official ends with ValueError" in capsys.readouterr().out
-    told = dataclasses.replace(stops, at_error=always("stop"))
-    assert fuzz.run([told], folder, count=20, seed=0) == 0
-    other = dataclasses.replace(stops, at_error=always(""))
-    assert fuzz.run([other], folder, count=20, seed=0) == 1
-
-
-def test_an_error_of_ours_is_a_difference(folder, capsys):
-    case = dataclasses.replace(CASE, ours=lambda text: text.index("dog"))
-    assert fuzz.run([case], folder, count=20, seed=0) == 1
-    assert "ours     ends with ValueError" in capsys.readouterr().out
-
-
-def test_numbers_differ_by_more_than_the_tolerance(folder):
-    case = dataclasses.replace(CASE, official=lambda file: len, ours=lambda text: len(text) + 1e-9)
-    assert fuzz.run([case], folder, count=20, seed=0) == 1
-    assert fuzz.run([dataclasses.replace(case, tolerance=1e-6)], folder, count=20, seed=0) == 0
-
-
-def test_whole_files_count_for_their_rows(folder, capsys):
-    assert fuzz.run([dataclasses.replace(CASE, rows=20)], folder, count=50, seed=0) == 0
-    assert "eval.py | 2 | 0 | 0 | 0 |" in capsys.readouterr().out
-
-
-def test_a_repository_that_is_not_there_fails(folder, capsys):
-    absent = dataclasses.replace(CASE, name="other", repository="someone/else")
-    assert fuzz.run([CASE, absent], folder, count=20, seed=0) == 1
-    out = capsys.readouterr().out
-    assert "| `other` | someone/else, eval.py | not there |" in out
-    assert "clone someone/else" in out
-    assert out.splitlines()[-1].startswith("1 of 2 cases compared")
+@pytest.mark.parametrize(
+    ("case", "changes", "code", "printed"),
+    [
+        (CASE, {}, 0, "| `lower` | someone/scorer, eval.py | 20 | 0 | 0 | 0 |"),
+        (CASE, {}, 0, "1 of 1 cases compared: 20 inputs"),
+        (CASE, {"rows": 20}, 0, "eval.py | 1 | 0 | 0 | 0 |"),
+        (CASE, {"repository": "someone/else"}, 1, "someone/else, eval.py | not there |"),
+        (CASE, {"ours": error}, 1, "ours     ends with ValueError"),
+        (KEEPS_HYPHENS, {}, 1, "lower: '-'\n    official ''\n    ours     ' '"),
+        (KEEPS_HYPHENS, {"known": (HYPHENS,)}, 0, "known: hyphens are spaces"),
+        (CASE, {"ours": str, "known": (HYPHENS,)}, 1, "lower: '"),
+        (STOPS, {}, 1, "official ends with ValueError"),
+        (STOPS, {"at_error": always("stop")}, 0, ""),
+        (STOPS, {"at_error": always("")}, 1, ""),
+        (LENGTHS, {}, 1, ""),
+        (LENGTHS, {"tolerance": 1e-6}, 0, ""),
+    ],
+)
+def test_cases(case, changes, code, printed, folder, capsys):
+    changed = dataclasses.replace(case, **changes)
+    assert fuzz.run([changed], folder, count=20, seed=0) == code
+    assert printed in capsys.readouterr().out
 
 
 def test_definitions_run_without_the_rest_of_the_file(folder):
     file = folder / "someone/scorer/eval.py"
-    with pytest.raises(AssertionError):
-        definitions(file, "accuracy").accuracy([1, 0])
     assert definitions(file, "accuracy", asserts=False).accuracy([1, 0]) == 0.5
     assert definitions(file, "old", a_package_that_is_not_there=np)
     assert definitions(file, "normalized", MARKS={"d"}).normalized("dog!") == "og!"
-    with pytest.raises(ModuleNotFoundError):
-        definitions(file, "Trainer")
-    with pytest.raises(KeyError, match="nowhere"):
-        definitions(file, "nowhere")
-
-
-def test_a_script_imports_its_neighbours_anew(tmp_path):
-    (tmp_path / "counted_neighbour.py").write_text("count = []\n")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\nimport counted_neighbour\ncounted_neighbour.count.append(1)\n"
-        "print(len(counted_neighbour.count), sys.argv[1])\n"
-    )
-    assert [run_script(script, "--x") for _ in range(2)] == ["1 --x\n"] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [(["nothing"], "nothing: no such case"), (["vqa", "--official=absent"], "--official=absent")],
-)
-def test_what_the_command_line_refuses(arguments, named, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["fuzz", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        fuzz.main()
-    assert ended.value.code == 2
-    assert named in capsys.readouterr().err
-
-
-def test_each_case_has_a_name_of_its_own():
-    names = [case.name for case in CASES]
-    assert len(set(names)) == len(names)
-    assert all(case.repository.count("/") == 1 for case in CASES)
