@@ -1,7 +1,5 @@
 """An update in parts (`train.accumulate`) is that of the whole batch, for every task."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +130,6 @@ def words(*lengths: int, width: int, drops: bool = False) -> dict[str, np.ndarra
 
 
 def made_step(accumulate: int, **options) -> tuple[Step, Any]:
-    """The step and its first state."""
     section = {"name": "adam", "schedule": "constant", "warmup": 0.0, "clip_norm": 1.0}
     trainable = r"table|factor"
     chosen = OptimizerOptions(**{**section, "trainable": trainable, **options.pop("optimizer", {})})
@@ -147,7 +144,6 @@ def made_step(accumulate: int, **options) -> tuple[Step, Any]:
 
 
 def taken(batches, **options):
-    """The parameters and metrics after one update by the batches."""
     step, state = made_step(len(batches), **options)
     found = []
     for batch in batches:

@@ -1,7 +1,5 @@
 """What agents did: the tree of a question, summaries, and long texts kept once in the report."""
 
-from __future__ import annotations
-
 import pytest
 from mavl_team import FULL, QUESTIONS, FakeKnowledge, heuristics, library, team_llm
 from report_pages import card_data
@@ -51,7 +49,6 @@ def test_the_tree_of_a_question(predictions):
 
 
 def test_what_the_trace_keeps_of_the_steps(predictions):
-    """Planners' prompts by agent, and what the tools were asked and found."""
     trace = predictions[0].trace
     assert [*trace["planner_prompts"]] == ["junior", "senior", "manager"]
     assert trace["planner_prompts"]["senior"].startswith("You are senior planner.")
@@ -65,8 +62,6 @@ def test_what_the_trace_keeps_of_the_steps(predictions):
 
 
 def test_a_models_own_words_are_in_the_tree():
-    """Where they are more than the answer that was made of them."""
-
     def says(prompt: str) -> tuple[str, float]:
         return ("The soup.", -1.0) if "Candidates:" in prompt else ("tea", -1.0)
 

@@ -1,7 +1,5 @@
 """Batches that train the reader, over the small corpus."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 
@@ -105,14 +103,8 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        (
-            {"txt": 0.5},
-            r"batches\.shares\.txt: no question is of this category; use one of picture, text\.",
-        ),
-        (
-            {"text": 0.5, "Picture": 1.0},
-            r"batches\.shares\.Picture: no question is of this category",
-        ),
+        ({"txt": 0.5}, r"batches\.shares\.txt: no question .*; use one of picture, text\."),
+        ({"text": 0.5, "Picture": 1.0}, r"batches\.shares\.Picture: no question is of this"),
         ({"text": 0}, r"batches\.shares\.text=0: a share above 0 and at most 1 was expected"),
         ({"text": 1.5}, r"batches\.shares\.text=1\.5: a share above 0 and at most 1"),
         ({"picture": -0.1}, r"batches\.shares\.picture=-0\.1: a share above 0"),
@@ -132,7 +124,6 @@ def test_shares_that_cannot_be(reader, packer, shares, message):
 
 
 def test_a_category_without_answers_has_no_share(reader, packer):
-    """What is not trained on cannot be thinned out."""
     questions = [
         q if q.category == "text" else dataclasses.replace(q, answers=()) for q in in_categories()
     ]

@@ -4,8 +4,6 @@ So PICa (gpt3_api_okvqa.py) and Prophet (stage2/prompt.py) sum it: up to the tok
 latter to `<|endoftext|>` as well. Engine and servers give the same, whatever a server reports.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -79,7 +77,6 @@ FORMS = [legacy, content, in_bytes, escaped]
 
 
 def served(candidate, pieces, values, form, stops, text=None):
-    """What a server's answer is read as."""
     finish = "length" if candidate.finish == "length" else "stop"
     choice = {
         "text": candidate.text if text is None else text,
@@ -158,7 +155,6 @@ def test_the_authors_sum(pieces, last, form):
 
 
 def test_draws_are_ranked_by_their_texts():
-    """A likely text before an unlikely end comes first."""
     request = Request("q", (0,), 5, temperature=1.0, n=2, stop=("\n",))
     tokenized = TokenizedRequest(request, (0,), {}, Pieces(), frozenset(), (8,))
     for sequence, (first, end) in zip(
@@ -173,8 +169,6 @@ def test_draws_are_ranked_by_their_texts():
 
 @pytest.mark.parametrize("reported", [True, False])
 def test_pica_elects_the_same_whether_or_not_a_server_reports_the_stop(reported, tmp_path):
-    """Of two prompts the one with the more probable answer wins, not the more probable line."""
-
     def reply(body):
         own = [" sea", "\n"] if "ask 3 ?" in body["prompt"] else [" lake", "\n"]
         values = [-0.5, -2.0] if "ask 3 ?" in body["prompt"] else [-0.75, -0.01]

@@ -1,7 +1,5 @@
 """Answer normalization: golden values of VQA's official script, Prophet's and PICa's rules."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 The settings are those of runs/row.py, so that a new one fails here until it cites.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -147,7 +145,6 @@ def test_the_exceptions_are_settings_of_these_systems():
     [("pica", "pica"), ("pica", "pica_choice"), ("rmr", "rmr"), ("rmr", "rmr_choice")],
 )
 def test_passages_of_the_prompt_are_cited(system, name):
-    """The best of BM25's, with its score; a model that continues does not say which it used."""
     for question, prediction in zip(QUESTIONS, answers_of(system, name, "Pelot"), strict=True):
         assert prediction.sources == prediction.read == question.positives
         ((found,),) = prediction.trace["knowledge"]

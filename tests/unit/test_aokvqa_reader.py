@@ -1,7 +1,5 @@
 """A-OKVQA's JSON and Parquet in, schema out."""
 
-from __future__ import annotations
-
 import re
 
 import pyarrow

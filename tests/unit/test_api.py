@@ -3,8 +3,6 @@
 The README's own code, with MiniLM and SmolLM2, runs in test_readme_python.py.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys
@@ -25,7 +23,6 @@ NAMES = {"titles": ["Filter", None, ""], "ids": ["f", "p", "h"]}
 
 @pytest.fixture(autouse=True)
 def encoder(monkeypatch, fresh_cache):
-    """A cache folder of the test's own, and the encoder in place of MiniLM."""
     return install(monkeypatch, fresh_cache)
 
 
@@ -212,7 +209,6 @@ def test_a_reader_closes_the_model_that_it_has_opened(corpus, monkeypatch):
 
 
 def refusals(corpus):
-    """Wrong call -> the error, and what its sentence says."""
     retriever, reader = mmqa.open_retriever(corpus, "bm25"), mmqa.open_reader(corpus, Llm())
     other = mmqa.open_corpus(TEXTS)
     wrong, mistyped = mmqa.UserError, TypeError

@@ -1,7 +1,5 @@
 """launch/docs.sh: pdoc makes pages of the docstrings, and what stands in them is shown as meant."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex
@@ -42,7 +40,6 @@ class Text(HTMLParser):
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> Path:
-    """The pages of a few modules, by the command of launch/docs.sh."""
     from pdoc.__main__ import cli
 
     folder = tmp_path_factory.mktemp("api")

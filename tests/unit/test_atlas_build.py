@@ -51,7 +51,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """The smallest there is, several times built."""
     out = tmp_path_factory.mktemp("atlas") / "small"
     build_atlas(out, limit_countries=LEAST_COUNTRIES)
     return out

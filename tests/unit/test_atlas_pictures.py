@@ -35,7 +35,6 @@ def flags():
 
 @pytest.fixture(scope="module")
 def facts(flags):
-    """Those of a flag by its key; they are read when they are first asked for."""
     return functools.cache(lambda key: flag_facts(flags[key]))
 
 

@@ -1,7 +1,5 @@
 """Inputs of Atlas's reader: colors of pixels and regions, tags, token types, probes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

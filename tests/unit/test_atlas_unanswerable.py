@@ -1,7 +1,5 @@
 """Atlas with held-out entities and foreign questions: what is gone, and what is asked."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.data.atlas.unanswerable import foreign_questions, strangers, with_unanswerable

@@ -1,7 +1,5 @@
 """Citation precision and recall, and refusals, beside figures worked out by hand."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -72,7 +70,6 @@ def test_what_a_refusal_is(prediction, refused):
 
 
 def test_questions_without_an_answer_count_for_refusals_alone():
-    """Accuracy and citations are those of the others, to the digit."""
     mixed = score_predictions("atlas", [*KNOWN, *FOREIGN], ANSWERS, lemmatizer="none").summary()
     others = score_predictions("atlas", KNOWN, ANSWERS[:4], lemmatizer="none").summary()
     assert mixed["scores"] == {

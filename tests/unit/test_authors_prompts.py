@@ -4,8 +4,6 @@ PICa gpt3_api_okvqa.py, PromptCap gpt3_direct_answer.py, Prophet stage2 (prompt.
 ScienceQA models/base_prompt.py.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json
@@ -87,7 +85,6 @@ def aokvqa():
 
 
 def hard():
-    """Ties, quotes, no tag at all, captions with and without a period."""
     rows = [
         (QUOTED, ["cat", "mat"], ["b", "a", "b", "a"]),
         ("a cat", [], ["x", "x", "y", "y", "y", "x"]),
@@ -157,7 +154,6 @@ def test_promptcap(given):
 
 
 def test_a_tied_majority():
-    """PromptCap's last, Prophet's first."""
     questions = shared_benchmark(read_aokvqa, "aokvqa").questions
     tied = [q for q in questions if q.split == "val"]
     assert sum(last_of_the_most_frequent(q) != majority_answer(q) for q in tied) == 154

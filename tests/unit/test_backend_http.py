@@ -1,8 +1,7 @@
 """A server as a backend: what is sent, what comes of it, and servers that fail as they are told."""
 
-from __future__ import annotations
-
 import base64
+import contextlib
 import itertools
 import logging
 import math
@@ -25,45 +24,39 @@ QUICK = ServerConfig(timeout=0.5, retries=3, first_wait=0.01, longest_wait=1.5, 
 KEY = "sk-very-secret-0123456789"
 
 
+@contextlib.contextmanager
+def served(reply, config=QUICK):
+    """A server that replies so, and a backend that asks it."""
+    with Stub(reply).serving() as stub:
+        yield OpenAIBackend("tiny", config), stub
+
+
+def or_good(reply):
+    """Replies to the prompt `good` as a server should, to others as `reply` does."""
+    return lambda body: said("good") if body["prompt"] == "good" else reply(body)
+
+
 def test_a_server_answers_in_the_same_form():
     """What is sent, and what comes of it; pictures arrive byte for byte, the key in its header."""
 
-    def reply(body):
-        if "prompt" in body:
-            return answer(
-                {
-                    "choices": [
-                        {
-                            "text": " Paris",
-                            "finish_reason": "length",
-                            "logprobs": {"token_logprobs": [-0.5, -0.25]},
-                        },
-                        {
-                            "text": " Rome",
-                            "finish_reason": "stop",
-                            "logprobs": {"content": [{"logprob": -0.125}]},
-                        },
-                    ],
-                    "usage": {"prompt_tokens": 5, "completion_tokens": 3},
-                    "system_fingerprint": "fp_1",
-                }
-            )
-        return said("A red flag.")
-
+    choices = [
+        {
+            "text": " Paris",
+            "finish_reason": "length",
+            "logprobs": {"token_logprobs": [-0.5, -0.25]},
+        },
+        {"text": " Rome", "finish_reason": "stop", "logprobs": {"content": [{"logprob": -0.125}]}},
+    ]
+    usage = {"prompt_tokens": 5, "completion_tokens": 3}
+    completion = answer({"choices": choices, "usage": usage, "system_fingerprint": "fp_1"})
     decoding = Decoding(
-        max_new_tokens=2,
-        temperature=0.5,
-        top_k=3,
-        top_p=0.9,
-        stop=("\n",),
-        n=2,
-        seed=7,
+        max_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9, stop=("\n",), n=2, seed=7,
         logprobs=True,
-    )
+    )  # fmt: skip
     picture = flag()
     question = Message("user", (picture, "What is this?"))
-    with Stub(reply).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
+    reply = lambda body: completion if "prompt" in body else said("A red flag.")  # noqa: E731
+    with served(reply) as (backend, stub):
         (one,) = backend.answer([Completion("a", "The capital is", decoding)])
         (two,) = backend.answer([Chat("b", (Message("system", ("Be brief.",)), question))])
     assert stub.authorization == {f"Bearer {KEY}"}
@@ -114,10 +107,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_pass_are_waited_out(fault):
-    """Twice wrong, then right: one answer, two retries, and none of it in the answers."""
     count = itertools.count()
-    with Stub(lambda body: FAULTS[fault]() if next(count) < 2 else said("good")).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
+    reply = lambda body: FAULTS[fault]() if next(count) < 2 else said("good")  # noqa: E731
+    with served(reply) as (backend, stub):
         (result,) = backend.answer([Completion("a", "b")])
     assert result.text == "good"
     assert len(stub.asked) == 3
@@ -126,31 +118,24 @@ def test_faults_that_pass_are_waited_out(fault):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_that_stay_are_counted_and_named(fault):
-    """The run goes on up to the limit; above it, it ends."""
-    with Stub(
-        lambda body: said("good") if body["prompt"] == "good" else FAULTS[fault]()
-    ).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
+    with served(or_good(lambda body: FAULTS[fault]())) as (backend, stub):
         results = by_id(backend.answer(Completion(p, p) for p in ("bad", "good", "worse")))
         assert results.keys() == {"good"}
         assert {failure.id for failure in backend.failures} == {"bad", "worse"}
         assert all("after 4 tries" in failure.reason for failure in backend.failures)
         assert (backend.usage.requests, backend.usage.failures, backend.usage.retries) == (1, 2, 6)
         assert len(stub.asked) == 9
-        with pytest.raises(
-            RunError, match=r"3 requests failed in a row, more than server.max_failures = 2"
-        ):
+        message = "3 requests failed in a row, more than server.max_failures = 2"
+        with pytest.raises(RunError, match=message):
             list(backend.answer([Completion("last", "bad")]))
 
 
 def test_a_server_without_log_probabilities():
-    """Starting again does not help: the remedy is another server."""
     reply = answer({"choices": [{"text": "good", "logprobs": None}]})
-    with Stub(lambda body: reply).serving():
-        backend = OpenAIBackend("tiny", QUICK)
-        wanted = Decoding(logprobs=True)
-        with pytest.raises(RunError, match="lacks the requested log-probabilities") as failed:
-            list(backend.answer(Completion(p, p, wanted) for p in "abc"))
+    wanted = Decoding(logprobs=True)
+    lacks = pytest.raises(RunError, match="lacks the requested log-probabilities")
+    with served(lambda body: reply) as (backend, _), lacks as failed:
+        list(backend.answer(Completion(p, p, wanted) for p in "abc"))
     assert "use a server that gives log-probabilities of its answers" in str(failed.value)
     assert "works again" not in str(failed.value)
 
@@ -165,8 +150,8 @@ def test_waits_as_long_as_the_server_asks_and_longer_each_time():
         return said("good") if number == 4 else error(500, "oops")
 
     config = ServerConfig(retries=5, first_wait=0.1, longest_wait=1.5)
-    with Stub(reply).serving() as stub:
-        list(OpenAIBackend("tiny", config).answer([Completion("a", "b")]))
+    with served(reply, config) as (backend, stub):
+        list(backend.answer([Completion("a", "b")]))
     waits = np.diff(stub.at)
     assert 1.0 <= waits[0] < 2.0
     for attempt, wait in enumerate(waits[1:], start=1):  # 0.1 s * 2^attempt, half of it random
@@ -175,22 +160,17 @@ def test_waits_as_long_as_the_server_asks_and_longer_each_time():
 
 def test_a_day_of_waiting_is_cut_short():
     count = itertools.count()
-    late = {"Retry-After": "86400"}
+    busy = error(503, "busy", **{"Retry-After": "86400"})
     config = ServerConfig(retries=1, first_wait=0.01, longest_wait=0.2)
-    with Stub(
-        lambda body: said("good") if next(count) else error(503, "busy", **late)
-    ).serving() as stub:
-        (result,) = OpenAIBackend("tiny", config).answer([Completion("a", "b")])
+    with served(lambda body: said("good") if next(count) else busy, config) as (backend, stub):
+        (result,) = backend.answer([Completion("a", "b")])
     assert result.text == "good"
     assert np.diff(stub.at)[0] < 30
 
 
 def test_what_cannot_get_better_is_not_tried_again():
-    def reply(body):
-        return said("good") if body["prompt"] == "good" else error(400, "the context is too long")
-
-    with Stub(reply).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
+    too_long = error(400, "the context is too long")
+    with served(or_good(lambda body: too_long)) as (backend, stub):
         results = by_id(backend.answer([Completion("long", "long"), Completion("g", "good")]))
     assert results.keys() == {"g"}
     assert len(stub.asked) == 2
@@ -200,37 +180,30 @@ def test_what_cannot_get_better_is_not_tried_again():
     assert "the context is too long" in failure.reason
 
 
+QUOTA = answer({"error": {"message": "m", "code": "insufficient_quota"}}, 429)
+
+
 @pytest.mark.parametrize(
     ("reply", "kind", "message"),
     [
-        (
-            error(401, f"Incorrect API key provided: {KEY}"),
-            UserError,
-            "the server refuses OPENAI_A",
-        ),
-        (
-            error(404, "no such model"),
-            UserError,
-            "--model=tiny: the server of OPENAI_BASE_URL does",
-        ),
-        (
-            answer({"error": {"message": "m", "code": "insufficient_quota"}}, 429),
-            RunError,
-            "the server's quota is exhausted",
-        ),
+        (error(401, f"Incorrect API key provided: {KEY}"), UserError, "refuses OPENAI_A"),
+        (error(404, "no such model"), UserError, "--model=tiny: the server of OPENAI_BASE_URL"),
+        (QUOTA, RunError, "the server's quota is exhausted"),
     ],
 )
 def test_what_concerns_all_requests_ends_the_run(reply, kind, message):
-    with Stub(lambda body: reply).serving() as stub, pytest.raises(kind, match=message) as caught:
-        list(OpenAIBackend("tiny", QUICK).answer(Completion(n, "b") for n in range(50)))
+    with (
+        served(lambda body: reply) as (backend, stub),
+        pytest.raises(kind, match=message) as caught,
+    ):
+        list(backend.answer(Completion(n, "b") for n in range(50)))
     assert KEY not in str(caught.value)
     assert len(stub.asked) <= QUICK.concurrency
 
 
 def test_ids_and_the_model_are_named_as_the_user_knows_them():
-    """An id of several parts as text; a row's model by its config key."""
-    with Stub(lambda body: error(500, "oops")).serving():
-        backend = OpenAIBackend("tiny", ServerConfig(retries=0, max_failures=0))
+    config = ServerConfig(retries=0, max_failures=0)
+    with served(lambda body: error(500, "oops"), config) as (backend, _):
         with pytest.raises(RunError, match=r"the last, 4687845/0, because it says 500"):
             list(backend.answer([Completion(("4687845", 0), "a")]))
         with pytest.raises(UserError, match=r"request q/planner: beams is 2"):
@@ -251,15 +224,13 @@ LONGER = (
 @pytest.mark.parametrize(("message", "code"), LONGER)
 def test_a_refusal_for_its_length_has_a_name_of_its_own(message, code):
     refused = answer({"error": {"message": message, "code": code}}, 400)
-    with Stub(lambda body: refused if body["prompt"] == "long" else said("good")).serving():
-        backend = OpenAIBackend("tiny", QUICK)
+    with served(or_good(lambda body: refused)) as (backend, _):
         list(backend.answer([Completion("g", "good"), Completion("l", "long")]))
         (failure,) = backend.failures
         assert failure.reason.startswith("it exceeds the server's context (400: ")
-    with Stub(lambda body: refused).serving():
-        backend = OpenAIBackend("tiny", QUICK)
-        with pytest.raises(RunError, match=r"show fewer examples \(of a row: options\.shots\)"):
-            list(backend.answer(Completion(n, "long") for n in range(9)))
+    remedy = pytest.raises(RunError, match=r"show fewer examples \(of a row: options\.shots\)")
+    with served(lambda body: refused) as (backend, _), remedy:
+        list(backend.answer(Completion(n, "long") for n in range(9)))
 
 
 def test_a_missing_server_is_named_without_its_address(monkeypatch):
@@ -280,13 +251,11 @@ def test_neither_key_nor_address_gets_anywhere(tmp_path, caplog):
     caplog.set_level(logging.DEBUG)
 
     def reply(body):
-        where = f"{KEY} at {stub.url}"
-        return said("good") if body["prompt"] == "good" else error(400, f"refused for {where}")
+        return error(400, f"refused for {KEY} at {stub.url}")
 
-    with Stub(reply).serving() as stub:
-        backend = OpenAIBackend("tiny", QUICK)
-        served = Cached(backend, ResponseCache(tmp_path / "cache"))
-        list(served.answer([Completion("g", "good"), Completion("x", "x")]))
+    with served(or_good(reply)) as (backend, stub):
+        cached = Cached(backend, ResponseCache(tmp_path / "cache"))
+        list(cached.answer([Completion("g", "good"), Completion("x", "x")]))
     (failure,) = backend.failures
     assert "refused for *** at ***" in failure.reason
     kept = b"".join(file.read_bytes() for file in tmp_path.glob("cache/*"))
@@ -304,17 +273,13 @@ def test_as_many_at_once_as_allowed():
         gate.wait(timeout=20)  # five must come together, or none gets on
         return said(body["prompt"])
 
-    with Stub(reply).serving() as stub:
-        config = ServerConfig(concurrency=5, timeout=30)
-        results = by_id(
-            OpenAIBackend("tiny", config).answer(Completion(n, str(n)) for n in range(20))
-        )
+    with served(reply, ServerConfig(concurrency=5, timeout=30)) as (backend, stub):
+        results = by_id(backend.answer(Completion(n, str(n)) for n in range(20)))
     assert {n: result.text for n, result in results.items()} == {n: str(n) for n in range(20)}
     assert stub.most == 5
 
 
 def test_leaving_early_gives_up_what_is_under_way():
-    """As Ctrl-C does: the server would answer in a minute, nobody waits for it."""
     release = threading.Event()
 
     def reply(body):
@@ -322,10 +287,8 @@ def test_leaving_early_gives_up_what_is_under_way():
             release.wait(60)
         return said("good")
 
-    with Stub(reply).serving():
-        results = OpenAIBackend("tiny").answer(
-            Completion(n, "slow" if n else "quick") for n in range(4)
-        )
+    with served(reply, ServerConfig()) as (backend, _):
+        results = backend.answer(Completion(n, "slow" if n else "quick") for n in range(4))
         assert next(results).id == 0
         began = time.monotonic()
         results.close()
@@ -347,17 +310,16 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
             greedy = [
                 engine.loglikelihood(ids[:n], [[ids[n]]])[0].greedy for n in range(1, len(ids))
             ]
-        values = [None, *score.logprobs, -0.5]
-        better = [0.0 if good else 1.0 for good in greedy]
         top = [
-            None,
-            *({"t": v + m} for v, m in zip(score.logprobs, better, strict=True)),
-            {"t": -0.5},
+            {"t": value if good else value + 1.0}
+            for value, good in zip(score.logprobs, greedy, strict=True)
         ]
-        found = {"token_logprobs": values, "top_logprobs": top}
-        return answer(
-            {"choices": [{"text": body["prompt"] + "z", "logprobs": found}], "usage": usage}
-        )
+        logprobs = {
+            "token_logprobs": [None, *score.logprobs, -0.5],
+            "top_logprobs": [None, *top, {"t": -0.5}],
+        }
+        choice = {"text": body["prompt"] + "z", "logprobs": logprobs}
+        return answer({"choices": [choice], "usage": usage})
 
     lock = threading.Lock()
     requests = [
@@ -366,8 +328,7 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
     ]
     (greedy,) = backend.answer([Completion(0, "abc", Decoding(max_new_tokens=2))])
     requests.append(Choices("c", "abc", (greedy.text, "zz")))
-    with Stub(reply).serving():
-        remote = OpenAIBackend("tiny", ServerConfig(timeout=60))
+    with served(reply, ServerConfig(timeout=60)) as (remote, _):
         got = by_id(remote.answer(requests))
     want = by_id(backend.answer(requests))
     for request in requests:
@@ -379,10 +340,8 @@ def test_scores_of_a_server_equal_the_engines(engine, backend):
     assert remote.usage.requests == 3
 
 
-def echoed(token_logprobs, *, prompt, top_logprobs):
-    """An echo of so many tokens."""
-    found = {"token_logprobs": token_logprobs, "top_logprobs": top_logprobs}
-    choice = {"text": "x", "logprobs": found}
+def echoed(token_logprobs, *, prompt, **top):
+    choice = {"text": "x", "logprobs": {"token_logprobs": token_logprobs, **top}}
     return answer({"choices": [choice], "usage": {"prompt_tokens": prompt}})
 
 
@@ -391,69 +350,61 @@ def echoed(token_logprobs, *, prompt, top_logprobs):
     [
         (said("x"), "its answer has none"),
         (error(400, "Only no echo is supported"), "it says 400: .*Only no echo"),
-        (
-            answer(
-                {
-                    "choices": [
-                        {"text": "x", "logprobs": {"token_logprobs": [-1.0], "top_logprobs": [{}]}}
-                    ],
-                    "usage": {"prompt_tokens": 3},
-                }
-            ),
-            "1 tokens have some, the prompt has 3",
-        ),
+        (echoed([-1.0], prompt=3, top_logprobs=[{}]), "1 tokens have some, the prompt has 3"),
         (echoed([-1.0], prompt=3, top_logprobs=None), "its answer has no top_logprobs"),
         (echoed([-1.0], prompt=None, top_logprobs=[{}]), "do not say how many tokens a prompt has"),
-        (
-            echoed([None] * 4, prompt=4, top_logprobs=[{}] * 4),
-            "some of its tokens have none, or no logarithm of a probability",
-        ),
+        (echoed([None] * 4, prompt=4, top_logprobs=[{}] * 4), "some of its tokens have none, or"),
     ],
 )
 def test_a_server_that_cannot_score_says_so_in_one_sentence(reply, reason):
-    with Stub(lambda body: reply if "echo" in body else said("x")).serving():
-        backend = OpenAIBackend("tiny", QUICK)
-        with pytest.raises(UserError, match=rf"gives no log-probabilities .*{reason}.*; use one"):
-            list(backend.answer([Choices("a", "b", ("c", "d"))]))
+    ends = pytest.raises(UserError, match=rf"gives no log-probabilities .*{reason}.*; use one")
+    with served(lambda body: reply if "echo" in body else said("x")) as (backend, _), ends:
+        list(backend.answer([Choices("a", "b", ("c", "d"))]))
 
 
 def test_a_continuation_without_a_token_is_a_failed_request():
-    """The server counts as many tokens with it as without."""
     reply = echoed([None, -1.0, -1.0], prompt=3, top_logprobs=[None, {}, {}])
-    with Stub(lambda body: reply if "echo" in body else said("x")).serving():
-        backend = OpenAIBackend("tiny", QUICK)
+    with served(lambda body: reply if "echo" in body else said("x")) as (backend, _):
         assert not list(backend.answer([Choices("a", "b", ("",))]))
     (failure,) = backend.failures
     assert "continuation '' adds no token to its prompt; expected some text" in failure.reason
 
 
-@pytest.mark.parametrize("key", ["timeout", "first_wait", "longest_wait"])
-@pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
-def test_times_that_are_none(key, value):
-    with pytest.raises(
-        UserError, match=rf"config key server\.{key}=.*: expected a positive number"
-    ):
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        *(
+            (key, value, "expected a positive number")
+            for key in ("timeout", "first_wait", "longest_wait")
+            for value in (0.0, -1.0, math.nan)
+        ),
+        ("retries", -1, "expected at least 0"),
+    ],
+)
+def test_wrong_settings(key, value, message):
+    with pytest.raises(UserError, match=rf"config key server\.{key}=.*: {message}"):
         ServerConfig(**{key: value})
 
 
-def test_what_the_api_cannot_say_is_refused():
-    with Stub(said).serving():
-        backend = OpenAIBackend("tiny", QUICK)
-    odd = Picture(b"BM bitmap", "old.bmp")
-    for request, message in [
+IN_MESSAGES = (Message("user", ("b",)),)
+ODD = Message("user", (Picture(b"BM bitmap", "old.bmp"),))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
         (Completion("a", "b", Decoding(beams=2)), "a server has no beam search"),
         (Completion("a", "b", images=(flag(),)), "a server only takes pictures in `messages`"),
-        (
-            Choices("a", (Message("user", ("b",)),), ("c",)),
-            "a server only scores continuations of a text",
-        ),
+        (Choices("a", IN_MESSAGES, ("c",)), "a server only scores continuations of a text"),
         (Choices("a", " \n", ("c",)), "its prompt is empty"),
-        (Chat("a", (Message("user", (odd,)),)), "old.bmp: not a PNG, JPEG, GIF or WebP"),
-    ]:
-        with pytest.raises(UserError, match=message):
-            backend.check(request)
-    with pytest.raises(UserError, match=r"config key server.retries=-1: expected at least 0"):
-        ServerConfig(retries=-1)
+        (Chat("a", (ODD,)), "old.bmp: not a PNG, JPEG, GIF or WebP"),
+    ],
+)
+def test_what_the_api_cannot_say_is_refused(request_, message):
+    with served(said) as (backend, _):
+        pass
+    with pytest.raises(UserError, match=message):
+        backend.check(request_)
 
 
 def test_the_fingerprint_is_of_server_and_model():

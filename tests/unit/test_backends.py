@@ -1,7 +1,5 @@
 """The engine as a backend: texts, conversations, pictures, and what the cache changes (nothing)."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import tempfile
@@ -93,7 +91,6 @@ def numbered(requests):
 )
 @given(requests=st.lists(asked, min_size=1, max_size=8), kept=st.integers(0, 8))
 def test_with_cache_and_without_the_same_answers(engine, requests, kept):
-    """Some answers kept by an earlier run, the rest asked in another company: the same bits."""
     requests = numbered(requests)
     plain = by_id(tiny_backend(engine).answer(requests))
     assert plain.keys() == {request.id for request in requests}
@@ -162,7 +159,6 @@ def test_processes_of_a_launch_that_are_asked_different_things(key, monkeypatch)
 
 
 def test_a_llava_sees_the_pictures_of_a_conversation():
-    """vicuna_v1, one placeholder a picture, the pictures as LLaVA-1.5 sees them."""
     backend = tiny_llava()
     engine = backend.engine
     red, blue = flag(), flag((20, 30, 240), (3, 9))

@@ -1,8 +1,6 @@
 """Answers, questions, libraries and servers that are not as they should be: each has an outcome
 that is counted, and the run goes on. The table is in mmqa_jax/prompting/FAULTS.md."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -116,7 +114,6 @@ def test_a_server_that_refuses_times_out_or_says_nothing(okvqa, tmp_path):
 
 
 def test_the_library_is_smaller_than_k_or_empty(okvqa, tmp_path):
-    """The train split has one question; the test split of another benchmark none."""
     library = {"parts.library.split": "train", "parts.library.folds": 1}
     run = row("okvqa:smollm2_random", okvqa, tmp_path / "run", **library, **{"options.shots": 4})
     with Stub(vqa_server).serving() as stub:
@@ -161,7 +158,6 @@ def scienceqa(folder):
 
 
 def test_answers_that_name_no_choice_are_counted(tmp_path):
-    """In a row and in `mmqa evaluate` alike; choices that repeat are counted too."""
     data = scienceqa(tmp_path / "raw")
 
     def server(body):
@@ -220,7 +216,6 @@ def test_failures_end_a_run_only_where_the_server_or_the_setting_is_at_fault(sta
 
 
 def test_refusals_after_cached_answers_end_nothing():
-    """The rerun of a row whose other answers are all there."""
     with Stub(server_of([400] * 9)).serving():
         backend = OpenAIBackend("tiny", QUICK)
         backend.usage.cached = 1

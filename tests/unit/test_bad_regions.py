@@ -1,7 +1,5 @@
 """Detectors' files whose values are no numbers."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np
@@ -18,7 +16,6 @@ from mmqa_jax.data.regions import FeatureRegions, VinVLFeatures, X101Features
 @pytest.mark.parametrize("key", ["fc1_features", "cls_features", "pred_boxes", "scores"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_values_that_are_no_numbers_count_as_missing(tmp_path, kind, key, value):
-    """Named with file and reason, counted once, limited; other pictures are read."""
     classes = {"x101": 1601, "vinvl": 1595}[kind]
     whole, broken = detections(classes=classes), detections(classes=classes)
     broken[key][1] = value

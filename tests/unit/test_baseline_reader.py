@@ -4,8 +4,6 @@ Against the restatement in baseline_packing.py, through the real reader, reranke
 the model and the detector's features are replaced.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,8 +63,6 @@ class Regions:
 
 
 def small(monkeypatch):
-    """Lets VLP read short region vectors instead of a detector's files."""
-
     def packer(task, tokenizer, inference=False):
         packing = task.packing_config(inference=inference)
         return Packer(tokenizer, dataclasses.replace(packing, region_dim=1, position_dim=1))
@@ -294,7 +290,6 @@ def test_training_shows_what_the_baseline_shows(monkeypatch, mode, changes):
 
 
 def test_wordings_and_routing_are_options(monkeypatch):
-    """Off, every epoch draws one of all wordings, and both modalities are read."""
     changes = {"batches.wording": "random", "data.route_by_category": False}
     wordings, contexts = set(), set()
     for asked, packed, _ in examples_of(monkeypatch, read("vlp_qa", **changes), TRAINED, 12):
@@ -312,7 +307,6 @@ LONG_QUESTION = " ".join(str(n % 10) for n in range(90))
 
 
 def kept_text(packed, segment, drop=1):
-    """Tokens of a segment without [CLS] and [SEP]."""
     seen = packed["context_mask"] & (packed["token_type_ids"] == segment)
     return packed["input_ids"][seen].tolist()[drop : -drop or None]
 
@@ -459,7 +453,6 @@ def test_only_webqas_configs_read_as_the_authors_did():
 
 
 def test_selection_is_not_routed():
-    """Every candidate of a question is scored, whatever the category."""
     config = read("vlp_select")
     config.data.route_by_category = True
     with pytest.raises(UserError, match=r"data\.route_by_category: unknown"):

@@ -1,7 +1,5 @@
 """Beam bookkeeping on a toy model whose next token depends on the sequence so far."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`tests.bench`: how it times and measures memory, what its rows say, what it needs to run."""
 
-from __future__ import annotations
-
 import ast
 import builtins
 import contextlib
@@ -179,7 +177,6 @@ def test_models_rows_compare_the_same_work(models_bench, monkeypatch):
 
 
 def test_the_models_bench_needs_few_packages():
-    """What it and the modules that it loads import, before it runs."""
     needed, waiting, known = set(), ["tests.bench.models"], {}
     while waiting:
         name = waiting.pop()
@@ -314,7 +311,6 @@ def test_the_verb_names_the_new_command(refused):
 
 
 def test_parsers_are_measured_beside_ours():
-    """Both sides read all of a plain text: every letter, and the words that most have read."""
     from tests.bench.parsers import license_of, run
 
     rows = run(Options(rounds=1, only=("text",)))["rows"]
@@ -327,7 +323,6 @@ def test_parsers_are_measured_beside_ours():
 
 @pytest.mark.parametrize("form", ["csv", "docx", "odt", "pptx", "xlsx"])
 def test_samples_of_the_parsers_trial_are_read_by_ours(form):
-    """Those that the trial makes itself; the others come from packages of Debian's."""
     module = importlib.import_module(f"tests.bench.parsers.{form}")
     for name, data in module.SAMPLES().items():
         document = READERS[ending_of(name)].read(data)

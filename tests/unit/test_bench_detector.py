@@ -1,7 +1,5 @@
 """`tests.bench detector`: both sides compute the same, and rows say how fast."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -27,7 +25,6 @@ def tiny_kinds(monkeypatch):
     of_batches = []
 
     def of_batch(build, mesh):
-        """Both rows with batches have the same detector."""
         if not of_batches:
             of_batches.append(drawn(build, stddev=0.05))
         return of_batches[0]

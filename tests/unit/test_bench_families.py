@@ -1,7 +1,5 @@
 """`python -m tests.bench families`: which presets, whose deviations, and a plan without compiling."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 from tiny_llm import MODEL

@@ -1,7 +1,5 @@
 """`tests.bench folders`: its questions, what counts as an answer, and its rows."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections import Counter
 

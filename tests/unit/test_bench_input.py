@@ -1,7 +1,5 @@
 """`python -m tests.bench input`: both sides decode the same pictures, and waiting is what a run waits."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -72,8 +70,6 @@ def interrupt(*_):
 
 
 class Clock:
-    """Time that passes when a test says so."""
-
     def __init__(self):
         self.now = 0.0
 

@@ -1,7 +1,5 @@
 """`python -m tests.bench llm`: both sides answer alike, and the rows say what they should."""
 
-from __future__ import annotations
-
 import json
 import math
 

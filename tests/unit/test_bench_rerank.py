@@ -1,7 +1,5 @@
 """`python -m tests.bench rerank`: its rows follow from what was measured, its arithmetic from the models."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -48,7 +48,6 @@ def test_pictures_are_read_back(tmp_path):
 
 
 def test_rows(tmp_path, short_readings, monkeypatch):
-    """Every step once, in this process."""
     for name, size in {"_INDEXED": 300, "_EMBEDDED": 3, "_ASKED": 2}.items():
         monkeypatch.setattr(bench, name, size)
     sizes = {**SIZES, "rounds": 1}

@@ -1,7 +1,5 @@
 """The bench of stores: every library returns what it was given, and ours notices every flipped bit."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.bench import Options, store

@@ -1,7 +1,5 @@
 """`python -m tests.bench train`: what its rows say, from tiny runs and from shards that only pretend."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -32,7 +30,6 @@ def _quickly(cli_cache):
 
 
 def row_of(name, **changes):
-    """The one row of a run."""
     load = dataclasses.replace(LOAD, **changes)
     result = train.run_load(load, Options(rounds=1, only=(name,)), "here")
     (row,) = result["rows"]

@@ -124,7 +124,6 @@ def test_other_options_and_shards_that_fill_by_postings_or_words(texts, tmp_path
 
 
 def test_ties_over_groups_of_shards_stay_in_the_order_of_rows(tmp_path):
-    """Equal scores on both sides of every edge, and a better source in the last shard."""
     texts = ["w1 w2", "w1 w3", "w2 w9", "w1 w2"] * 600 + ["w1 w2 w2"]
     build(tmp_path, texts, limits=ShardLimits(rows=200, tiered=8, block=100))
     index, wanted = DiskBM25(tmp_path), BM25(texts)
@@ -159,7 +158,6 @@ def test_the_next_tier_bounds_what_is_not_read(folder):
 
 
 def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
-    """Without bounds the results are the same and much more is read."""
     read = []
     original = ShardGroup.postings
 

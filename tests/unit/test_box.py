@@ -1,7 +1,5 @@
 """What runs in a process of its own: budgets, crashes, forks, and what is left of it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -105,7 +103,6 @@ def boxed(code):
 
 
 def runs(process):
-    """Whether a process is there and no zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:

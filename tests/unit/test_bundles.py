@@ -1,7 +1,5 @@
 """tests/hlo/bundles.py: how often the bundles of a TPU's kernels run, from what libtpu writes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -90,7 +88,6 @@ SLOTS = """\
 
 @pytest.mark.parametrize("slots", [1, 64, 1000])
 def test_blocks_of_slots_are_counted_by_their_bytes_alone(tmp_path, slots):
-    """Also the first block of each, which the interpreter runs."""
     written(tmp_path, SLOTS.format(slots=slots))
     kernel = take(tmp_path)["kernel.1"]
     assert kernel == Bundles(2 + 9 * slots, 8, 128)

@@ -1,7 +1,5 @@
 """`mmqa rerank` with a model whose sources are read once: as the plain reranker scores them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Kept embeddings: found by content, kept block by block."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -15,8 +13,6 @@ def vector(text: str) -> np.ndarray:
 
 
 class Embedding:
-    """Embeds TEXTS; stops after some calls."""
-
     def __init__(self, calls: int = 1_000):
         self.left, self.rows = calls, []
 

@@ -79,7 +79,6 @@ def test_malformed_examples(tmp_path, text):
 
 
 def test_scores_of_candidates_in_any_place():
-    """Each k counts the first k, to the last of RECALL_AT."""
     wrong = [("no", 0.1)]
     questions = [Question(f"q{n}", "val", "?", answers=("yes",) * 10) for n in range(4)]
     places = dict(zip((q.id for q in questions), (0, 3, 9, 10), strict=True))

@@ -1,7 +1,5 @@
 """Captions of a side file in prompts, and counts of what questions and examples lack."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -24,7 +22,6 @@ SHOWN = {"shots": 2, "similarity": "random"}
 
 
 def bare(examples) -> ExampleLibrary:
-    """Examples without captions."""
     return ExampleLibrary([dataclasses.replace(example, extra={}) for example in examples])
 
 
@@ -115,7 +112,6 @@ def test_examples_without_caption_are_counted():
 
 
 def test_examples_without_candidates_are_counted():
-    """Only in prompts that show the question's."""
     llm, of = FakeLLM(lambda prompt: ("soup", -1.0)), heuristics()
     for name in ("e0", "e1", "q2"):
         del of.candidates[name]
@@ -140,7 +136,6 @@ def test_counts_of_nothing_make_no_table():
 
 
 def test_every_count_has_words():
-    """trace_counts of a system with candidates, captions and knowledge."""
     trace = {
         "prompts": [],
         "knowledge": [[]],

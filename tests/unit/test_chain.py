@@ -1,7 +1,5 @@
 """Where a chain loses its answers: stages by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.data.schema import Prediction, Question, Ranking

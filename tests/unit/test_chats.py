@@ -1,7 +1,5 @@
 """Chat files: what is read of them, and the tokens and learned places of a model's template."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -228,7 +226,6 @@ def test_wrong_chat_files_are_refused(tmp_path, row, message):
 
 
 def test_a_prepared_chat_file_keeps_conversations_and_pictures(tmp_path):
-    """Pictures by path and by URL, one of them twice; keys that are not read are counted."""
     url = {"type": "image_url", "image_url": {"url": URL}}
     words = {"type": "text", "text": "Compare"}
     messages = [user([SHOWN, words, url, SHOWN]), answer([words], mood="glad")]
@@ -260,7 +257,6 @@ def test_packed_rows_learn_the_answers_alone():
 
 
 def test_a_row_shows_several_pictures():
-    """Each has features of its own, and targets are where the answers are behind them."""
     tokenizer = TextTokenizer(pictured_letters(), ChatTemplate(PICTURED), (END,))
     config = qwen_vl_config()
     vision = dataclasses.replace(config.vision, min_pixels=16, max_pixels=1600)

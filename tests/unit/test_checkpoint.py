@@ -1,7 +1,5 @@
 """Checkpoints that do not fit the run, or are damaged where no checksum tells: refused by place."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -21,8 +19,6 @@ DELETE = "delete that folder to continue without it"
 
 
 class Batches:
-    """An iterator whose position is a number."""
-
     def __init__(self):
         self.position = 0
 
@@ -34,7 +30,6 @@ class Batches:
 
 
 def arrays(kernel=(4, 3), **more):
-    """Parameters and optimizer state."""
     params = {"kernel": np.ones(kernel, "f4"), **more}
     return jax.tree.map(jax.numpy.asarray, {"params": params, "train": {"step": np.int32(7)}})
 
@@ -75,10 +70,7 @@ def largest(folder):
     [
         ({"kernel": (4, 5)}, "kernel is [4, 3], this model has [4, 5]"),
         ({"bias": np.ones(3, "f4")}, "bias is missing"),
-        (
-            {name: np.ones(3, "f4") for name in "abcde"},
-            "a is missing; b is missing; c is missing and 2 more",
-        ),
+        ({name: np.ones(3, "f4") for name in "abcde"}, "a is missing; b is .*; c is .* and 2 more"),
     ],
 )
 def test_another_model(folder, wanted, problem):
@@ -135,7 +127,6 @@ def local(folder, tmp_path):
 
 
 def resumed(folder, local, step, fingerprint="same"):
-    """What a run whose model has the arrays of that step resumes from."""
     batches, wanted = Batches(), arrays(kernel=(4, step), bias=np.zeros(3, "bfloat16"))
     with Checkpoints(folder, fingerprint=fingerprint, local=local) as checkpoints:
         return checkpoints.restore_latest(**wanted, iterator=batches), batches.position
@@ -166,7 +157,6 @@ def flip(file):
 
 
 def drop_a_block(copy):
-    """Of an array, as if another host had it."""
     index = json.loads((copy / "index.json").read_text())
     index["arrays"]["params/kernel"][2].pop()
     (copy / "index.json").write_text(json.dumps(index))

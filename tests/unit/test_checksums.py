@@ -1,7 +1,5 @@
 """SHA256SUMS of a folder: every damage of a file and of SHA256SUMS itself is named."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

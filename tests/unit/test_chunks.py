@@ -1,7 +1,5 @@
 """Prompts in chunks: pictures that are seen whole are not cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Files whose headers promise more than the file holds: refused by name, fast, in little memory."""
 
-from __future__ import annotations
-
 import _codecs
 import io
 import json
@@ -193,8 +191,6 @@ def test_orbax(tmp_path, refused, chunk):
 
 
 class Call:
-    """Pickled as the call of a function."""
-
     def __init__(self, function, *arguments):
         self.call = function, arguments
 
@@ -232,13 +228,11 @@ class Built(Call):
 
 
 def objects(shape, values):
-    """An array of a shape and a list of values that need not be as many."""
     state = 1, shape, np.dtype("O"), False, values
     return Built(*np.zeros(0).__reduce__()[:2], state)
 
 
 def instructions(value):
-    """A pickle without its begin and end."""
     return pickle.dumps(value, 4)[2:-1]
 
 

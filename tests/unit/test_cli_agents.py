@@ -1,7 +1,5 @@
 """`mmqa run` of Prophet's and MAVL's rows, with a tiny language model on OK-VQA's official files."""
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
 from tiny_llm import LETTERS, llama_config, write_folder
@@ -61,7 +59,6 @@ def finished(inputs, tmp_path_factory):
 
 
 def test_mavl(finished):
-    """Everything that did not work out is counted, and shown in the report."""
     workdir, result = finished
     manager = result["agents"]["manager"]
     assert manager["planned"] == {"1": 3, "2": 3, "3": 3}
@@ -85,7 +82,6 @@ def test_mavl(finished):
 
 
 def test_what_the_prompts_lacked_is_on_the_terminal(inputs, tmp_path):
-    """The table has only counts above 0."""
     changes = {"options.max_new_tokens": 4, "options.plans": "none", "options.shots": 2}
     ended = mmqa(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
     assert ended.code == 0
@@ -123,7 +119,6 @@ def test_a_wrong_row_is_refused_before_a_model_is_loaded(
 
 
 def test_a_rerun_costs_the_same_and_asks_nothing(inputs, finished, tmp_path):
-    """From the response cache that rows share."""
     _, result = finished
     changes = {"options.max_new_tokens": 4, "options.plans": "all"}
     again = done(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
@@ -145,7 +140,6 @@ def test_another_vote_on_a_finished_run(inputs, finished, tmp_path, row):
 
 
 def test_one_plan_for_all_questions(inputs, tmp_path):
-    """On the answers of the row that has executed every plan."""
     done(*flags(inputs, "smollm2_mavl_oracle", tmp_path / "every", **{"options.max_new_tokens": 4}))
     changes = {"parts.finished.run": tmp_path / "every"}
     result = done(*flags(inputs, "smollm2_mavl_one_plan", tmp_path / "run", **changes))
@@ -172,7 +166,6 @@ def test_a_trace_of_another_shape(tmp_path, line):
 
 
 def test_a_planner_of_its_own(inputs, tmp_path):
-    """Its plans are counted with the row's other calls; its model reads more than the agents'."""
     write_folder(tmp_path / "planner", llama_config(len(LETTERS) + 2, positions=640))
     changes = {
         "parts.planner.model": tmp_path / "planner", "parts.planner.cache": tmp_path / "plans",

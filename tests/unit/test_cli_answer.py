@@ -1,7 +1,5 @@
 """`mmqa rerank` and `mmqa answer`: sources selected, questions answered from them."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -73,7 +71,6 @@ def test_rerank_with_a_retriever_is_the_demos_selection(data, models, index, tmp
 
 
 def test_questions_without_sources_are_ranked_answered_and_scored(data, models, tmp_path):
-    """test4 lists no sources: nothing to rerank, an answer from the question alone."""
     restricted, answers = tmp_path / "restricted.jsonl", tmp_path / "predictions.jsonl"
     done("rerank", f"--data={data}", f"--model={models / 'rerank'}", f"--out={restricted}")
     rows = {row["question_id"]: row for row in rows_of(restricted)}
@@ -94,7 +91,6 @@ def test_questions_without_sources_are_ranked_answered_and_scored(data, models, 
 
 
 def test_rankings_without_any_source_are_reranked_answered_and_scored(data, models, tmp_path):
-    """As BM25 gives them where no question shares a word with the corpus."""
     none = write_rows(
         tmp_path / "none.jsonl",
         [{"question_id": row["id"], "sources": [], "scores": []} for row in TEST],
@@ -193,9 +189,9 @@ def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp
     flags = ("evaluate", "corpus", f"--references={bare_data}")
     refused(
         *flags, f"--predictions={restricted}",
-        message=r"none of the 8 questions has gold sources; retrieval cannot be scored",
+        message=r"none of the 8 questions has gold",
     )  # fmt: skip
     refused(
         *flags, f"--predictions={answers}",
-        message=r"none of the 8 questions has keyword answers .*; score a split that has them",
+        message=r"none of the 8 questions has keyword",
     )  # fmt: skip

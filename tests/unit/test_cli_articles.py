@@ -1,7 +1,5 @@
 """Questions of one corpus asked of another's articles: EchoSight's rows, search and evaluate."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -23,7 +21,6 @@ def url(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Articles of three sections each, and a question on each article."""
     folder = tmp_path_factory.mktemp("articles")
     entries = {
         url(name): {

@@ -1,7 +1,5 @@
 """Prophet, MAVL and RMR on a corpus of sources: MCAN over its pictures, and rows of Atlas."""
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import LANDS, ROOT, done, mmqa, quietly, rows_of, sentence, traced_loss
 from fake_llm import FakeLLM
@@ -40,7 +38,6 @@ def train(data, workdir, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def found(cli_cache, data, tmp_path_factory):
-    """The candidates of an MCAN over the corpus, as it is before its first step."""
     folder = tmp_path_factory.mktemp("atlas")
     with quietly(cli_cache):
         done(*train(data, folder / "mcan"), "--only_start")

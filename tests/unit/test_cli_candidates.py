@@ -1,7 +1,5 @@
 """`mmqa train` of a VQA model and `mmqa candidates`, without pictures and on authors' grids."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -101,7 +99,6 @@ def test_each_half_is_served_by_the_others_model(trained, tmp_path):
 
 
 def test_a_model_learns_its_questions(trained):
-    """The best answer to a training question is its own, the confidences fall."""
     model = load_vqa_model(trained / "run0")
     corpus = open_corpus(trained / "data")
     own = [q for q in corpus.questions("test") if fold_of(q.id, 2) == 0]

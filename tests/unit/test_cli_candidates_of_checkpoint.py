@@ -1,7 +1,5 @@
 """`mmqa candidates` of a checkpoint that Prophet's authors trained, converted."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """`mmqa caption`: VinVL's detections in, captions and tags out, and resumption."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

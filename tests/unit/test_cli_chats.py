@@ -1,7 +1,5 @@
 """`mmqa prepare chat`, and `mmqa train` on conversations."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`mmqa convert --check`: every kind of model that transformers has, and a fault that is found."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -102,7 +100,6 @@ def test_the_input_and_the_bound():
 
 
 def test_sides_that_are_not_of_one_model():
-    """Wrong sizes or modules of a kind that is added."""
     state, vector = np.zeros((2, 3)), np.zeros(3)
     ours, theirs = Outputs({"": [state]}, {"vector": vector}), Outputs({"": [state]}, {})
     with pytest.raises(ValueError, match=r"ours gives .*'vector': \(3,\)}, transformers {'embed"):

@@ -1,7 +1,5 @@
 """`mmqa run` of multiple choice: MMBench, SEED-Bench and a corpus, with a tiny language model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -65,7 +63,6 @@ FIGURE = {"id": "f0", "split": "test", "kind": "figure_retrieval", "question": "
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Prepared folders by name, and a language model."""
     folder = tmp_path_factory.mktemp("choices")
     raw = {
         name: folder / "raw" / name
@@ -92,7 +89,6 @@ def inputs(tmp_path_factory):
 
 
 def run(inputs, name: str, row: str, workdir, *more: str, **values):
-    """The row with the tiny model, examples at random."""
     values = {
         "data.dir": inputs / name, "parts.llm.model": inputs / "llm",
         "parts.library.text_model": "", "parts.library.image_model": "",

@@ -1,7 +1,5 @@
 """`mmqa compare`: runs side by side, question by question, with tests of their differences."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -115,7 +113,6 @@ def test_three_runs(runs):
 
 
 def test_against_the_first_run_alone(runs):
-    """Two planned comparisons instead of three pairs: p-values are corrected over two."""
     every = done("compare", *runs)["pairs"]
     found = done("compare", *runs, "--against_first")
     a, b, c = map(str, runs)
@@ -128,7 +125,6 @@ def test_against_the_first_run_alone(runs):
 
 
 def test_shared_questions(tmp_path, runs, refused):
-    """A run over the first 16 questions beside one over 40."""
     few = write_run(tmp_path / "few", {ACC: [1.0] * 4 + [0.0] * 12}, limit=16)
     refused("compare", runs[0], few, message="different values of limit")
     found = done("compare", runs[0], few, "--shared")
@@ -169,7 +165,6 @@ def test_scores_that_are_not_0_or_1_are_compared_by_the_bootstrap(runs):
 
 
 def test_pairs_are_by_question_not_by_line(runs):
-    """The same scores in another order of lines."""
     before = done("compare", *runs[:2])
     path = runs[1] / "per_question.jsonl"
     path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
@@ -188,7 +183,6 @@ def test_the_tables(runs):
 
 
 def test_only_questions_that_a_scorer_applies_to_are_compared(runs):
-    """As recall, which needs gold sources."""
     for run in runs[:2]:
         rows = [json.loads(line) for line in (run / "per_question.jsonl").read_text().splitlines()]
         for row in rows[:4]:

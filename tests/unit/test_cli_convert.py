@@ -1,7 +1,5 @@
 """`mmqa convert`: every architecture to Orbax and back, bit by bit; memory, meshes, interruptions."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -39,7 +37,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """Sources of all architectures, and their conversions, made when they are asked for."""
     folder = tmp_path_factory.mktemp("convert")
     sources, results = {}, {}
 
@@ -108,8 +105,6 @@ def test_there_and_back(model, made, exported):
 
 
 def fingerprint(arrays):
-    """Of names, types, shapes and bytes."""
-
     def digest(data):
         return hashlib.sha256(data).digest()
 
@@ -280,7 +275,6 @@ print("equal on", len(jax.devices()))
 
 
 def start(code, *arguments, **environment):
-    """A process: code, its arguments, further variables."""
     return server().start(["-c", code, *map(str, arguments)], os.environ | environment)
 
 

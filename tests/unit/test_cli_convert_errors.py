@@ -1,7 +1,5 @@
 """`mmqa convert` refuses what it cannot convert: one sentence, exit 2, nothing written."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -22,7 +20,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """Checkpoints of some architectures, and a converted one under `converted`."""
     folder = tmp_path_factory.mktemp("sources")
     found = {model: make_source(model, folder / model) for model in ("bert", "llama", "vlp")}
     done(*found["bert"].flags("bert"), f"--out={folder / 'converted'}")
@@ -31,7 +28,6 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def bert(sources, tmp_path):
-    """A copy of the BERT that a test may damage."""
     return sources["bert"]._replace(path=shutil.copytree(sources["bert"].path, tmp_path / "bert"))
 
 
@@ -172,7 +168,6 @@ def test_a_checkpoint_of_another_model(model, other, message, sources, refused, 
 
 
 def test_llama_layouts_are_known_by_their_content(refused, tmp_path):
-    """Whatever the files are called."""
     content = {
         "a.bin": (b"GGUF" + bytes(40), r"a\.bin: not a whole GGUF file"),
         "b.bin": (bytes(64), r"b\.bin: not a llama2\.c file"),

@@ -1,7 +1,5 @@
 """`mmqa demo`, `ask` and `report` before anything is computed; the rest is end_to_end's."""
 
-from __future__ import annotations
-
 import json
 import re
 
@@ -27,7 +25,6 @@ def test_ask_and_report_need_a_finished_demo(refused, tmp_path):
 
 
 def test_a_question_is_asked_in_the_full_scale_setting(data, models, index, monkeypatch, tmp_path):
-    """With the options that the demo chose."""
     folder = tmp_path / "demo"
     (folder / "retrieval").mkdir(parents=True)
     for name, target in (("data", data), ("index", index)):
@@ -117,9 +114,7 @@ def test_a_demo_on_the_workdir_of_another_config_starts_nothing(refused, tmp_pat
     (tmp_path / "run" / "config.json").write_text(json.dumps({"config": other}))
     flags = ("demo", f"--config={config}", f"--workdir={tmp_path / 'run'}")
     changed = r"rerank\.train\.steps \(3 there, \d+ now\), seed \(7 there, 0 now\)"
-    refused(
-        *flags, message=rf"run: holds a run of another config: {changed} differ; .*new --workdir"
-    )
+    refused(*flags, message=rf"run: holds a run of another config: {changed} differ; .*--workdir")
 
 
 def test_no_question(refused, tmp_path):

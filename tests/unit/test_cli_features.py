@@ -1,7 +1,5 @@
 """`mmqa features`: from pictures to records, exports and drawings; killed, shared and refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import pickle
@@ -70,7 +68,6 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(pictures, model, cli_cache, tmp_path_factory):
-    """What the verb wrote, and its result."""
     out = tmp_path_factory.mktemp("features") / "regions"
     words = out.parent / "words.txt"
     words.write_text("".join(f"word {n}\n" for n in range(6)))
@@ -149,8 +146,6 @@ class Killed(BaseException):
 
 
 def named(count=7, broken=(), fail_at=None):
-    """Pictures in memory."""
-
     def read(name):
         if name == fail_at:
             raise Killed
@@ -279,10 +274,7 @@ def open_kind():
         (("--model={model}", "--engine=ray"), r"--engine=ray: is not for this verb"),
         (("--model={model}", "--attributes=2"), r"--attributes=2\.0: a probability"),
         (("--model={model}", "--attributes=0.1"), r"--attributes: changes --export and"),
-        (
-            ("--model={model}", "--attributes=0.1", "--draw=1"),
-            r"--attributes: these records do not",
-        ),
+        (("--model={model}", "--attributes=0.1", "--draw=1"), r"--attributes: these records do"),
         (("--model={model}", "--export=tags"), r"--export=tags: picture 'a' does not end in"),
         (("--model={model}", "--export=vinvl,webqa"), r"--export=webqa: use one of vinvl, tags"),
         (("--model={model}", "--chunk=0"), r"--chunk=0: at least 1"),

@@ -1,7 +1,5 @@
 """`mmqa train` of a language model, and the verbs that use the run."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -53,7 +51,6 @@ def flags_of(inputs, workdir, mode: str = "", **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def inputs(cli_cache, tmp_path_factory):
-    """A tiny LLaMA, a tiny ScienceQA, and a LoRA run over both."""
     folder = tmp_path_factory.mktemp("finetune")
     with quietly(cli_cache):
         prepare_science(folder)
@@ -154,7 +151,6 @@ def test_adapters_of_another_kind_are_refused(inputs, tmp_path, refused, changes
 
 
 def test_another_base_than_the_adapters_is_refused(inputs, tmp_path, refused):
-    """Its file has changed since the training."""
     base, run = tmp_path / "llm", tmp_path / "run"
     shutil.copytree(inputs / "llm", base)
     done(*flags_of(inputs, run, init=base, **{"train.steps": 1, "train.evaluate_every": 0}))

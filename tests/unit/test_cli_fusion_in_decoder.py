@@ -1,7 +1,5 @@
 """Fusion-in-Decoder is trained, answers from sources, and from KAT's knowledge."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections import defaultdict
@@ -55,7 +53,6 @@ def prepare_corpus(folder) -> str:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A trained reader; its corpus lies beside it."""
     tmp_path = tmp_path_factory.mktemp("fusion")
     base = write_folder(tmp_path / "t5")
     values = {
@@ -148,7 +145,6 @@ def test_exact_match_is_squads():
 
 
 def test_what_was_read_is_read_no_more(tmp_path):
-    """A row that was interrupted repeats no question with the same passages."""
     asked = []
 
     class Reader:

@@ -1,7 +1,5 @@
 """The command line itself: help, what loads when, wrong commands, exit codes."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess
@@ -29,7 +27,6 @@ def test_every_verb_has_help_with_a_working_example():
 
 
 def _parses(example: str) -> None:
-    """The example's flags are those of the parser."""
     kept, _ = split_config_overrides(shlex.split(example)[1:])
     make_parser().parse_args(kept)
 

@@ -1,7 +1,5 @@
 """The trained modality classifier: `mmqa train`, `mmqa search` and the row that uses it."""
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import LANDS, ROOT, TEST, done, mmqa, question, quietly, rows_of, write_documents
 from row_runs import row_flags
@@ -41,7 +39,6 @@ def flags_of(data, workdir, **changes) -> list[str]:
 
 @pytest.fixture(scope="module")
 def trained(cli_cache, tmp_path_factory):
-    """Prepared questions of both kinds, and a classifier trained on them."""
     folder = tmp_path_factory.mktemp("modality")
     raw = write_documents(folder / "raw", both_kinds("train") + both_kinds("test"))
     done("prepare", "corpus", f"--raw={raw}", f"--out={folder / 'data'}")

@@ -1,7 +1,5 @@
 """`mmqa models`, and refusals that name a model which works."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Multimodal-CoT: its texts byte for byte, both stages trained, a row that runs them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil
@@ -155,16 +153,8 @@ def test_vectors_that_are_none_are_refused(tmp_path, damage, message):
 @pytest.mark.parametrize(
     ("kind", "config", "message"),
     [
-        (
-            T5,
-            "t5",
-            "run: holds no T5 of Multimodal-CoT; name a run of task multimodal_cot, or a fol",
-        ),
-        (
-            MultimodalT5,
-            "multimodal_t5",
-            "run: reads pictures of 5 values a vector, these have 6; n",
-        ),
+        (T5, "t5", "run: holds no T5 of Multimodal-CoT; name a run of task multimodal_cot"),
+        (MultimodalT5, "multimodal_t5", "run: reads pictures of 5 values a vector, these have 6"),
     ],
 )
 def test_a_model_of_other_vectors_is_refused(kind, config, message, tmp_path):

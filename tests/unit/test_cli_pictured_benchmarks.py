@@ -1,7 +1,5 @@
 """`mmqa run` of benchmarks with several pictures in a prompt, by a tiny model that sees."""
 
-from __future__ import annotations
-
 import pytest
 import test_mathvista
 import test_mmmu
@@ -22,7 +20,6 @@ def model(tmp_path_factory):
 
 
 def run(name: str, row: str, model, data, workdir, length=512, **values) -> tuple[dict, list[dict]]:
-    """The scores of a row with the tiny model, and its traces."""
     values = {"data.dir": data, "parts.llm.model": model, **values}
     values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
     values["parts.llm.engine.length"] = length

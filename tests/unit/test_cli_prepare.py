@@ -1,7 +1,5 @@
 """`mmqa prepare`: a user's documents and WebQA's files, whole, broken and missing."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re
@@ -48,9 +46,7 @@ def test_missing_and_unknown_raw_folders(refused, tmp_path):
     out = f"--out={tmp_path / 'out'}"
     refused("prepare", "webqa", out, message=r"--raw: name the folder with the files of webqa")
     refused("prepare", "corpus", out, "--raw=nowhere", message=r"--raw=nowhere: no such folder")
-    refused(
-        "prepare", "mmmu", out, f"--raw={__file__}", message=r"\.py: is a file; give the folder"
-    )
+    refused("prepare", "mmmu", out, f"--raw={__file__}", message=r"\.py: is a file; give")
     refused("prepare", "atlas", out, "--raw=x", message=r"--raw: Atlas is made from installed")
     refused(
         "prepare",

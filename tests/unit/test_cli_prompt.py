@@ -1,7 +1,5 @@
 """`mmqa prompt`: files of prompts in, answers out, and what a kill or a mistake leaves."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -264,10 +262,7 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
         (['{"prompt": "a", "stop": "b"}'], 'line 1: stop is "b", expected a list of strings'),
         (['{"prompt": "a", "n": true}'], "line 1: n is true, expected an integer"),
         (['{"prompt": "a", "temperature": -1}'], "line 1: request 1: temperature is -1"),
-        (
-            ['{"prompt": "a", "choices": []}'],
-            r"line 1: choices is \[\], expected a list of strings",
-        ),
+        (['{"prompt": "a", "choices": []}'], r"line 1: choices is \[\], expected a list"),
         (['{"prompt": "a", "choices": ["b"], "n": 2}'], "line 1: n has no effect with"),
         (['{"prompt": "a", "images": ["no.png"]}'], "line 1: image .*no.png: cannot be read"),
         (['{"prompt": "a", "images": ["/dev/zero"]}'], "line 1: image /dev/zero: is no file"),
@@ -281,57 +276,21 @@ def test_failed_requests_are_named_in_the_output(tmp_path):
             for role, content in (('"user"', "3"), ('"user"', "null"), ("3", '"a"'))
         ),
         (['{"prompt": "\\ud83d"}'], "line 1: holds '.ud83d', half of a character"),
-        (
-            ['{"prompt": "a", "meta": ' + "9" * 5000 + "}"],
-            "line 1: an integer of more than 4,300 dig",
-        ),
+        (['{"prompt": "a", "meta": ' + "9" * 5000 + "}"], "line 1: an integer of more than 4,300"),
         (['{"prompt": "a"}', "[" * 100_000], "line 2: lists or objects nested more than 100 deep"),
-        (
-            ['{"prompt": "a", "top_k": 1099511627776}'],
-            r"line 1: request 1: top_k is 1099511627776, exp",
-        ),
-        (
-            ['{"prompt": "a", "top_k": ' + "9" * 400 + "}"],
-            "line 1: request 1: top_k is a huge number,",
-        ),
+        (['{"prompt": "a", "top_k": 1099511627776}'], r"line 1: request 1: top_k is 1099511627776"),
+        (['{"prompt": "a", "top_k": ' + "9" * 400 + "}"], "line 1: request 1: top_k is a huge"),
         (['{"prompt": "a", "seed": 9223372036854775808}'], "line 1: request 1: seed is 92233"),
-        (
-            ['{"prompt": "a", "max_new_tokens": 2147483648}'],
-            "line 1: .*max_new_tokens is 2147483648",
-        ),
-        (
-            ['{"prompt": "a", "n": 1000000000000, "temperature": 1}'],
-            "line 1: .*n is 10+, expected 1 to",
-        ),
-        (
-            ['{"prompt": "a", "beams": 1000000000000}'],
-            r"line 1: .*beams is 10+, expected 0 \(no beam",
-        ),
-        (
-            ['{"prompt": "a", "temperature": NaN}'],
-            "line 1: request 1: temperature is nan, expected 0",
-        ),
-        (
-            ['{"prompt": "a", "temperature": 1e-320}'],
-            "line 1: request 1: temperature is 1e-320, exp",
-        ),
-        (
-            ['{"prompt": "a", "temperature": ' + "9" * 400 + "}"],
-            "line 1: .*temperature is a huge num",
-        ),
+        (['{"prompt": "a", "max_new_tokens": 2147483648}'], "line 1.*max_new_tokens is 2147483648"),
+        (['{"prompt": "a", "n": 1000000000000, "temperature": 1}'], "line 1: .*n is 10+, expected"),
+        (['{"prompt": "a", "beams": 1000000000000}'], r"line 1: .*beams is 10+, expected 0"),
+        (['{"prompt": "a", "temperature": NaN}'], "line 1: request 1: temperature is nan, exp"),
+        (['{"prompt": "a", "temperature": 1e-320}'], "line 1: request 1: temperature is 1e-320"),
+        (['{"prompt": "a", "temperature": ' + "9" * 400 + "}"], "line 1: .*temperature is a huge"),
         (['{"prompt": "a", "top_p": NaN}'], "line 1: request 1: top_p is nan, expected a share"),
-        (
-            ['{"prompt": "a", "length_penalty": Infinity}'],
-            "line 1: .*length_penalty is inf, expected",
-        ),
-        (
-            ['{"id": "x", "prompt": "a"}', "", '{"id": "x", "prompt": "b"}'],
-            "line 3: the id 'x' repeats that of line 1",
-        ),
-        (
-            ['{"id": 3, "prompt": "a"}', "", '{"prompt": "b"}'],
-            "line 3: the id '3' repeats that of line 1",
-        ),
+        (['{"prompt": "a", "length_penalty": Infinity}'], "line 1: .*length_penalty is inf"),
+        (['{"id": "x", "prompt": "a"}', "", '{"id": "x", "prompt": "b"}'], "line 3: .*'x' repeats"),
+        (['{"id": 3, "prompt": "a"}', "", '{"prompt": "b"}'], "line 3: the id '3' repeats that"),
         (["", ""], "has no prompts; write one per line"),
     ],
 )
@@ -381,7 +340,7 @@ def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_pa
     refused(*flags, "--model=missing", message="--model=missing: no such file .* names smollm2")
     refused(*flags, f"--model={tmp_path / 'notes.txt'}", message="notes.txt: not a checkpoint")
     refused(
-        *flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="neither tokenizer.json nor"
+        *flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="neither tokenizer.json"
     )
     refused(
         *flags, f"--model={folder}", "--config.model.dtype=float64",

@@ -1,7 +1,5 @@
 """`mmqa run` of prompted rows, with a tiny language model on OK-VQA's official files."""
 
-from __future__ import annotations
-
 import json
 
 import jax

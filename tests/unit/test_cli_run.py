@@ -1,7 +1,5 @@
 """`mmqa run`: what a row writes, and that it is what the stage verbs find."""
 
-from __future__ import annotations
-
 import html
 import math
 import re
@@ -37,7 +35,6 @@ def flags_of(data, models, index):
 
 @pytest.fixture(scope="module")
 def ran(flags_of, tmp_path_factory):
-    """Workdir of a finished run of a row, which is run once."""
     folders: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -156,7 +153,6 @@ def test_the_scores_are_those_of_evaluate(name, ran, data):
 
 
 def same_predictions(run: Path, verb: Path) -> None:
-    """Equal answers, beams and cited sources."""
     for one, other in zip(rows_of(run), rows_of(verb), strict=True):
         assert (one["question_id"], one["answer"]) == (other["question_id"], other["answer"])
         assert one["sources"] == other["sources"]
@@ -211,7 +207,6 @@ STAGES = {
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_row_as_its_stages(name, ran, data, models, index, tmp_path):
-    """search -> rerank -> answer with the row's options."""
     search, rerank, answer = STAGES[name]
     folder, corpus = ran(name), f"--data={data}"
     paths = [tmp_path / f"{verb}.jsonl" for verb in ("search", "rerank", "answer")]
@@ -402,7 +397,6 @@ def test_a_second_start_repeats_nothing(name, ran, flags_of, monkeypatch):
 
 
 def test_what_the_report_shows(ran, data):
-    """The scores, an example per question, with its answer and sources."""
     folder = ran("webqa:clip20_vlp")
     report = html.unescape((folder / "report.html").read_text())
     assert "webqa, test: clip20_vlp" in report
@@ -428,7 +422,6 @@ def test_the_config_of_a_row_is_recorded(ran, data, models):
 
 
 def test_the_tables_show_what_was_measured(ran):
-    """Of a row's own workdir; whether it passes is tested with its scores in test_cli_tables."""
     for name in ("webqa:vlp", "atlas:restricted"):
         paper, row = name.split(":")
         scores = read_json(ran(name) / "scores.json")["scores"]
@@ -449,7 +442,6 @@ def test_the_tables_show_what_was_measured(ran):
 
 
 def test_runs_compared(ran):
-    """Answers, and rankings of runs that answer nothing."""
     vlp, clip, clip2 = (ran(f"webqa:{row}") for row in ("vlp", "clip20_vlp", "clip2"))
     found = done("compare", vlp, clip)
     scores = [

@@ -1,7 +1,5 @@
 """`mmqa run` with wrong input: one sentence, exit 2, nothing written."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -33,7 +31,6 @@ def flags(data, models, index, tmp_path):
 
 @pytest.fixture
 def empty(tmp_path, monkeypatch):
-    """A working directory without data, weights or runs."""
     folder = tmp_path / "empty"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -84,11 +81,7 @@ WRONG = [
     ("webqa:vlp", "--split=dev", r"--split=dev: .*choose one of test, train, val"),
     ("webqa:vlp", "--workdir={tmp}/file", r"--workdir=.*file: cannot be written"),
     *(
-        (
-            "webqa:vlp",
-            f"--config.parts.{part}.model={{models}}/{task}",
-            rf"{task}: holds .*'{task}'",
-        )
+        ("webqa:vlp", f"--config.parts.{part}.model={{models}}/{task}", rf"{task}: .*'{task}'")
         for part, task in (("reader", "rerank"), ("reranker", "answer"))
     ),
     *(
@@ -103,11 +96,7 @@ WRONG = [
         ("atlas:fused", f"{FUSION}={weight}", rf"fusion_weight={weight}: a weight from 0 .* to 1")
         for weight in ("1.5", "-0.1")
     ),
-    (
-        "atlas:oracle",
-        "--split=val",
-        r"the gold sources of all 3 questions of this split are hidden",
-    ),
+    ("atlas:oracle", "--split=val", r"the gold sources of all 3 questions of this split are"),
     (
         "webqa:clip2",
         "--config.parts.retriever.modality=unknown --config.data.dir={bare_data}",
@@ -156,22 +145,13 @@ def test_a_config_file_that_is_no_config(text, message, refused, tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (
-            "options.treshold=0.3",
-            r"config key options\.treshold: unknown; did you mean 'threshold'",
-        ),
+        ("options.treshold=0.3", r"options\.treshold: unknown; did you mean 'threshold'"),
         ("options.top_k=20", r"config key options\.top_k: unknown; .* cap, select"),
         ("options.threshold=high", r"--config\.options\.threshold=high: .*a number"),
         ("options.select=bets", r"config key options\.select='bets': one of .*did you mean 'best'"),
         ("options.cap=wqa", r"config key options\.cap='wqa': .*did you mean 'webqa'"),
-        (
-            "parts.retriever.method=bm25",
-            r"config key parts\.retriever: unknown; .* reader, reranker",
-        ),
-        (
-            "setting=restrict",
-            r"config key setting=restrict: use one of question_only, .*restricted",
-        ),
+        ("parts.retriever.method=bm25", r"parts\.retriever: unknown; .* reader, reranker"),
+        ("setting=restrict", r"setting=restrict: use one of question_only, .*restricted"),
         ("setting=oracle", r"config key options\.cap: unknown; remove it\."),
         ("system=vlp", r"config key system=vlp: use one of webqa, pica, rmr, prophet, mavl"),
         ("dataset=webq", r"config key dataset='webq': .*did you mean 'webqa'"),
@@ -198,10 +178,7 @@ def test_wrong_values(override, message, flags, refused, tmp_path):
         ("config.parts.reader = {'model': 'x'}", r"config key parts\.reader: unknown"),
         ("config.parts.retriever.metod = 'bm25'", r"config key parts\.retriever\.metod: unknown"),
         ("config.parts.retriever.method = 'bm52'", r"method='bm52': .*did you mean 'bm25'"),
-        (
-            "config.parts.retriever.fusion_weight = 0.5",
-            r"config key parts\.retriever\.fusion_weight: works only with method=fused",
-        ),
+        ("config.parts.retriever.fusion_weight = 0.5", r"fusion_weight: works only with method"),
         ("del config.row", r"the file does not define a row of a table \(no key `row`\)"),
         ("del config.data.split", r"config key data\.split is missing"),
         ("config.note = 'x'", r"config key note: unknown"),
@@ -223,11 +200,7 @@ def test_a_dense_retriever_without_its_index(data, refused, tmp_path):
     flags = row_flags("atlas:bm25", tmp_path / "run", data, data, data)
     (tmp_path / "own.py").write_text(OWN_ROW.format("config.parts.retriever.method = 'dense'"))
     wrong = f"--config={tmp_path / 'own.py'}"
-    refused(
-        *flags,
-        wrong,
-        message=r"method=dense: needs parts\.retriever\.model and parts\.retriever\.index",
-    )
+    refused(*flags, wrong, message=r"method=dense: needs parts\.retriever\.model and")
 
 
 @pytest.mark.skipif(not scann_available(), reason="ScaNN is not installed")
@@ -258,7 +231,6 @@ def test_the_workdir_of_another_row(flags, data, models, index, refused, tmp_pat
 
 
 def test_the_workdir_of_something_else(flags, models, data, refused, tmp_path):
-    """A training run; a folder whose config.json is none."""
     shutil.copytree(models / "answer", tmp_path / "run")
     refused(*flags, message=r"run: holds a run of another config")
     (tmp_path / "run" / "config.json").write_text("[]")

@@ -1,7 +1,5 @@
 """`mmqa embed`, `index` and `search` over the tiny corpus."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -344,18 +342,10 @@ def test_runs_and_qrels_that_are_refused(data, refused, tmp_path):
     run.write_text("test0 Q0 s-Hav 1 0.5 x\ntest0 Q0 s-Nowhere 2 0.5 x\n")
     qrels.write_text("test0 0 s-Hav 0\n")
     evaluate = ("evaluate", "corpus", f"--predictions={run}")
-    refused(
-        "search",
-        f"--data={spaced}",
-        "--method=bm25",
-        out,
-        message="question 'test 0' is .* has a space",
-    )
+    refused("search", f"--data={spaced}", "--method=bm25", out, message="'test 0' .* has a space")
     hidden = ("--method=bm25", f"--out={tmp_path / 'x.jsonl'}", f"--qrels={tmp_path / 'x.qrels'}")
     refused("search", f"--data={spaced}", *hidden, message="none of the 1 questions has gold")
-    refused(
-        *evaluate, f"--references={data}", message=r"r\.trec, line 1: source 's-Nowhere' is not"
-    )
+    refused(*evaluate, f"--references={data}", message=r"r\.trec, line 1: source 's-Nowhere' is")
     refused(*evaluate, f"--references={qrels}", message=r"t\.qrels: judges no source relevant")
     qrels.write_text("other 0 s-Hav 1\n")
     refused(*evaluate, f"--references={qrels}", message="ranks none of the 1 questions")
@@ -423,9 +413,7 @@ def test_bm25_from_disk_finds_what_it_finds_in_memory(data, models, index, refus
             found.append(rows_of(path))
         assert found[0] == found[1]
     search = ("search", corpus, "--method=bm25", f"--out={tmp_path / 'no.jsonl'}")
-    refused(
-        *search, f"--index={tmp_path / 'gone'}", message="gone: no such folder; run `mmqa index`"
-    )
+    refused(*search, f"--index={tmp_path / 'gone'}", message="gone: .*; run `mmqa index`")
     raw = write_documents(tmp_path / "raw", QUESTIONS[:3])
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'other'}")
     other = ("search", f"--data={tmp_path / 'other'}", "--method=bm25", f"--index={out}")

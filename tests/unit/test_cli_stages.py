@@ -1,7 +1,5 @@
 """What goes wrong alike in the verbs that read a corpus, a model or another verb's file."""
 
-from __future__ import annotations
-
 import json
 import shutil
 
@@ -72,9 +70,7 @@ def test_a_corpus_that_was_not_prepared_to_its_end(verb, wrong, data, refused, t
     changed = (*wrong[verb], f"{flag}={folder}")
     refused(*changed, message=r"half: holds no corpus\.json.*; make it with `mmqa prepare")
     (folder / "corpus.json").write_text('{\n"format": oops}')
-    refused(
-        *changed, message=r"corpus\.json, line 2, column 11: not valid JSON .*; repair that line"
-    )
+    refused(*changed, message=r"corpus\.json, line 2, column 11: not valid JSON .*; repair that")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +142,6 @@ def test_a_corpus_manifest_of_another_shape(text, data, wrong, refused, tmp_path
 
 
 def test_a_corpus_without_questions(models, refused, tmp_path):
-    """Its sources can be embedded; there is nothing to ask of them."""
     raw = write_documents(tmp_path / "raw", [])
     data = tmp_path / "data"
     assert done("prepare", "corpus", f"--raw={raw}", f"--out={data}")["splits"] == {}

@@ -1,7 +1,5 @@
 """`mmqa train` with its workdir and its data in an object store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

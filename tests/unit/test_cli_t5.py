@@ -1,7 +1,5 @@
 """The verbs with a T5: prompts, conversion, training, and what it does not take."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np
@@ -86,27 +84,15 @@ def test_prompts_are_answered_as_by_transformers(folder, tmp_path):
             "has messages of system, user, but a T5 has no chat template",
         ),
         ({"prompt": " "}, [], "its prompt is empty"),
-        (
-            {"prompt": "stone", "choices": ["red", ""]},
-            [],
-            r"line 1: request 1: continuation '' has no token; give some text",
-        ),
-        (
-            {"prompt": "stone", "images": ["red.png"]},
-            [],
-            r"line 1: request 1: it has pictures, but a T5 reads text alone; use a LLaVA or",
-        ),
+        ({"prompt": "stone", "choices": ["red", ""]}, [], r"line 1: .*continuation '' has no"),
+        ({"prompt": "stone", "images": ["red.png"]}, [], r"line 1: .*a T5 reads text alone; use"),
         ({"prompt": "stone " * 40}, ["--config.engine.length=20"], "engine.length = 20"),
         (
             {"prompt": "stone", "max_new_tokens": 99},
             ["--config.engine.length=20"],
             "up to 99 tokens, expected at most engine.length = 20",
         ),
-        (
-            {"prompt": "stone"},
-            ["--config.engine.weights=int8"],
-            "engine.weights=int8: a T5 is served in batches without a shared cache",
-        ),
+        ({"prompt": "stone"}, ["--config.engine.weights=int8"], "engine.weights=int8: a T5 is"),
         ({"prompt": "stone", "beams": 2, "temperature": 1.0}, [], "beams"),
     ],
 )

@@ -1,7 +1,5 @@
 """`mmqa tables`: every published figure, its command, what it needs, and whether it was reached."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import shlex
@@ -116,7 +114,6 @@ def elsewhere(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """All rows, in such a directory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("empty"))
         return done("tables")["rows"]
@@ -124,7 +121,6 @@ def everything(tmp_path_factory):
 
 @pytest.fixture
 def listed(everything):
-    """WebQA's published figures."""
     return [r for r in everything if r["paper"] == "webqa" and r["published"] is not None]
 
 
@@ -164,7 +160,6 @@ def test_models_that_were_shut_down(listed):
 
 
 def test_scorers_are_official(listed):
-    """Each figure names the scorer that the authors computed it by."""
     for row in listed:
         name, column = row["config_row"], row["column"]
         if column.startswith("source_f1"):
@@ -225,7 +220,6 @@ def test_how_many_sources_the_rows_cite():
 
 
 def test_what_is_not_here_is_needed(listed):
-    """With an empty disk every row that can be run needs something."""
     for row in listed:
         expected = NOT_RUN.get(row["config_row"], "needs")
         assert row["status"] == expected, row
@@ -335,7 +329,6 @@ def test_categories_are_measured_by_their_name(elsewhere):
 
 
 def test_a_part_of_the_split_passes_nothing(elsewhere):
-    """Its figure is shown with its limit."""
     write_scores(elsewhere / "vlp", "vlp", limit=100)
     ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown", "--json")
     figure = of_figure(ended.value["rows"], "6", "vlp", "source_f1")
@@ -457,7 +450,6 @@ def test_every_paper_can_be_named():
 
 
 def test_the_rows_of_a_data_set(elsewhere, everything):
-    """Of every paper that has some there, and of no other data set."""
     ended = mmqa("tables", "scienceqa", "--json")
     rows = ended.value["rows"]
     assert {row["paper"] for row in rows} == {"rmr", "llava", "mmcot"}

@@ -1,7 +1,5 @@
 """Published text encoders and rerankers: what their files say, refusals, and the verbs by name."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -117,11 +115,7 @@ def test_what_is_not_known_is_refused_by_name(file, content, message, tmp_path):
     [
         (MODULES, modules("Transformer", "Pooling"), "holds the layer 'Pooling'"),
         (PROMPTS, {"activation_fn": "torch.nn.ReLU"}, "activation_fn is 'torch.nn.ReLU'"),
-        (
-            PROMPTS,
-            {"prompts": {"a": "x"}, "default_prompt_name": "a"},
-            "a prompt before every pair",
-        ),
+        (PROMPTS, {"prompts": {"a": "x"}, "default_prompt_name": "a"}, "a prompt before every"),
         (PROMPTS, {"prompts": "x"}, "prompts is 'x', expected an object"),
         (PROMPTS, {"default_prompt_name": ["a"]}, "default_prompt_name is .*, expected a"),
         (LENGTH, {"transformer_task": "text-generation"}, "transformer_task is 'text-generation'"),
@@ -157,7 +151,6 @@ def test_what_a_reranker_that_is_a_decoder_does_not_do_is_refused(content, messa
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory):
-    """Folder by name: tiny encoders and a reranker as transformers publishes them."""
     home = tmp_path_factory.mktemp("published")
     for name in ("bert", "mpnet"):
         save_plain(name, home / name)
@@ -166,7 +159,6 @@ def published(tmp_path_factory):
 
 
 def changed(folder, target, **changes):
-    """A copy of a folder with other values in its config.json."""
     shutil.copytree(folder, target)
     content = json.loads((target / "config.json").read_text()) | changes
     (target / "config.json").write_text(json.dumps(content))

@@ -1,7 +1,5 @@
 """`mmqa train`: what it leaves alone, and the configs, workdirs and data it refuses."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -65,23 +63,14 @@ def test_configs_that_fit_no_run(changes, message, data, refused, tmp_path):
     [
         ({"model.written_words": 0}, r"model\.written_words=0: at least 1 was expected; .* larger"),
         ({"model.written_words": -3}, r"model\.written_words=-3: at least 1 was expected"),
-        (
-            {"model.copy_head": False},
-            r"model\.written_words .*: set model\.copy_head too, or leave",
-        ),
+        ({"model.copy_head": False}, r"model\.written_words .*: set model\.copy_head too"),
         (
             {"tokenizer": "minilm"},
             r"model\.written_words=1000: .* tokenizer minilm does not put common ones first; set "
             r"tokenizer to minilm:corpus or leave model\.written_words out",
         ),
-        (
-            {"inference.no_repeat_ngram": 1},
-            r"inference\.no_repeat_ngram=1: 0 \(words may repeat\) or 2 to .* was expected; change",
-        ),
-        (
-            {"batches.shares.text": 2.0},
-            r"batches\.shares\.text=2\.0: a share above 0 and at most 1",
-        ),
+        ({"inference.no_repeat_ngram": 1}, r"no_repeat_ngram=1: 0 \(words may repeat\) or 2"),
+        ({"batches.shares.text": 2.0}, r"batches\.shares\.text=2\.0: a share above 0 and"),
     ],
 )
 def test_configs_that_fit_no_reader(changes, message, data, refused, tmp_path):
@@ -134,14 +123,8 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
         ("c.seed = 'a'", r"own\.py, line 4: .*seed"),
         ("del c.seed; c.seed = True", r"key seed=True: a whole number was expected"),
         ("c.seed = 2**40", r"key seed=1099511627776: at most 4,294,967,295 was expected"),
-        (
-            "c.packing.buckets = ((0,),)",
-            r"packing\.buckets=\(\(0,\),\): a tuple whose items are each a tuple of a whole number and a",
-        ),
-        (
-            "c.pictures.resize = 'squish'",
-            r"pictures\.resize='squish': one of squash, squash_bilinear, crop, crop_openai, sample",
-        ),
+        ("c.packing.buckets = ((0,),)", r"packing\.buckets=\(\(0,\),\): a tuple whose items are"),
+        ("c.pictures.resize = 'squish'", r"pictures\.resize='squish': one of squash, "),
         ("c.model.changes.heads = 0", r"model\.changes\.heads=0: at least 1 was expected"),
         ("c.model.frontend = 'x101'", r"key features\.root is missing; add it"),
         (
@@ -149,10 +132,7 @@ def test_a_refused_config_leaves_what_was_there(data, refused, tmp_path):
             r"key features\.files\.a: a number was expected",
         ),
         ("c.packing.segments = (4, 9)", r"packing\.segments: .*token type 9; use 0 to 5"),
-        (
-            "c.features = {'root': 'x101'}",
-            r"key features: model\.frontend=patches reads pixels; set it to one of x101, vinvl, clip or",
-        ),
+        ("c.features = {'root': 'x101'}", r"key features: .*frontend=patches reads pixels; set it"),
         ("c.train.optimizer.multipliers = (('(', 2.0),)", r"'\(' is not a regular expression"),
         ("c.mesh.data = 3; c.batches.batch_size = 7", r"data=3.*does not fit 1 devices"),
         ("c.mesh = {'data': 1, 'dcn_tensor': 1}", r"key mesh\.dcn_tensor: unknown; did you"),
@@ -185,10 +165,7 @@ def test_no_steps_are_traced_where_none_are_taken(data, refused, tmp_path):
     ("text", "message"),
     [
         ("import sys; sys.exit(3)\n", r"own\.py, line 1: the config file fails \(SystemExit: 3\)"),
-        (
-            "x = '\0'\n",
-            r"own\.py, line 1: not valid python \(source code string cannot contain null",
-        ),
+        ("x = '\0'\n", r"own\.py, line 1: not valid python \(source code string cannot"),
         ("def get_config():\n  x = 1\n    y = 2\n", r"own\.py, line 3: not valid python"),
     ],
 )
@@ -266,11 +243,7 @@ def test_a_finished_run_that_is_damaged_is_not_called_done(refused, data, models
     (tmp_path / "run" / "tokenizer.json").write_text("{oops")
     refused("train", *flags, message=r"run: tokenizer\.json is damaged .*; copy the folder again")
     (tmp_path / "run" / "model.json").write_text("[]")
-    refused(
-        "train",
-        *flags,
-        message=r"model\.json: is not what training or `mmqa convert` writes; copy the",
-    )
+    refused("train", *flags, message=r"model\.json: is not what training or `mmqa convert`")
 
 
 def test_a_checkpoint_that_is_cut_is_named(refused, data, models, tmp_path):

@@ -1,7 +1,5 @@
 """`mmqa train` of a Qwen-VL on A-OKVQA's official files, the verbs that use the run, and the rows."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -63,7 +61,6 @@ def _thin() -> bytes:
 
 @pytest.fixture(scope="module")
 def inputs(cli_cache, tmp_path_factory):
-    """A tiny Qwen-VL, A-OKVQA with pictures of two colors and one that is too thin; a LoRA run."""
     folder = tmp_path_factory.mktemp("vlm")
     raw = folder / "raw"
     (raw / "train2017").mkdir(parents=True)

@@ -1,7 +1,5 @@
 """`mmqa prepare` and `mmqa evaluate` on OK-VQA and A-OKVQA: every format, and files refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -221,10 +219,7 @@ def test_bad_predictions_of_okvqa(text, message, refused, tmp_path):
         ("{}", r"bad\.json: holds no predictions; give predictions\.jsonl, or the official \{id"),
         ('{"q1": "moon"}', r'bad\.json, q1: \{"direct_answer": text, "multiple_choice": text\} w'),
         ('{"q1": {"multiple_choice": 1}}', r"bad\.json, q1: .* was expected; correct that entry"),
-        (
-            '{"q1": {"multiple_choice": "B"}}',
-            r"bad\.json: every multiple_choice is a letter or a n",
-        ),
+        ('{"q1": {"multiple_choice": "B"}}', r"bad\.json: every multiple_choice is a letter or"),
         ('{"q1": {"multiple_choice": "(2)"}}', r"bad\.json: every multiple_choice is a letter or"),
         ('{"q1": {}, "q1": {}}', r"bad\.json: key 'q1' appears twice in one object; remove one"),
         ('{"t1": {"direct_answer": "a"}}', r"no question has the id 't1' among the 3"),
@@ -265,9 +260,7 @@ def test_flags_and_folders_that_do_not_fit(refused, tmp_path):
     refused("evaluate", "okvqa", predictions, message=r"--references: is missing; name the")
     flags = ("evaluate", "okvqa", f"--references={out}", predictions)
     refused(*flags, "--lemmatizer=none", message=r"--lemmatizer: is part of WebQA's scores")
-    refused(
-        *flags, "--split=val", message=r"--split=val: .* has no such questions; choose one of t"
-    )
+    refused(*flags, "--split=val", message=r"--split=val: .* has no such questions; choose one")
     refused(
         "evaluate", "aokvqa", f"--references={out}", predictions,
         message=r"was prepared from okvqa; evaluate okvqa instead of aokvqa, or give the refer",

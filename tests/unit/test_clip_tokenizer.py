@@ -1,7 +1,5 @@
 """CLIP's tokenizer from OpenAI's own file of merges, bpe_simple_vocab_16e6.txt.gz."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import tracemalloc

@@ -1,7 +1,5 @@
 """`mmqa plan --sources`: what so many sources take to embed, to hold and to search."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 

@@ -1,7 +1,5 @@
 """`mmqa --print-completion`: bash completes verbs and flags."""
 
-from __future__ import annotations
-
 import subprocess
 
 from cli_runs import mmqa

@@ -1,7 +1,5 @@
 """Config files, overrides and fingerprints."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -88,27 +86,18 @@ def test_overrides_as_list_reach_fields_derived_from_them(file):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (
-            {"train.step": "5"},
-            r"--config\.train\.step: .*small\.py has no such key; did you mean 'train\.steps'\?",
-        ),
+        ({"train.step": "5"}, r"--config\.train\.step: .*no such key; did you mean 'train\.steps'"),
         ({"trian.steps": "5"}, r"did you mean 'train\.steps'\?"),
         ({"steps": "5"}, r"did you mean 'train\.steps'\?"),
         ({"qqq": "5"}, r"the known ones are .*model\.layers"),
         ({"train.steps.more": "5"}, r"has no such key"),
-        (
-            {"train.steps": "2.5"},
-            r"train\.steps=2\.5: .*small\.py has a whole number there \(100\)",
-        ),
+        ({"train.steps": "2.5"}, r"train\.steps=2\.5: .*small\.py has a whole number there"),
         ({"train.steps": "many"}, r"give a whole number"),
         ({"train.steps": True}, r"give a whole number"),
         ({"train.rate": "fast"}, r"give a number"),
         ({"train.shuffle": "maybe"}, r"give true or false"),
         ({"model.layers": "1,b"}, r"give a tuple"),
-        (
-            {"model.layers": "(1, 2"},
-            r"model\.layers=\(1, 2: .*small\.py has a tuple .*; give a tuple",
-        ),
+        ({"model.layers": "(1, 2"}, r"model\.layers=\(1, 2: .*small\.py has a tuple .*; give a"),
         ({"name": 5}, r"give text"),
         ({"train": "5"}, r"is a section, not a value; set one of train\.clip, train\.rate"),
         (["train.steps"], r"KEY=VALUE was expected"),
@@ -157,45 +146,17 @@ def test_fingerprint_follows_values_alone():
         (BertConfig, {"heads": 5}, "model.heads is 5: expected a divisor of model.hidden = 768"),
         (BertConfig, {"heads": 0}, "model.heads is 0: expected a divisor of model.hidden = 768"),
         (BertConfig, {"dropout": 1.0}, "model.dropout is 1.0: expected a rate from 0 to below 1"),
-        (
-            BertConfig,
-            {"attention_dropout": -0.1},
-            "model.attention_dropout is -0.1: expected a rate",
-        ),
-        (
-            BertConfig,
-            {"activation": "mish"},
-            "model.activation is 'mish': expected one of gelu, gel",
-        ),
-        (
-            BartConfig,
-            {"decoder_heads": 7},
-            "model.decoder_heads is 7: expected a divisor of model.h",
-        ),
+        (BertConfig, {"attention_dropout": -0.1}, "model.attention_dropout is -0.1: expected a"),
+        (BertConfig, {"activation": "mish"}, "model.activation is 'mish': expected one of gelu"),
+        (BartConfig, {"decoder_heads": 7}, "model.decoder_heads is 7: expected a divisor of model"),
         (BartConfig, {"activation_dropout": 2}, "model.activation_dropout is 2: expected a rate"),
         (LlamaConfig, {"heads": 3}, "model.heads is 3: expected a divisor of model.hidden = 4096"),
-        (
-            LlamaConfig,
-            {"kv_heads": 5},
-            "model.kv_heads is 5: expected a divisor of model.heads = 32",
-        ),
+        (LlamaConfig, {"kv_heads": 5}, "model.kv_heads is 5: expected a divisor of model.heads"),
         (LlamaConfig, {"head_dim": 5}, "model.head_dim is 5: expected an even number"),
-        (
-            FusionConfig,
-            {"heads": 7},
-            "mcan.fusion.heads is 7: expected a divisor of mcan.fusion.hid",
-        ),
-        (
-            FusionConfig,
-            {"norm": "rms"},
-            "mcan.fusion.norm is 'rms': expected one of layer, unbiased",
-        ),
+        (FusionConfig, {"heads": 7}, "mcan.fusion.heads is 7: expected a divisor of mcan.fusion"),
+        (FusionConfig, {"norm": "rms"}, "mcan.fusion.norm is 'rms': expected one of layer, "),
         (FusionConfig, {"dropout": float("nan")}, "mcan.fusion.dropout is nan: expected a rate"),
-        (
-            RopeScaling,
-            {"kind": "ntk", "factor": 2.0},
-            "rope_scaling type is 'ntk': expected one of",
-        ),
+        (RopeScaling, {"kind": "ntk", "factor": 2.0}, "rope_scaling type is 'ntk': expected one"),
         (RopeScaling, {"kind": "linear", "factor": 0.5}, "expected a factor of at least 1"),
     ],
 )

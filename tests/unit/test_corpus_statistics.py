@@ -1,7 +1,5 @@
 """Statistics of a corpus: counted by hand, and WebQA's own figures on its authors' val files."""
 
-from __future__ import annotations
-
 import csv
 import json
 

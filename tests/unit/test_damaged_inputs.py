@@ -4,8 +4,6 @@ Damage is drawn by a seed: cut and empty files, flipped and missing bytes, other
 and well-formed JSON and tables whose values are of other types.
 """
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json
@@ -123,7 +121,6 @@ def typed_damage(data: bytes, rng: random.Random) -> bytes:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One damage of a file's bytes."""
     kind = rng.choice(("cut", "flip", "out", "in", "typed", "typed", "typed", "typed", "whole"))
     at = rng.randrange(len(data) + 1)
     if kind == "cut":
@@ -258,8 +255,6 @@ def read_documents(folder):
 
 
 def one(name: str, value):
-    """Writes one file, of JSON or of text."""
-
     def make(folder):
         if isinstance(value, str):
             put(folder / name, value)
@@ -443,7 +438,6 @@ def read_words_of(folder):
 
 
 def plain(value):
-    """Dataclasses as JSON values."""
     if dataclasses.is_dataclass(value):
         return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     return repr(value)

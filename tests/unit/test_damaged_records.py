@@ -1,7 +1,5 @@
 """A flipped byte anywhere in a corpus's records is found when it is read, and named."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

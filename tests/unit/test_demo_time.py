@@ -1,7 +1,5 @@
 """The time left of a demo, and the precision that it runs in."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.core.host import best_precision

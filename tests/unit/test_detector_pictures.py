@@ -1,7 +1,5 @@
 """Pictures for detectors: sizes as the originals' rules, pixels as OpenCV's and Pillow's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """A disk that takes no more: every library's exception for it, and the sentence that is said."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -1,7 +1,5 @@
 """Sources on disk beside the same sources in memory: rows, ids, texts, damage, duplicates."""
 
-from __future__ import annotations
-
 import csv
 import pickle
 import shutil
@@ -33,7 +31,6 @@ def tsv(tmp_path_factory) -> Path:
 
 
 def write(folder: Path, count: int) -> Path:
-    """Passages of few different words."""
     path = folder / "psgs_w100.tsv"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(synthetic_passages, "_VOCABULARY", 20_000)

@@ -1,7 +1,5 @@
 """What the environment says of a launch: refused by the variable, before any other process is awaited."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 from jax._src import xla_bridge

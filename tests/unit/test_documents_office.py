@@ -1,7 +1,5 @@
 """Office's documents: each piece of a file that a person sees is read, the others are counted."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -51,11 +49,27 @@ def is_balanced(document) -> bool:
 
 
 def texts(document):
+    assert is_balanced(document)
     return [paragraph.text for paragraph in document.paragraphs]
+
+
+def lines_of(document):
+    """The headers and texts, each once."""
+    assert is_balanced(document)
+    lines = (line for p in document.paragraphs for line in (p.header, p.text))
+    return [line for line in dict.fromkeys(lines) if line]
+
+
+def read_odt(data: bytes):
+    return read_odf(data, ".odt")
 
 
 def rows(document):
     return [(p.header, p.text) for p in document.paragraphs if p.is_row]
+
+
+def figures(document):
+    return [(f.caption, f.heading, f.picture) for f in document.figures]
 
 
 # Word
@@ -64,21 +78,15 @@ def rows(document):
 @pytest.mark.parametrize("piece", PIECES)
 def test_pieces_of_a_word_file(piece):
     body, expected = PIECES[piece]
-    document = read_docx(word(body + para(t("End."))))
-    read = [line for p in document.paragraphs for line in (p.header, p.text) if line]
-    assert [line for line in dict.fromkeys(read) if line != "| Herring"] == [*expected, "End."]
-    assert is_balanced(document)
+    read = lines_of(read_docx(word(body + para(t("End.")))))
+    assert [line for line in read if line != "| Herring"] == [*expected, "End."]
 
 
 def test_all_pieces_of_one_word_file():
-    document = read_docx(
-        word("".join(para(t(piece)) + body for piece, (body, _) in PIECES.items()))
-    )
-    read = {line for p in document.paragraphs for line in (p.header, p.text, p.heading)}
-    missing = [piece for piece, (_, lines) in PIECES.items() if not read.issuperset(lines)]
+    document = read_docx(word("".join(para(t(name)) + body for name, (body, _) in PIECES.items())))
+    read = {*lines_of(document), *(p.heading for p in document.paragraphs)}
     # The deleted end of a paragraph joins it to the next one, which is the same here.
-    assert missing == []
-    assert is_balanced(document)
+    assert [name for name, (_, lines) in PIECES.items() if not read.issuperset(lines)] == []
 
 
 NOTED = para(
@@ -90,27 +98,22 @@ NOTED = para(
 
 
 def test_notes_headers_and_footers():
+    comments = f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>'
     document = read_docx(
         word(
             NOTED,
-            footnotes=root(
-                "w:footnotes", f'<w:footnote w:id="2">{para(t("In 2024."))}</w:footnote>'
-            ),
+            footnotes=root("w:footnotes", f'<w:footnote w:id="2">{para(t("In 2024."))}</w:footnote>'),
             endnotes=root("w:endnotes", f'<w:endnote w:id="3">{para(t("By law."))}</w:endnote>'),
-            comments=root(
-                "w:comments",
-                f'<w:comment w:id="4">{para(t("Check."))}</w:comment><w:comment w:id="5">{para(t("Lost."))}</w:comment>',
-            ),
+            comments=root("w:comments", comments),
             header=root("w:hdr", para(t("Harbour office"))),
             header2=root("w:hdr", para(t("Harbour office"))),
             footer=root("w:ftr", para(t("7"))),
         )
-    )
+    )  # fmt: skip
     assert texts(document) == [
         "Harbour office", "Fees rise.", "In 2024.", "By law.", "Check.", "End.", "Lost.",
     ]  # fmt: skip
     assert document.left_out == {"page numbers": 1, "repeated headers and footers": 13}
-    assert is_balanced(document)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +130,6 @@ def test_what_word_does_not_show_is_counted(body, cause, count):
     document = read_docx(word(body + para(t("End."))))
     assert "gone" not in " ".join(texts(document))
     assert document.left_out == {cause: count}
-    assert is_balanced(document)
 
 
 def test_headings_and_captions_of_word():
@@ -145,7 +147,7 @@ def test_headings_and_captions_of_word():
     assert [(p.heading, p.text) for p in document.paragraphs] == [
         ("Boats", "a"), ("Boats > Sails", "b"), ("Ropes", "Red boat"), ("Oars", "c"),
     ]  # fmt: skip
-    assert [(f.caption, f.heading, f.picture) for f in document.figures] == [
+    assert figures(document) == [
         ("Red boat", "Ropes", picture()), ("A red hull", "Ropes", picture("blue")),
     ]  # fmt: skip
     # The same picture again is none; of the first one, the caption stands for the alternative text.
@@ -196,81 +198,28 @@ def test_merged_rows_are_read_in_linear_time():
     assert [text for _, text in rows(document)] == ["Group | p"] * 2_001
 
 
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (word("<w:p>"), r"no \.docx that can be read \(XMLSyntaxError: Opening and ending tag mismatch"),
-        (zipped({"_rels/.rels": related(("officeDocument", "a.xml"))}), "it names no document"),
-        (zipped({"_rels/.rels": related(("officeDocument", "a.xml")), "a.xml": "<a/>"}), "it has no body"),
-        (word("<w:txbxContent>" * 9_000 + "</w:txbxContent>" * 9_000), "too deep|depth"),
-        (
-            zipped({
-                "_rels/.rels": related(("officeDocument", "a.xml")),
-                "a.xml": '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;">]><a>&c;</a>',
-            }),
-            "a.xml declares entities",
-        ),
-    ],
-)  # fmt: skip
-def test_damaged_word_files(data, reason):
-    with pytest.raises(DocumentError, match=reason):
-        read_docx(data)
-
-
-def test_xml_counts_whatever_its_name_ends_with():
-    spaces = root("w:document", "<w:body>" + " " * (3 * 2**23) + "</w:body>")
-    data = zipped({
-        "_rels/.rels": related(("officeDocument", "word/document.bin")),
-        "word/document.bin": spaces,
-    })  # fmt: skip
-    with pytest.raises(DocumentError, match=r"unpacks to 25,\d+,\d+ bytes of text"):
-        read_docx(data)
-
-
-def test_repeated_texts_do_not_grow_without_bound(monkeypatch):
-    monkeypatch.setattr("mmqa_jax.data.documents.office.MOST_REPEATED", 10_000)
-    long = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
-    with pytest.raises(
-        DocumentError, match="its merged cells repeat more than 10,000 characters; split it"
-    ):
-        read_docx(word(long))
-    for module in ("office", "xlsx"):
-        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_TEXT", 10_000)
-    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
-        read_docx(word(para(t("x" * 900)) * 20))
-    shared = "".join(line(number, v("1", 't="s"')) for number in range(1, 5001))
-    with pytest.raises(DocumentError, match="says more than 10,000 characters; split it"):
-        read_xlsx(book(shared))
-
-
 # PowerPoint
 
 
 @pytest.mark.parametrize("piece", SHAPES)
 def test_shapes_of_slides(piece):
     drawn, expected = SHAPES[piece]
-    document = read_pptx(deck(slide(drawn, shape(run("End.")))))
-    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
-    assert list(read) == [*expected, "End."]
-    assert is_balanced(document)
+    assert lines_of(read_pptx(deck(slide(drawn, shape(run("End.")))))) == [*expected, "End."]
 
 
 def test_slides_of_a_presentation():
     pic = '<p:pic><p:nvPicPr><p:cNvPr id="3" name="" descr="A red hull"/></p:nvPicPr><a:blip r:embed="rId2"/></p:pic>'
     notes = root("p:notes", shape(run("Speak slowly."), "body") + shape(run("3"), "sldNum"))
     comments = root("p:cmLst", "<p:cm><p:text>Check the fee.</p:text></p:cm>")
+    second = shape(run("Body")), shape(run("Fees"), "ctrTitle"), pic, shape(run("ACME"), "ftr")
     document = read_pptx(
         deck(
-            slide(shape(run("No title here"))),
-            slide(
-                shape(run("Body")), shape(run("Fees"), "ctrTitle"), pic, shape(run("ACME"), "ftr")
-            ),
+            slide(shape(run("No title here"))), slide(*second),
             slide(shape(run("Secret")), more='show="0"'),
             more=(("notesSlide", "../notes.xml"), ("comments", "../comments.xml")),
-            notes=notes,
-            comments=comments,
+            notes=notes, comments=comments,
         )
-    )
+    )  # fmt: skip
     beside = ["Speak slowly.", "Check the fee."]
     assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
         (2, "slide 2", "Fees", "Body"),
@@ -278,9 +227,8 @@ def test_slides_of_a_presentation():
         (3, "slide 3", "", "No title here"),
         *((3, "slide 3", "", text) for text in beside),
     ]
-    assert [(f.caption, f.page, f.heading, f.picture) for f in document.figures] == [
-        ("A red hull", 2, "Fees", picture())
-    ]
+    assert figures(document) == [("A red hull", "Fees", picture())]
+    assert document.figures[0].page == 2
     assert document.left_out == {"hidden slides": 6, "footers and numbers of slides": 6}
 
 
@@ -302,7 +250,6 @@ def test_what_masters_show_is_read_once(of_slides, of_layout, expected, edges):
     assert texts(document) == expected
     assert {p.page for p in document.paragraphs if p.text in ("Draft", "For members only")} <= {1}
     counts = {"prompts of placeholders": 9, "footers and numbers of slides": edges}
-    assert is_balanced(document)
     assert document.left_out == (counts if edges else {})
 
 
@@ -333,9 +280,8 @@ def test_sheets_of_a_workbook():
         )
     )  # fmt: skip
     header = "Berth | Fee | Share | Open"
-    assert [
-        (p.places[0].name if p.places else "", p.header, p.text) for p in document.paragraphs
-    ] == [
+    places = [(p.places[0].name if p.places else "", p.header, p.text) for p in document.paragraphs]
+    assert places == [
         ("'Fees 24'!A1", "", "Harbour fees"),
         ("'Fees 24'!A3:D3", header, "North | 12.5 | 25% | TRUE"),
         ("'Fees 24'!B3", "", "Too low"),
@@ -345,51 +291,23 @@ def test_sheets_of_a_workbook():
         ("", "", "Boxed"),
     ]
     assert {p.heading for p in document.paragraphs} == {"Fees 24"}
-    assert document.left_out == {
-        "hidden rows": 4,
-        "hidden sheets": 6,
-        "formulas without a value": 3,
-    }
+    hidden = {"hidden rows": 4, "hidden sheets": 6}
+    assert document.left_out == {**hidden, "formulas without a value": 3}
     assert is_balanced(document)
 
 
 def test_hidden_columns_and_cells_without_names():
     nameless = "<x:row><x:c t='str'><x:v>a</x:v></x:c><x:c t='str'><x:v>gone</x:v></x:c><x:c><x:v>3</x:v></x:c></x:row>"
-    document = read_xlsx(
-        book(nameless, more='<x:cols><x:col min="2" max="2" hidden="1"/></x:cols>')
-    )
+    hidden = '<x:cols><x:col min="2" max="2" hidden="1"/></x:cols>'
+    document = read_xlsx(book(nameless, more=hidden))
     assert places_and_texts(document) == [("'Fees 24'!A1:C1", "", "a | 3")]
     assert document.left_out == {"hidden columns": 4}
 
 
-def test_merged_areas_without_number_are_refused(monkeypatch):
-    monkeypatch.setattr("mmqa_jax.data.documents.xlsx.MOST_CELLS", 1_000)
-    areas = "<x:mergeCells>" + "<x:mergeCell ref='A1:A90'/>" * 30 + "</x:mergeCells>"
-    cells = "".join(line(number, v("1")) for number in range(1, 91))
-    with pytest.raises(DocumentError, match="more than 1,000 cells; split it"):
-        read_xlsx(book(cells, after=areas))
-
-
 def test_cells_far_apart_cost_nothing():
     far = line(1, "a") + '<x:row r="1048576"><x:c r="XFD1048576" t="str"><x:v>b</x:v></x:c></x:row>'
-    assert places_and_texts(read_xlsx(book(far))) == [
-        ("'Fees 24'!A1", "", "a"),
-        ("'Fees 24'!XFD1048576", "", "b"),
-    ]
-
-
-def test_a_workbook_of_too_many_cells(monkeypatch):
-    for module in ("xlsx", "plain"):
-        monkeypatch.setattr(f"mmqa_jax.data.documents.{module}.MOST_CELLS", 3)
-    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
-        read_xlsx(book(line(1, "a", "b") + line(2, "c", "d")))
-    with pytest.raises(DocumentError, match="more than 3 cells; split it"):
-        read_delimited(b"a,b\nc,d\n")
-
-
-def test_a_workbook_without_its_sheet():
-    with pytest.raises(DocumentError, match="sheet 'Fees 24' is not in the file"):
-        read_xlsx(book("").replace(b"xl/a.xml", b"xl/c.xml"))
+    last = ("'Fees 24'!XFD1048576", "", "b")
+    assert places_and_texts(read_xlsx(book(far))) == [("'Fees 24'!A1", "", "a"), last]
 
 
 @pytest.mark.parametrize(
@@ -449,10 +367,8 @@ def test_days_from_1904():
 @pytest.mark.parametrize("piece", OPEN_PIECES)
 def test_pieces_of_an_odt(piece):
     content, expected = OPEN_PIECES[piece]
-    document = read_odf(opened("text", content + tp("End.")), ".odt")
-    read = dict.fromkeys(line for p in document.paragraphs for line in (p.header, p.text) if line)
-    assert list(read) == [*expected, "End."]
-    assert is_balanced(document)
+    document = read_odt(opened("text", content + tp("End.")))
+    assert lines_of(document) == [*expected, "End."]
 
 
 def test_headings_edges_and_what_an_odt_does_not_show():
@@ -471,35 +387,23 @@ def test_headings_edges_and_what_an_odt_does_not_show():
         ".odt",
     )  # fmt: skip
     assert [(p.heading, p.text) for p in document.paragraphs] == [
-        ("", "Office"),
-        ("Boats > Sails", "a"),
-        ("Boats > Sails", "b"),
-    ]
-    assert [(f.caption, f.picture) for f in document.figures] == [("A red hull", picture())]
+        ("", "Office"), ("Boats > Sails", "a"), ("Boats > Sails", "b"),
+    ]  # fmt: skip
+    assert figures(document) == [("A red hull", "Boats > Sails", picture())]
     assert document.title == "Boats of old"
-    assert document.left_out == {
-        "deleted text": 4,
-        "hidden sections": 6,
-        "hidden text": 4,
-        "page numbers": 1,
-    }
+    hidden = {"deleted text": 4, "hidden sections": 6, "hidden text": 4}
+    assert document.left_out == {**hidden, "page numbers": 1}
     assert is_balanced(document)
 
 
 def test_sheets_of_an_ods():
-    empty = tr(
-        '<table:table-cell table:number-columns-repeated="16384"/>',
-        more='table:number-rows-repeated="1048000"',
-    )
+    repeated = '<table:table-cell table:number-columns-repeated="16384"/>'
+    empty = tr(repeated, more='table:number-rows-repeated="1048000"')
+    noted = f"<table:table-cell>{tp('yes')}<o:annotation>{tp('Sure?')}</o:annotation></table:table-cell>"
     fees = (
         '<table:table-column table:number-columns-repeated="3"/><table:table-column table:visibility="collapse"/>'
         + tr(tc("Berth"), tc("Fee"), tc("Open"))
-        + tr(
-            tc("North"),
-            tc("12,50 €"),
-            f"<table:table-cell>{tp('yes')}<o:annotation>{tp('Sure?')}</o:annotation></table:table-cell>",
-            tc("gone"),
-        )
+        + tr(tc("North"), tc("12,50 €"), noted, tc("gone"))
         + tr(tc("away"), more='table:visibility="filter"')
         + empty
         + tr(tc("far", 'table:number-columns-repeated="2000000000"'))
@@ -521,31 +425,12 @@ def test_slides_of_an_odp():
     title = f'<draw:frame presentation:class="title"><draw:text-box>{tp("Fees")}</draw:text-box></draw:frame>'
     edge = f'<draw:frame presentation:class="footer"><draw:text-box>{tp("ACME")}</draw:text-box></draw:frame>'
     shown = f"<draw:page>{tp('First')}</draw:page><draw:page>{tp('Body')}{title}{edge}<presentation:notes>{tp('Slowly')}</presentation:notes></draw:page>"
-    document = read_odf(
-        opened(
-            "presentation", shown + f'<draw:page draw:style-name="Off">{tp("secret")}</draw:page>'
-        ),
-        ".odp",
-    )
+    hidden = f'<draw:page draw:style-name="Off">{tp("secret")}</draw:page>'
+    document = read_odf(opened("presentation", shown + hidden), ".odp")
     assert [(p.page, p.places[0].name, p.heading, p.text) for p in document.paragraphs] == [
         (1, "slide 1", "", "First"), (2, "slide 2", "Fees", "Body"), (2, "slide 2", "Fees", "Slowly"),
     ]  # fmt: skip
     assert document.left_out == {"footers and numbers of slides": 4, "hidden slides": 6}
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (zipped({"a.xml": "<a/>"}), r"no \.odt: it holds no content.xml"),
-        (zipped({"content.xml": "<a/>"}), "it has no body"),
-        (zipped({"content.xml": "<a>"}), r"no \.odt that can be read"),
-        (zipped({"content.xml": "<a/>", "META-INF/manifest.xml": "<m:encryption-data/>"}), "encrypted"),
-        (opened("text", "<text:list>" * 3_000 + "</text:list>" * 3_000), "too deep|depth"),
-    ],
-)  # fmt: skip
-def test_damaged_opendocument_files(data, reason):
-    with pytest.raises(DocumentError, match=reason):
-        read_odf(data, ".odt")
 
 
 # Values divided by commas and others
@@ -589,14 +474,45 @@ def test_encodings_of_tables(encoding):
     assert places_and_texts(read_delimited(data)) == BERTHS
 
 
+NAMED = related(("officeDocument", "a.xml"))
+ENTITIES = '<!DOCTYPE a [<!ENTITY b "bbbb"><!ENTITY c "&b;&b;">]><a>&c;</a>'
+SPACES = root("w:document", "<w:body>" + " " * (3 * 2**23) + "</w:body>")
+LONG = table(cell("x" * 900, MERGED) + cell("1"), *[cell("", "<w:vMerge/>") + cell("2")] * 20)
+SHARED = "".join(line(number, v("1", 't="s"')) for number in range(1, 5001))
+AREAS = "<x:mergeCells>" + "<x:mergeCell ref='A1:A90'/>" * 30 + "</x:mergeCells>"
+NUMBERS = "".join(line(number, v("1")) for number in range(1, 91))
+
+
+# The reader, its limits that are lowered, the file, and why it is not read.
 @pytest.mark.parametrize(
-    ("data", "reason"),
+    ("read", "limits", "data", "reason"),
     [
-        ("Straße;Fee\n".encode("cp1252"), "not UTF-8 text .* save the file as UTF-8"),
-        (b"\xff\xfea", "its UTF-16 is damaged"),
-        (b"x" * 200_000, "no table of values that can be read .*field larger"),
+        (read_docx, {}, word("<w:p>"), r"no \.docx that can be read \(XMLSyntaxError: Opening and ending tag"),
+        (read_docx, {}, zipped({"_rels/.rels": NAMED}), "it names no document"),
+        (read_docx, {}, zipped({"_rels/.rels": NAMED, "a.xml": "<a/>"}), "it has no body"),
+        (read_docx, {}, word("<w:txbxContent>" * 9_000 + "</w:txbxContent>" * 9_000), "too deep|depth"),
+        (read_docx, {}, zipped({"_rels/.rels": NAMED, "a.xml": ENTITIES}), "a.xml declares entities"),
+        # XML counts whatever its name ends with.
+        (read_docx, {}, zipped({"_rels/.rels": related(("officeDocument", "word/document.bin")), "word/document.bin": SPACES}), r"unpacks to 25,\d+,\d+ bytes of text"),
+        (read_docx, {"office.MOST_REPEATED": 10_000}, word(LONG), "its merged cells repeat more than 10,000 characters; split it"),
+        (read_docx, {"office.MOST_TEXT": 10_000}, word(para(t("x" * 900)) * 20), "more than 10,000 characters; split it"),
+        (read_xlsx, {"xlsx.MOST_TEXT": 10_000}, book(SHARED), "more than 10,000 characters; split it"),
+        (read_xlsx, {"xlsx.MOST_CELLS": 1_000}, book(NUMBERS, after=AREAS), "more than 1,000 cells; split it"),
+        (read_xlsx, {"xlsx.MOST_CELLS": 3}, book(line(1, "a", "b") + line(2, "c", "d")), "more than 3 cells; split it"),
+        (read_xlsx, {}, book("").replace(b"xl/a.xml", b"xl/c.xml"), "sheet 'Fees 24' is not in the file"),
+        (read_odt, {}, zipped({"a.xml": "<a/>"}), r"no \.odt: it holds no content.xml"),
+        (read_odt, {}, zipped({"content.xml": "<a/>"}), "it has no body"),
+        (read_odt, {}, zipped({"content.xml": "<a>"}), r"no \.odt that can be read"),
+        (read_odt, {}, zipped({"content.xml": "<a/>", "META-INF/manifest.xml": "<m:encryption-data/>"}), "encrypted"),
+        (read_odt, {}, opened("text", "<text:list>" * 3_000 + "</text:list>" * 3_000), "too deep|depth"),
+        (read_delimited, {"plain.MOST_CELLS": 3}, b"a,b\nc,d\n", "more than 3 cells; split it"),
+        (read_delimited, {}, "Straße;Fee\n".encode("cp1252"), "not UTF-8 text .* save the file as UTF-8"),
+        (read_delimited, {}, b"\xff\xfea", "its UTF-16 is damaged"),
+        (read_delimited, {}, b"x" * 200_000, "no table of values that can be read .*field larger"),
     ],
-)
-def test_damaged_tables(data, reason):
+)  # fmt: skip
+def test_files_that_cannot_be_read(read, limits, data, reason, monkeypatch):
+    for limit, value in limits.items():
+        monkeypatch.setattr(f"mmqa_jax.data.documents.{limit}", value)
     with pytest.raises(DocumentError, match=reason):
-        read_delimited(data)
+        read(data)

@@ -1,7 +1,5 @@
 """PDFs as a person sees them: order, tables, running heads, forms, notes, scans, places."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 

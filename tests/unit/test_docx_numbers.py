@@ -4,8 +4,6 @@ LibreOffice has neither `lvlRestart` nor `isLgl`, puts a space where `suff` says
 take a style's level from `pStyle`; of these ECMA-376 says what Word shows (17.9.4 to 17.9.29).
 """
 
-from __future__ import annotations
-
 import pytest
 from office_files import cell, para, root, t, word
 from test_documents_office import is_balanced, texts

@@ -4,8 +4,6 @@ golden/echosight.json is what Go2Heart/EchoSight's test_reranker.py and answer_g
 with made-up articles, similarities of pictures and features of its Q-Former in place of models.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -82,11 +82,8 @@ class FakeDual(nnx.Module):
 
 
 def _unit(x):
-    return (
-        x / np.linalg.norm(x, axis=-1, keepdims=True)
-        if isinstance(x, np.ndarray)
-        else (x / jnp.linalg.norm(x, axis=-1, keepdims=True))
-    )
+    norm = np.linalg.norm if isinstance(x, np.ndarray) else jnp.linalg.norm
+    return x / norm(x, axis=-1, keepdims=True)
 
 
 class FakeCorpus:
@@ -162,9 +159,8 @@ def test_questions_equal_one_at_a_time(count):
     model = FakeDual()
     texts = [source.text for source in FakeCorpus(count).sources]
     vectors = shared().embed_questions(texts)
-    np.testing.assert_allclose(
-        vectors, [_unit(plain_text(model, text)) for text in texts], atol=2e-6
-    )
+    expected = [_unit(plain_text(model, text)) for text in texts]
+    np.testing.assert_allclose(vectors, expected, atol=2e-6)
 
 
 def test_question_with_a_picture_is_the_mean_of_both():
@@ -181,12 +177,9 @@ def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
     model, corpus = FakeDual(), FakeCorpus()
     seen = []
     embeddings = embedder(model, batch_size=batch_size).embed_sources(
-        corpus,
-        FakePictures(),
-        tmp_path / "e",
-        shard_rows=shard_rows,
+        corpus, FakePictures(), tmp_path / "e", shard_rows=shard_rows,
         on_progress=lambda done, total: seen.append((done, total)),
-    )
+    )  # fmt: skip
     np.testing.assert_allclose(embeddings.vectors, plain_sources(model, corpus), atol=2e-6)
     assert isinstance(embeddings.vectors, np.memmap)
     assert seen[-1] == (70, 70)
@@ -196,9 +189,8 @@ def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
 def test_the_real_dual_encoder(tmp_path):
     """Snippets, captioned and broken pictures as `encode_source` gives them one by one."""
     text = BertConfig(vocab_size=VOCABULARY, hidden=DIM, layers=1, heads=2, mlp=8)
-    vision = VisionConfig(
-        image_size=SIDE, patch_size=2, width=8, layers=1, heads=2, mlp_width=8, embed_dim=DIM
-    )
+    sizes = {"width": 8, "layers": 1, "heads": 2, "mlp_width": 8, "embed_dim": DIM}
+    vision = VisionConfig(image_size=SIDE, patch_size=2, **sizes)
     model = drawn(lambda: DualEncoder(DualEncoderConfig(text, vision), rngs=nnx.Rngs()))
     corpus = FakeCorpus(12)
     made = embedder(model, batch_size=8).embed_sources(corpus, FakePictures(), tmp_path / "e")
@@ -234,9 +226,12 @@ def test_texts_that_need_little_padding_share_the_program_of_the_next_length(mon
     apart = np.concatenate([one.embed_texts([text]) for text in texts])
     lengths = []
     run = one._encode_text
-    monkeypatch.setattr(
-        one, "_encode_text", lambda s, ids, mask: lengths.append(ids.shape) or run(s, ids, mask)
-    )
+
+    def watched(state, ids, mask):
+        lengths.append(ids.shape)
+        return run(state, ids, mask)
+
+    monkeypatch.setattr(one, "_encode_text", watched)
     np.testing.assert_allclose(one.embed_texts(texts), apart, atol=2e-6)
     assert [length for _, length in lengths] == [12, 12]
     monkeypatch.setattr("mmqa_jax.retrieval.embedder._PROGRAM_ON_CPU", 8)  # tokens of padding
@@ -272,10 +267,9 @@ def test_layers_apart_give_the_same_vectors():
 
 def interrupted(tmp_path, name="e"):
     """A job stopped in its third shard: rows 0..39 of 70 are on disk."""
+    pictures = FakePictures(fail_at=45)
     with pytest.raises(KeyboardInterrupt):
-        shared().embed_sources(
-            FakeCorpus(), FakePictures(fail_at=45), tmp_path / name, shard_rows=20
-        )
+        shared().embed_sources(FakeCorpus(), pictures, tmp_path / name, shard_rows=20)
     assert files(shards(tmp_path / name)) == ["00000.jsonl", "00001.jsonl", "job.json"]
     return tmp_path / name
 
@@ -386,12 +380,10 @@ print("waits" if made is None else "complete")
 
 
 def start_job(folder, kill_at=-1, part=0, parts=1):
-    """Starts a process of a job."""
     return server().start(["-c", JOB, *map(str, (folder, kill_at, part, parts))], os.environ)
 
 
 def end_job(job):
-    """(exit code, the shards' first rows, how it ended)."""
     *rows, how = job.communicate()[0].split() or [""]
     return job.returncode, rows, how
 

@@ -1,7 +1,5 @@
 """The generation engine on a tiny random LLaMA, against plain forward passes of the same model."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Several adapters over one base in the engine, beside the model that each is merged into."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json
@@ -62,7 +60,6 @@ def merged(name: str):
 
 
 def requests(adapters) -> list[Request | Scoring]:
-    """Of each adapter the same, in any order: greedy, drawn, beams, and scores."""
     asked = []
     for name in adapters:
         for number, prompt in enumerate(PROMPTS):

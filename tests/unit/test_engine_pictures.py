@@ -1,7 +1,5 @@
 """The engine on a tiny random LLaVA: pictures within text, against the model's own forward."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest
@@ -111,17 +109,9 @@ def test_choices_about_a_picture(engine, logits, pictures):
 
 def test_pictures_that_do_not_fit_are_named(engine, pictures):
     for tokens, images, match in [
-        (
-            [1, IMAGE, 2],
-            [],
-            r"request 'odd': its prompt has 1 image placeholders .* for 0 pictures",
-        ),
+        ([1, IMAGE, 2], [], r"request 'odd': its prompt has 1 image placeholders .* 0 pictures"),
         ([1, 2], pictures[:1], "has 0 image placeholders .* for 1 pictures"),
-        (
-            [IMAGE],
-            pictures[:1, :8],
-            r"a picture is uint8 \[8, 12, 3\], expected uint8 \[12, 12, 3\]",
-        ),
+        ([IMAGE], pictures[:1, :8], r"a picture is uint8 \[8, 12, 3\].*uint8 \[12, 12, 3\]"),
         ([IMAGE], pictures[:1] / 255.0, "a picture is float64"),
         ([IMAGE, -5], pictures[:1], "has token -5"),
     ]:

@@ -1,7 +1,5 @@
 """An answer's bits do not depend on what else is served, nor on the engine's sizes."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.decoding.requests import Scoring

@@ -1,7 +1,5 @@
 """Encyclopedic-VQA: its files, its score."""
 
-from __future__ import annotations
-
 import csv
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Atlas's augmentation of a training example: names and colors change everywhere or nowhere."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import pickle

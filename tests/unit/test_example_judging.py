@@ -1,7 +1,5 @@
 """Judging of examples, their scores' file, and the loss that a retriever learns from."""
 
-from __future__ import annotations
-
 import json
 
 import jax
@@ -47,7 +45,6 @@ OPTIONS = JudgeOptions(candidates=3, similarity="random")
 
 
 def helpful(prompt: str, option: str) -> tuple[float, ...]:
-    """Options of two tokens; with the olive in the prompt the tree is certain."""
     if option == " tree":
         return (-0.1, 0.0) if "olive?" in prompt.partition("\n\n")[0] else (-2.0, -1.0)
     return (-1.0, -1.0)
@@ -171,7 +168,6 @@ def test_batches_hold_candidates_with_their_scores():
 
 
 def word_of(ids, mask) -> str:
-    """The question whose text the tokens are."""
     found = [int(i) for i in ids[mask]][1:-1]
     (name,) = (q.id for q in QUESTIONS if TOKENIZER.encode(q.question) == found)
     return name
@@ -187,7 +183,6 @@ def task(temperature: float = 0.5) -> DistillationObjective:
 
 
 def start(made: DistillationObjective) -> DualEncoder:
-    """Weights to learn from, with the temperature as it is initialized."""
     model = drawn(lambda: made.init(jax.random.key(0)))
     model.logit_scale[...] = np.log(1 / 0.07, dtype=np.float32)
     return model

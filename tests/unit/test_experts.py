@@ -1,7 +1,5 @@
 """A mixture of experts: both ways to compute it, that tokens do not depend on others, its costs."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 
@@ -40,7 +38,6 @@ def llama(config=CONFIG):
 
 
 def mixture(**changes):
-    """The experts of a layer."""
     config = dataclasses.replace(CONFIG, **changes)
     return drawn(lambda: Experts(config, rngs=nnx.Rngs()), 0, config.init_stddev)
 
@@ -132,7 +129,6 @@ def test_in_the_kernel_a_token_does_not_depend_on_the_others():
 
 
 def test_a_token_does_not_depend_on_the_others():
-    """Bit for bit, by either way, whichever experts the others go to and in whichever type."""
     rng = np.random.default_rng(0)
     for dtype in ("float32", "bfloat16"):
         experts = mixture()

@@ -1,7 +1,5 @@
 """An index that FAISS reads: searched by FAISS beside our exact search."""
 
-from __future__ import annotations
-
 import importlib
 
 import faiss

@@ -1,7 +1,5 @@
 """A family's entry: all that it names is there, and fits what asks for it."""
 
-from __future__ import annotations
-
 import dataclasses
 import subprocess
 import sys

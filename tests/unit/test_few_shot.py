@@ -1,7 +1,5 @@
 """Prompts of solved examples: their text, and how many shots fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -43,8 +41,6 @@ def limit(characters: int):
 
 
 class FakeBackend:
-    """Answers a completion by its last word, scores continuations by their length."""
-
     def __init__(self, fail=()):
         self.usage, self.failures, self.seen, self._fail = Usage(), [], [], set(fail)
 
@@ -170,8 +166,6 @@ def test_the_prior_of_options():
 
 
 class _Recorder(dict):
-    """A trace that notes which keys are asked for."""
-
     def __init__(self, **values):
         super().__init__(values)
         self.asked: set[str] = set()

@@ -1,7 +1,5 @@
 """Checkpoints that answer all the same: NaN or infinity are refused, nothing but zeros is told."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Attention with linear memory against the plain one."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from types import SimpleNamespace
@@ -84,7 +82,6 @@ def row_segments(length):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Kernels of TPUs and GPUs run here."""
     for module, name in ((splash, "splash_attention"), (flash, "triton_attention")):
         kernel = functools.partial(getattr(module, name), interpret=True)
         monkeypatch.setattr(module, name, kernel)
@@ -243,7 +240,6 @@ def traced_for_gpu(implementation, mask, *, kind=jnp.bfloat16, length=8, **sizes
 
 
 def lowered_for_gpu(*arguments, **options):
-    """Its StableHLO."""
     return traced_for_gpu(*arguments, **options).lower(lowering_platforms=("cuda",)).as_text()
 
 

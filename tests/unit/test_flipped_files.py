@@ -4,8 +4,6 @@ What is opened after the damage either ends in a UserError, or gives the same bi
 lies in core.store alone: tests/resume/test_store_kills.py.)
 """
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """`mmqa ask --data`: questions to a folder of documents, with a scripted reader and encoder."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -51,7 +49,6 @@ class ScriptedReader:
 
 @pytest.fixture
 def encoder(monkeypatch, tmp_path):
-    """A cache folder of the test's own, and the encoder in place of MiniLM."""
     return install(monkeypatch, tmp_path / "cache")
 
 
@@ -255,10 +252,7 @@ def test_what_cannot_be_asked(refused, tmp_path):
     refused("ask", empty, "--top_k=0", "Why?", message="--top_k=0: at least 1")
     refused("ask", "--model=smollm2", "Why?", message="--model: a demo answers with its own models")
     refused("ask", empty, " ", message="the question is empty")
-    refused(
-        *("ask", empty, "--pages=both", "Why?"),
-        message="--pages=both: its pages are pictures, which the encoder minilm cannot read",
-    )
+    refused(*("ask", empty, "--pages=both", "Why?"), message="--pages=both: .*the encoder minilm")
 
 
 def test_pages_as_pictures_need_an_encoder_that_sees(encoder, folder, tmp_path):

@@ -1,7 +1,5 @@
 """Files of a folder that take too much, crash their parser or change: each named, the rest read."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

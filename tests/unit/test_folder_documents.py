@@ -1,7 +1,5 @@
 """Documents: what is read of each format, and how paragraphs become chunks."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import re

@@ -1,7 +1,5 @@
 """The ledger: whatever the format, no letter that a file holds vanishes without being counted."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import email.message

@@ -1,7 +1,5 @@
 """`mmqa prepare folder`: documents as a corpus, files that changed, and files that are wrong."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 The disk is a tmpfs of its own, of which a file takes all but a few pages.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -4,8 +4,6 @@ That they compile for TPUs is in tests/sharding/test_training_programs.py, that 
 tests/mesh/test_fused_on_mesh.py.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """The fuzz of scorers (`tests.fuzz_scorers`), with a small official scorer in a folder of its own."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np
