@@ -118,11 +118,16 @@ def _drawn_starts() -> contextlib.AbstractContextManager[None]:
     return drawn_starts()
 
 
-def done(*arguments: str | Path, **options: bool) -> dict:
-    """Runs a verb that must succeed, as `mmqa` does; its JSON."""
-    ended = mmqa(*arguments, "--json", **options)
+def succeeded(*arguments: str | Path, **options: bool) -> Ended:
+    """Runs a verb that must succeed, as `mmqa` does."""
+    ended = mmqa(*arguments, **options)
     assert ended.code == 0, ended.err
-    return ended.value
+    return ended
+
+
+def done(*arguments: str | Path, **options: bool) -> dict:
+    """Runs a verb that must succeed; its JSON."""
+    return succeeded(*arguments, "--json", **options).value
 
 
 def tree(folder: Path) -> dict[str, tuple[int, int]]:

@@ -49,17 +49,15 @@ def test_answers_show_gold_sources_and_a_reference_wording(reader, packer):
     assert all(len(orders[n]) == len(ROWS[f"q{n}"]) for n in range(30))
 
 
+def batches_of(reader, packer, questions=QUESTIONS, *, seed=4, size=8, **sampling):
+    feed = FeedConfig(size, seed=seed, threads=0)
+    sampled = AnswerSampling(**sampling)
+    return answer_batches(reader, questions, packer, MaskingConfig(), feed, sampled)
+
+
 def test_a_distractor_joins_single_gold_sources_at_the_given_rate(reader, packer):
-    feed = FeedConfig(8, seed=4, threads=0)
     counts = Counter()
-    iterator = answer_batches(
-        reader,
-        QUESTIONS,
-        packer,
-        MaskingConfig(),
-        feed,
-        AnswerSampling(distractor_prob=0.3, shuffle_sources=False),
-    )
+    iterator = batches_of(reader, packer, distractor_prob=0.3, shuffle_sources=False)
     for b in epoch_of(iterator, 30 * 40):
         for i, place in enumerate(b["index"]):
             slots = b["region_features"].shape[1]
@@ -87,13 +85,11 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
     """Of 20 texts beside 10 pictures half are left out: as many texts as pictures are shown."""
     questions, seen = in_categories(), []
     for seed in range(10):
-        iterator = answer_batches(
-            reader, questions, packer, MaskingConfig(), FeedConfig(2, seed=seed, threads=0),
-            AnswerSampling(shares={"text": 0.5}),
-        )  # fmt: skip
+        thinned = {"seed": seed, "size": 2, "shares": {"text": 0.5}}
+        iterator = batches_of(reader, packer, questions, **thinned)
         shown = [int(place) for _ in range(40) for place in next(iterator)["index"]]  # 4 epochs
         seen.append(np.mean([questions[place].category == "text" for place in shown]))
-    whole = answer_batches(reader, questions, packer, MaskingConfig(), FeedConfig(2, threads=0))
+    whole = batches_of(reader, packer, questions, seed=0, size=2)
     # Of each kind one may wait for the second epoch.
     shown = {int(place) for b in epoch_of(whole, 60, 2) for place in b["index"]}
     assert shown == set(range(30))
@@ -113,14 +109,7 @@ def test_shares_thin_out_a_category_anew_every_epoch(reader, packer):
 )
 def test_shares_that_cannot_be(reader, packer, shares, message):
     with pytest.raises(UserError, match=message):
-        answer_batches(
-            reader,
-            in_categories(),
-            packer,
-            MaskingConfig(),
-            FeedConfig(8),
-            AnswerSampling(shares=shares),
-        )
+        batches_of(reader, packer, in_categories(), shares=shares)
 
 
 def test_a_category_without_answers_has_no_share(reader, packer):
@@ -128,26 +117,11 @@ def test_a_category_without_answers_has_no_share(reader, packer):
         q if q.category == "text" else dataclasses.replace(q, answers=()) for q in in_categories()
     ]
     with pytest.raises(UserError, match=r"shares\.picture: no question .* use one of text\."):
-        answer_batches(
-            reader,
-            questions,
-            packer,
-            MaskingConfig(),
-            FeedConfig(8),
-            AnswerSampling(shares={"picture": 0.5}),
-        )
+        batches_of(reader, packer, questions, shares={"picture": 0.5})
 
 
 def test_question_only_hides_all_sources(reader, packer):
-    iterator = answer_batches(
-        reader,
-        QUESTIONS,
-        packer,
-        MaskingConfig(),
-        FeedConfig(8, threads=0),
-        AnswerSampling(no_source_prob=1.0),
-    )
-    for b in epoch_of(iterator, 60):
+    for b in epoch_of(batches_of(reader, packer, seed=0, no_source_prob=1.0), 60):
         assert b["region_features"].shape[1] == 0
         for i, place in enumerate(b["index"]):
             context = text_of(reader, b["input_ids"][i][~b["answer_mask"][i]])

@@ -140,9 +140,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     several = text_tokenizer()
     several.end_ids = (1, 2)  # as of many chat models
     several = EngineBackend(no_engine, several, length=160, fingerprint="x")
-    with pytest.raises(
-        UserError, match=r"'a': beam search .* one end token, the model has 2; leave"
-    ):
+    with pytest.raises(UserError, match=r"'a': beam search .* one end token, the model has 2; le"):
         several.check(Completion("a", "b", Decoding(beams=2)))
     with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
         Message("bot", ("b",))
@@ -164,9 +162,8 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     red, blue = flag(), flag((20, 30, 240), (3, 9))
     first = Message("user", (red, "What is it"))
     turns = (first, Message("assistant", ("A flag.",)), Message("user", (blue, "And this")))
-    text = llava_prompt.conversation(
-        [("<image>\nWhat is it", "A flag."), ("<image>\nAnd this", None)]
-    )
+    said = [("<image>\nWhat is it", "A flag."), ("<image>\nAnd this", None)]
+    text = llava_prompt.conversation(said)
     encode = text_tokenizer().encode_plain
     ids = llava_prompt.prompt_ids(text, encode, image_token=-200, bos=None)
     assert ids.count(-200) == 2
@@ -187,9 +184,8 @@ def test_a_llava_sees_the_pictures_of_a_conversation():
     (scores,) = backend.answer([Choices("a", turns, ("A", "no"))])
     rows = [encode(" A"), encode(" no")]
     (expected,) = engine.score([Scoring("a", ids, rows, images=pixels)])
-    assert [score.logprobs for score in scores.scores] == [
-        pytest.approx(score.logprobs, abs=1e-5) for score in expected.scores
-    ]
+    for score, wanted in zip(scores.scores, expected.scores, strict=True):
+        assert score.logprobs == pytest.approx(wanted.logprobs, abs=1e-5)
     # A text without placeholder begins with its pictures.
     (plain,) = backend.answer([Completion("a", "Say", decoding, (red,))])
     (spelled,) = backend.answer([Completion("a", "<image>\nSay", decoding, (red,))])

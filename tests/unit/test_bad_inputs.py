@@ -85,9 +85,8 @@ def vqa_server(body):
         return error(400, "the content is not allowed")
     if text == "slow?":
         time.sleep(1)
-    return spoken(
-        {"empty?": "", "blank?": " \n", "sorry?": " I'm sorry, I cannot"}.get(text, " bike")
-    )
+    answers = {"empty?": "", "blank?": " \n", "sorry?": " I'm sorry, I cannot"}
+    return spoken(answers.get(text, " bike"))
 
 
 def test_a_server_that_refuses_times_out_or_says_nothing(okvqa, tmp_path):
@@ -186,10 +185,12 @@ QUICK = ServerConfig(concurrency=1, retries=0, max_failures=2)
 
 def server_of(statuses):
     """Answers by the prompt: its number in `statuses`."""
-    return lambda body: (
-        said("yes") if statuses[int(body["prompt"])] == 200 else
-        error(statuses[int(body["prompt"])], "no")
-    )  # fmt: skip
+
+    def reply(body):
+        status = statuses[int(body["prompt"])]
+        return said("yes") if status == 200 else error(status, "no")
+
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -237,9 +238,8 @@ def test_a_picture_that_cannot_be_sent_fails_its_question_alone():
     corpus = Corpus([], questions, pictures.get)
     with Stub(lambda body: said("The answer is B.")).serving() as stub:
         llm = OpenAIBackend("tiny", QUICK)
-        predictions = answer_rmr(
-            questions, corpus, llm, NO_SHOTS, shots=0, chat=True, pictures=True
-        )
+        options = {"shots": 0, "chat": True, "pictures": True}
+        predictions = answer_rmr(questions, corpus, llm, NO_SHOTS, **options)
     assert [prediction.choice for prediction in predictions] == [1, None, 1]
     assert "not a PNG, JPEG, GIF or WebP picture" in predictions[1].trace["failed"][0]
     assert predictions[1].trace["too_long"] == []

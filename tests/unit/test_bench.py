@@ -1,27 +1,20 @@
 """`tests.bench`: how it times and measures memory, what its rows say, what it needs to run."""
 
-import ast
 import builtins
-import contextlib
 import dataclasses
 import importlib
-import io
 import itertools
 import os
 import re
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
-from test_import_graph import statements, targets
 
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.data.documents.read import READERS, ending_of
-from tests.bench import Options, convert
+from tests.bench import Options
 from tests.bench.__main__ import main
-from tests.bench.timing import Child, interleave, speed_ratio
-from tests.fake_devices import fake_devices
+from tests.bench.timing import interleave, speed_ratio
 
 pytestmark = pytest.mark.slow
 
@@ -176,30 +169,6 @@ def test_models_rows_compare_the_same_work(models_bench, monkeypatch):
         models_bench.run_suite(tiny(), Options(rounds=1))
 
 
-def test_the_models_bench_needs_few_packages():
-    needed, waiting, known = set(), ["tests.bench.models"], {}
-    while waiting:
-        name = waiting.pop()
-        places = (Path(*name.split(".")), Path(*name.split("."), "__init__"))
-        files = [ROOT / place.with_suffix(".py") for place in places]
-        file = next((one for one in files if one.is_file()), None)
-        if name in known or file is None:
-            continue
-        known[name] = file
-        for node, at_load in statements(ast.parse(file.read_text(encoding="utf-8")), True):
-            for target in targets(node, name, file.name == "__init__.py") if at_load else ():
-                top, *below = target.split(".")
-                if top not in ("mmqa_jax", "tests"):
-                    needed.add(top)
-                    continue
-                of_names = [f"{target}.{alias.name}" for alias in node.names]
-                waiting += [".".join([top, *below[:n]]) for n in range(len(below) + 1)] + of_names
-    assert len(known) > 60
-    needed -= sys.stdlib_module_names
-    assert needed >= {"jax", "flax", "torch", "transformers"}
-    assert not needed & set(ABSENT)
-
-
 def test_rows_follow_from_what_was_timed():
     from tests.bench.runner import Case, row_of
 
@@ -222,70 +191,6 @@ def test_rows_follow_from_what_was_timed():
         "of_p": 1.5,
     }  # fmt: skip
     assert row_of(Case("scann", "queries/s", 200, 100), {})["ratio"] == 2
-
-
-# MiB that each process of the convert bench is said to have taken; its seconds are their number.
-PEAKS = {
-    "make": 1,
-    "start": 100,
-    "convert": 150,
-    "export": 120,
-    "load": 130,
-    "load_transformers": 180,
-}
-
-
-def test_convert_rows_are_shares_of_the_parameters(tmp_path, monkeypatch, quiet):
-    """What its processes do is done in this one; `run_child`, which measures them, has a test of its own."""
-    from cli_runs import done
-
-    steps = []
-
-    def child(command, env):
-        assert (command[0], env["JAX_PLATFORMS"]) == (sys.executable, "cpu")
-        _, form, call, *arguments = command
-        printed = io.StringIO()
-        if form == "-m":
-            assert (call, arguments[0]) == ("mmqa_jax.cli", "convert")
-            done(*arguments)
-            name = "export" if "--export=hf" in arguments else "convert"
-        else:
-            with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
-                patch.setattr(sys, "argv", ["-c", *arguments])
-                exec(call, {})
-            name = re.search(r"; (\w+)\(", call)[1]
-        steps.append((name, env.get("XLA_FLAGS")))
-        return Child(float(len(steps)), PEAKS[name] << 20, printed.getvalue())
-
-    monkeypatch.setattr(convert, "run_child", child)
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    shape = {
-        "vocab_size": 4000, "hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 128,
-        "tied": True,
-    }  # fmt: skip
-    result = convert.run_shape(shape, Options(only=("export", "load_mesh")))
-    layer = 2 * 64 * (64 + 32) + 3 * 64 * 128 + 2 * 64
-    assert result["parameters"] == 4000 * 64 + 2 * layer + 64
-    size = 4 * result["parameters"] / 2**20
-    assert (result["parameter_mib"], result["libraries_mib"]) == (round(size), 100)
-    eight = fake_devices(8)["XLA_FLAGS"]
-    assert steps[2:] == [
-        *(("convert", None), ("export", None), ("load_transformers", None)),
-        *(("load", eight), ("load_transformers", None)),
-    ]
-    export, load = result["rows"]
-    assert export.items() >= {
-        "name": "export", "unit": "MiB", "ours": 120, "peer": 180, "ratio": 1.5, "floor": 100,
-        "seconds": 4.0, "peer_seconds": 5.0,
-    }.items()  # fmt: skip
-    # A step that loads holds the model at its end.
-    assert (load["ours"], load["peer"], load["floor"]) == (130, 180, round(100 + size))
-    for row in (export, load):
-        assert row["of_p"] == pytest.approx(row["ours"] / size, rel=1e-4)
-        assert row["added"] == pytest.approx((row["ours"] - 100) / size, rel=1e-4)
-        assert row["peer_of_p"] == pytest.approx(180 / size, rel=1e-4)
-    assert not list(tmp_path.glob("mmqa-bench-*"))  # the models are gone
 
 
 @pytest.mark.parametrize(

@@ -63,39 +63,3 @@ def test_rows(web, short_readings, monkeypatch):
     assert 0 < waiting["ours"] < 100
     assert (waiting["steps"], waiting["required"]) == (1, 2.0)  # the first of its shape compiled
     json.dumps(found)
-
-
-def interrupt(*_):
-    raise KeyboardInterrupt
-
-
-class Clock:
-    def __init__(self):
-        self.now = 0.0
-
-    def perf_counter(self):
-        return self.now
-
-
-class Slow:
-    """Batches of two shapes, of which every one takes two seconds."""
-
-    get_state = set_state = None
-
-    def __init__(self, clock):
-        self._clock, self._count = clock, 0
-
-    def __next__(self):
-        self._clock.now += 2
-        self._count += 1
-        return {"x": np.zeros(1 + (self._count > 5))}
-
-
-def test_waiting_is_the_time_before_a_batch_but_not_while_a_step_is_compiled(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(bench, "time", clock)
-    timed = bench._Timed(Slow(clock))
-    for number in range(10):
-        next(timed)
-        clock.now += 50 if number in (0, 5) else 6  # each shape's first step compiles
-    assert timed.totals() == (7 * 2, 7 * 8, 7)

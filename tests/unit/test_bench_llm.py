@@ -3,7 +3,6 @@
 import json
 import math
 
-import gguf
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,8 +10,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.weights.formats.gguf import GGUFSource
-from tests.bench import Options, llama_cpp, llm, llm_total
+from tests.bench import Options, llm, llm_total
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow
@@ -76,26 +74,3 @@ def test_totals_are_measured_when_asked_for_and_of_the_small_model(tmp_path):
         lines = [json.dumps({"text": text}) for text in texts]
         (tmp_path / f"x.{side}.jsonl").write_text("\n".join(lines))
     assert llm_total._same(tmp_path, "x") == 0.5
-
-
-def test_a_gguf_file_in_other_types(tmp_path):
-    rng = np.random.default_rng(0)
-    matrix, vector = rng.normal(size=(4, 64)).astype("f"), rng.normal(size=64).astype("f")
-    kind = gguf.GGMLQuantizationType.Q8_0
-    writer = gguf.GGUFWriter(tmp_path / "q8.gguf", "llama")
-    writer.add_context_length(64)
-    writer.add_token_list(["a", "b"])
-    writer.add_tensor("m", gguf.quants.quantize(matrix, kind), raw_dtype=kind)
-    writer.add_tensor("v", vector)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    given = GGUFSource(tmp_path / "q8.gguf")
-    for name, dtype in (("f32", np.float32), ("f16", np.float16)):
-        llama_cpp.write_gguf(tmp_path / "q8.gguf", tmp_path / f"{name}.gguf", name)
-        source = GGUFSource(tmp_path / f"{name}.gguf")
-        np.testing.assert_array_equal(source.read("m"), given.read("m").astype(dtype))
-        np.testing.assert_array_equal(source.read("v"), vector)
-        assert source.metadata("llama.context_length") == 64
-        assert source.metadata("tokenizer.ggml.tokens") == ["a", "b"]

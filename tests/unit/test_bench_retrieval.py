@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 
-from mmqa_jax.data.formats.webqa import ImagesTsv
 from tests.bench import retrieval as bench
 from tests.bench import retrieval_data as inputs
 
@@ -21,30 +20,6 @@ def test_numpy_search_is_exact():
     expected = np.argsort(-(queries @ matrix.T), axis=1, kind="stable")[:, :20]
     found = bench._numpy_search(matrix, queries)
     np.testing.assert_array_equal(np.sort(found), np.sort(expected))
-
-
-def test_vectors_are_unit_clustered_and_the_same_every_time(tmp_path):
-    vectors = inputs.ClusteredVectors(70_000, 32)
-    inputs.write_vectors(tmp_path / "vectors.npy", vectors)
-    written = np.load(tmp_path / "vectors.npy")
-    assert written.shape == (70_000, 32)
-    assert written.dtype == np.float32
-    np.testing.assert_allclose(np.linalg.norm(written, axis=1), 1, atol=1e-5)
-    np.testing.assert_array_equal(
-        written, np.concatenate(list(inputs.ClusteredVectors(70_000, 32).blocks()))
-    )
-    best = (vectors.queries(50) @ written.T).max(axis=1)
-    spread = np.random.default_rng(0).standard_normal((50, 32)).astype(np.float32)
-    spread /= np.linalg.norm(spread, axis=1, keepdims=True)
-    # Queries lie in clusters, random directions do not.
-    assert np.median(best) > np.median((spread @ written.T).max(axis=1)) + 0.05
-
-
-def test_pictures_are_read_back(tmp_path):
-    encoded = inputs.write_pictures(tmp_path, 5, distinct=2)
-    pictures = ImagesTsv(tmp_path / "imgs.tsv")
-    assert [pictures.read(row) for row in range(5)] == encoded
-    assert encoded[0] != encoded[1]
 
 
 def test_rows(tmp_path, short_readings, monkeypatch):

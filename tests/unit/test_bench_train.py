@@ -9,8 +9,7 @@ from cli_runs import quietly
 from mmqa_jax.core import host
 from tests.bench import Options, train, training_runs, training_shards
 from tests.bench.training_runs import Sizes, median_share
-from tests.drawn_weights import drawn_start, drawn_starts
-from tests.fake_devices import fake_devices
+from tests.drawn_weights import drawn_start
 
 pytestmark = pytest.mark.slow
 
@@ -85,66 +84,3 @@ def test_a_save_is_timed(monkeypatch):
     found = training_runs.save(mib=32, rounds=1)
     assert 0 < found["ours"][0] <= found["peer"][0]
     assert found["copy_floor"] > 0
-
-
-def test_processes_are_given_their_places_and_what_the_first_returns_counts(monkeypatch):
-    """The run alone is in this process; tests/sharding/test_two_processes.py trains in two."""
-    started, losses = [], []
-
-    def start(name, env, arguments):
-        assert name == "curve"
-        started.append(env)
-        if not losses:
-            sizes = Sizes(**arguments.pop("sizes"))
-            with drawn_starts():
-                losses.extend(training_runs.curve(sizes, **arguments))
-            return losses
-        return [loss * {"0": 1.25, "1": 9.0}[env["JAX_PROCESS_ID"]] for loss in losses]
-
-    monkeypatch.setattr(train, "_start", start)
-    monkeypatch.setattr(train, "_results", lambda started: started)
-    row = row_of("processes")
-    assert row["ours"] == pytest.approx(0.25)
-    assert len(set(losses)) == 4
-    assert row["work"] == "1, 2 processes, 4 steps"
-    alone, *joined = started
-    assert alone == fake_devices(1)
-    assert [env.pop("JAX_PROCESS_ID") for env in joined] == ["0", "1"]
-    assert (
-        joined[0]
-        == joined[1]
-        == alone
-        | {
-            "JAX_COORDINATOR_ADDRESS": joined[0]["JAX_COORDINATOR_ADDRESS"],
-            "JAX_NUM_PROCESSES": "2",
-        }
-    )
-    assert joined[0]["JAX_COORDINATOR_ADDRESS"].startswith("127.0.0.1:")
-
-
-# Writes the parts of its shard, a tenth of a second apart.
-SHARD = """
-import os, sys
-out, shard = (next(a.split('=')[1] for a in sys.argv if a.startswith(f)) for f in ('--out', '--shard'))
-index, count = map(int, shard.split('/'))
-assert len(os.sched_getaffinity(0)) == 1, 'not pinned'
-os.makedirs(out + '.parts', exist_ok=True)
-for number, part in enumerate(range(index, 4 * count, count)):
-    file = f'{out}.parts/{part:05d}.jsonl'
-    open(file, 'w').close()
-    os.utime(file, (1000 + number / 10,) * 2)
-"""
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    monkeypatch.setattr(training_shards, "_MMQA", SHARD)
-    job = training_shards._Job(("prompt",), 6, "out", "out.parts/[0-9]*.jsonl", "pretended")
-    monkeypatch.setattr(training_shards, "_prompt", lambda folder, jobs: job)
-
-
-def test_shards_are_pinned_and_their_parts_timed_after_the_first(pretended):
-    """Six prompts in a tenth of a second, on one core and on two."""
-    row = row_of("prompt")
-    assert (row["ours"], row["peer"], row["unit"]) == (120.0, 60.0, "prompts/s")
-    assert (row["ratio"], row["floor"], row["ratio_range"]) == (2.0, 120.0, [2.0, 2.0])

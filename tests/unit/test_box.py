@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jinja2
@@ -23,68 +24,46 @@ pytestmark = pytest.mark.slow
 
 CODE = """
 import os, time
+HELD = []
 
 def echo(value):
     return value
-
 def environment():
     return sorted(os.environ), os.getpid()
-
 def loop():
     while True:
         pass
-
-HELD = []
-
 def hold(size):
     HELD.append(b"x" * size)
     return os.getpid()
-
 def load(size):
     return len(b"x" * size), os.getpid()
-
 def starve(size):
     HELD.append(b"x" * size)
     raise ImportError("failed to map segment")
-
 def grow(size):
     return len(b"x" * size)
-
 def wait(seconds):
     time.sleep(seconds)
-
 def crash():
     os.abort()
-
 def write(path):
     with open(path, "w") as file:
         file.write("x" * 100_000)
-
 def fail():
     raise LookupError("no such row")
-
 def refuse(data):
     fail()
-
 def halves(data, name):
     return name, [data[: len(data) // 2], b"", data[len(data) // 2 :]]
-
 def endless(data):
     loop()
-
-KEPT = []
-
-def keep(size):
-    KEPT.append(b"x" * size)
-
 def connect():
     import socket
     socket.create_connection(("127.0.0.1", 9))
-
 def start():
     import subprocess
     subprocess.run(["true"])
-
 def fork():
     os.fork()
 """
@@ -136,9 +115,7 @@ SECONDS, MEMORY = "it takes over 3 seconds of processor time", "it takes over 25
         ("crash", {}, f"it crashes, as it may where {MEMORY}"),
     ],
 )
-def test_what_takes_too_much_is_named_by_its_limit_and_the_next_call_works(
-    boxed, function, request_, limit
-):
+def test_a_limit_is_named_and_the_next_call_works(boxed, function, request_, limit):
     with pytest.raises(OverBudget, match=f"^{limit}$"):
         boxed.call(function, **request_)
     assert boxed.call("echo", value=1) == 1
@@ -158,7 +135,7 @@ def test_bytes_go_in_and_come_out_within_the_budget(boxed):
 
 
 def test_what_a_call_leaves_behind_takes_no_memory_from_the_next_ones(boxed):
-    boxed.call("keep", size=200 << 20)
+    boxed.call("hold", size=200 << 20)
     assert boxed.call("grow", size=150 << 20) == 150 << 20
 
 
@@ -222,18 +199,9 @@ def test_a_box_that_is_closed_while_its_process_starts_ends_at_once(tmp_path):
 
 def test_threads_share_it(boxed):
     boxed.call("echo", value=0)
-    answers = {}
-    threads = [
-        threading.Thread(
-            target=lambda n=n: answers.update({n: [boxed.call("echo", value=n) for _ in range(50)]})
-        )
-        for n in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == {n: [n] * 50 for n in range(4)}
+    with ThreadPoolExecutor(4) as pool:
+        echoed = pool.map(lambda n: [boxed.call("echo", value=n) for _ in range(50)], range(4))
+    assert list(echoed) == [[n] * 50 for n in range(4)]
 
 
 def test_a_fork_that_ends_leaves_it(code):
@@ -302,9 +270,8 @@ SAID = [{"role": "user", "content": "hi"}]
     ],
 )  # fmt: skip
 def test_chat_templates_that_loop_or_grow(template, message):
-    with pytest.raises(
-        UserError, match=rf"^model, chat_template: a prompt cannot be made \(.*{message}"
-    ) as refused:
+    message = rf"^model, chat_template: a prompt cannot be made \(.*{message}"
+    with pytest.raises(UserError, match=message) as refused:
         ChatTemplate(template, name="model, chat_template").render("r1", [Message("user", "hi")])
     assert isinstance(refused.value.__cause__, TemplateOverBudget)
 
@@ -342,29 +309,25 @@ def test_long_texts_and_odd_characters_are_rendered_as_by_transformers():
         {"role": "tool", "content": [{"type": "text", "text": "é"}, {"type": "image"}], "n": 1.5},
     ]
     for answer in (True, False):
-        (want,), _ = render_jinja_template(
-            [messages], chat_template=template, add_generation_prompt=answer, bos_token="<s>"
-        )
+        options = {"add_generation_prompt": answer, "bos_token": "<s>"}
+        (want,), _ = render_jinja_template([messages], chat_template=template, **options)
         assert rendered(template, messages, {"bos_token": "<s>", "other": 1}, answer) == want
 
 
 def test_a_fork_renders_by_a_child_of_its_own():
+    def echoes(name):
+        texts = [f"{name} {i}" for i in range(20)]
+        template = "{{ messages[0].content }}"
+        return [rendered(template, [{"content": text}], {}, True) for text in texts] == texts
+
     assert rendered("{{ messages[0].content }}", SAID, {}, True) == "hi"
     read, write = os.pipe()
     child = os.fork()
     if not child:
         try:
-            texts = [
-                rendered("{{ messages[0].content }}", [{"content": f"fork {i}"}], {}, True)
-                for i in range(20)
-            ]
-            os.write(write, repr(texts == [f"fork {i}" for i in range(20)]).encode())
+            os.write(write, repr(echoes("fork")).encode())
         finally:
             os._exit(0)
-    texts = [
-        rendered("{{ messages[0].content }}", [{"content": f"parent {i}"}], {}, True)
-        for i in range(20)
-    ]
+    assert echoes("parent")
     os.waitpid(child, 0)
-    assert texts == [f"parent {i}" for i in range(20)]
     assert os.read(read, 10) == b"True"

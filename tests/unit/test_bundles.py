@@ -6,11 +6,7 @@ import sys
 
 import pytest
 
-from mmqa_jax.core.chips import CHIPS
-from tests.bench.plan import cycles_by
-from tests.bench.twins import of_twins
 from tests.hlo.bundles import Bundles, take
-from tests.hlo.counts import count
 
 # A loop of 2 + 1 bundles and 4 behind its branch, which moves 2 x 128 bytes a turn; a part of two
 # bundles runs in its first turn alone. {limit} is a number, or a register that is loaded.
@@ -60,116 +56,6 @@ def test_turns_that_data_decide_follow_from_the_bytes_that_they_move(tmp_path):
     assert kernel == Bundles(2, TURN + FIRST, 256)
     assert kernel.cycles(10 * 256) == 2 + 10 * (TURN + FIRST)
     assert Bundles(7).cycles(10 * 256) == 7
-
-
-# A loop over slots, of 9 bundles a turn and 8 of each turn of the loop inside, which data decide.
-SLOTS = """\
-     0   :  {{ %s9_s3 = smov {slots}  ;;  %s10_s1 = smov 0  ;;  %s8_s4 = sld [smem:[#allocation3]] }}
-   0x1 LB: > {{ %s11_s1 = sphi %s10_s1, %s12_s1 }} /* Start region 7 */
-   0x2   : > {{ %s20_s2 = smov 0 }}
-   0x3 LB: >> {{ %s21_s2 = sphi %s20_s2, %s22_s2 }} /* Start region 8 */
-   0x4   : >> {{ %20 = dma.hbm_to_vmem [thread:$0]  /*hbm=*/%s1_s8, /*size_in_granules=*/4, /*vmem=*/%s2_s9  ;;  %s22_s2 = sadd.s32 1, %s21_s2 }}
-   0x5   : >> {{ %p1_p1 = scmp.ge.s32.totalorder %s22_s2, %s8_s4 }}
-   0x6   : > {{ %31 = sbr.rel (!%p1_p1) target = $region8 }}
-   0x7   : > {{}}
-   0x8   : > {{}}
-   0x9   : > {{}}
-   0xa   : > {{}} /* End region 8 */
-   0xb   : > {{ %s12_s1 = sadd.s32 1, %s11_s1 }}
-   0xc   : > {{ %p5_p2 = scmp.ge.s32.totalorder %s12_s1, %s9_s3 }}
-   0xd   :  {{ %32 = sbr.rel (!%p5_p2) target = $region7 }}
-   0xe   :  {{}}
-   0xf   :  {{}}
-  0x10   :  {{}}
-  0x11   :  {{}} /* End region 7 */
-  0x12   :  {{ %s40 = smov 1 }}
-"""
-
-
-@pytest.mark.parametrize("slots", [1, 64, 1000])
-def test_blocks_of_slots_are_counted_by_their_bytes_alone(tmp_path, slots):
-    written(tmp_path, SLOTS.format(slots=slots))
-    kernel = take(tmp_path)["kernel.1"]
-    assert kernel == Bundles(2 + 9 * slots, 8, 128)
-    assert kernel.cycles(2 * slots * 128) == 2 + (9 + 2 * 8) * slots
-
-
-# Two products of one input with matrices of one shape, as libtpu compiles once; a third is wider, a
-# fourth adds.
-TWINS = """\
-HloModule twins
-
-%body.1 (a: f32[8,16], b: f32[16,4]) -> f32[8,4] {
-  %a = f32[8,16]{1,0} parameter(0)
-  %b = f32[16,4]{1,0} parameter(1)
-  ROOT %dot.1 = f32[8,4]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="gate"}
-}
-
-%body.2 (c: f32[8,16], d: f32[16,4]) -> f32[8,4] {
-  %c = f32[8,16]{1,0} parameter(0)
-  %d = f32[16,4]{1,0} parameter(1)
-  ROOT %dot.2 = f32[8,4]{1,0} dot(%c, %d), lhs_contracting_dims={1}, rhs_contracting_dims={0}, metadata={op_name="up"}
-}
-
-%body.3 (e: f32[8,16], f: f32[16,8]) -> f32[8,8] {
-  %e = f32[8,16]{1,0} parameter(0)
-  %f = f32[16,8]{1,0} parameter(1)
-  ROOT %dot.3 = f32[8,8]{1,0} dot(%e, %f), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-}
-
-%body.4 (g: f32[8,16], h: f32[16,4]) -> f32[8,4] {
-  %g = f32[8,16]{1,0} parameter(0)
-  %h = f32[16,4]{1,0} parameter(1)
-  %dot.4 = f32[8,4]{1,0} dot(%g, %h), lhs_contracting_dims={1}, rhs_contracting_dims={0}
-  ROOT %add.4 = f32[8,4]{1,0} add(%dot.4, %dot.4)
-}
-
-ENTRY %main (x: f32[8,16], p: f32[16,4], q: f32[16,4], r: f32[16,8]) -> f32[8,4] {
-  %x = f32[8,16]{1,0} parameter(0)
-  %p = f32[16,4]{1,0} parameter(1)
-  %q = f32[16,4]{1,0} parameter(2)
-  %r = f32[16,8]{1,0} parameter(3)
-  %fusion.1 = f32[8,4]{1,0} fusion(%x, %p), kind=kOutput, calls=%body.1, backend_config={"window_config":{"kernel_window_bounds":["2"]}}
-  %fusion.2 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.2, metadata={op_name="up"}, backend_config={"window_config":{"kernel_window_bounds":["2"]}}
-  %fusion.3 = f32[8,8]{1,0} fusion(%x, %r), kind=kOutput, calls=%body.3
-  %fusion.5 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.2, backend_config={"window_config":{"kernel_window_bounds":["4"]}}
-  ROOT %fusion.4 = f32[8,4]{1,0} fusion(%x, %q), kind=kOutput, calls=%body.4
-}
-"""
-
-
-def test_twins_have_one_kernel():
-    kernel = Bundles(7)
-    assert of_twins({"fusion.2": kernel}, TWINS) == {"fusion.1": kernel, "fusion.2": kernel}
-    assert of_twins({"fusion.4": kernel}, TWINS) == {"fusion.4": kernel}
-    own = Bundles(8)
-    assert of_twins({"fusion.1": own, "fusion.2": kernel}, TWINS)["fusion.1"] == own
-    assert of_twins({}, TWINS) == {}
-
-
-COLLECTIVES = """
-HloModule m
-
-%all-reduce-scatter.3 (g: f32[128,128]) -> f32[64,128] {
-  %g = f32[128,128]{1,0} parameter(0)
-  %all-reduce.1 = f32[128,128]{1,0} all-reduce(%g), channel_id=9, replica_groups={{0,2},{1,3}}, to_apply=%add
-  %zero = s32[] constant(0)
-  ROOT %part = f32[64,128]{1,0} dynamic-slice(%all-reduce.1, %zero, %zero), dynamic_slice_sizes={64,128}
-}
-
-ENTRY %main (x: f32[128,128]) -> f32[64,128] {
-  %x = f32[128,128]{1,0} parameter(0)
-  %negated = f32[128,128]{1,0} negate(%x)
-  %all-reduce.2 = f32[128,128]{1,0} all-reduce(%negated), channel_id=1, replica_groups={{0,1,2,3}}, to_apply=%add
-  ROOT %fusion = f32[64,128]{1,0} fusion(%all-reduce.2), kind=kCustom, calls=%all-reduce-scatter.3
-}
-"""
-
-
-def test_collectives_are_not_counted_twice():
-    """Their kernels have bundles, too, but the links' time stands for them."""
-    bundles = dict.fromkeys(["negated", "all-reduce.2", "fusion"], Bundles(7000))
-    assert count(COLLECTIVES, cycles_by(bundles, CHIPS["v5e"])).cycles == 7000
 
 
 COMPILED = """

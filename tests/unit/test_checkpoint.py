@@ -94,21 +94,21 @@ def test_damage_since_the_run_began(folder):
             checkpoints.restore_params(OLD, arrays()["params"])
 
 
-@pytest.mark.parametrize("item", ["params", "train"])
-def test_damage_of_a_checkpoint_without_checksums(unsealed, item):
-    message = rf"/{NEW}: files in it are missing, truncated or damaged; {DELETE}"
-    largest(unsealed / str(NEW) / item).write_bytes(b"")
-    with pytest.raises(UserError, match=message):
-        restore(unsealed)
-    shutil.rmtree(unsealed / str(NEW) / item)
-    with pytest.raises(UserError, match=message):
-        restore(unsealed)
-
-
-@pytest.mark.parametrize("item", ["meta", "iterator"])
-@pytest.mark.parametrize("text", ["{}", "[]"])
-def test_json_of_another_shape_without_checksums(unsealed, item, text):
-    (unsealed / str(NEW) / item / "metadata").write_text(text)
+@pytest.mark.parametrize(
+    ("item", "damage"),
+    [
+        ("params", lambda item: largest(item).write_bytes(b"")),
+        ("train", lambda item: largest(item).write_bytes(b"")),
+        ("params", shutil.rmtree),
+        ("train", shutil.rmtree),
+        ("meta", lambda item: (item / "metadata").write_text("{}")),
+        ("meta", lambda item: (item / "metadata").write_text("[]")),
+        ("iterator", lambda item: (item / "metadata").write_text("{}")),
+        ("iterator", lambda item: (item / "metadata").write_text("[]")),
+    ],
+)
+def test_damage_of_a_checkpoint_without_checksums(unsealed, item, damage):
+    damage(unsealed / str(NEW) / item)
     message = rf"/{NEW}: files in it are missing, truncated or damaged; {DELETE}"
     with pytest.raises(UserError, match=message):
         restore(unsealed)

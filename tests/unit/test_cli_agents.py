@@ -1,7 +1,7 @@
 """`mmqa run` of Prophet's and MAVL's rows, with a tiny language model on OK-VQA's official files."""
 
 import pytest
-from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
+from cli_runs import ENGINE, ROOT, done, flags_with, rows_of, succeeded
 from tiny_llm import LETTERS, llama_config, write_folder
 from vqa_files import prepare_team, write_aokvqa
 
@@ -21,9 +21,8 @@ IDS = ("25", "26", "35")
 def inputs(tmp_path_factory):
     folder = prepare_team(tmp_path_factory.mktemp("agents"))
     write_folder(folder / "llm")
-    write_candidates(
-        folder / "candidates.json", {name: [("race", 0.6), ("two", 0.2)] for name in IDS[:2]}
-    )
+    known = {name: [("race", 0.6), ("two", 0.2)] for name in IDS[:2]}
+    write_candidates(folder / "candidates.json", known)
     return folder
 
 
@@ -31,23 +30,14 @@ def flags(inputs, row, workdir, **changes):
     values = {"data.dir": inputs / "data"}
     if row.startswith("smollm2") and "finished" not in str(changes):
         values |= {
-            "parts.llm.model": inputs / "llm",
-            "parts.llm.cache": inputs / "responses.sqlite",
+            "parts.llm.model": inputs / "llm", "parts.llm.cache": inputs / "responses.sqlite",
             "parts.heuristics.candidates": inputs / "candidates.json",
-            "parts.heuristics.examples": inputs / "examples.json",
-            "options.shots": 0,
-        }
+            "parts.heuristics.examples": inputs / "examples.json", "options.shots": 0,
+        }  # fmt: skip
         values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
         if "mavl" in row:
             values["parts.knowledge.data"] = inputs / "knowledge"
-    values |= changes
-    config = f"--config={ROOT}/configs/okvqa/tables.py:{row}"
-    return [
-        "run",
-        config,
-        f"--workdir={workdir}",
-        *(f"--config.{k}={v}" for k, v in values.items()),
-    ]
+    return flags_with("run", f"okvqa/tables.py:{row}", workdir, values | changes)
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +73,7 @@ def test_mavl(finished):
 
 def test_what_the_prompts_lacked_is_on_the_terminal(inputs, tmp_path):
     changes = {"options.max_new_tokens": 4, "options.plans": "none", "options.shots": 2}
-    ended = mmqa(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
-    assert ended.code == 0
+    ended = succeeded(*flags(inputs, "smollm2_mavl", tmp_path / "run", **changes))
     counts = read_json(tmp_path / "run" / "scores.json")["prompts"]
     table = ended.out.partition("Prompts")[2]
     rows = [line for line in table.splitlines() if "questions without candidates" in line]
@@ -93,18 +82,22 @@ def test_what_the_prompts_lacked_is_on_the_terminal(inputs, tmp_path):
     assert "same choice twice" not in table
 
 
+OTHERS = {"parts.heuristics.candidates": "other.json"}
+
+
 @pytest.mark.parametrize(
     ("row", "changes", "message"),
     [
         ("smollm2_mavl", {"options.votes": "1,2"}, r"options\.votes=\(1\.0, 2\.0\)"),
         ("smollm2_mavl", {"options.agents": "senior,junior"}, r"options\.agents"),
+        ("smollm2_prophet", OTHERS, r"heuristics\.candidates: no candidates for any of the 3"),
+        ("smollm2_mavl_fitted", {"parts.finished.run": "."}, r"run=.*: has no trace\.jsonl"),
         (
-            "smollm2_prophet",
-            {"parts.heuristics.candidates": "other.json"},
-            r"no candidates for any",
+            "smollm2_mavl_planner", {"parts.planner.model": "no_model", "options.plans": "all"},
+            r"parts\.planner: has no effect with options\.plans=all",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_row_is_refused_before_a_model_is_loaded(
     inputs, tmp_path, refused, row, changes, message
 ):
@@ -112,10 +105,9 @@ def test_a_wrong_row_is_refused_before_a_model_is_loaded(
     write_candidates(tmp_path / "other.json", {"999": [("race", 0.6)]})
     changes = {k: tmp_path / v if k.startswith("parts") else v for k, v in changes.items()}
     (tmp_path / "no_model").mkdir()
-    run = flags(
-        inputs, row, tmp_path / "run", **{"parts.llm.model": tmp_path / "no_model", **changes}
-    )
-    refused(*run, message=message)
+    if "fitted" not in row:
+        changes["parts.llm.model"] = tmp_path / "no_model"
+    refused(*flags(inputs, row, tmp_path / "run", **changes), message=message)
 
 
 def test_a_rerun_costs_the_same_and_asks_nothing(inputs, finished, tmp_path):
@@ -151,17 +143,10 @@ def test_one_plan_for_all_questions(inputs, tmp_path):
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_run_that_is_not_there(inputs, tmp_path, refused):
-    run = flags(inputs, "smollm2_mavl_fitted", tmp_path / "run", **{"parts.finished.run": tmp_path})
-    refused(*run, message=r"parts\.finished\.run=.*: has no trace\.jsonl")
-
-
 @pytest.mark.parametrize("line", ["[]", '{"question": "?"}', '{"question_id": 25}'])
 def test_a_trace_of_another_shape(tmp_path, line):
     (tmp_path / "trace.jsonl").write_text(f'{{"question_id": "24"}}\n{line}\n')
-    with pytest.raises(
-        UserError, match=r"trace\.jsonl, line 2: expected an object .*; run that row"
-    ):
+    with pytest.raises(UserError, match=r"trace\.jsonl, line 2: expected an object .*; run that"):
         FinishedSpec(str(tmp_path)).open(None)
 
 
@@ -182,12 +167,6 @@ def test_a_planner_of_its_own(inputs, tmp_path):
     answers = sum(len(trace["outputs"]) for trace in traces)
     assert result["llm"]["calls"] == answers + 9
     assert result["llm"]["prompt_tokens"] > 9 * 300
-
-
-def test_a_planner_that_nobody_asks(inputs, tmp_path, refused):
-    changes = {"parts.planner.model": inputs / "llm", "options.plans": "all"}
-    run = flags(inputs, "smollm2_mavl_planner", tmp_path / "run", **changes)
-    refused(*run, message=r"parts\.planner: has no effect with options\.plans=all")
 
 
 def test_prophet_and_draws(inputs, tmp_path):
@@ -226,21 +205,10 @@ def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
     assert official["scores"] == {}
     assert read_json(tmp_path / "by_evaluate.json") == read_json(workdir / "submission.json")
     listed = done("tables", "aokvqa", f"--workdir={tmp_path / 'rows'}")["rows"]
-    assert [row["status"] for row in listed if row["config_row"] == "vqa_model_alone"] == [
-        "leaderboard"
-    ]
+    (row,) = (row for row in listed if row["config_row"] == "vqa_model_alone")
+    assert row["status"] == "leaderboard"
     done("run", config, f"--workdir={tmp_path / 'val'}", *flags)  # answers are published
     assert not (tmp_path / "val" / "submission.json").exists()
-
-
-def test_another_splits_candidates(inputs, tmp_path, refused):
-    write_candidates(tmp_path / "other.json", {"999": [("race", 0.6)]})
-    run = flags(
-        inputs, "smollm2_prophet", tmp_path / "run",
-        **{"parts.heuristics.candidates": tmp_path / "other.json"},
-    )  # fmt: skip
-    refused(*run, message=r"parts\.heuristics\.candidates: no candidates for any of the 3")
-    assert not (tmp_path / "run" / "predictions.jsonl").exists()
 
 
 def test_a_served_row_answers_its_questions_and_shows_its_agents(finished):
@@ -251,10 +219,8 @@ def test_a_served_row_answers_its_questions_and_shows_its_agents(finished):
     for question in system.examples:
         row = system.ask(question.upper(), None, lambda kind, value: None).future.result(300)
         assert row["answer"] == wanted[question]
-        assert [step["who"].partition(":")[0] for step in row["steps"]] == [
-            *("junior", "senior", "manager"),
-            "vote",
-        ]
+        steps = [step["who"].partition(":")[0] for step in row["steps"]]
+        assert steps == ["junior", "senior", "manager", "vote"]
         assert row["steps"][2]["steps"][0]["who"].startswith("plan: ")
     with pytest.raises(UserError, match="the questions of its data alone"):
         system.ask("Which question is none of them?", None, lambda kind, value: None)

@@ -3,7 +3,17 @@
 import re
 
 import pytest
-from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents, write_rows
+from cli_runs import (
+    QUESTIONS,
+    TEST,
+    done,
+    mmqa,
+    question,
+    rows_of,
+    succeeded,
+    write_documents,
+    write_rows,
+)
 
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
@@ -136,8 +146,7 @@ def test_gold_sources_that_are_hidden_are_asked_for(data, models, refused, tmp_p
     )
     refused("answer", *flags, reader, "--sources=oracle", message=message)
     refused("answer", *flags, "--model=nowhere", message=message)  # before the model is opened
-    ended = mmqa("rerank", *flags, f"--model={models / 'rerank'}", "--cap=webqa", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("rerank", *flags, f"--model={models / 'rerank'}", "--cap=webqa", "--json")
     one = {"devices": 1, "mesh": {"data": 1, "fsdp": 1, "tensor": 1}, "batch_size": 8}
     assert ended.value == {"questions": 3, **one}
     assert "cap=webqa: 3 of 3 questions hide their gold sources, so all of their" in ended.err
@@ -164,12 +173,10 @@ def test_a_question_longer_than_the_model_takes_is_cut_and_named(models, tmp_pat
     done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
     expected = "1 of 6 questions are longer than the 20 tokens that the model takes and are truncated: long."
     found, answers = tmp_path / "found.jsonl", tmp_path / "answers.jsonl"
-    ended = mmqa("rerank", corpus, f"--model={models / 'rerank'}", f"--out={found}")
-    assert ended.code == 0
+    ended = succeeded("rerank", corpus, f"--model={models / 'rerank'}", f"--out={found}")
     assert expected in ended.err
     flags = (f"--model={models / 'answer'}", "--sources=none", f"--out={answers}")
-    ended = mmqa("answer", corpus, *flags)
-    assert ended.code == 0
+    ended = succeeded("answer", corpus, *flags)
     assert expected in ended.err
     assert [row["question_id"] for row in rows_of(answers)][-1] == "long"
 

@@ -87,11 +87,9 @@ def test_each_half_is_served_by_the_others_model(trained, tmp_path):
         model = load_vqa_model(trained / f"run{1 - fold}")
         found = model.candidates(half)
         for question in half:
-            (words, scores), (answers, confidences) = (
-                zip(*rows[question.id], strict=True) for rows in (candidates, found)
-            )
-            assert words == answers
-            assert scores == pytest.approx(confidences)
+            answers, confidences = zip(*found[question.id], strict=True)
+            words, scores = zip(*candidates[question.id], strict=True)
+            assert (words, scores) == (answers, pytest.approx(confidences))
             assert set(examples[question.id]) == {q.id for q in halves[1 - fold]}
     value = ended.value
     assert value["questions"] == 3

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from cli_runs import mmqa
+from cli_runs import mmqa, succeeded
 from flax import nnx
 from test_regions import detections, write_vinvl
 
@@ -61,8 +61,7 @@ def caption_flags(folder, out, **changes):
 
 def test_captions_and_tags(oscar, tmp_path):
     folder, model, tokenizer, found = oscar
-    ended = mmqa(*caption_flags(folder, tmp_path))
-    assert ended.code == 0, ended.err
+    ended = succeeded(*caption_flags(folder, tmp_path))
     assert ended.value["pictures"] == 4
     captions = read_captions(tmp_path / "captions.tsv")
     assert list(captions) == list(NUMBERS)
@@ -121,8 +120,7 @@ def test_pictures_without_regions_are_counted(oscar, tmp_path):
         file.write('12\t{"objects": []}\n')
     with open(features.with_suffix(".lineidx"), "a") as file:
         file.write(f"{offset}\n")
-    ended = mmqa(*caption_flags(folder, tmp_path, features=features))
-    assert ended.code == 0, ended.err
+    ended = succeeded(*caption_flags(folder, tmp_path, features=features))
     assert ended.value["without_regions"] == 1
     assert read_scored_tsv(tmp_path / "captions.tsv", "caption")[12] == []
 

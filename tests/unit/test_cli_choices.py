@@ -7,7 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of, write_rows
+from cli_runs import ROOT, done, mmqa, rows_of, succeeded, write_rows
 from test_mmbench import ROWS as MMBENCH
 from test_mmbench import write_tsv
 from test_scienceqa import PROBLEMS
@@ -50,24 +50,19 @@ CHOICES = [
 ]
 MMMU = [
     {
-        "id": f"validation_Art_{n}",
-        "question": "What is it?",
-        "options": "['a cat', 'a dog']",
-        "answer": "A",
-        "question_type": "multiple-choice",
+        "id": f"validation_Art_{n}", "question": "What is it?", "options": "['a cat', 'a dog']",
+        "answer": "A", "question_type": "multiple-choice",
     }
     for n in range(2)
-]
+]  # fmt: skip
 FIGURE = {"id": "f0", "split": "test", "kind": "figure_retrieval", "question": "See the figure"}
 
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("choices")
-    raw = {
-        name: folder / "raw" / name
-        for name in ("openstax", "mmbench", "seedbench", "scienceqa", "mmmu")
-    }
+    names = ("openstax", "mmbench", "seedbench", "scienceqa", "mmmu")
+    raw = {name: folder / "raw" / name for name in names}
     for path in raw.values():
         path.mkdir(parents=True)
     write_rows(raw["openstax"] / "questions.jsonl", [*CHOICES, FIGURE])
@@ -190,9 +185,8 @@ def test_mmbench_by_a_model_that_sees(inputs, tmp_path):
 
 
 def test_captions_by_a_model_that_sees(inputs, tmp_path, monkeypatch):
-    spec = functools.partial(
-        parts.LLMSpec, engine=ENGINE
-    )  # of the rows above, whose programs are there
+    # Of the rows above, whose programs are there.
+    spec = functools.partial(parts.LLMSpec, engine=ENGINE)
     monkeypatch.setattr(parts, "LLMSpec", spec)
     model, out = write_onevision(tmp_path / "model"), tmp_path / "captions.json"
     flags = (f"--data={inputs / 'mmbench'}", f"--model={model}", f"--out={out}")
@@ -216,8 +210,7 @@ def test_llavas_own_rows(inputs, tmp_path, name, scorer):
     flags = [f"--config.{key}={value}" for key, value in values.items()]
     config = f"--config={ROOT}/configs/{name}/tables.py:llava15_7b"
     new = "--config.options.max_new_tokens=4"
-    ended = mmqa("run", config, f"--workdir={tmp_path / 'run'}", *flags, new, "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("run", config, f"--workdir={tmp_path / 'run'}", *flags, new, "--json")
     assert scorer in ended.value["scores"]
     for trace in rows_of(tmp_path / "run" / "trace.jsonl"):
         assert trace["prompts"][0].endswith("from the given choices directly.")
@@ -233,22 +226,16 @@ def test_seed_bench_without_videos(inputs, tmp_path):
     assert set(ended.value["scores"]) == {"seed_bench/letter"}
 
 
-def of_scienceqa(raw) -> list[Question]:
-    return open_corpus(raw / "scienceqa").questions("test")
-
-
 def test_a_choice_with_its_own_text_counts_as_chosen(inputs):
     """As one without a text: no rule reads `A dog` as the letter A."""
     texts = ("A dog", "The answer is A.", "B")
     question = Question("7", "val", "?", choices=texts, answer_index=0, extra={"pass": 0})
     for index, text in enumerate(texts):
-        expected = float(index == 0)
+        value = float(index == 0)
+        expected = {"mmbench/vanilla": value, "mmbench/vanilla_2026": value}
         for answer in ("", text, f"{'ABC'[index]}. {text}"):
             chosen = [Prediction("7", answer, choice=index)]
-            assert score_mmbench([question], chosen).scored[0].scores == {
-                "mmbench/vanilla": expected,
-                "mmbench/vanilla_2026": expected,
-            }
+            assert score_mmbench([question], chosen).scored[0].scores == expected
     seed = Question(
         "1", "test", "?", choices=texts, answer_index=0, category="c",
         extra={"question_type_id": 1, "data_type": "image"},
@@ -257,7 +244,7 @@ def test_a_choice_with_its_own_text_counts_as_chosen(inputs):
     given = [Prediction("1", "A. A dog", choice=0), Prediction("2")]
     (scores,) = score_seed_bench([seed, failed], given).scored
     assert scores.scores == {"seed_bench/likelihood": 0.5}
-    problems = of_scienceqa(inputs)
+    problems = open_corpus(inputs / "scienceqa").questions("test")
     given = [Prediction(q.id, q.choices[0], choice=0) for q in problems]
     values = score_scienceqa(problems, given).scored[0].scores
     assert len(set(values.values())) == 1

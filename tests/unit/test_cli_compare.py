@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import done, mmqa, write_rows
+from cli_runs import done, mmqa, rows_of, succeeded, write_rows
 from report_pages import card_data, cards_of
 
 from mmqa_jax.evaluation.significance import holm, mcnemar
@@ -16,28 +16,38 @@ pytestmark = pytest.mark.slow
 ACC, F1 = "webqa_acc/no_lemma", "source_f1/official"
 
 
-def write_run(folder: Path, scores: dict[str, list[float]], **changes) -> Path:
+def write_run(folder: Path, by_scorer: dict[str, list[float]], **changes) -> Path:
     """What `mmqa run` leaves of a run with these scores of its questions q0, q1, ..."""
-    (count,) = {len(values) for values in scores.values()}
+    (count,) = {len(values) for values in by_scorer.values()}
     folder.mkdir()
     record = {
         "dataset": "atlas", "row": folder.name, "split": "test", "limit": None, "n": count,
-        "scores": {name: sum(values) / count for name, values in scores.items()},
+        "scores": {name: sum(values) / count for name, values in by_scorer.items()},
         "by_category": {},
     }  # fmt: skip
     (folder / "scores.json").write_text(json.dumps({**record, **changes}))
     rows = [
         {
-            "question_id": f"q{i}",
-            "scores": {name: values[i] for name, values in scores.items()},
-            "answer": "",
-            "sources": [],
-            "seconds": 0.5,
+            "question_id": f"q{i}", "answer": "", "sources": [], "seconds": 0.5,
+            "scores": {name: values[i] for name, values in by_scorer.items()},
         }
         for i in range(count)
-    ]
+    ]  # fmt: skip
     write_rows(folder / "per_question.jsonl", rows)
     return folder
+
+
+def changed_rows(run: Path, *rows: int, **fields) -> None:
+    """Gives these rows of a run other fields."""
+    path = run / "per_question.jsonl"
+    lines = rows_of(path)
+    for row in rows:
+        lines[row] |= fields
+    write_rows(path, lines)
+
+
+def filters(page: Path) -> dict[str, int]:
+    return {shown["label"]: shown["count"] for shown in card_data(page.read_text())["filters"]}
 
 
 @pytest.fixture
@@ -75,7 +85,7 @@ def test_mcnemar_against_a_hand_computation():
 
 def test_a_p_value_that_underflows_is_no_zero(tmp_path):
     """5,000 questions that only the first run gets: p is 2 / 2**5000."""
-    folders = [write_run(tmp_path / str(x), {ACC: [x] * 5000}, limit=None) for x in (1.0, 0.0)]
+    folders = [write_run(tmp_path / str(x), {ACC: [x] * 5000}) for x in (1.0, 0.0)]
     page = tmp_path / "page.html"
     compared = done("compare", *folders, f"--report={page}")
     (pair,) = compared["pairs"]
@@ -172,8 +182,7 @@ def test_pairs_are_by_question_not_by_line(runs):
 
 
 def test_the_tables(runs):
-    ended = mmqa("compare", *runs, "--markdown")
-    assert ended.code == 0, ended.err
+    ended = succeeded("compare", *runs, "--markdown")
     a, b, _ = map(str, runs)
     assert re.search(rf"\| {re.escape(a)} \| 40 \| 0\.300 ", ended.out), ended.out
     (pair,) = (line for line in ended.out.splitlines() if f"{a} - {b}" in line)
@@ -184,10 +193,7 @@ def test_the_tables(runs):
 
 def test_only_questions_that_a_scorer_applies_to_are_compared(runs):
     for run in runs[:2]:
-        rows = [json.loads(line) for line in (run / "per_question.jsonl").read_text().splitlines()]
-        for row in rows[:4]:
-            del row["scores"][F1]
-        write_rows(run / "per_question.jsonl", rows)
+        changed_rows(run, *range(4), scores={ACC: 1.0})
     found = done("compare", *runs[:2], f"--metric={F1}")
     assert [run["n"] for run in found["runs"]] == [36, 36]
     assert done("compare", *runs[:2])["runs"][0]["n"] == 40
@@ -216,12 +222,9 @@ def test_runs_of_another_split_limit_or_benchmark(changes, message, runs, refuse
 
 def test_runs_over_other_questions(runs, refused, tmp_path):
     fewer = write_run(tmp_path / "fewer", {ACC: [1.0] * 39})
-    message = (
-        r"a and .*fewer were scored by webqa_acc/no_lemma on different questions \(1 are .*q39"
-    )
+    message = rf"a and .*fewer were scored by {ACC} on different questions \(1 are .*q39"
     refused("compare", runs[0], fewer, message=message)
-    path = runs[1] / "per_question.jsonl"
-    path.write_text(path.read_text().replace('"q7"', '"x7"'))
+    changed_rows(runs[1], 7, question_id="x7")
     refused("compare", *runs[:2], message=r"different questions \(2 are .*such as 'q7'")
 
 
@@ -239,16 +242,10 @@ def test_a_metric_that_one_lacks(runs, refused, tmp_path):
 
 
 def test_runs_over_a_split_whose_gold_is_hidden(runs, refused, tmp_path):
-    hidden = [write_run(tmp_path / name, {ACC: [1.0]}) for name in ("x", "y")]
-    for folder in hidden:
-        scores = json.loads((folder / "scores.json").read_text())
-        (folder / "scores.json").write_text(json.dumps({**scores, "scores": {}}))
-    message = (
-        r"x: holds no scores, since the gold answers of its split \(test\) are hidden; compare"
-    )
-    refused("compare", *hidden, message=message)
-    refused("compare", *hidden, f"--metric={ACC}", message=message)
-    refused("compare", runs[0], hidden[0], message=message)
+    hidden = [write_run(tmp_path / name, {ACC: [1.0]}, scores={}) for name in ("x", "y")]
+    message = r"x: holds no scores, since the gold answers of its split \(test\) are hidden; comp"
+    for compared in (hidden, [*hidden, f"--metric={ACC}"], [runs[0], hidden[0]]):
+        refused("compare", *compared, message=message)
 
 
 @pytest.mark.parametrize("name", ["scores.json", "per_question.jsonl"])
@@ -275,15 +272,12 @@ def test_lines_of_another_shape(line, runs, refused):
 
 def test_the_page_of_two_runs(runs, tmp_path):
     """Side by side, those first on which they differ; without their data ids stand for texts."""
-    rows = [json.loads(line) for line in (runs[1] / "per_question.jsonl").read_text().splitlines()]
-    rows[15] |= {"answer": "<b>Nairobi</b>", "sources": ["s1"]}
-    write_rows(runs[1] / "per_question.jsonl", rows)
+    changed_rows(runs[1], 15, answer="<b>Nairobi</b>", sources=["s1"])
     page = tmp_path / "compare.html"
     found = done("compare", *runs[:2], f"--report={page}")
     assert found["report"] == str(page)
     text = page.read_text()
-    counts = {one["label"]: one["count"] for one in card_data(text)["filters"]}
-    assert counts == {
+    assert filters(page) == {
         "all": 40, "A right, B wrong": 0, "B right, A wrong": 8, "both right": 12, "both wrong": 20,
     }  # fmt: skip
     cards = cards_of(text)
@@ -301,27 +295,18 @@ def test_the_page_of_two_runs(runs, tmp_path):
 def test_the_page_of_graded_and_of_three_runs(runs, tmp_path):
     page = tmp_path / "compare.html"
     done("compare", *runs[:2], f"--metric={F1}", f"--report={page}")
-    labels = [one["label"] for one in card_data(page.read_text())["filters"]]
-    assert labels[-2:] == ["A better", "B better"]
+    assert list(filters(page))[-2:] == ["A better", "B better"]
     done("compare", *runs, f"--report={page}")
-    labels = [one["label"] for one in card_data(page.read_text())["filters"]]
-    assert labels == [
-        *("all", "A right, others wrong", "B right, others wrong", "C right, others wrong"),
-        *("all right", "all wrong"),
-    ]
+    apart = [f"{run} right, others wrong" for run in "ABC"]
+    assert list(filters(page)) == ["all", *apart, "all right", "all wrong"]
 
 
-def test_a_page_of_more_runs_than_letters(runs, refused, tmp_path):
+def test_pages_that_cannot_be_made(runs, refused, tmp_path):
+    page = f"--report={tmp_path / 'compare.html'}"
     many = [*runs, *(tmp_path / f"nowhere{number}" for number in range(24))]
     message = "--report: at most 26 runs were expected; name fewer"
-    refused("compare", *many, f"--report={tmp_path / 'compare.html'}", message=message)
-
-
-def test_a_page_of_answers_of_another_shape(runs, refused, tmp_path):
-    rows = [json.loads(line) for line in (runs[1] / "per_question.jsonl").read_text().splitlines()]
-    rows[3]["sources"] = "s1"
-    write_rows(runs[1] / "per_question.jsonl", rows)
+    refused("compare", *many, page, message=message)
+    changed_rows(runs[1], 3, sources="s1")
     message = r"b/per_question\.jsonl, line 4: expected a text \"answer\""
-    refused("compare", *runs[:2], f"--report={tmp_path / 'compare.html'}", message=message)
-    assert not (tmp_path / "compare.html").exists()
+    refused("compare", *runs[:2], page, message=message)
     refused("compare", *runs[:2], f"--report={tmp_path}", message="is a folder, a file to write")

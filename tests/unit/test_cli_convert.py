@@ -105,15 +105,12 @@ def test_there_and_back(model, made, exported):
 
 
 def fingerprint(arrays):
-    def digest(data):
-        return hashlib.sha256(data).digest()
-
-    return hashlib.sha256(
-        b"".join(
-            digest(f"{name} {array.dtype} {array.shape}".encode() + digest(array.tobytes()))
-            for name, array in sorted(arrays.items())
-        )
-    ).hexdigest()
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        data = hashlib.sha256(array.tobytes()).digest()
+        about = f"{name} {array.dtype} {array.shape}".encode()
+        digest.update(hashlib.sha256(about + data).digest())
+    return digest.hexdigest()
 
 
 @pytest.mark.parametrize("model", ["llama", "vlp"])
@@ -158,16 +155,12 @@ def test_types_of_the_parameters(tmp_path):
     hf = tmp_path / "hf"
     flags = ["--export=hf", "--dtype=bfloat16", f"--out={hf}"]
     done("convert", "--model=bert", f"--source={tmp_path / 'bfloat16-float32-converted'}", *flags)
+    stored = load_file(tmp_path / "bfloat16-float32" / "model.safetensors")
     # bfloat16 -> float32 -> bfloat16 loses nothing.
     for key, array in load_file(hf / "model.safetensors").items():
-        want = make_arrays_of(tmp_path / "bfloat16-float32")[key]
         assert array.dtype == ml_dtypes.bfloat16
-        assert array.tobytes() == want.tobytes()
+        assert array.tobytes() == stored[key].tobytes()
     assert json.loads((hf / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-def make_arrays_of(folder):
-    return load_file(folder / "model.safetensors")
 
 
 def test_tokenizer_and_token_ids_come_along(tmp_path):
@@ -191,13 +184,11 @@ def test_parameters_that_the_checkpoint_lacks(tmp_path):
     arrays = {k: v for k, v in source.arrays.items() if not k.startswith("context_classifier")}
     arrays[types] = arrays[types][:2]
     save_file(arrays, tmp_path / "vlp.safetensors")
-    done(
-        *source._replace(path=tmp_path / "vlp.safetensors").flags("vlp"), f"--out={tmp_path / 'v'}"
-    )
+    source = source._replace(path=tmp_path / "vlp.safetensors")
+    done(*source.flags("vlp"), f"--out={tmp_path / 'v'}")
     state = flatten_named(nnx.state(load_converted(tmp_path / "v")))
-    np.testing.assert_array_equal(
-        state["bert/embeddings/token_type/table"], arrays[types][[0, 1, 0, 0, 0, 1]]
-    )
+    table = arrays[types][[0, 1, 0, 0, 0, 1]]
+    np.testing.assert_array_equal(state["bert/embeddings/token_type/table"], table)
     head = np.asarray(state["source_head/kernel"])
     assert head.shape == (12, 2)
     assert head.std() > 0.05  # initialized as the model does
@@ -228,13 +219,8 @@ def test_large_models_are_split_into_shards(made, tmp_path):
     source, result = made("llama")
     state = nnx.state(load_converted(result["out"]))
     sizes = []
-    write_published(
-        tmp_path,
-        publish_llama(source.config, state),
-        more={},
-        shard_bytes=6000,
-        on_bytes=sizes.append,
-    )
+    published = publish_llama(source.config, state)
+    write_published(tmp_path, published, more={}, shard_bytes=6000, on_bytes=sizes.append)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     files = sorted(set(index["weight_map"].values()))
     assert len(files) > 2

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from cli_runs import done, mmqa
+from cli_runs import done, mmqa, succeeded
 from safetensors.numpy import save_file
 from tiny_checkpoints import make_source
 
@@ -32,8 +32,7 @@ def bert(sources, tmp_path):
 
 
 def test_help_names_every_model_and_its_layouts():
-    ended = mmqa("convert", "--help")
-    assert ended.code == 0
+    ended = succeeded("convert", "--help")
     for entry in architectures().values():
         assert f"\n  {entry.name:<16}{entry.title}\n" in ended.out
         assert all(f"reads   {layout}\n" in ended.out for layout in entry.layouts)
@@ -41,24 +40,35 @@ def test_help_names_every_model_and_its_layouts():
     assert example[:3] == ["mmqa", "convert", "--source=downloads/SmolLM2-135M"]
 
 
-def test_wrong_flags(sources, refused, tmp_path):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=brt"], r"choice: 'brt' .*clip.*bert.*mcan"),
+        (["--model=bert", "--dtype=float16"], r"--dtype: invalid"),
+        (["--model=bert", "--export=onnx"], r"--export: invalid"),
+        (["--model=bert", "--clip={path}"], r"a bert takes no CLIP"),
+        (["--model=bert", "--set=heads"], r"--set heads: write it as FIELD=VALUE"),
+        (["--model=bert", "--set=head=3"], r"--set head: unknown field 'head'; use one of vocab"),
+        (["--model=bert", "--set=heads=many"], r"--set heads is 'many': expected int"),
+        (["--model=bert", "--set=heads.x=3"], r"--set heads\.x: 'heads' has no fields"),
+        (
+            ["--model=bert", "--set=heads=5"],
+            r"heads is 5: expected a divisor of model\.hidden = 12",
+        ),
+        (["--model=bert", "--set=mlp=20"], r"shapes that differ: .*intermediate\.dense\.weight"),
+        (["--model=llama", "--source={converted}", "--export=hf"], r"llama: .* holds a bert; name"),
+        (["--model=bert", "--source={converted}"], r"is converted already; .*--export=hf"),
+    ],
+)
+def test_wrong_flags(flags, message, sources, refused, tmp_path):
     path = sources["bert"].path
-    source, out = f"--source={path}", f"--out={tmp_path / 'out'}"
-    refused("convert", "--model=brt", source, out, message=r"choice: 'brt' .*clip.*bert.*mcan")
+    flags = [flag.format(path=path, converted=sources["converted"]) for flag in flags]
+    refused("convert", f"--source={path}", f"--out={tmp_path / 'out'}", *flags, message=message)
+
+
+def test_no_place_for_the_result(sources, refused):
+    source = f"--source={sources['bert'].path}"
     refused("convert", "--model=bert", source, message=r"required: --out")
-    refused("convert", "--model=bert", source, out, "--dtype=float16", message=r"--dtype: invalid")
-    refused("convert", "--model=bert", source, out, "--export=onnx", message=r"--export: invalid")
-    for setting, message in (
-        ("heads", r"--set heads: write it as FIELD=VALUE"),
-        ("head=3", r"--set head: unknown field 'head'; use one of vocab_size, hidden"),
-        ("heads=many", r"--set heads is 'many': expected int"),
-        ("heads.x=3", r"--set heads\.x: 'heads' has no fields"),
-        ("heads=5", r"model\.heads is 5: expected a divisor of model\.hidden = 12"),
-        ("mlp=20", r"shapes that differ: .*intermediate\.dense\.weight \(16, 12\)"),
-    ):
-        refused("convert", "--model=bert", source, out, f"--set={setting}", message=message)
-    clip = f"--clip={path}"
-    refused("convert", "--model=bert", source, out, clip, message=r"a bert takes no CLIP")
 
 
 def test_wrong_paths(refused, tmp_path, bert):
@@ -84,13 +94,6 @@ def test_wrong_paths(refused, tmp_path, bert):
     (mine / "config.json").write_text(json.dumps({"model_type": "bert"}))
     wrong(message, bert.path, mine, "--overwrite")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bert", "file", "mine"]
-
-
-def test_converted_folders_as_sources(sources, refused, tmp_path):
-    source, out = f"--source={sources['converted']}", f"--out={tmp_path / 'out'}"
-    refused("convert", "--model=bert", source, out, message=r"is converted already; .*--export=hf")
-    message = r"--model=llama: .*/converted holds a bert; name that"
-    refused("convert", "--model=llama", source, out, "--export=hf", message=message)
 
 
 def test_files_that_are_not_whole(bert, refused, tmp_path):
@@ -124,8 +127,7 @@ def test_files_that_may_not_be_read(bert, refused, tmp_path, monkeypatch):
         patch.setattr("mmqa_jax.weights.formats.safetensors.safe_open", denied)
         refused(*flags, message=r"model\.safetensors: .*Permission denied")
     monkeypatch.setattr("pathlib.Path.mkdir", denied)
-    message = rf"{tmp_path}: Permission denied; check the path and its permissions"
-    refused(*flags, message=message)
+    refused(*flags, message=rf"{tmp_path}: Permission denied; check the path and its permissions")
 
 
 def test_keys_and_shapes_that_do_not_fit(bert, refused, tmp_path):
@@ -160,32 +162,30 @@ def test_keys_and_shapes_that_do_not_fit(bert, refused, tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_model(model, other, message, sources, refused, tmp_path):
-    source = sources[other]
-    refused(
-        "convert", f"--model={model}", f"--source={source.path}", f"--out={tmp_path / 'out'}",
-        message=message,
-    )  # fmt: skip
+    flags = (f"--model={model}", f"--source={sources[other].path}", f"--out={tmp_path / 'out'}")
+    refused("convert", *flags, message=message)
 
 
 def test_llama_layouts_are_known_by_their_content(refused, tmp_path):
-    content = {
-        "a.bin": (b"GGUF" + bytes(40), r"a\.bin: not a whole GGUF file"),
-        "b.bin": (bytes(64), r"b\.bin: not a llama2\.c file"),
-        "c.bin": (b"PK\x03\x04" + bytes(40), r"config\.json: no such file; the config\.json of"),
-        "d.dat": (b"hello, world", r"d\.dat: not a checkpoint that is known \(GGUF, llama2\.c"),
-    }
-    for name, (data, message) in content.items():
+    two = tmp_path / "two"
+    two.mkdir()
+    for name in ("x.gguf", "y.gguf"):
+        (two / name).write_bytes(b"GGUF")
+    for name, data, message in (
+        ("a.bin", b"GGUF" + bytes(40), r"a\.bin: not a whole GGUF file"),
+        ("b.bin", bytes(64), r"b\.bin: not a llama2\.c file"),
+        ("c.bin", b"PK\x03\x04" + bytes(40), r"config\.json: no such file; the config\.json of"),
+        ("d.dat", b"hello, world", r"d\.dat: not a checkpoint that is known \(GGUF, llama2\.c"),
+        ("two", None, r"two: holds 2 \.gguf files; give one of them"),
+        ("two", b"one of them", r"x\.gguf: not a whole GGUF file"),
+    ):
         path = tmp_path / name
-        path.write_bytes(data)
+        if name != "two":
+            path.write_bytes(data)
+        elif data:
+            (two / "y.gguf").unlink()
         flags = ("convert", "--model=llama", f"--source={path}", f"--out={tmp_path / 'out'}")
         refused(*flags, message=message)
-    (tmp_path / "two").mkdir()
-    for name in ("x.gguf", "y.gguf"):
-        (tmp_path / "two" / name).write_bytes(b"GGUF")
-    flags = ("convert", "--model=llama", f"--source={tmp_path / 'two'}", f"--out={tmp_path / 'o'}")
-    refused(*flags, message=r"two: holds 2 \.gguf files; give one of them")
-    (tmp_path / "two" / "y.gguf").unlink()
-    refused(*flags, message=r"x\.gguf: not a whole GGUF file")
 
 
 def test_rotary_tables_that_contradict_the_config(refused, tmp_path):

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from cli_runs import TEST, done, mmqa, rows_of, write_rows
+from cli_runs import TEST, done, mmqa, rows_of, succeeded, write_rows
 from shared_data import IMAGE_TSV, require
 
 from mmqa_jax.evaluation import webqa
@@ -137,8 +137,7 @@ def test_official_validation_outputs_from_the_command_line(tmp_path):
     cut = tmp_path / "outputs.tsv"
     with IMAGE_TSV.open(encoding="utf-8") as lines:
         cut.write_text("".join(itertools.islice(lines, 121)), encoding="utf-8")
-    ended = mmqa("evaluate", "webqa", f"--predictions={cut}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("evaluate", "webqa", f"--predictions={cut}", "--json")
     result = ended.value
     assert (result["dataset"], result["n"], result["missing"]) == ("webqa", 120, 0)
     # The official scorer's lemmas. No fluency without weights, and no sources in a TSV.
@@ -179,8 +178,7 @@ def test_references_of_every_format_give_the_same_scores(webqa_files, monkeypatc
     monkeypatch.setattr(webqa, "spacy_is_installed", lambda: False)
     tsv, official = webqa_files / "out.tsv", webqa_files / "val.json"
     flags = ("evaluate", "webqa", f"--predictions={tsv}")
-    ended = mmqa(*flags, "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded(*flags, "--json")
     result = ended.value
     expected = {
         "webqa_acc/no_lemma": (1 + 2 * 0.5 / (1.5 + 1e-5)) / 2,

@@ -14,7 +14,7 @@ from tiny_detectors import tiny
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import Shard
-from mmqa_jax.data.detector_pictures import detector_picture
+from mmqa_jax.data.detector_pictures import BOTTOM_UP, detector_picture
 from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import RegionRecords
@@ -157,36 +157,35 @@ def named(count=7, broken=(), fail_at=None):
 
 def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
     options = RegionOptions(chunk=2)
+    killed, whole, shared = (tmp_path / name for name in ("killed", "whole", "shared"))
     with pytest.raises(Killed):
-        write_regions(named(fail_at="5"), detector, tmp_path / "killed", options)
-    assert not (tmp_path / "killed/manifest.json").exists()
-    write_regions(named(), detector, tmp_path / "killed", options)
-    write_regions(named(), detector, tmp_path / "whole", options)
-    for index in (1, 0):
-        shared = write_regions(
-            named(), detector, tmp_path / "shared", options._replace(shard=Shard(index, 2))
-        )
-        assert ("waiting_for_other_shards" in shared) == (index == 1)
-        assert shared["pictures"] == (3, 4)[1 - index]
-        status = done("status", str(tmp_path / "shared"))
-        assert status["complete"] == (index == 0)
-        if index == 1:
-            assert status["missing"] == [0, 2]
-            assert (status["items"], status["items_done"], status["parts"]) == (7, 3, 4)
-            assert [s["items_done"] for s in status["shards"]] == [0, 3]
-            ended = mmqa("merge", str(tmp_path / "shared"))
-            assert ended.code == 2
-            assert "who writes the last of the records finishes them; see with `mmqa" in ended.err
-    want = shards(tmp_path / "whole")
+        write_regions(named(fail_at="5"), detector, killed, options)
+    assert not (killed / "manifest.json").exists()
+    for folder in (killed, whole):
+        write_regions(named(), detector, folder, options)
+    first = write_regions(named(), detector, shared, options._replace(shard=Shard(1, 2)))
+    assert "waiting_for_other_shards" in first
+    status = done("status", str(shared))
+    assert not status["complete"]
+    assert status["missing"] == [0, 2]
+    assert (status["items"], status["items_done"], status["parts"]) == (7, 3, 4)
+    assert [s["items_done"] for s in status["shards"]] == [0, 3]
+    ended = mmqa("merge", str(shared))
+    assert ended.code == 2
+    assert "who writes the last of the records finishes them; see with `mmqa" in ended.err
+    second = write_regions(named(), detector, shared, options._replace(shard=Shard(0, 2)))
+    assert "waiting_for_other_shards" not in second
+    assert (first["pictures"], second["pictures"]) == (3, 4)
+    assert done("status", str(shared))["complete"]
+    want = shards(whole)
     assert len(want) == 4
-    assert shards(tmp_path / "killed") == want
-    assert shards(tmp_path / "shared") == want
+    assert shards(killed) == shards(shared) == want
     assert detector._find._cache_size() == 1
     with pytest.raises(UserError, match="of other pictures, another model or other options"):
-        write_regions(named(6), detector, tmp_path / "whole", options)
-    assert shards(tmp_path / "whole") == want
-    write_regions(named(6), detector, tmp_path / "whole", options._replace(overwrite=True))
-    assert len(RegionRecords(tmp_path / "whole")) == 6
+        write_regions(named(6), detector, whole, options)
+    assert shards(whole) == want
+    write_regions(named(6), detector, whole, options._replace(overwrite=True))
+    assert len(RegionRecords(whole)) == 6
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("x")
     with pytest.raises(UserError, match="holds other files than regions"):
@@ -203,10 +202,8 @@ def test_a_kill_between_the_last_shard_and_the_manifest(detector, tmp_path, monk
         patched.setattr(record_shards, "write_sealed", killed)
         with pytest.raises(Killed):
             write_regions(named(), detector, tmp_path, options)
-    status = mmqa("status", tmp_path)
-    assert status.out.endswith(
-        "7 of 7 items are done; start its command again, which finishes the records.\n"
-    )
+    finishes = "7 of 7 items are done; start its command again, which finishes the records.\n"
+    assert mmqa("status", tmp_path).out.endswith(finishes)
     write_regions(named(fail_at="0"), detector, tmp_path, options)  # nothing is encoded again
     assert done("status", tmp_path)["complete"]
 
@@ -217,9 +214,8 @@ def test_broken_pictures_up_to_the_limit(detector, tmp_path, capsys):
     assert found["broken_pictures"] == 1
     assert "broken picture 3: 3: not a picture" in capsys.readouterr().err
     assert RegionRecords(tmp_path / "one").pictures == ("0", "1", "2", "4", "5", "6")
-    with pytest.raises(
-        RunError, match=r"2 pictures cannot be decoded, more than the 1 allowed \(3, 5\)"
-    ):
+    message = r"2 pictures cannot be decoded, more than the 1 allowed \(3, 5\)"
+    with pytest.raises(RunError, match=message):
         write_regions(named(broken=(3, 5)), detector, tmp_path / "two", options)
 
 
@@ -230,9 +226,8 @@ def test_a_published_file_and_its_rules(model, tmp_path):
     source = publish_detector(made.config, nnx.state(made)).source
     arrays = {key: source.read(key) for key in source.specs()}
     (tmp_path / "vlp.pkl").write_bytes(pickle.dumps({"blobs": arrays}, protocol=2))
-    choice = DetectorChoice(
-        str(tmp_path / "vlp.pkl"), regions=(36, 36), unrectified=True, dtype="bfloat16"
-    )
+    file = str(tmp_path / "vlp.pkl")
+    choice = DetectorChoice(file, regions=(36, 36), unrectified=True, dtype="bfloat16")
     found = open_detector(choice)
     assert (found.kind.name, found.config.rectified) == ("vlp_x101", False)
     assert (found.config.rule.fewest, found.config.rule.most) == (36, 36)
@@ -250,15 +245,9 @@ def test_pictures_of_a_corpus(tmp_path):
     assert list(map(str, found.materials)) == ["Flags of lands, by nobody, CC0"]
     for picture, name in found.names.items():
         image = decode(found.read(name), name)
-        assert detector_picture(image, open_kind()).pixels.ndim == 3, picture
+        assert detector_picture(image, BOTTOM_UP).pixels.ndim == 3, picture
     with pytest.raises(UserError, match="its questions have no pictures"):
         open_pictures(tmp_path / "data", "questions")
-
-
-def open_kind():
-    from mmqa_jax.data.detector_pictures import BOTTOM_UP
-
-    return BOTTOM_UP
 
 
 @pytest.mark.parametrize(
@@ -286,18 +275,13 @@ def open_kind():
     ],
 )
 def test_refusals(flags, message, model, pictures, tmp_path, refused):
-    places = {
-        "model": model[0],
-        "file": tmp_path / "n.txt",
-        "empty": tmp_path / "empty",
-        "twins": tmp_path / "twins",
-    }
-    (tmp_path / "n.txt").write_text("one\n")
+    places = {name: tmp_path / name for name in ("file", "empty", "twins")}
+    places["file"].write_text("one\n")
     for name in ("empty", "twins"):
         (tmp_path / name).mkdir()
     for ending in ("jpg", "png"):
         (tmp_path / f"twins/a.{ending}").write_bytes(encoded((4, 4)))
-    given = [flag.format(**places) for flag in flags]
+    given = [flag.format(model=model[0], **places) for flag in flags]
     defaults = {"--data": f"--data={pictures}", "--out": f"--out={tmp_path / 'out'}"}
     given += [text for flag, text in defaults.items() if not any(g.startswith(flag) for g in given)]
     refused("features", *given, message=message)

@@ -82,9 +82,7 @@ def test_a_run_holds_its_additions_alone_and_opens_as_a_plain_llama(inputs):
         names = stored_specs(run / folder)
         assert names
         assert all("/lora_" in name for name in names), folder
-    moments = [
-        name for name in stored_specs(run / "checkpoints" / "12" / "train") if "/mu/" in name
-    ]
+    moments = [name for name in stored_specs(run / "checkpoints/12/train") if "/mu/" in name]
     assert moments
     assert all("/lora_" in name for name in moments)
     model, base = load_converted(run), load_published("llama", inputs / "llm")
@@ -161,10 +159,8 @@ def test_another_base_than_the_adapters_is_refused(inputs, tmp_path, refused):
 
 
 def test_prompts_are_answered_by_the_run(inputs, tmp_path):
-    prompts = write_rows(
-        tmp_path / "prompts.jsonl",
-        [{"id": "a", "prompt": "Which word", "choices": [" is one", " is two"]}],
-    )
+    asked = {"id": "a", "prompt": "Which word", "choices": [" is one", " is two"]}
+    prompts = write_rows(tmp_path / "prompts.jsonl", [asked])
     sizes = [f"--config.engine.{key}={value}" for key, value in ENGINE.items()]
     out = tmp_path / "answers.jsonl"
     done("prompt", f"--prompts={prompts}", f"--out={out}", f"--model={inputs / 'run'}", *sizes)

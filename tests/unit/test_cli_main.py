@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, mmqa
+from cli_runs import ROOT, mmqa, succeeded
 
 from mmqa_jax.cli import VERBS, make_parser, split_config_overrides
 
@@ -15,12 +15,10 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_every_verb_has_help_with_a_working_example():
-    ended = mmqa("--help")
-    assert ended.code == 0
+    ended = succeeded("--help")
     for verb in VERBS:
         assert re.search(rf"^ +{verb}\s+\w", ended.out, re.MULTILINE), verb
-        own = mmqa(verb, "--help")
-        assert own.code == 0
+        own = succeeded(verb, "--help")
         example = own.out.partition("example:\n")[2].strip()
         assert example.startswith(f"mmqa {verb} ")
         _parses(example)

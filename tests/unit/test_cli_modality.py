@@ -1,7 +1,18 @@
 """The trained modality classifier: `mmqa train`, `mmqa search` and the row that uses it."""
 
 import pytest
-from cli_runs import LANDS, ROOT, TEST, done, mmqa, question, quietly, rows_of, write_documents
+from cli_runs import (
+    LANDS,
+    ROOT,
+    TEST,
+    done,
+    mmqa,
+    question,
+    quietly,
+    rows_of,
+    succeeded,
+    write_documents,
+)
 from row_runs import row_flags
 
 from mmqa_jax.tasks.modality import load_question_classifier
@@ -53,8 +64,7 @@ def test_every_question_is_searched_in_its_modality(trained, tmp_path):
     out = tmp_path / "found.jsonl"
     flags = (f"--data={trained / 'data'}", "--method=bm25", f"--out={out}")
     classified = ("--modality=classified", f"--modality_model={trained / 'run'}")
-    ended = mmqa("search", *flags, *classified, "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("search", *flags, *classified, "--json")
     assert ended.value["modality_accuracy"] == 1.0
     assert "modality_accuracy: 1.0000" in ended.out
     prefixes = [{name[0] for name in row["sources"]} for row in rows_of(out)]

@@ -6,7 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, rows_of
+from cli_runs import ROOT, done, flags_with, rows_of
 from flax import nnx
 from science import prepare_science
 from shared_data import SHARED, require, shared_benchmark
@@ -52,20 +52,24 @@ def test_texts_are_the_authors_byte_for_byte(problems, case):
     format, captions, rationale = case
     digest = hashlib.sha256()
     for question in problems:
-        texts = (
-            source_text(question, format, rationale, captions=captions),
-            target_text(question, format),
-        )
-        digest.update(json.dumps([question.id, *texts]).encode() + b"\n")
+        source = source_text(question, format, rationale, captions=captions)
+        line = [question.id, source, target_text(question, format)]
+        digest.update(json.dumps(line).encode() + b"\n")
     assert digest.hexdigest() == AUTHORS[case]
 
 
-def test_options_are_read_as_by_the_authors():
+@pytest.mark.parametrize(
+    ("text", "option"),
+    [
+        ("The answer is (B).", 1),
+        ("The answer is (A). The answer is (A).", None),
+        ("The answer is B.", None),
+        ("The answer is (D).", None),
+    ],
+)
+def test_options_are_read_as_by_the_authors(text, option):
     """extract_ans of main.py: exactly one, in brackets; an option that is not there is none."""
-    assert chosen_option("The answer is (B).", 3) == 1
-    assert chosen_option("The answer is (A). The answer is (A).", 3) is None
-    assert chosen_option("The answer is B.", 3) is None
-    assert chosen_option("The answer is (D).", 3) is None
+    assert chosen_option(text, 3) == option
 
 
 @pytest.mark.parametrize(
@@ -121,33 +125,39 @@ def test_vectors_are_read_by_question(tmp_path):
         PictureVectors(str(tmp_path / "vit.pth"))
 
 
-def write_archive(path):
-    with open(path, "wb") as file:
-        np.savez(file, x=np.ones(3))
-
-
 @pytest.mark.parametrize(
-    ("damage", "message"),
+    ("file", "content", "message"),
     [
-        (lambda folder: (folder / "detr.npy").unlink(), r"detr\.npy: no such file; fetch it"),
-        (lambda folder: (folder / "detr.npy").write_bytes(b""), r"detr\.npy: no array .*; fetch it"),
-        (lambda folder: (folder / "detr.npy").write_bytes(b"PK\3\4"), r"detr\.npy: no array .*; fetch"),
-        (lambda folder: write_archive(folder / "detr.npy"),
-         r"detr\.npy: an archive of arrays; save the one array by"),
-        (lambda folder: np.save(folder / "detr.npy", np.ones(3)),
-         r"detr\.npy: has shape \(3,\) and type float64; pictures x vectors x values .*; fetch it"),
-        (lambda folder: np.save(folder / "detr.npy", np.ones((2, 3, 4), int)),
-         r"detr\.npy: has shape .* and type int64; pictures x vectors x values .*; fetch it"),
-        *((lambda folder, text=text: (folder / "name_map.json").write_text(text),
-           r"name_map\.json: question ids with rows were expected; fetch name_map\.json again")
-          for text in ("[1]", '{"a": "x"}', '{"a": -1}', '{"a": 1.5}', '{"a": Infinity}')),
+        ("detr.npy", None, r"detr\.npy: no such file; fetch it"),
+        ("detr.npy", b"", r"detr\.npy: no array .*; fetch it"),
+        ("detr.npy", b"PK\3\4", r"detr\.npy: no array .*; fetch"),
+        ("detr.npy", {"x": np.ones(3)}, r"detr\.npy: an archive of arrays; save the one array by"),
+        (
+            "detr.npy",
+            np.ones(3),
+            r"detr\.npy: has shape \(3,\) and type float64; pictures x .*; fetch",
+        ),
+        (
+            "detr.npy",
+            np.ones((2, 3, 4), int),
+            r"detr\.npy: has shape .* and type int64; pictures x",
+        ),
+        *(
+            ("name_map.json", text, r"name_map\.json: question ids with rows were expected; fetch")
+            for text in (b"[1]", b'{"a": "x"}', b'{"a": -1}', b'{"a": 1.5}', b'{"a": Infinity}')
+        ),
     ],
-)  # fmt: skip
-def test_vectors_that_are_none_are_refused(tmp_path, damage, message):
-    file = write_vectors(tmp_path)
-    damage(tmp_path)
+)
+def test_vectors_that_are_none_are_refused(tmp_path, file, content, message):
+    vectors = write_vectors(tmp_path)
+    (tmp_path / file).unlink()
+    if isinstance(content, bytes):
+        (tmp_path / file).write_bytes(content)
+    elif content is not None:
+        with open(tmp_path / file, "wb") as opened:
+            np.savez(opened, **content) if isinstance(content, dict) else np.save(opened, content)
     with pytest.raises(UserError, match=message):
-        PictureVectors(str(file))
+        PictureVectors(str(vectors))
 
 
 @pytest.mark.parametrize(
@@ -183,10 +193,8 @@ def test_a_stage_is_trained_and_both_answer(tmp_path, refused):
     assert losses[-1] < losses[0] - 0.3
     # The second stage learns other texts by the same steps.
     done("train", f"{config}:answer", f"--workdir={tmp_path / 'answer'}", *flags, "--only_start")
-    refused(
-        "train", config, f"--workdir={tmp_path / 'no'}", *flags, "--config.pictures.vectors=4",
-        message="has 3 vectors of 6 values",
-    )  # fmt: skip
+    wrong = (f"--workdir={tmp_path / 'no'}", *flags, "--config.pictures.vectors=4")
+    refused("train", config, *wrong, message="has 3 vectors of 6 values")
     parts = {
         f"parts.{stage}_model.{key}": value
         for stage in ("rationale", "answer")
@@ -194,20 +202,14 @@ def test_a_stage_is_trained_and_both_answer(tmp_path, refused):
                            ("names", tmp_path / "name_map.json"))
     }  # fmt: skip
     row = {**parts, "data.dir": data, "options.rationale_tokens": 8, "options.answer_tokens": 8}
-    done(
-        "run", f"--config={ROOT}/configs/scienceqa/tables.py:mmcot_base_written",
-        f"--workdir={tmp_path / 'row'}", *(f"--config.{key}={v}" for key, v in row.items()),
-    )  # fmt: skip
+    tables = "scienceqa/tables.py:mmcot_base"
+    done(*flags_with("run", f"{tables}_written", tmp_path / "row", row))
     traces = rows_of(tmp_path / "row" / "trace.jsonl")
     assert len(traces) == 4
     rationale, _ = traces[0]["outputs"]
     assert f"{rationale['text']} Answer:" in traces[0]["prompts"][0].replace("  ", " ")
     # Shown the right texts: what the published figures are of.
-    forced = [f"--config.{key}={v}" for key, v in row.items()]
-    done(
-        "run", f"--config={ROOT}/configs/scienceqa/tables.py:mmcot_base",
-        f"--workdir={tmp_path / 'forced'}", *forced,
-    )  # fmt: skip
+    done(*flags_with("run", tables, tmp_path / "forced", row))
     trace = rows_of(tmp_path / "forced" / "trace.jsonl")[0]
     assert trace["outputs"] != traces[0]["outputs"]
     done(

@@ -19,6 +19,7 @@ from cli_runs import (
     png,
     question,
     rows_of,
+    succeeded,
     write_documents,
     write_rows,
 )
@@ -43,25 +44,18 @@ def test_prepare_reports_what_it_wrote(data):
 
 
 def test_missing_and_unknown_raw_folders(refused, tmp_path):
-    out = f"--out={tmp_path / 'out'}"
-    refused("prepare", "webqa", out, message=r"--raw: name the folder with the files of webqa")
-    refused("prepare", "corpus", out, "--raw=nowhere", message=r"--raw=nowhere: no such folder")
-    refused("prepare", "mmmu", out, f"--raw={__file__}", message=r"\.py: is a file; give")
-    refused("prepare", "atlas", out, "--raw=x", message=r"--raw: Atlas is made from installed")
-    refused(
-        "prepare",
-        "corpus",
-        out,
-        "--raw=.",
-        "--unanswerable",
-        message=r"--unanswerable: is a choice",
-    )
-    raw = tmp_path / "raw"
+    out, raw = f"--out={tmp_path / 'out'}", tmp_path / "raw"
     raw.mkdir()
-    flags = (f"--raw={raw}", out)
-    message = r"WebQA_train_val\.json: no such file; put the official files \(.*\) there"
-    refused("prepare", "webqa", *flags, message=message)
-    refused("prepare", "corpus", *flags, message=r"sources\.jsonl: no such file; check the path")
+    for flags, message in (
+        (["webqa"], r"--raw: name the folder with the files of webqa"),
+        (["corpus", "--raw=nowhere"], r"--raw=nowhere: no such folder"),
+        (["mmmu", f"--raw={__file__}"], r"\.py: is a file; give"),
+        (["atlas", "--raw=x"], r"--raw: Atlas is made from installed"),
+        (["corpus", "--raw=.", "--unanswerable"], r"--unanswerable: is a choice"),
+        (["webqa", f"--raw={raw}"], r"WebQA_train_val\.json: no such file; put the official files"),
+        (["corpus", f"--raw={raw}"], r"sources\.jsonl: no such file; check the path"),
+    ):
+        refused("prepare", *flags, out, message=message)
 
 
 def test_bad_documents(refused, tmp_path):
@@ -114,18 +108,15 @@ def test_half_a_character_is_named_with_its_line(fields, refused, tmp_path):
 def test_a_document_whose_picture_is_missing(refused, tmp_path):
     raw = write_documents(tmp_path / "raw", QUESTIONS)
     (raw / "Borduria.png").unlink()
-    refused(
-        "prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'out'}",
-        message=r"sources\.jsonl, line 10: `image` 'Borduria\.png' is not a file in .*; add the picture",
-    )  # fmt: skip
+    message = r"sources\.jsonl, line 10: `image` 'Borduria\.png' is not a file in .*; add the"
+    refused("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'out'}", message=message)
 
 
 def test_documents_whose_pictures_are_no_pictures_keep_their_words(tmp_path):
     raw = write_documents(tmp_path / "raw", [question(0, "test", "Hav", image="shot.jpg")])
     (raw / "Arvania.png").write_text("these are notes")
     (raw / "shot.jpg").write_bytes(b"")
-    ended = mmqa("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'out'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'out'}", "--json")
     assert "2 pictures are broken and left out: Arvania.png, shot.jpg" in ended.err
     broken = ended.value["broken_pictures"]
     assert list(broken) == ["Arvania.png", "shot.jpg"]
@@ -194,8 +185,9 @@ def write_pictures(raw: Path, pictures: dict[int, bytes]) -> None:
 def test_a_broken_picture_is_counted_and_named_and_the_run_goes_on(webqa_raw, tmp_path):
     pictures = {n: png(color) for n, color in COLORS.items()} | {30000001: b"no picture"}
     write_pictures(webqa_raw, pictures)
-    ended = mmqa("prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded(
+        "prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json"
+    )
     assert list(ended.value["broken_pictures"]) == ["images/30000001"]
     assert ended.value["counts"]["broken_pictures"] == 1
     assert ended.value["counts"]["pictures"] == 2
@@ -259,8 +251,9 @@ def test_what_a_user_may_not_expect_of_official_files_is_said(webqa_raw, tmp_pat
         "txt_posFacts": [{"snippet_id": "g1_0", "fact": "Snow is white.", "title": "Snow"}],
     }  # fmt: skip
     path.write_text(json.dumps(data))
-    ended = mmqa("prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded(
+        "prepare", "webqa", f"--raw={webqa_raw}", f"--out={tmp_path / 'out'}", "--json"
+    )
     assert "1 of 3 questions list no sources at all; kept" in ended.err
     assert "1 snippet ids are used for two facts; a number is appended to the later id" in ended.err
     assert re.search(r"│ train questions +│ +1 │ +36,766 │ +-36,765 │", ended.out)
@@ -271,10 +264,8 @@ def test_what_a_user_may_not_expect_of_official_files_is_said(webqa_raw, tmp_pat
     assert differences["snippets"] == {"published": 544_489, "found": 2}
     assert differences["val questions"] == {"published": 4_966, "found": 2}
     corpus = open_corpus(tmp_path / "out")
-    assert {s.text for s in corpus.sources if s.modality == "text"} == {
-        "Ice is cold.",
-        "Snow is white.",
-    }
+    snippets = {s.text for s in corpus.sources if s.modality == "text"}
+    assert snippets == {"Ice is cold.", "Snow is white."}
 
 
 @pytest.mark.slow
@@ -297,20 +288,18 @@ def test_a_killed_prepare_goes_on_with_the_same_bytes(webqa_raw, tmp_path, monke
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
     monkeypatch.setattr(corpus_records, "PICTURE_SHARD", 1)
     names, read = [], ImagesTsv.read_named
-    monkeypatch.setattr(
-        ImagesTsv, "read_named", lambda self, name: names.append(name) or read(self, name)
-    )
+    noted = lambda self, name: names.append(name) or read(self, name)  # noqa: E731
+    monkeypatch.setattr(ImagesTsv, "read_named", noted)
     done(*flags)
     assert names == ["images/30000002"]
     done(*flags[:-1], f"--out={tmp_path / 'whole'}")
     assert len(names) == 4
     resumed, whole = (
         {
-            str(path.relative_to(tmp_path / folder)): path.read_bytes()
-            for path in (tmp_path / folder).rglob("*")
-            if path.is_file()
+            str(path.relative_to(folder)): path.is_file() and path.read_bytes()
+            for path in folder.rglob("*")
         }
-        for folder in ("out", "whole")
+        for folder in (tmp_path / "out", tmp_path / "whole")
     )
     assert resumed == whole
 

@@ -1,13 +1,12 @@
 """`mmqa prompt`: files of prompts in, answers out, and what a kill or a mistake leaves."""
 
 import base64
-import json
 import os
 import signal
 import time
 
 import pytest
-from cli_runs import ROOT, done, mmqa
+from cli_runs import ROOT, done, mmqa, rows_of, write_rows
 from openai_stub import Stub, error, said
 from tiny_llm import SIZES, flag, text_tokenizer, write_folder
 
@@ -22,25 +21,17 @@ from tests.forks import server
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 CONFIG = f"--config={ROOT / 'configs/prompt/default.py'}"
-ENGINE = [
-    CONFIG,
-    *(
-        f"--config.engine.{name}={getattr(SIZES, name)}"
-        for name in ("slots", "length", "buckets", "prefill_tokens")
-    ),
-]
+SAME = ("slots", "length", "buckets", "prefill_tokens")
+ENGINE = [CONFIG, *(f"--config.engine.{name}={getattr(SIZES, name)}" for name in SAME)]
 ROWS = [
     {
-        "id": "q2",
-        "prompt": "The capital",
-        "max_new_tokens": 5,
-        "logprobs": True,
+        "id": "q2", "prompt": "The capital", "max_new_tokens": 5, "logprobs": True,
         "meta": {"k": [1]},
     },
     {"id": "q1", "messages": [{"role": "user", "content": "Why"}], "max_new_tokens": 3},
     {"id": 7, "prompt": "Seven days", "choices": [" a", " bb"]},
     {"prompt": "draws", "temperature": 1.0, "n": 2, "seed": 3, "max_new_tokens": 4},
-]
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,37 +39,24 @@ def folder(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("tiny") / "model")
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder, engine, tmp_path):
-    prompts = write(tmp_path / "prompts.jsonl", ROWS)
+    prompts = write_rows(tmp_path / "prompts.jsonl", ROWS)
     out = tmp_path / "new" / "answers.jsonl"
     flags = ["prompt", "--raw", f"--prompts={prompts}", f"--model={folder}", f"--out={out}"]
     flags += [*ENGINE, f"--cache={tmp_path / 'cache'}"]
     result = done(*flags)
     assert (result["prompts"], result["answered"], result["cached"]) == (4, 4, 0)
-    rows = read(out)
+    rows = rows_of(out)
     assert [row["id"] for row in rows] == ["q2", "q1", 7, 4]  # its line number where it has none
 
     # What the engine itself says.
     ids = text_tokenizer().encode_plain("<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
-    want = {
-        answer.id: answer.candidates
-        for answer in engine.generate(
-            [
-                Request("q2", "The capital", 5, logprobs=True),
-                Request("q1", ids, 3),
-                Request(4, "draws", 4, temperature=1.0, n=2, seed=3),
-            ]
-        )
-    }
+    requests = [
+        Request("q2", "The capital", 5, logprobs=True),
+        Request("q1", ids, 3),
+        Request(4, "draws", 4, temperature=1.0, n=2, seed=3),
+    ]
+    want = {answer.id: answer.candidates for answer in engine.generate(requests)}
     for row in (rows[0], rows[1], rows[3]):
         best = want[row["id"]][0]
         assert (row["text"], row["finish"]) == (best.text, best.finish)
@@ -87,10 +65,8 @@ def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder
     assert rows[0]["meta"] == {"k": [1]}
     assert [one["text"] for one in rows[3]["candidates"]] == [one.text for one in want[4]]
     scores = engine.loglikelihood("Seven days", [" a", " bb"])
-    assert [one["logprob"] for one in rows[2]["scores"]] == pytest.approx(
-        [score.total for score in scores], abs=1e-4
-    )
     totals, means = ([getattr(score, name) for score in scores] for name in ("total", "mean"))
+    assert [one["logprob"] for one in rows[2]["scores"]] == pytest.approx(totals, abs=1e-4)
     assert rows[2]["best"] == totals.index(max(totals))
     assert rows[2]["best_per_token"] == means.index(max(means))
 
@@ -98,10 +74,10 @@ def test_answers_in_the_order_of_the_prompts_and_a_rerun_asks_what_is_new(folder
     result = done(*flags)
     assert (result["answered"], result["cached"]) == (0, 4)
     assert out.read_bytes() == before
-    write(prompts, [*ROWS, {"id": "more", "prompt": "more", "max_new_tokens": 2}])
+    write_rows(prompts, [*ROWS, {"id": "more", "prompt": "more", "max_new_tokens": 2}])
     result = done(*flags)
     assert (result["answered"], result["cached"]) == (1, 4)
-    assert read(out)[:4] == rows
+    assert rows_of(out)[:4] == rows
 
 
 def test_plain_text_is_a_prompt_a_line(folder, engine, tmp_path):
@@ -113,20 +89,20 @@ def test_plain_text_is_a_prompt_a_line(folder, engine, tmp_path):
         *ENGINE, "--config.decoding.max_new_tokens=2",
     )  # fmt: skip
     assert (result["answered"], result["cached"]) == (2, 0)
-    rows = read(out)
+    rows = rows_of(out)
     assert [row["id"] for row in rows] == [1, 3]
     (want,) = engine.generate([Request(0, "two", 2)])
     assert rows[1]["text"] == want.text
 
 
 def test_a_chat_model_gets_texts_as_a_users_messages(folder, engine, tmp_path):
-    prompts = write(tmp_path / "prompts.jsonl", [{"id": "a", "prompt": "Why"}, ROWS[2]])
+    prompts = write_rows(tmp_path / "prompts.jsonl", [{"id": "a", "prompt": "Why"}, ROWS[2]])
     out = tmp_path / "answers.jsonl"
     flags = [f"--model={folder}", f"--out={out}", "--no_cache", *ENGINE]
     done("prompt", f"--prompts={prompts}", *flags, "--config.decoding.max_new_tokens=3")
     ids = text_tokenizer().encode_plain("<|im_start|>user\nWhy<|im_end|>\n<|im_start|>assistant\n")
     (want,) = engine.generate([Request(0, ids, 3)])
-    message, choices = read(out)
+    message, choices = rows_of(out)
     assert (message["text"], message["answer"]) == (want.text, want.text.strip())
     scores = engine.loglikelihood("Seven days", [" a", " bb"])  # choices continue the text
     best = max(range(2), key=lambda n: scores[n].total)
@@ -152,7 +128,8 @@ def test_lines_of_openais_batch_files(tmp_path):
     ]
     body = {"model": "gpt", "messages": [{"role": "user", "content": parts}], "max_tokens": 7}
     line = {"custom_id": "q", "method": "POST", "url": "/v1/chat/completions", "body": body}
-    (read,) = read_prompts(write(tmp_path / "b.jsonl", [line]), Decoding(5, top_p=0.5, seed=4))
+    file = write_rows(tmp_path / "b.jsonl", [line])
+    (read,) = read_prompts(file, Decoding(5, top_p=0.5, seed=4))
     assert read.request.id == "q"
     assert read.request.decoding == Decoding(7, top_p=0.5, seed=4)
     (message,) = read.request.messages
@@ -164,7 +141,7 @@ def test_lines_of_openais_batch_files(tmp_path):
         ({"body": {**body, "messages": []}}, "messages is"),
         ({"more": 1}, "more is no key"),
     ]:
-        wrong = write(tmp_path / "w.jsonl", [line, {**line, "custom_id": "r", **change}])
+        wrong = write_rows(tmp_path / "w.jsonl", [line, {**line, "custom_id": "r", **change}])
         with pytest.raises(UserError, match=f"line 2: {words}"):
             read_prompts(wrong)
 
@@ -203,51 +180,36 @@ def test_stopped_in_the_middle_a_rerun_asks_the_rest(tmp_path, end):
         result = done(*flags)
         assert result["cached"] == kept
         assert result["answered"] == len(stub.asked) == 80 - kept
-    assert [row["text"] for row in read(out)] == [f"PROMPT {n}" for n in range(1, 81)]
+    assert [row["text"] for row in rows_of(out)] == [f"PROMPT {n}" for n in range(1, 81)]
 
 
 def test_failed_requests_are_named_in_the_output(tmp_path):
-    prompts, out = (
-        write(tmp_path / "p.jsonl", [{"prompt": "good"}, {"prompt": "bad"}]),
-        tmp_path / "o",
-    )
-    flags = [
-        "prompt",
-        "--raw",
-        f"--prompts={prompts}",
-        "--model=tiny",
-        "--backend=openai",
-        f"--out={out}",
-    ]
+    prompts = write_rows(tmp_path / "p.jsonl", [{"prompt": "good"}, {"prompt": "bad"}])
+    out = tmp_path / "o"
+    flags = ["prompt", "--raw", f"--prompts={prompts}", "--model=tiny", f"--out={out}"]
+    flags += ["--backend=openai"]
     flags += [CONFIG, f"--cache={tmp_path / 'cache'}"]
     reply = {"good": said("yes"), "bad": error(400, "too long")}
     with Stub(lambda body: reply[body["prompt"]]).serving() as stub:
         result = done(*flags)
         assert (result["answered"], result["failed"]) == (1, 1)
-        good, bad = read(out)
-        assert good == {
-            "id": 1,
-            "answer": "yes",
-            "text": "yes",
-            "finish": "stop",
-            "prompt_tokens": 3,
-        }
+        good, bad = rows_of(out)
+        text = {"answer": "yes", "text": "yes", "finish": "stop"}
+        assert good == {"id": 1, **text, "prompt_tokens": 3}
         assert bad["id"] == 2
         assert bad["error"].startswith("the server refuses it (400: ")
         # A failure is not kept: the next run asks again.
         reply["bad"] = said("now")
         stub.asked.clear()
         assert (done(*flags)["failed"], len(stub.asked)) == (0, 1)
-        assert read(out)[1]["text"] == "now"
+        assert rows_of(out)[1]["text"] == "now"
 
         reply["bad"] = error(400, "too long")
         ended = mmqa(*flags, "--no_cache", "--config.server.max_failures=0")
     assert ended.code == 1
-    assert (
-        "1 requests failed in a row, more than server.max_failures = 0, the last, 2, because"
-        in ended.err
-    )
-    assert read(out)[1]["text"] == "now"  # still that of the run before
+    why = "1 requests failed in a row, more than server.max_failures = 0, the last, 2, because"
+    assert why in ended.err
+    assert rows_of(out)[1]["text"] == "now"  # still that of the run before
 
 
 @pytest.mark.parametrize(
@@ -332,7 +294,9 @@ def test_a_mark_of_byte_order_is_not_sent_to_the_model(tmp_path):
 
 
 def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_path):
-    prompts = write(tmp_path / "prompts.jsonl", [{"prompt": "short"}, {"prompt": "long " * 40}])
+    prompts = write_rows(
+        tmp_path / "prompts.jsonl", [{"prompt": "short"}, {"prompt": "long " * 40}]
+    )
     (tmp_path / "notes.txt").write_text("no weights")
     flags = ["prompt", "--raw", f"--prompts={prompts}", f"--out={tmp_path / 'out'}", *ENGINE]
     long = r"line 2: request 2: its prompt of 200 tokens .* engine.length = 160; shorten it"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, TEST, done, mmqa, rows_of, tree
+from cli_runs import ROOT, TEST, done, rows_of, succeeded, tree
 from row_runs import ROWS, row_flags
 
 from mmqa_jax.core.config import load_config
@@ -279,8 +279,7 @@ def test_the_candidates_of_a_run_are_kept_for_recall(ran, data):
 def test_the_first_questions_of_a_split(flags_of, ran, data, tmp_path):
     """--limit says so in all that is written, and changes nothing else."""
     name, folder = "webqa:vlp", tmp_path / "run"
-    ended = mmqa(*flags_of(name, folder), "--limit=2")
-    assert ended.code == 0, ended.err
+    ended = succeeded(*flags_of(name, folder), "--limit=2")
     assert "webqa, test: vlp (first 2 questions)" in ended.out
     scores = read_json(folder / "scores.json")
     assert (scores["limit"], scores["n"], scores["questions"]) == (2, 2, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 import faiss
 import numpy as np
 import pytest
-from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, write_documents
+from cli_runs import QUESTIONS, TEST, done, mmqa, question, rows_of, succeeded, write_documents
 
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.corpus import open_corpus
@@ -40,8 +40,7 @@ def test_dense_search_ranks_every_question(data, models, index, tmp_path, flags)
 def test_search_prints_recall_and_where_the_rankings_are(data, tmp_path):
     path = tmp_path / "found.jsonl"
     flags = (f"--data={data}", "--method=bm25", "--top_k=5", f"--out={path}")
-    ended = mmqa("search", *flags)
-    assert ended.code == 0, ended.err
+    ended = succeeded("search", *flags)
     found = done("search", *flags)
     groups = {"all": found, **found["by_modality"]}
     titles = [f"{name} ({group['questions_scored']})" for name, group in groups.items()]
@@ -235,8 +234,7 @@ def test_the_weight_of_the_fusion_is_chosen_on_a_split(flags, data, models, inde
         "search", f"--data={data}", "--method=fused", "--split=train", "--top_k=4", *flags,
         f"--model={models / 'contrastive'}", f"--index={index}",
     )  # fmt: skip
-    ended = mmqa(*search, "--tune", f"--out={tmp_path / 'tuned.jsonl'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded(*search, "--tune", f"--out={tmp_path / 'tuned.jsonl'}", "--json")
     tuned = ended.value
     sweep = {row["fusion_weight"]: row for row in tuned["sweep"]}
     assert (min(sweep), max(sweep), len(sweep)) == (0.0, 1.0, 21)

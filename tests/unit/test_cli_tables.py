@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, done, mmqa
+from cli_runs import ROOT, done, mmqa, succeeded
 
 from mmqa_jax.cli import command, make_parser
 from mmqa_jax.commands.tables import NAMES, add_flags
@@ -355,8 +355,7 @@ def test_scores_of_another_row_do_not_count(elsewhere):
 
 def test_the_tables_that_are_shown(elsewhere):
     write_scores(elsewhere / "vlp", "vlp")
-    ended = mmqa("tables", "webqa", f"--workdir={elsewhere}", "--markdown")
-    assert ended.code == 0, ended.err
+    ended = succeeded("tables", "webqa", f"--workdir={elsewhere}", "--markdown")
     for table in "678":
         assert f"webqa, table {table}" in ended.out
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in ended.out.splitlines()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_runs import done, mmqa, rows_of
+from cli_runs import done, mmqa, rows_of, write_rows
 from huggingface_hub import constants
 from tiny_encoders import save_plain
 
@@ -110,43 +110,37 @@ def test_what_is_not_known_is_refused_by_name(file, content, message, tmp_path):
     assert str(caught.value).startswith(f"{tmp_path / file}: ")
 
 
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        (MODULES, modules("Transformer", "Pooling"), "holds the layer 'Pooling'"),
-        (PROMPTS, {"activation_fn": "torch.nn.ReLU"}, "activation_fn is 'torch.nn.ReLU'"),
-        (PROMPTS, {"prompts": {"a": "x"}, "default_prompt_name": "a"}, "a prompt before every"),
-        (PROMPTS, {"prompts": "x"}, "prompts is 'x', expected an object"),
-        (PROMPTS, {"default_prompt_name": ["a"]}, "default_prompt_name is .*, expected a"),
-        (LENGTH, {"transformer_task": "text-generation"}, "transformer_task is 'text-generation'"),
-    ],
-)
-def test_what_a_reranker_does_not_do_is_refused(file, content, message, tmp_path):
-    (tmp_path / file).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message):
-        read_pair_length(tmp_path)
+RELU = {"activation_fn": "torch.nn.ReLU"}
+NONE_OF_ITS = "default_prompt_name is 'a', which is none of its prompts; correct it"
+
+
+def check_pairs(file):
+    return read_pair_length(file.parent)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("check", "file", "content", "message"),
     [
+        (check_pairs, MODULES, modules("Transformer", "Pooling"), "holds the layer 'Pooling'"),
+        (check_pairs, PROMPTS, RELU, "activation_fn is 'torch.nn.ReLU'"),
+        (check_pairs, PROMPTS, {"prompts": {"a": "x"}, "default_prompt_name": "a"}, "a prompt before every pair"),
+        (check_pairs, PROMPTS, {"prompts": "x"}, "prompts is 'x', expected an object"),
+        (check_pairs, PROMPTS, {"default_prompt_name": ["a"]}, "default_prompt_name is .*, expected a"),
+        (check_pairs, LENGTH, {"transformer_task": "text-generation"}, "transformer_task is 'text-gen"),
+        # Those that are decoders.
         *(
-            (
-                {"prompts": prompts, "default_prompt_name": "a"},
-                "default_prompt_name is 'a', which is none of its prompts; correct it",
-            )
+            (check_logit_prompts, PROMPTS, {"prompts": prompts, "default_prompt_name": "a"}, NONE_OF_ITS)
             for prompts in (None, {}, {"b": "Find it"}, {"a": None})
         ),
-        ({"activation_fn": "torch.nn.ReLU"}, "activation_fn is 'torch.nn.ReLU'"),
-        ({"model_type": "SentenceTransformer"}, "model_type is 'SentenceTransformer'"),
-        ({"prompts": "x"}, "prompts is 'x', expected an object"),
+        (check_logit_prompts, PROMPTS, RELU, "activation_fn is 'torch.nn.ReLU'"),
+        (check_logit_prompts, PROMPTS, {"model_type": "SentenceTransformer"}, "model_type is 'SentenceT"),
+        (check_logit_prompts, PROMPTS, {"prompts": "x"}, "prompts is 'x', expected an object"),
     ],
-)
-def test_what_a_reranker_that_is_a_decoder_does_not_do_is_refused(content, message, tmp_path):
-    file = tmp_path / PROMPTS
-    file.write_text(json.dumps(content))
-    with pytest.raises(UserError, match=rf"{PROMPTS}: {message}"):
-        check_logit_prompts(file)
+)  # fmt: skip
+def test_what_a_reranker_does_not_do_is_refused(check, file, content, message, tmp_path):
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"{file}: .*{message}"):
+        check(tmp_path / file)
 
 
 @pytest.fixture(scope="module")
@@ -165,32 +159,29 @@ def changed(folder, target, **changes):
     return target
 
 
-def test_other_models_are_refused_by_name(published, tmp_path):
-    other = changed(published / "bert", tmp_path / "other", model_type="deberta")
-    with pytest.raises(UserError, match=r"model_type is 'deberta'.* bert, xlm-roberta"):
-        load_text_encoder(other)
-    with pytest.raises(UserError, match=r"holds a reranker.* `mmqa rerank --model`"):
-        load_text_encoder(published / "reranker")
-    for name in ("bert", "mpnet"):
-        with pytest.raises(UserError, match="holds no reranker"):
-            load_cross_encoder(published / name)
-    reranker = published / "reranker"
-    labels = changed(reranker, tmp_path / "labels", id2label={"0": "no", "1": "yes"})
-    with pytest.raises(UserError, match="the classifier has 2 labels, 1 was expected"):
-        load_cross_encoder(labels)
-    relu = changed(
-        reranker, tmp_path / "relu", sentence_transformers={"activation_fn": "torch.nn.ReLU"}
-    )
-    with pytest.raises(UserError, match=r"the logit goes through 'torch\.nn\.ReLU'"):
-        load_cross_encoder(relu)
+@pytest.mark.parametrize(
+    ("load", "name", "changes", "message"),
+    [
+        (load_text_encoder, "bert", {"model_type": "deberta"}, r"is 'deberta'.* bert, xlm-roberta"),
+        (load_text_encoder, "reranker", {}, r"holds a reranker.* `mmqa rerank --model`"),
+        (load_text_encoder, "mpnet", {"relative_attention_num_buckets": 16}, "num_buckets is 16"),
+        (load_cross_encoder, "bert", {}, "holds no reranker"),
+        (load_cross_encoder, "mpnet", {}, "holds no reranker"),
+        (load_cross_encoder, "reranker", {"id2label": {"0": "no", "1": "yes"}}, "has 2 labels, 1 was"),
+        (load_cross_encoder, "reranker", {"sentence_transformers": RELU}, r"goes through 'torch\.nn\.ReLU'"),
+        (load_cross_encoder, "reranker", {"pad_token_id": 560}, "is 560, a number from 0 to 558 was expect"),
+    ],
+)  # fmt: skip
+def test_other_models_are_refused_by_name(load, name, changes, message, published, tmp_path):
+    folder = changed(published / name, tmp_path / name, **changes)
+    with pytest.raises(UserError, match=message):
+        load(folder)
+
+
+def test_sizes_and_functions_of_published_files(published, tmp_path):
     same = {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}
-    assert load_cross_encoder(changed(reranker, tmp_path / "same", **same)).config.types == 1
-    rows = changed(published / "mpnet", tmp_path / "rows", relative_attention_num_buckets=16)
-    with pytest.raises(UserError, match="relative_attention_num_buckets is 16"):
-        load_text_encoder(rows)
-    padding = changed(reranker, tmp_path / "padding", pad_token_id=560)
-    with pytest.raises(UserError, match="pad_token_id is 560, a number from 0 to 558 was expected"):
-        load_cross_encoder(padding)
+    folder = changed(published / "reranker", tmp_path / "same", **same)
+    assert load_cross_encoder(folder).config.types == 1
     short = shutil.copytree(published / "bert", tmp_path / "short")
     write(short, config_sentence_transformers={"truncate_dim": 99})
     with pytest.raises(UserError, match="truncate_dim keeps 99 values of vectors of 36"):
@@ -253,12 +244,11 @@ def test_prompts_and_pooling_make_other_vectors(published, tmp_path):
     prompted = [f"which flag {text}" for text in TEXTS]
     np.testing.assert_array_equal(query.embed_questions(TEXTS), plain.embed_texts(prompted))
     np.testing.assert_array_equal(query.embed_passages(TEXTS), plain.embed_texts(TEXTS))
-    np.testing.assert_array_equal(
-        made["source"].embed_passages(TEXTS), query.embed_questions(TEXTS)
-    )
+    passages = made["source"].embed_passages(TEXTS)
+    np.testing.assert_array_equal(passages, query.embed_questions(TEXTS))
     corpus = mmqa_jax.open_corpus(TEXTS)
     rows = made["source"].embed_rows(corpus, None, range(3))
-    np.testing.assert_array_equal(rows, made["source"].embed_passages(TEXTS))
+    np.testing.assert_array_equal(rows, passages)
 
 
 def test_long_texts_come_in_smaller_batches(published):
@@ -334,63 +324,39 @@ def test_by_name_in_python(cached, monkeypatch):
     best = max(reranked, key=lambda one: one.score)
     assert reranked[0] is best
     assert all(one.score == pytest.approx(scores[int(one.source.id)], abs=1e-6) for one in reranked)
-    with pytest.raises(
-        UserError, match=r"org/none: no such file or folder.* `hf download org/none`"
-    ):
+    with pytest.raises(UserError, match=r"org/none: no such file or folder.* `hf download org/n"):
         mmqa_jax.open_retriever(corpus, encoder="org/none")
 
 
 def test_by_name_in_verbs(cached, tmp_path):
     encoder, model = cached
-    raw = tmp_path / "raw"
-    raw.mkdir()
     sources = [{"id": f"s{n}", "modality": "text", "text": text} for n, text in enumerate(TEXTS)]
     asked = {
-        "id": "q",
-        "split": "test",
-        "question": "which flag",
-        "answers": ["green"],
-        "positives": ["s1"],
-        "negatives": ["s0", "s2"],
-    }
-    (raw / "sources.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sources))
-    (raw / "questions.jsonl").write_text(json.dumps(asked) + "\n")
-    done("prepare", "corpus", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+        "id": "q", "split": "test", "question": "which flag", "answers": ["green"],
+        "positives": ["s1"], "negatives": ["s0", "s2"],
+    }  # fmt: skip
+    write_rows(tmp_path / "sources.jsonl", sources)
+    write_rows(tmp_path / "questions.jsonl", [asked])
+    done("prepare", "corpus", f"--raw={tmp_path}", f"--out={tmp_path / 'data'}")
     data, out = f"--data={tmp_path / 'data'}", f"--out={tmp_path / 'index'}"
     assert done("embed", data, f"--model={encoder}", out)["dim"] == 36
     done("index", f"--embeddings={tmp_path / 'index'}", "--kind=exact")
     dense, ranked = tmp_path / "dense.jsonl", tmp_path / "ranked.jsonl"
-    search = (
-        "search",
-        data,
-        "--split=test",
-        "--method=dense",
-        f"--index={tmp_path / 'index'}",
-        "--top_k=3",
-    )
-    done(*search, f"--model={encoder}", f"--out={dense}")
-    done(
-        "rerank",
-        data,
-        "--split=test",
-        f"--model={model}",
-        f"--candidates={dense}",
-        f"--out={ranked}",
-    )
+    search = ("search", data, "--split=test", f"--index={tmp_path / 'index'}", "--top_k=3")
+    done(*search, "--method=dense", f"--model={encoder}", f"--out={dense}")
+    rerank = ("rerank", data, "--split=test", f"--model={model}")
+    done(*rerank, f"--candidates={dense}", f"--out={ranked}")
     (first,), (second,) = rows_of(dense), rows_of(ranked)
     assert sorted(first["sources"]) == sorted(second["sources"]) == ["s0", "s1", "s2"]
     assert all(0 < score < 1 for score in second["scores"])
     refused = mmqa("rerank", data, f"--model={model}", "--candidates=all", f"--out={ranked}")
     assert (refused.code, "computes every pair" in refused.err) == (2, True)
-    wrong = mmqa(
-        "rerank", data, "--split=test", f"--model={encoder}", f"--out={tmp_path / 'x.jsonl'}"
-    )
+    wrong = mmqa(*rerank[:3], f"--model={encoder}", f"--out={tmp_path / 'x.jsonl'}")
     assert (wrong.code, "holds no reranker" in wrong.err) == (2, True)
 
 
 def test_minilm_by_name():
     texts = ["What is the capital of Kenya?", "Lima."]
     by_name, _ = open_embedder(Path("minilm"), Corpus([]))
-    np.testing.assert_array_equal(
-        by_name.embed_texts(texts), load_minilm_embedder().embed_questions(texts)
-    )
+    expected = load_minilm_embedder().embed_questions(texts)
+    np.testing.assert_array_equal(by_name.embed_texts(texts), expected)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import done, mmqa, png, write_rows
+from cli_runs import done, mmqa, png, succeeded, write_rows
 from vqa_files import OKVQA, aokvqa_row, soft_labels, write, write_aokvqa, write_okvqa
 
 from mmqa_jax import benchmarks
@@ -34,8 +34,7 @@ def test_every_file_of_a_benchmark_is_named():
 
 def test_prepare_writes_the_questions_and_says_what_is_missing(tmp_path):
     raw, out = write_okvqa(tmp_path / "raw", pictures=True), tmp_path / "out"
-    ended = mmqa("prepare", "okvqa", f"--raw={raw}", f"--out={out}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("prepare", "okvqa", f"--raw={raw}", f"--out={out}", "--json")
     assert ended.value["splits"] == {"train": 1, "test": 3}
     assert ended.value["published_differences"]["test questions"] == {
         "found": 3, "published": 5_046,

@@ -108,25 +108,22 @@ def test_wrong_overrides_are_named(file, overrides, message):
         load_config(file, overrides)
 
 
-def test_files_that_are_no_config_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.py: no such config file"):
-        load_config(tmp_path / "absent.py")
-    with pytest.raises(UserError, match="a python file was expected"):
-        load_config("configs/atlas/demo.yaml")
-    empty = tmp_path / "empty.py"
-    empty.write_text("x = 1\n")
-    with pytest.raises(UserError, match=r"empty\.py: a config file must define get_config"):
-        load_config(empty)
-    broken = tmp_path / "broken.py"
-    broken.write_text("def get_config():\n  return (\n")
-    with pytest.raises(UserError, match=r"broken\.py, line 2: not valid python"):
-        load_config(broken)
-    plain = tmp_path / "plain.py"
-    plain.write_text("def get_config():\n  return {}\n")
-    with pytest.raises(UserError, match="it returned dict"):
-        load_config(plain)
-    with pytest.raises(UserError, match="takes no mode"):
-        load_config(f"{plain}:runlocal")
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("absent.py", None, r"absent\.py: no such config file"),
+        ("demo.yaml", None, "a python file was expected"),
+        ("empty.py", "x = 1\n", r"empty\.py: a config file must define get_config"),
+        ("broken.py", "def get_config():\n  return (\n", r"broken\.py, line 2: not valid python"),
+        ("plain.py", "def get_config():\n  return {}\n", "it returned dict"),
+        ("plain.py:runlocal", "def get_config():\n  return {}\n", "takes no mode"),
+    ],
+)
+def test_files_that_are_no_config_are_named(name, text, message, tmp_path):
+    if text:
+        (tmp_path / name.partition(":")[0]).write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config(tmp_path / name)
 
 
 def test_fingerprint_follows_values_alone():
@@ -137,7 +134,7 @@ def test_fingerprint_follows_values_alone():
     assert config_fingerprint(config) != config_fingerprint({**same, "a": 2})
     assert config_fingerprint({"a": 1}) != config_fingerprint({"a": "1"})
     with pytest.raises(UserError, match=r"config key b\.f: holds a function"):
-        to_plain_dict({"b": {"f": test_files_that_are_no_config_are_named}})
+        to_plain_dict({"b": {"f": load_config}})
 
 
 @pytest.mark.parametrize(

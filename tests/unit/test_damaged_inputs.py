@@ -35,7 +35,7 @@ from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.formats.tables import write_spreadsheet
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.question_words import read_glove, read_words
+from mmqa_jax.data.question_words import QuestionWords, read_glove, read_words
 from mmqa_jax.data.records.grid_records import NpzFiles
 from mmqa_jax.data.records.record_shards import FeatureError
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes
@@ -55,25 +55,10 @@ TRIALS = 150
 # What a reader may raise; of the last three the caller counts the picture as broken.
 NAMED = (UserError, PictureError, RegionError, FeatureError)
 OTHERS = (
-    *(
-        None,
-        True,
-        -1,
-        0,
-        7,
-        2.5,
-        float("nan"),
-        1e400,
-        10**30,
-        10**400,
-        "",
-        "x",
-        "7",
-        "7.0",
-        "\ud83d",
-    ),
-    *("9" * 5000, [], {}, [[]], [{}], {"a": None}, ["a", 1], [1.5], "٣", "\x00"),
-)
+    None, True, -1, 0, 7, 2.5, float("nan"), 1e400, 10**30, 10**400, "", "x", "7", "7.0", "\ud83d",
+    "9" * 5000, [], {}, [[]], [{}], {"a": None}, ["a", 1], [1.5], "٣", "\x00",
+)  # fmt: skip
+GLOVE_WORDS = QuestionWords(["PAD", "UNK", "CLS", "a", "b"])
 ASKED = [
     Question(name, "val", "?", answers=("a",), choices=("a", "b", "nan"), answer_index=0)
     for name in ("25", "26", "q1", "q2", "7", "1000007")
@@ -131,18 +116,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     if kind == "out":
         return data[:at] + data[at + rng.randrange(1, 40) :]
     if kind == "in":
-        pieces = (
-            b"\0",
-            b"\xff\xfe",
-            b"[",
-            b'{"',
-            b"\n",
-            b"\t",
-            b"9" * 5000,
-            b"[" * 2000,
-            b'"',
-            b"-",
-        )
+        pieces = (b"\0", b"\xff\xfe", b"[", b'{"', b"\n", b"\t", b"9" * 5000, b"[" * 2000, b'"')
         return data[:at] + rng.choice(pieces) + data[at:]
     if kind == "whole":
         pieces = (b"", b"\n", b"null", b"[]", b"{}", b"\xef\xbb\xbf", b"[" * 100_000, b"PK\x03\x04")
@@ -189,14 +163,9 @@ def science(folder):
 
 def vqav2(folder):
     asked = [{"image_id": 1, "question": "What?", "question_id": 10}]
-    known = [
-        {"image_id": 1, "question_id": 10, "answer_type": "other", "answers": [{"answer": "a"}]}
-    ]
-    for name, key, rows in (
-        ("OpenEnded_mscoco", "questions", asked),
-        ("mscoco", "annotations", known),
-    ):
-        write(folder / f"v2_{name}_train2014_{key}.json", {key: rows})
+    known = {"image_id": 1, "question_id": 10, "answer_type": "other", "answers": [{"answer": "a"}]}
+    write(folder / "v2_OpenEnded_mscoco_train2014_questions.json", {"questions": asked})
+    write(folder / "v2_mscoco_train2014_annotations.json", {"annotations": [known]})
     qas = [{"qa_id": 1, "question": "What?", "answer": "A."}]
     write(folder / "question_answers.json", [{"id": 5, "qas": qas}])
     write(folder / "image_data.json", [{"image_id": 5, "coco_id": 1}])
@@ -254,27 +223,23 @@ def read_documents(folder):
     return [*found.sources, *found.questions, [len(found.read_picture(name)) for name in names]]
 
 
-def one(name: str, value):
-    def make(folder):
-        if isinstance(value, str):
-            put(folder / name, value)
-        else:
-            write(folder / name, value)
+def of_file(name: str, value, read, *more):
+    """Writes one file, of JSON or as this text; reads it."""
 
-    return make
+    def make(folder):
+        put(folder / name, value if isinstance(value, str) else json.dumps(value))
+
+    return make, lambda folder: read(folder / name, *more)
 
 
 def tables(folder):
-    for suffix in ("xlsx", "tsv"):
-        rows = [(7, "A"), (1000007, "nan")]
-        if suffix == "xlsx":
-            write_spreadsheet(folder / "p.xlsx", ("index", "prediction"), rows)
-        else:
-            put(folder / "p.tsv", "index\tprediction\n" + "".join(f"{n}\t{a}\n" for n, a in rows))
+    rows = [(7, "A"), (1000007, "nan")]
+    write_spreadsheet(folder / "p.xlsx", ("index", "prediction"), rows)
+    put(folder / "p.tsv", "index\tprediction\n" + "".join(f"{n}\t{a}\n" for n, a in rows))
 
 
 def read_tables(folder):
-    return [read_mmbench_predictions(folder / f"p.{suffix}", ASKED) for suffix in ("xlsx", "tsv")]
+    return [read_mmbench_predictions(folder / name, ASKED) for name in ("p.xlsx", "p.tsv")]
 
 
 def vectors(folder):
@@ -300,11 +265,8 @@ def vinvl(folder):
 def read_vinvl(folder):
     rows = VinVLRows(folder / "t.tsv")
     names = [rows[n].name for n in range(len(rows))]
-    return [
-        names,
-        read_sizes(folder / "hw.tsv"),
-        len(VinVLFeatures({1: folder / "t.tsv"}).read(10**7)),
-    ]
+    picture = VinVLFeatures({1: folder / "t.tsv"}).read(10**7)
+    return [names, read_sizes(folder / "hw.tsv"), len(picture)]
 
 
 def runs(folder):
@@ -322,37 +284,20 @@ def read_runs(folder):
     return [len(compare_tables(compared)), read_curves(folder / "metrics.jsonl")]
 
 
-def pickled(folder):
-    write_x101(folder)
-
-
 OUTPUT_TSV = (
     "Guid\tQcate\tQ\tA\tKeywords_A\tOutput_conf\tOutput\n"
     'g1\ttext\tWho?\t["I"]\tI\t[-0.5]\t["He"]\ng2\tcolor\tWhat?\t["red"]\tred\t"[-1]"\t["a"]\n'
 )
-END_TO_END = {
-    "g1": {
-        "predicted sources": [1, "g1_0"],
-        "predicted answers": ["a"],
-        "answer confidence": [-1.0],
-    }
-}
+SOURCES = {"predicted sources": [1, "g1_0"], "predicted answers": ["a"]}
+END_TO_END = {"g1": {**SOURCES, "answer confidence": [-1.0]}}
 ANSWER = {"question_id": "7", "answer": "a", "choice": 1, "sources": ["s"], "beams": [["a", -1.0]]}
+LLAVA = ({"question_id": "7", "text": "A", "round_id": 1}, {"question_id": 7, "text": "B"})
+DECODING = {"max_new_tokens": 5, "stop": ["\n"], "temperature": 0.5, "seed": 3}
+SAID = [{"role": "user", "content": [{"type": "text", "text": "?"}]}]
 PROMPTS = (
-    {
-        "id": "a",
-        "prompt": "Who?",
-        "max_new_tokens": 5,
-        "stop": ["\n"],
-        "temperature": 0.5,
-        "seed": 3,
-    },
+    {"id": "a", "prompt": "Who?", **DECODING},
     {"prompt": "Which?", "choices": ["a", "b"], "meta": {"n": 1}},
-    {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "?"}]}],
-        "top_k": 4,
-        "n": 1,
-    },
+    {"messages": SAID, "top_k": 4, "n": 1},
 )
 READERS = {
     "okvqa": (okvqa, read_okvqa),
@@ -364,77 +309,52 @@ READERS = {
     "mmbench": (mmbench, read_mmbench),
     "mmbench_sheet": (mmbench_sheet, read_mmbench),
     "seed_bench": (seed_bench, read_seedbench),
-    "webqa": (
-        release,
-        lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"]),
-    ),
+    "webqa": (release, lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"])),
     "webqa_pictures": (images, read_images),
     "documents": (documents, read_documents),
-    "predictions": (one("p.jsonl", lines(ANSWER, ANSWER | {"question_id": 8})),
-                    lambda f: read_answers(f / "p.jsonl")),
-    "okvqa_predictions": (
-        one("p.json", [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}]),
-        lambda f: read_okvqa_predictions(f / "p.json", ASKED),
+    "predictions": of_file("p.jsonl", lines(ANSWER, ANSWER | {"question_id": 8}), read_answers),
+    "okvqa_predictions": of_file(
+        "p.json", [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}],
+        read_okvqa_predictions, ASKED,
     ),
-    "aokvqa_predictions": (
-        one("p.json", {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}}),
-        lambda f: read_aokvqa_predictions(f / "p.json", ASKED),
+    "aokvqa_predictions": of_file(
+        "p.json", {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}},
+        read_aokvqa_predictions, ASKED,
     ),
-    "scienceqa_predictions": (
-        one("p.json", {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}}),
-        lambda f: read_scienceqa_predictions(f / "p.json", ASKED),
+    "scienceqa_predictions": of_file(
+        "p.json", {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}},
+        read_scienceqa_predictions, ASKED,
     ),
     "mmbench_tables": (tables, read_tables),
-    "mmbench_json": (
-        one("p.json", [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}]),
-        lambda f: read_mmbench_predictions(f / "p.json", ASKED),
+    "mmbench_json": of_file(
+        "p.json", [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}],
+        read_mmbench_predictions, ASKED,
     ),
-    "llava_lines": (
-        one("p.jsonl", lines({"question_id": "7", "text": "A", "round_id": 1}, {"question_id": 7, "text": "B"})),
-        lambda f: read_mmbench_predictions(f / "p.jsonl", ASKED),
+    "llava_lines": of_file("p.jsonl", lines(*LLAVA), read_mmbench_predictions, ASKED),
+    "seed_bench_losses": of_file(
+        "p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]}), read_seed_bench_predictions, ASKED
     ),
-    "seed_bench_losses": (
-        one("p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]})),
-        lambda f: read_seed_bench_predictions(f / "p.jsonl", ASKED),
+    "webqa_tsv": of_file("p.tsv", OUTPUT_TSV, webqa_scores.read_output_tsv),
+    "webqa_json": of_file("p.json", END_TO_END, webqa_scores.read_prediction_json),
+    "rankings": of_file(
+        "r.jsonl", lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]}), read_rankings
     ),
-    "webqa_tsv": (one("p.tsv", OUTPUT_TSV), lambda f: webqa_scores.read_output_tsv(f / "p.tsv")),
-    "webqa_json": (
-        one("p.json", END_TO_END),
-        lambda f: webqa_scores.read_prediction_json(f / "p.json"),
+    "prompts": of_file("p.jsonl", lines(*PROMPTS), read_prompts),
+    "candidates": of_file("c.json", {"7": [{"answer": "a", "confidence": 0.5}]}, load_candidates),
+    "answer_aware": of_file("a.json", {"7": ["25", 26]}, load_answer_aware),
+    "vocabulary": of_file("v.json", ["a", "b"], lambda file: read_vocabulary(file).answers),
+    "openvqa_vocabulary": of_file(
+        "v.json", [{"a": 0, "b": 1}, {"0": "a", "1": "b"}], lambda file: read_vocabulary(file).answers
     ),
-    "rankings": (
-        one("r.jsonl", lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]})),
-        lambda f: read_rankings(f / "r.jsonl"),
-    ),
-    "prompts": (one("p.jsonl", lines(*PROMPTS)), lambda f: read_prompts(f / "p.jsonl")),
-    "candidates": (
-        one("c.json", {"7": [{"answer": "a", "confidence": 0.5}]}),
-        lambda f: load_candidates(f / "c.json"),
-    ),
-    "answer_aware": (one("a.json", {"7": ["25", 26]}), lambda f: load_answer_aware(f / "a.json")),
-    "vocabulary": (one("v.json", ["a", "b"]), lambda f: read_vocabulary(f / "v.json").answers),
-    "openvqa_vocabulary": (
-        one("v.json", [{"a": 0, "b": 1}, {"0": "a", "1": "b"}]),
-        lambda f: read_vocabulary(f / "v.json").answers,
-    ),
-    "words": (one("w.json", ["PAD", "UNK", "CLS", "a"]), lambda f: read_words(f / "w.json").words),
-    "glove": (
-        one("g.txt", "a 1 2\nb 0.5 nan\n"),
-        lambda f: read_glove(f / "g.txt", read_words_of(f)).tolist(),
-    ),
+    "words": of_file("w.json", ["PAD", "UNK", "CLS", "a"], lambda file: read_words(file).words),
+    "glove": of_file("g.txt", "a 1 2\nb 0.5 nan\n", lambda file: read_glove(file, GLOVE_WORDS).tolist()),
     "vectors": (vectors, read_vectors),
     "features": (features, lambda f: NpzFiles(f).read(7)[0].shape),
     "vinvl": (vinvl, read_vinvl),
     "runs": (runs, read_runs),
-    "x101": (pickled, lambda f: len(X101Features(f).read(ID))),
-    "pickle": (pickled, lambda f: sorted(map(str, load_arrays(next(f.rglob("*.pkl")))))),
+    "x101": (write_x101, lambda f: len(X101Features(f).read(ID))),
+    "pickle": (write_x101, lambda f: sorted(map(str, load_arrays(next(f.rglob("*.pkl")))))),
 }  # fmt: skip
-
-
-def read_words_of(folder):
-    from mmqa_jax.data.question_words import QuestionWords
-
-    return QuestionWords(["PAD", "UNK", "CLS", "a", "b"])
 
 
 def plain(value):

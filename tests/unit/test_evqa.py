@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_runs import mmqa, png, write_rows
+from cli_runs import mmqa, png, succeeded, write_rows
 
 from mmqa_jax.benchmarks.evqa import matches, read_evqa, score_evqa
 from mmqa_jax.core.errors import UserError
@@ -64,8 +64,7 @@ def raw(tmp_path):
 
 
 def test_prepare_official_files(raw, tmp_path):
-    ended = mmqa("prepare", "evqa", f"--raw={raw}", f"--out={tmp_path / 'out'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("prepare", "evqa", f"--raw={raw}", f"--out={tmp_path / 'out'}", "--json")
     found = ended.value["found"]
     assert (found["test rows"], found["test questions"], found["picture files"]) == (3, 4, 3)
     corpus = open_corpus(tmp_path / "out")
@@ -101,8 +100,7 @@ def test_scores_by_type(raw, tmp_path):
     data, said = tmp_path / "out", tmp_path / "said.jsonl"
     answers = {"test_0_0": "The 190 kg.", "test_0_1": "200", "test_1_0": "africa and Europe, Asia"}
     write_rows(said, [{"question_id": k, "answer": answer} for k, answer in answers.items()])
-    ended = mmqa("evaluate", "evqa", f"--references={data}", f"--predictions={said}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("evaluate", "evqa", f"--references={data}", f"--predictions={said}", "--json")
     assert ended.value["scores"] == {"evqa/exact_match": 0.5}
     by = {name: scores["evqa/exact_match"] for name, scores in ended.value["by_category"].items()}
     assert by["templated"] == 0.5

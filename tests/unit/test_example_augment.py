@@ -67,8 +67,7 @@ TWO_FLAGS = RawExample(
 
 def fields(raw: RawExample) -> tuple:
     sources = [
-        (s.text, s.title, None if s.pixels is None else s.pixels.tobytes(), s.row)
-        for s in raw.sources
+        (s.text, s.title, s.pixels is not None and s.pixels.tobytes(), s.row) for s in raw.sources
     ]
     return raw.question, raw.answer, sources, raw.record
 
@@ -110,17 +109,15 @@ def test_palette_changes_pixels_and_color_words_together(seed):
     )
     # Snippets and names stay.
     assert text == TWO_FLAGS.sources[1]
-    assert (chad.text, chad.title, peru.text, peru.title) == (
-        "Flag of Chad", "Chad", "Banner of Peru", "Peru",
-    )  # fmt: skip
+    names = (chad.text, chad.title, peru.text, peru.title)
+    assert names == ("Flag of Chad", "Chad", "Banner of Peru", "Peru")
 
 
 def test_a_color_may_become_any_other():
-    augment = AtlasAugment(palette=1.0)
-    tops = {
-        stripes(augment(TWO_FLAGS, np.random.default_rng(seed)).sources[0].pixels)[0]
-        for seed in range(60)
-    }
+    augment, tops = AtlasAugment(palette=1.0), set()
+    for seed in range(60):
+        (flag, *_) = augment(TWO_FLAGS, np.random.default_rng(seed)).sources
+        tops.add(stripes(flag.pixels)[0])
     assert tops == set(PERMUTED)
 
 
@@ -137,16 +134,13 @@ def test_both_together():
 
 def test_examples_that_must_not_change_stay_as_they_are():
     always = AtlasAugment(entities=1.0, palette=1.0)
-    for raw, extra in (
-        (TWO_FLAGS, {}),  # nothing is known of it
-        (TWO_FLAGS, {"entities": [], "palette_safe": False}),
-    ):
-        raw = dataclasses.replace(raw, record=record("Is it?", **extra))
+    # Nothing is known of it; it is not safe to recolor.
+    for extra in ({}, {"entities": [], "palette_safe": False}):
+        raw = dataclasses.replace(TWO_FLAGS, record=record("Is it?", **extra))
         assert fields(always(raw, np.random.default_rng(0))) == fields(raw)
     # Safe to recolor, but no picture is shown: its color words must stay true of the snippet.
-    blind = dataclasses.replace(
-        TWO_FLAGS, sources=TWO_FLAGS.sources[1:2], record=record("Is it?", palette_safe=True)
-    )
+    safe = record("Is it?", palette_safe=True)
+    blind = dataclasses.replace(TWO_FLAGS, sources=TWO_FLAGS.sources[1:2], record=safe)
     assert fields(always(blind, np.random.default_rng(0))) == fields(blind)
     never = AtlasAugment()
     for seed in range(20):

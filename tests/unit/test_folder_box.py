@@ -50,11 +50,8 @@ def form_loop() -> bytes:
         b"<< /Type /XObject /Subtype /Form /BBox [0 0 99 99] /Length %d "
         b"/Resources << /XObject << /Fm 5 0 R >> >> >>\nstream\n%s\nendstream" % (len(form), form),
     ]
-    return (
-        b"%PDF-1.4\n"
-        + b"".join(b"%d 0 obj\n%s\nendobj\n" % (n, o) for n, o in enumerate(objects, start=1))
-        + b"trailer << /Root 1 0 R /Size 6 >>\n%%EOF\n"
-    )
+    content = b"".join(b"%d 0 obj\n%s\nendobj\n" % (n, o) for n, o in enumerate(objects, start=1))
+    return b"%PDF-1.4\n" + content + b"trailer << /Root 1 0 R /Size 6 >>\n%%EOF\n"
 
 
 def wide_cell() -> bytes:
@@ -131,9 +128,8 @@ def test_a_hostile_file_ends_within_its_budget_and_the_others_are_read(tmp_path,
 def test_a_file_over_its_budget_is_named_with_the_limit_and_not_tried_again(
     files, monkeypatch, name, data, budget, reason
 ):
-    monkeypatch.setattr(
-        folder, "budget_of", lambda ending, size: budget if size > 100 else Budget()
-    )
+    budget_of = lambda ending, size: budget if size > 100 else Budget()  # noqa: E731
+    monkeypatch.setattr(folder, "budget_of", budget_of)
     report = files(**{name: data}).report
     assert report.bad == {name.replace("_", "."): reason}
     assert report.opened == 2
@@ -165,18 +161,13 @@ def test_documents_and_pictures_are_parsed_in_children_alone(files, monkeypatch)
         monkeypatch.setitem(read.READERS, ending, reader._replace(read=here))
     monkeypatch.setattr(boxed_documents, "verify", here)
     content = files(a_pdf=pdf([[(10, 700, "Typed.")]]), b_png=picture(), c_md=b"# H\n\nText.")
-    assert {source.id for source in content.sources} == {
-        "a.pdf#1",
-        "b.png",
-        "c.md#1",
-        "plain.txt#1",
-    }
+    ids = {source.id for source in content.sources}
+    assert ids == {"a.pdf#1", "b.png", "c.md#1", "plain.txt#1"}
 
 
 def test_an_interrupt_ends_the_boxes_at_once(files, monkeypatch):
-    monkeypatch.setattr(
-        folder, "budget_of", lambda ending, size: Budget(seconds=60, memory=8 << 30)
-    )
+    long = Budget(seconds=60, memory=8 << 30)
+    monkeypatch.setattr(folder, "budget_of", lambda ending, size: long)
     threading.Timer(1.5, os.kill, (os.getpid(), 2)).start()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
@@ -244,11 +235,8 @@ def test_a_heading_that_is_too_long_or_deep_to_be_repeated_is_a_paragraph():
     assert [(p.text, p.heading) for p in made.paragraphs[:2]] == [
         (long, "Guide"), ("Text.", "Guide > Part")
     ]  # fmt: skip
-    assert [p.text for p in made.paragraphs[2:]] == [
-        *(f"level {n}" for n in range(10, 14)),
-        "Deep.",
-    ]
+    levels = [f"level {n}" for n in range(1, 14)]
+    assert [p.text for p in made.paragraphs[2:]] == [*levels[9:], "Deep."]
     assert made.paragraphs[-1].heading.count(" > ") == 9
-    assert made.letters_read == sum(map(document.letters, (
-        "Guide", long, "Part", "Text.", "Levels", *(f"level {n}" for n in range(1, 14)), "Deep.",
-    )))  # fmt: skip
+    read = ("Guide", long, "Part", "Text.", "Levels", *levels, "Deep.")
+    assert made.letters_read == sum(map(document.letters, read))

@@ -82,19 +82,9 @@ def pages(take: Take) -> bytes:
     def text() -> str:
         return "".join(c for c in take() if c.isascii()) or "x"
 
-    return pdf(
-        [
-            [
-                (20, 700, text()),
-                (10, 660, text()),
-                (10, 648, text()),
-                (10, 500, text()),
-                (9, 30, text()),
-            ],
-            [(10, 750, text()), (10, 700, text()), (9, 30, "Page 2 of 2")],
-            [],
-        ]
-    )
+    first = [(20, 700), (10, 660), (10, 648), (10, 500), (9, 30)]
+    lines = [(size, height, text()) for size, height in first]
+    return pdf([lines, [(10, 750, text()), (10, 700, text()), (9, 30, "Page 2 of 2")], []])
 
 
 def table(delimiter: str) -> Callable[[Take], bytes]:
@@ -169,23 +159,22 @@ def book(take: Take) -> bytes:
     )
     with zipfile.ZipFile(packed, "w") as archive:
         archive.writestr("mimetype", "application/epub+zip")
-        archive.writestr(
-            "META-INF/container.xml",
-            '<container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container">'
-            '<rootfiles><rootfile full-path="book.opf" '
-            'media-type="application/oebps-package+xml"/></rootfiles></container>',
+        container = (
+            '<container version="1.0" xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
+            '<rootfile full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>'
         )
+        archive.writestr("META-INF/container.xml", container)
         items = "".join(
             f'<item id="c{n}" href="c{n}.xhtml" media-type="application/xhtml+xml"/>'
             for n in range(3)
         )
-        archive.writestr(
-            "book.opf",
+        package = (
             '<package xmlns="http://www.idpf.org/2007/opf" version="3.0"><metadata '
             f'xmlns:dc="http://purl.org/dc/elements/1.1/"><dc:title>{html.escape(take())}</dc:title>'
             f'</metadata><manifest>{items}</manifest><spine><itemref idref="c0"/>'
-            '<itemref idref="c1"/><itemref idref="c2" linear="no"/></spine></package>',
+            '<itemref idref="c1"/><itemref idref="c2" linear="no"/></spine></package>'
         )
+        archive.writestr("book.opf", package)
         for n in range(3):
             archive.writestr(f"c{n}.xhtml", xhtml.format(*(html.escape(take()) for _ in range(3))))
     return packed.getvalue()
@@ -221,13 +210,10 @@ def workbook(take: Take) -> bytes:
 
 
 def open_document(body: str) -> Callable[[Take], bytes]:
-    names = {
-        "office": "office", "text": "text", "table": "table", "draw": "drawing",
-        "presentation": "presentation",
-    }  # fmt: skip
+    names = ("office", "text", "table", "drawing", "presentation")
     spaces = " ".join(
-        f'xmlns:{short}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
-        for short, name in names.items()
+        f'xmlns:{name.removesuffix("ing")}="urn:oasis:names:tc:opendocument:xmlns:{name}:1.0"'
+        for name in names
     )
 
     def made(take: Take) -> bytes:

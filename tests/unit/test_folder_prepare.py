@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_runs import ROOT, done, mmqa, tree
+from cli_runs import ROOT, done, succeeded, tree
 from document_files import docx, docx_bomb, huge_png, pdf, picture
 
 from mmqa_jax.data import folder, folder_files
@@ -159,8 +159,7 @@ def test_bad_files_are_named_and_the_others_kept(raw):
     (raw / "half.pdf").write_bytes(pdf([[(10, 700, "Typed.")], []], {1: (9, picture(form="JPEG"))}))
     (raw / "movie.mp4").write_bytes(b"x")
     (raw / ".git").mkdir()
-    ended = mmqa("prepare", "folder", f"--raw={raw}", f"--out={raw.parent / 'out'}", "--json")
-    assert ended.code == 0, ended.err
+    ended = succeeded("prepare", "folder", f"--raw={raw}", f"--out={raw.parent / 'out'}", "--json")
     files = ended.value["files"]
     assert files["bad"].keys() == BAD.keys()
     for name, (_, reason) in BAD.items():

@@ -10,7 +10,17 @@ import re
 from pathlib import Path
 
 import pytest
-from cli_runs import QUESTIONS, TEST, done, mmqa, rows_of, train_flags, write_documents, write_rows
+from cli_runs import (
+    QUESTIONS,
+    TEST,
+    done,
+    mmqa,
+    rows_of,
+    succeeded,
+    train_flags,
+    write_documents,
+    write_rows,
+)
 from small_disk import small_disk
 from test_cli_compare import write_run
 from test_cli_prompt import RUN
@@ -80,8 +90,7 @@ def test_a_full_disk_ends_a_verb_in_one_sentence(verb, request, tmp_path):
     `rerank` and `answer` write as `search` and `run` do.
     """
     flags = request.getfixturevalue("more_flags" if verb in MORE else "flags_of")
-    ended = mmqa(*flags(verb, tmp_path / "whole"))
-    assert ended.code == 0, ended.err
+    ended = succeeded(*flags(verb, tmp_path / "whole"))
     expected, needed = results(tmp_path / "whole"), size_of(tmp_path / "whole")
     with small_disk(tmp_path / "disk") as disk:
         out = disk.folder / "out"
@@ -99,8 +108,7 @@ def test_a_full_disk_ends_a_verb_in_one_sentence(verb, request, tmp_path):
             assert ended.code == 0 or SAID.search(ended.err), ended.err
             assert not [*out.rglob("*.tmp")]
         disk.free()
-        ended = mmqa(*argv)
-        assert ended.code == 0, ended.err
+        ended = succeeded(*argv)
         assert_same(results(out), expected, out, tmp_path / "whole")
 
 
