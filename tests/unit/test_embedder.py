@@ -279,8 +279,14 @@ def shards(folder):
     return found
 
 
-def whole(tmp_path):
-    return whole_in(tmp_path / "whole")
+def ones(rows):
+    return np.ones((len(rows), 2))
+
+
+def write(folder, embed=ones, *, rows=40, shard_rows=10, **options):
+    """A job of vectors of two values."""
+    about = {"dim": 2, "model_fingerprint": "m", "corpus_fingerprint": "c"}
+    return write_embeddings(folder, embed, rows=rows, shard_rows=shard_rows, **about, **options)
 
 
 def whole_in(folder):
@@ -288,26 +294,28 @@ def whole_in(folder):
     return (folder / "embeddings.npy").read_bytes()
 
 
+def cut(file):
+    file.write_bytes(file.read_bytes()[:-10])
+
+
 @pytest.mark.parametrize(
     ("damage", "first_row"),
-    [("none", 42), ("delete shard", 0), ("cut shard", 0), ("manifest", 42), ("no manifest", 42)],
+    [
+        (lambda folder: None, 42),
+        (lambda folder: (shards(folder) / "00000.jsonl").unlink(), 0),
+        (lambda folder: cut(shards(folder) / "00000.jsonl"), 0),
+        (lambda folder: (folder / "manifest.json").write_text('{"what": '), 42),
+        (lambda folder: (folder / "manifest.json").unlink(), 42),
+    ],
 )
 def test_resumed_file_is_identical(tmp_path, damage, first_row):
     folder = interrupted(tmp_path)
-    shard = shards(folder) / "00000.jsonl"
-    if damage == "delete shard":
-        shard.unlink()
-    elif damage == "cut shard":
-        shard.write_bytes(shard.read_bytes()[:-10])
-    elif damage == "manifest":
-        (folder / "manifest.json").write_text('{"what": ')
-    elif damage == "no manifest":
-        (folder / "manifest.json").unlink()
+    damage(folder)
     with pytest.raises(UserError, match=r"mmqa embed|not valid JSON"):
         open_embeddings(folder)
     pictures = FakePictures()
     shared().embed_sources(FakeCorpus(), pictures, folder, shard_rows=20)
-    assert (folder / "embeddings.npy").read_bytes() == whole(tmp_path)
+    assert (folder / "embeddings.npy").read_bytes() == whole_in(tmp_path / "whole")
     assert files(folder) == ["SHA256SUMS", "embeddings.npy", "manifest.json"]
     assert min(pictures.asked) == first_row
     assert not any(20 <= row < 40 for row in pictures.asked)
@@ -316,28 +324,20 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
     assert again.asked == []
 
 
-def test_missing_parts_are_named(tmp_path):
+def test_unfinished_jobs_are_refused(tmp_path):
     folder = interrupted(tmp_path)
     with pytest.raises(UserError, match="2 of 4 parts are missing: 2, 3; start the command again"):
         join_embeddings(folder)
-
-
-def test_shards_of_older_versions_are_refused(tmp_path):
-    folder = interrupted(tmp_path)
     np.save(shards(folder) / "00002.npy", np.zeros((20, 4), "f4"))
-    for go_on in (lambda: whole_in(folder), lambda: join_embeddings(folder)):
+    for go_on in (whole_in, join_embeddings):
         with pytest.raises(UserError, match=r"shards-\w+: holds shards of an older version"):
-            go_on()
+            go_on(folder)
 
 
 @pytest.mark.parametrize(
     "sizes",
     [
-        {"rows": 0},
-        {"dim": 0},
-        {"shard_rows": 0},
-        {"rows": 40.0},
-        {"dim": True},
+        *({"rows": 0}, {"dim": 0}, {"shard_rows": 0}, {"rows": 40.0}, {"dim": True}),
         {"rows": MOST_PARTS + 1, "shard_rows": 1},
         {"rows": 1 << 50, "dim": 1 << 11, "shard_rows": 1 << 49},
     ],
@@ -345,10 +345,7 @@ def test_shards_of_older_versions_are_refused(tmp_path):
 def test_sizes_that_cannot_be_are_refused(tmp_path, sizes):
     """By whoever opens, reports or joins embeddings, before anything is listed or allocated."""
     folder = tmp_path / "e"
-    write_embeddings(
-        folder, lambda rows: np.ones((len(rows), 2)), rows=40, dim=2, part=(0, 2),
-        shard_rows=10, model_fingerprint="m", corpus_fingerprint="c",
-    )  # fmt: skip
+    write(folder, part=(0, 2))
     assert read_unfinished(folder).missing == [1, 3]
     with pytest.raises(UserError, match="e: 2 of 4 parts are missing: 1, 3; start --shard=1 of 2"):
         join_embeddings(folder)
@@ -419,19 +416,14 @@ def test_all_processes_may_end_at_once(tmp_path):
 
 
 def test_shared_jobs_must_agree(tmp_path):
-    def share(shard_rows, part):
-        return write_embeddings(
-            tmp_path / "e", lambda rows: np.ones((len(rows), 2)), rows=40, dim=2, part=part,
-            shard_rows=shard_rows, model_fingerprint="m", corpus_fingerprint="c",
-        )  # fmt: skip
-
-    assert share(10, (0, 2)) is None
+    share = functools.partial(write, tmp_path / "e")
+    assert share(part=(0, 2)) is None
     with pytest.raises(UserError, match="holds embeddings with shard_rows 10, this job's is 20"):
-        share(20, (1, 2))
+        share(shard_rows=20, part=(1, 2))
     for part in ((2, 2), (-1, 2), (0, 0)):
         with pytest.raises(UserError, match=f"part {part[0]} of {part[1]} does not exist"):
-            share(10, part)
-    assert share(10, (1, 2)).vectors.shape == (40, 2)
+            share(part=part)
+    assert share(part=(1, 2)).vectors.shape == (40, 2)
 
 
 def test_another_number_of_processes_goes_on(tmp_path):
@@ -511,21 +503,13 @@ def test_converted_models_of_another_kind_are_refused(tmp_path, wanted):
 
 def test_values_that_are_not_finite_stop_the_job(tmp_path):
     def broken(rows):
-        vectors = np.ones((len(rows), 2))
+        vectors = ones(rows)
         if 13 in rows:
             vectors[13 - rows.start] = np.nan
         return vectors
 
     with pytest.raises(UserError, match="1 sources are not finite, the first is row 13"):
-        write_embeddings(
-            tmp_path / "e",
-            broken,
-            rows=30,
-            dim=2,
-            shard_rows=10,
-            model_fingerprint="m",
-            corpus_fingerprint="c",
-        )
+        write(tmp_path / "e", broken, rows=30)
     assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
     assert files(shards(tmp_path / "e")) == ["00000.jsonl", "job.json"]
 

@@ -1,5 +1,6 @@
 """The generation engine on a tiny random LLaMA, against plain forward passes of the same model."""
 
+import contextlib
 import dataclasses
 from collections import Counter
 
@@ -180,11 +181,9 @@ def test_those_that_decode_wait_for_one_batch_of_a_long_prompt(engine, monkeypat
         assert (one, other) != ("encode", "encode")
 
 
-def test_nothing_is_compiled_after_warm_up(engine):
-    for size in (5, 150):  # both buckets
-        served(engine, [Request(0, [1] * size, 3)])
-        engine.forget()
-    list(engine.score([Scoring(0, [1, 2, 3], [[4], [5, 6]]), Scoring(1, [1] * 50, [[4] * 20])]))
+@contextlib.contextmanager
+def compilations():
+    """What JAX compiles meanwhile: a list that grows."""
     compiled = []
 
     def count(event, duration, **_):
@@ -193,6 +192,17 @@ def test_nothing_is_compiled_after_warm_up(engine):
 
     jax.monitoring.register_event_duration_secs_listener(count)
     try:
+        yield compiled
+    finally:
+        jax.monitoring.unregister_event_duration_listener(count)
+
+
+def test_nothing_is_compiled_after_warm_up(engine):
+    for size in (5, 150):  # both buckets
+        served(engine, [Request(0, [1] * size, 3)])
+        engine.forget()
+    list(engine.score([Scoring(0, [1, 2, 3], [[4], [5, 6]]), Scoring(1, [1] * 50, [[4] * 20])]))
+    with compilations() as compiled:
         jax.jit(lambda x: x * 3 + 1)(2.0)
         assert len(compiled) == 1  # the event is the one that JAX sends
         requests = random_requests(11, 40)
@@ -200,31 +210,21 @@ def test_nothing_is_compiled_after_warm_up(engine):
             served(engine, requests)
             list(engine.score([Scoring(0, requests[0].prompt, [[1], [2] * 9, [3] * 19])]))
         assert len(compiled) == 1
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
 
 
 def test_other_weights_are_those_that_answer(engine, log_probs_of):
     """As a policy that is being trained; prompts that were encoded with the old ones are not
     reused, nothing is compiled, and the first weights come back to the same answers."""
-    requests, compiled = random_requests(5, 12), []
+    requests = random_requests(5, 12)
     before = served(engine, requests)
     longest = max(requests, key=lambda request: len(request.prompt))
     served(engine, [longest])
     assert served(engine, [longest])[longest.id].reused_tokens >= 32
-
-    def count(event, duration, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
     log_probs = log_probs_of(tiny_llama(MODEL, 9))
     engine.use(tiny_llama(MODEL, 9))
-    jax.monitoring.register_event_duration_secs_listener(count)
-    try:
+    with compilations() as compiled:
         assert served(engine, [longest])[longest.id].reused_tokens == 0
         found = served(engine, requests)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(count)
     assert not compiled
     for request in requests:
         if not request.temperature:
