@@ -8,6 +8,7 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.paths import as_path, in_store
+from mmqa_jax.weights.registry import nouns
 
 SUMMARY = "answer a file of prompts with a language model; a rerun sends only the missing ones."
 EXAMPLE = "mmqa prompt --prompts=questions.txt --model=smollm2 --out=answers.jsonl"
@@ -39,9 +40,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="PATH|NAME",
-        help="engine: `smollm2`, a folder of `mmqa convert`, or a published LLaMA, LLaVA, "
-        "LLaVA-OneVision, Qwen-VL or T5 (folder, .gguf, or ORG/NAME[@REVISION] in the Hugging "
-        "Face cache); openai: the server's name for it",
+        help="engine: `smollm2`, a folder of `mmqa convert`, or a published "
+        f"{nouns('writes')} (folder, .gguf, or ORG/NAME[@REVISION] in the Hugging Face cache); "
+        "openai: the server's name for it",
     )
     flags.add(parser, "download")
     parser.add_argument(

@@ -289,33 +289,56 @@ class OnevisionTower(SizedTower):
         return TiledPicture(np.zeros((tiles, side, side, 3), np.uint8), (size, size))
 
 
-class RowTower(SizedTower):
-    """Mistral 3's; a bucket holds so many tokens (`mistral3.network.lay_out`)."""
+class UnitTower(SizedTower):
+    """Gemma 4's: pictures of any size; a bucket holds so many units, each of which is a token."""
 
     def __init__(
-        self, tower: nnx.Dict, config: Mistral3Config, rows: Sharding, mesh: Mesh | None = None
+        self, tower: nnx.Dict, config: LlavaConfig, rows: Sharding, mesh: Mesh | None = None
     ):
         graphdef = nnx.graphdef(tower)
 
-        def of_pictures(state, pictures: RowBatch):
-            parts = nnx.merge(graphdef, state)
-            return row_features(parts.vision, parts.projector, parts.breaks[...], pictures, config)
+        def of_pictures(state, pictures: network.PatchBatch | RowBatch):
+            return self._encoded(nnx.merge(graphdef, state), pictures)
 
         super().__init__(of_pictures, config.llama.hidden, config.llama.dtype, rows, mesh)
         self._config = config
+
+    def _encoded(self, parts: nnx.Dict, pictures: Any) -> jax.Array:
+        pictures = parts.vision.normalize(pictures)
+        return picture_features(parts.vision, parts.projector, pictures, self._config)
+
+    def kind(self, picture: np.ndarray) -> Hashable:
+        units = self._config.units
+        return network.bucket_of(network.grid_of(picture.shape, units), units)
+
+    def laid(self, pictures: Sequence[np.ndarray]) -> Any:
+        return network.lay_out(pictures, self._config.units, self.kind(pictures[0]))
+
+    def length(self, kind: Hashable) -> int:
+        return kind
+
+    def shown(self) -> np.ndarray:
+        unit, rows, columns = self._config.units.unit, *_SHOWN
+        if self._config.budget is not None:
+            rows = columns = math.isqrt(self._config.budget)
+        return np.zeros((rows * unit, columns * unit, 3), np.uint8)
+
+
+class RowTower(UnitTower):
+    """Mistral 3's; a bucket holds so many tokens (`mistral3.network.lay_out`)."""
+
+    _config: Mistral3Config
+
+    def _encoded(self, parts: nnx.Dict, pictures: RowBatch) -> jax.Array:
+        return row_features(
+            parts.vision, parts.projector, parts.breaks[...], pictures, self._config
+        )
 
     def kind(self, picture: np.ndarray) -> Hashable:
         return mistral3.bucket_of(picture.shape, self._config)
 
     def laid(self, pictures: Sequence[np.ndarray]) -> RowBatch:
         return mistral3.lay_out(pictures, self._config, self.kind(pictures[0]))
-
-    def length(self, kind: Hashable) -> int:
-        return kind
-
-    def shown(self) -> np.ndarray:
-        unit = self._config.units.unit
-        return np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
 
 
 def tower_programs_of(
@@ -334,6 +357,7 @@ def tower_programs_of(
         "tiles": LlavaTower,
         "anyres": OnevisionTower,
         "units": QwenTower,
+        "budget": UnitTower,
         "rows": RowTower,
     }
     return kinds[config.picture_kind](tower, config, rows, mesh)
@@ -355,7 +379,7 @@ class PatchIds:
 
     def __init__(self, config: PictureConfig):
         self.token, self._config = config.image_token, config
-        self.whole = config.llama.picture_sight == "both"  # prompts are not cut within pictures
+        self.whole = config.llama.picture_sight != "causal"  # prompts are not cut within pictures
 
     def expand(
         self, request_id: object, tokens: Sequence[int], images: Sequence[np.ndarray]

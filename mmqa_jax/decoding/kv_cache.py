@@ -221,7 +221,7 @@ def tokens_in(
     positions = columns if branches is None else branches.positions(columns)
     angles = rotary_angles(config, shifted(positions, shifts))
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
-    if pictures is not None and config.picture_sight == "both":
+    if pictures is not None and config.picture_sight != "causal":
         branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
     return Tokens(columns, cos, sin, table, starts, ends, branches, adapters, rows)
 
@@ -297,7 +297,10 @@ def _layer(
     if of_pages is not None or (implementation == "ragged" and mesh is not None):
         write_and_attend = on_own_pages(write_and_attend, _specs(held, mesh), of_pages, mesh)
     where = (of_tokens.table, of_tokens.starts, of_tokens.ends, of_tokens.columns)
-    where = (*where, of_tokens.branches)
+    branches = of_tokens.branches
+    if branches is not None and layer.config.picture_sight == "causal":
+        branches = branches.replace(last=None)
+    where = (*where, branches)
     if traits.window is not None:
         where = (*where, jnp.full_like(of_tokens.starts, traits.window))
     attended, held = write_and_attend(q, k, v, held, layer.sink_logits, *where)

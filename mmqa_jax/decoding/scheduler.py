@@ -14,6 +14,7 @@ from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.chunks import Buckets, Chunk, split
 from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.page_pool import Prefix
+from mmqa_jax.weights.registry import nouns
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
 CANCELLED = "cancelled"  # how a sequence ended that nobody waits for any more
@@ -392,7 +393,7 @@ class RequestTokenizer:
         if len(request.images):
             raise UserError(
                 f"request {request.id!r}: it has pictures, but the engine's model is a text-only "
-                "LLaMA; use a LLaVA, a LLaVA-OneVision or a Qwen-VL."
+                f"LLaMA; use a model that sees ({nouns('sees')})."
             )
         return prompt, {}, None
 

@@ -270,7 +270,7 @@ class Programs:
         implementation = implementation_for(device)
         if self.ragged and not self.scanned:
             implementation = "ragged"
-        in_whole = model.config.picture_sight == "both"  # the kernels do not know it
+        in_whole = model.config.picture_sight != "causal"  # the kernels do not know it
         of_prompt = implementation_for(device) if in_whole else implementation
         if in_whole and self.page > config.buckets[-1]:
             raise UserError(

@@ -1,5 +1,5 @@
 """How the prompts of a vision-language model hold pictures: what differs between LLaVA, OneVision,
-models of tiles (SmolVLM), Gemma 3 and Qwen-VL.
+models of tiles (SmolVLM), Gemma 3, Gemma 4 and Qwen-VL.
 
 The engine's backend asks for nothing else. A model is added with a class here, its config
 (`models.llava.config.PictureConfig`, whose `picture_kind` chooses the class) and its tower
@@ -278,7 +278,31 @@ class TilesFormat(_Marked):
         )
 
 
-class BreaksFormat(_OnePlace, _Marked):
+class SizedFormat(_OnePlace, _Marked):
+    """Gemma 4's: a picture of any size, between two tokens, within a number of tokens."""
+
+    def _written(self, one: Shown) -> str:
+        around = (self._config.before_token, self._config.after_token)
+        return self.placeholder.join(self._tokenizer.decode([token]) for token in around)
+
+    def tokens(self, one: Shown) -> int:
+        """See PictureFormat."""
+        size = decode.upright_size_of(one.picture.data, one.picture.name)
+        width, height = self._size(*size)
+        return self._config.picture_tokens((height, width, 3))
+
+    def read(self, one: Shown) -> np.ndarray:
+        """See PictureFormat."""
+        image = decode.decode_upright(one.picture.data, one.picture.name)
+        return resize.unit_pixels(image, self._size(*image.size), one.picture.name)
+
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        """Width and height of a picture as the model takes it."""
+        units = self._config.units
+        return resize.budget_size(width, height, self._config.budget, units.patch, units.merge)
+
+
+class BreaksFormat(SizedFormat):
     """Mistral 3's: `[IMG]` for each picture, whose tokens include those behind its rows."""
 
     _after = ""
@@ -291,21 +315,9 @@ class BreaksFormat(_OnePlace, _Marked):
     def _written(self, one: Shown) -> str:
         return self.placeholder
 
-    def tokens(self, one: Shown) -> int:
-        """See PictureFormat."""
-        size = decode.upright_size_of(one.picture.data, one.picture.name)
-        width, height = resize.within_size(*size, *self._bounds)
-        return self._config.picture_tokens((height, width, 3))
-
-    def read(self, one: Shown) -> np.ndarray:
-        """See PictureFormat."""
-        image = decode.decode_upright(one.picture.data, one.picture.name)
-        return resize.within_pixels(image, *self._bounds, one.picture.name)
-
-    @property
-    def _bounds(self) -> tuple[int, int]:
-        """The longest side of pictures, and the side of a unit."""
-        return self._config.vision.image_size, self._config.units.unit
+    def _size(self, width: int, height: int) -> tuple[int, int]:
+        longest = self._config.vision.image_size
+        return resize.within_size(width, height, longest, self._config.units.unit)
 
 
 def _in_rows(placeholder: str, rows: int, columns: int) -> str:
@@ -426,6 +438,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
         "tiles": TilesFormat,
         "anyres": OnevisionFormat,
         "units": QwenFormat,
+        "budget": SizedFormat,
         "rows": BreaksFormat,
     }
     return kinds[config.picture_kind](config, tokenizer)

@@ -15,6 +15,7 @@ from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached
 from mmqa_jax.runs.parts import LLMSpec, open_llm
+from mmqa_jax.weights.registry import nouns
 
 _SERVER = "openai:"
 _PROMPT = "Write down all text of this page in its order, one paragraph a line, and nothing else."
@@ -38,8 +39,7 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
         if llm.takes_pictures is False or not llm.takes_messages:
             raise UserError(
                 f"{flag}={name}: it cannot be asked about pictures; name a vision-language model "
-                f"with a chat template (a LLaVA, LLaVA-OneVision or Qwen-VL), or {_SERVER}NAME of "
-                "a server's."
+                f"with a chat template ({nouns('sees')}), or {_SERVER}NAME of a server's."
             )
         parts = json.dumps([llm.fingerprint, _PROMPT, _MOST_TOKENS])
 

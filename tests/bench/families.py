@@ -43,7 +43,16 @@ _MORE = "more than they hold"
 _CONFIG = _ROOT / "configs/prompt/default.py"
 # Modules of tests/equivalence, and words in the names of their tests of whole models.
 _MODULES = (
-    *("decoder_families", "llama", "llava", "vlm_families", "mistral3", "onevision", "qwen_vl"),
+    *(
+        "decoder_families",
+        "llama",
+        "llava",
+        "vlm_families",
+        "gemma4",
+        "mistral3",
+        "onevision",
+        "qwen_vl",
+    ),
     *("t5", "siglip"),
 )
 _TESTS = (

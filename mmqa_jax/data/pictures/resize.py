@@ -239,12 +239,29 @@ def within_size(width: int, height: int, longest: int, unit: int) -> tuple[int, 
     return math.ceil(width / unit) * unit, math.ceil(height / unit) * unit
 
 
-def within_pixels(
-    image: Image.Image, longest: int, unit: int, name: str = "picture"
+def budget_size(width: int, height: int, units: int, patch: int, merge: int) -> tuple[int, int]:
+    """Width and height of a picture in whole units of `merge` x `merge` patches, the most that keep
+    its ratio of sides and are at most so many units; of a long and thin one, a row of units.
+
+    Original: transformers models/gemma4/image_processing_pil_gemma4.py
+    (`get_aspect_ratio_preserving_size`).
+    """
+    unit = patch * merge
+    scale = math.sqrt(units * merge**2 * patch**2 / (height * width))
+    high, wide = (math.floor(scale * side / unit) * unit for side in (height, width))
+    if not high:
+        high, wide = unit, min(width // height, units) * unit
+    elif not wide:
+        high, wide = min(height // width, units) * unit, unit
+    return wide, high
+
+
+def unit_pixels(
+    image: Image.Image, size: tuple[int, int], name: str = "picture"
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """RGB picture of any shape -> the pixels that `models.mistral3.network.lay_out` takes; see
-    `within_size`. Raises PictureError with `name` for one that is too long and thin."""
-    size = within_size(*image.size, longest, unit)
+    """RGB picture of any shape -> the pixels that `models.qwen_vl.network.lay_out` takes, of the
+    width and height of `within_size` or `budget_size`. Raises PictureError with `name` for one that
+    is too long and thin."""
     check_made(size[0], max(image.height, size[1]), name)
     return np.asarray(image.resize(size, Image.Resampling.BICUBIC))
 

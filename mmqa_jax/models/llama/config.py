@@ -23,7 +23,7 @@ from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole", "rotated")
 NORMS = ("before", "after", "both")
-PICTURE_SIGHTS = ("causal", "both")
+PICTURE_SIGHTS = ("causal", "both", "near")
 NORM_KINDS = ("rms", "layer", "biased_layer")
 
 
@@ -77,7 +77,7 @@ class LlamaConfig:
     (Gemma 3n's per-layer embeddings).
 
     `picture_sight`: whether a picture's tokens see it up to themselves, "causal", or whole, "both"
-    (Gemma 3).
+    (Gemma 3); with "near" ones whole in layers with a window alone (Gemma 4).
 
     `value_norm`: each head of the values is divided by its root mean square. `layer_scales`: what a
     layer gives is multiplied by a number of its own, which training leaves as it is. `full_layers`:
@@ -227,6 +227,10 @@ class LlamaConfig:
                 'model.full_layers needs model.kinds, "near" where model.local is true and "full" '
                 "elsewhere; correct them."
             )
+        if self.picture_sight == "near" and "near" not in self.kinds and self.layers > 1:
+            raise UserError(
+                'model.picture_sight "near" needs layers of that kind in model.kinds; leave it out.'
+            )
         if any(window < 0 for window in self.windows):
             raise UserError(
                 f"model.windows is {self.windows}: expected numbers from 0; correct it."
@@ -275,6 +279,9 @@ class LlamaConfig:
         if self.kinds[number] == "plain":
             changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
             changes |= {"mlp": self.plain_mlp}
+        if self.picture_sight == "near":
+            near = self.kinds[number] == "near"
+            changes["picture_sight"] = "both" if near else "causal"
         return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **changes)
 
     @property

@@ -489,7 +489,7 @@ def language_model(
         "%s: of this %s the language model is read%s; %s left out, it sees no pictures",
         where,
         title,
-        " (--model=llava reads it whole)" if published["model_type"] == "gemma3" else "",
+        " (--model=llava reads it whole)" if published["model_type"] != "llama4" else "",
         f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
     )
     return text, DerivedSource(source.name, tensors)

@@ -488,7 +488,7 @@ class LlamaLayer(nnx.Module):
             is_real = None if mask is None else mask[:, 0, 0]
             return self.continued(x, begins=_begins(segments), is_real=is_real)[0]
         both, window = self.config.bidirectional, traits.sight
-        if last is not None:
+        if last is not None and self.config.picture_sight == "both":
             length = x.shape[1]
             seen = (jnp.arange(length) <= last[:, :, None])[:, None]  # [B, 1, L, L]
             mask = seen if mask is None else seen & mask

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from mmqa_jax.models.llama.config import (
     smollm2_135m,
 )
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.llava.gemma4_vision import Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
+from mmqa_jax.models.qwen_vl.network import Grid, grid_of
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
     VisionConfig,
@@ -38,13 +40,14 @@ from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger", "pooled")
+CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger", "pooled", "unit_pooled")
 SELECTS = ("default", "full")
 RESIZES = ("pad", "squash", "squash_bilinear")
 # What `PictureConfig.picture_kind` says: a square; one between two tokens; several squares; a
-# OneVision's tiles, of which one sequence is made; a picture of any size, Qwen-VL's or, row by row,
-# Mistral 3's.
-PictureKind = Literal["square", "marked", "tiles", "anyres", "units", "rows"]
+# OneVision's tiles, of which one sequence is made; a picture of any size: Qwen-VL's, Gemma 4's
+# within a number of tokens, Mistral 3's row by row.
+PictureKind = Literal["square", "marked", "tiles", "anyres", "units", "budget", "rows"]
+_LARGEST_BUDGET = 8192  # tokens of a picture
 _EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
 
 
@@ -148,6 +151,20 @@ class RatioTiles:
 Split = RowTiles | RatioTiles
 
 
+class UnitSizes(NamedTuple):
+    """Of pictures of any size the sides of patches and units, as `qwen_vl.network.lay_out` asks
+    for them."""
+
+    patch: int
+    merge: int
+    window_units: int = 1
+
+    @property
+    def unit(self) -> int:
+        """Side in pixels of what becomes one token."""
+        return self.patch * self.merge
+
+
 @dataclasses.dataclass(frozen=True)
 class LlavaConfig:
     """Tower, connector and decoder; the defaults are LLaVA-1.5's in transformers' layout.
@@ -169,11 +186,12 @@ class LlavaConfig:
       merge: side of the square of states that become one token.
       normed: whether the states that are read go through the tower's last norm.
       split: how a picture is cut into tiles; None: it is one square.
-      before_token, after_token: what stand around a picture; the first is its place in a prompt's
-        text. None: nothing does.
+      before_token, after_token: what stand around a picture; of a square the first is its place in
+        a prompt's text. None: nothing does.
+      budget: the most tokens of a picture, which has any size; None: it is of squares.
     """
 
-    vision: VisionConfig | SiglipVisionConfig | InternVisionConfig
+    vision: VisionConfig | SiglipVisionConfig | InternVisionConfig | Gemma4VisionConfig
     llama: LlamaConfig
     feature_layer: int = -2
     select: str = "default"
@@ -188,6 +206,7 @@ class LlavaConfig:
     split: Split | None = None
     before_token: int | None = None
     after_token: int | None = None
+    budget: int | None = None
 
     def __post_init__(self):
         check_known("model.projector_activation", self.projector_activation, ACTIVATIONS)
@@ -205,6 +224,11 @@ class LlavaConfig:
                 "size; use a SigLIP of a fixed size."
             )
         blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
+        if self.budget is not None and not 1 <= self.budget <= _LARGEST_BUDGET:
+            raise UserError(
+                f"model.budget is {self.budget}: expected 1 to {_LARGEST_BUDGET} tokens of a "
+                "picture; correct it."
+            )
         side = math.isqrt(self._states)
         if self.merge != 1 and (side**2 != self._states or self.merge < 1 or side % self.merge):
             raise UserError(
@@ -215,18 +239,43 @@ class LlavaConfig:
     @property
     def expected_pixels(self) -> str:
         """See PictureConfig."""
+        if self.is_sized:
+            unit = self.units.unit
+            return f"uint8 [H, W, 3], multiples of {unit}; use data.pictures.resize"
         size = self.vision.image_size
         return f"uint8 [{size}, {size}, 3]; use data.pictures.resize.llava_pixels"
 
     @property
     def picture_kind(self) -> PictureKind:
         """See PictureConfig."""
+        if self.budget is not None:
+            return "budget"
         if self.split is not None:
             return "tiles"
         return "square" if self.before_token is None else "marked"
 
+    @property
+    def is_sized(self) -> bool:
+        """Whether pictures have any size, in whole `units`."""
+        return self.picture_kind in ("budget", "rows")
+
+    @property
+    def units(self) -> UnitSizes:
+        """The sides of patches and units of pictures of any size."""
+        return UnitSizes(self.vision.patch_size, self.merge)
+
+    def tokens_of(self, grid: Grid) -> int:
+        """The tokens of a picture of so many units."""
+        return grid.units
+
     def picture_tokens(self, shape: Sequence[int]) -> int:
-        """`features` for pixels [S, S, 3], S the tower's; 0 for another shape."""
+        """`features` for pixels [S, S, 3], S the tower's; of pictures of any size one for each unit
+        of [H, W, 3]; 0 for another shape."""
+        if self.is_sized:
+            fits = len(shape) == 3 and shape[2] == 3 and min(shape) > 0
+            if not fits or shape[0] % self.units.unit or shape[1] % self.units.unit:
+                return 0
+            return self.tokens_of(grid_of(shape, self.units))
         size = self.vision.image_size
         return self.features if tuple(shape) == (size, size, 3) else 0
 
@@ -242,7 +291,9 @@ class LlavaConfig:
 
     @property
     def _states(self) -> int:
-        """How many of the tower's states are read of a square."""
+        """How many of the tower's states are read of a square, or of a unit, which is one."""
+        if self.is_sized:
+            return self.merge**2
         class_token = not isinstance(self.vision, SiglipVisionConfig)
         return self.vision.patches + class_token - (self.select == "default")
 
@@ -389,7 +440,38 @@ def gemma3_27b_vl(**changes) -> LlavaConfig:
     return _gemma3("gemma3_27b", **changes)
 
 
+def _gemma4(decoder: str, **changes: Any) -> LlavaConfig:
+    sizes = LlavaConfig(
+        Gemma4VisionConfig(),
+        dataclasses.replace(RELATIVES[decoder](), picture_sight="near"),
+        feature_layer=-1,
+        select="full",
+        resize="squash",
+        projector_bias=False,
+        image_token=258880,
+        family="gemma4",
+        connector="unit_pooled",
+        merge=3,
+        before_token=255999,
+        after_token=258882,
+        budget=280,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def gemma4_31b_vl(**changes) -> LlavaConfig:
+    """google/gemma-4-31B-it."""
+    return _gemma4("gemma4_31b", **changes)
+
+
+def gemma4_26b_a4b_vl(**changes) -> LlavaConfig:
+    """google/gemma-4-26B-A4B-it."""
+    return _gemma4("gemma4_26b_a4b", **changes)
+
+
 PRESETS = {
+    "gemma4_31b_vl": gemma4_31b_vl,
+    "gemma4_26b_a4b_vl": gemma4_26b_a4b_vl,
     "gemma3_4b_vl": gemma3_4b_vl,
     "gemma3_12b_vl": gemma3_12b_vl,
     "gemma3_27b_vl": gemma3_27b_vl,

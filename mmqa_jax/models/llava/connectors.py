@@ -11,11 +11,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.layers import LayerNorm, Linear, normal_init
-from mmqa_jax.models.llama.network import RMSNorm
+from mmqa_jax.models.common.layers import (
+    LayerNorm,
+    Linear,
+    normal_init,
+    ones_init,
+    param,
+    zeros_init,
+)
+from mmqa_jax.models.llama.network import RMSNorm, unit_rms
 from mmqa_jax.weights.keymap import TRANSPOSE, Rule, Transform, linear_rules, norm_rules
 
 if TYPE_CHECKING:
@@ -169,13 +177,53 @@ class Pooled(nnx.Module):
         ]
 
 
-Connector = Projector | Shuffle | Pooled
+class UnitPooled(nnx.Module):
+    """The mean of the states of each unit of `merge` x `merge` patches times the root of their
+    size, shifted and scaled if the tower says so, an RMS norm without a scale, then a linear
+    without bias (Gemma 4)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        width = config.vision.width
+        if config.vision.standardize:
+            self.shift = param(rngs, zeros_init, (width,), ("embed",))
+            self.scale = param(rngs, ones_init, (width,), ("embed",))
+        self.linear = Linear(
+            width,
+            config.llama.hidden,
+            ("mlp", "embed"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        self.config = config
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, U * merge^2, vision width], unit by unit -> [N, U, H]."""
+        count, vision = len(states), self.config.vision
+        units = states.reshape(count, -1, self.config.merge**2, vision.width)
+        pooled = units.astype(jnp.float32).mean(2) * vision.width**0.5
+        if vision.standardize:
+            pooled = (pooled - self.shift[...]) * self.scale[...]
+        return self.linear(unit_rms(pooled.astype(states.dtype), vision.eps))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        rules = [Rule(f"{PREFIX}embedding_projection.weight", f"{_PATH}linear/kernel", TRANSPOSE)]
+        if config.vision.standardize:
+            rules.append(Rule("vision_tower.std_bias", f"{_PATH}shift"))
+            rules.append(Rule("vision_tower.std_scale", f"{_PATH}scale"))
+        return rules
+
+
+Connector = Projector | Shuffle | Pooled | UnitPooled
 KINDS: Mapping[str, type[Connector]] = {
     "mlp": Projector,
     "shuffle": Shuffle,
     "normed_shuffle": NormedShuffle,
     "merger": PatchMerger,
     "pooled": Pooled,
+    "unit_pooled": UnitPooled,
 }
 
 

@@ -45,10 +45,13 @@ class Family:
       tied: whether the head is the embedding table where neither config.json nor the tensors say.
       prefixes: of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
       vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
+      of_tower: our fields whose keys, with defaults, stand in its vision_config.
       split: how its pictures are cut; None: they are squares.
+      budget: the most tokens of a picture of any size, where its processor does not say it.
       length_key: its key for a square's tokens, which follow from other keys.
       length: what transformers takes where `length_key` is absent, if `merge` follows from it.
-      sight: `LlamaConfig.picture_sight`, which its code fixes.
+      sight: `LlamaConfig.picture_sight`, which its code fixes; "": its text_config says it.
+      is_capped: whether its head has the cap that its text_config says.
       inverse: those of our fields whose key says 1 / value.
       nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
     """
@@ -67,10 +70,13 @@ class Family:
     tied: bool = False
     prefixes: Mapping[str, str] = _none()
     vision: VisionConfig | SiglipVisionConfig | None = None
+    of_tower: Mapping[str, tuple[str, int]] = _none()
     split: type[Split] | None = None
+    budget: int | None = None
     length_key: str = ""
     length: int = 0
     sight: str = "causal"
+    is_capped: bool = False
     inverse: tuple[str, ...] = ()
     nested: bool = False
 
@@ -168,6 +174,42 @@ _GEMMA3 = Family(
     length=256,
     sight="both",
 )
+_GEMMA4 = Family(
+    title="Gemma 4, with its pictures",
+    architecture="Gemma4ForConditionalGeneration",
+    tower="gemma4_vision",
+    keys={
+        "image_token": ("image_token_id", 258880),
+        "before_token": ("boi_token_id", 255999),
+        "after_token": ("eoi_token_id", 258882),
+    },
+    kinds=kinds(integer="image_token_id boi_token_id eoi_token_id"),
+    computes={
+        "connector": "unit_pooled",
+        "feature_layer": -1,
+        "select": "full",
+        "resize": "squash",
+        "projector_bias": False,
+    },
+    # Of videos and sound; a copy of what a processor's file says.
+    harmless=(
+        *("video_token_id", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+        *("audio_config", "vision_soft_tokens_per_image"),
+    ),
+    text={"model_type": "gemma4_text"},
+    tied=True,
+    prefixes={
+        "model.language_model.": "language_model.model.",
+        "model.vision_tower.encoder.": "vision_tower.vision_model.encoder.",
+        "model.vision_tower.": "vision_tower.",
+        "model.embed_vision.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    of_tower={"merge": ("pooling_kernel_size", 3)},
+    budget=280,
+    sight="",
+    is_capped=True,
+)
 _LLAVA = Family(
     title="LLaVA-1.5",
     architecture="LlavaForConditionalGeneration",
@@ -188,6 +230,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     ),
     "internvl": _INTERNVL,
     "gemma3": _GEMMA3,
+    "gemma4": _GEMMA4,
 }
 # By `LlavaConfig.family`: OneVision and Mistral 3 read config.json and tensors as LLaVA does, and
 # are models of their own (models/onevision, models/mistral3).

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import re
 import types
@@ -33,8 +34,9 @@ from mmqa_jax.models.llava import families, towers
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, PREFIX
 from mmqa_jax.models.llava.network import Llava, expand_images
-from mmqa_jax.models.llava.processor import processor_to_hf, with_split
+from mmqa_jax.models.llava.processor import processor_to_hf, with_budget, with_split
 from mmqa_jax.models.llava.towers import TOWERS
+from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
@@ -70,6 +72,7 @@ _RENAME = (
     ),
 )
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"embeddings\.position_ids$")
+_SOUND = r"^model\.(audio_tower|embed_audio)\."  # tensors of what Gemma 4 hears by
 # What a CLIP's or SigLIP's folder holds beside its vision tower.
 _REST_OF_CLIP = (
     r"^vision_tower\.(text_model\.|text_projection\.|visual_projection\.|logit_(scale|bias)$)"
@@ -99,6 +102,7 @@ _ORIGINAL_HARMLESS = (
     *("tokenizer_model_max_length", "tokenizer_padding_side", "image_grid_pinpoints"),
     *("image_crop_resolution", "image_split_resolution", "vision_config"),
 )
+_SIGHT = "use_bidirectional_attention"  # of Gemma 4's text_config
 _READ = kinds(object="text_config", object_or_null="vision_config", flag="tie_word_embeddings")
 # Copies of what text_config or vision_config say, and of training.
 _HARMLESS = ("ignore_index", "vocab_size", "image_seq_length", "hidden_size")
@@ -186,6 +190,11 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
         source = layouts.joined(f"{source.name} with {tower.name}", source, tower)
         ignore = (*_BUFFERS, _REST_OF_CLIP)
     source = to_rule_tensors(source, config.llama)
+    if any(re.match(_SOUND, key) for key in source.specs()):
+        ignore = (*ignore, _SOUND)
+        logging.getLogger(__name__).warning(
+            "%s: its audio_tower and embed_audio are left out; it hears nothing here", file
+        )
     if config.image_token < 0 and isinstance(config.vision, SiglipVisionConfig):
         tower = r"^vision_tower\.vision_model\."
         ignore += (rf"{tower}encoder\.layers\.{config.vision.layers}\.", rf"{tower}head\.")
@@ -271,7 +280,10 @@ def fields_from_hf(
             f"{where}: vision_feature_layer is {layer!r}, which is not supported; use a checkpoint "
             "that reads one layer."
         )
-    tower, vision = published.get("vision_config") or {}, family.vision
+    tower, vision = dict(published.get("vision_config") or {}), family.vision
+    of_tower = {key: tower.pop(key, usual) for key, usual in family.of_tower.values()}
+    check_keys(of_tower, f"{where}, vision_config", read=kinds(size=" ".join(of_tower)))
+    fields |= {name: of_tower[key] for name, (key, _) in family.of_tower.items()}
     if tower or vision is None:
         tower = {"model_type": family.tower} | tower
         vision = TOWERS[family.tower].read(tower, f"{where}, vision_config")
@@ -290,14 +302,16 @@ def fields_from_hf(
                 "it was published."
             )
     llama = _decoder(published, f"{where}, text_config", family, has_head)
+    near = published["text_config"].get(_SIGHT) == "vision"
+    llama = dataclasses.replace(llama, picture_sight=family.sight or ("near" if near else "causal"))
+    if not family.is_capped:  # transformers' classes take the decoder's head without them
+        llama = dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0)
     return {
         "resize": "squash" if isinstance(vision, SiglipVisionConfig) else "pad",
         **fields,
         "vision": vision,
-        # transformers' classes take the decoder's head without its cap or divisor.
-        "llama": dataclasses.replace(
-            llama, logit_cap=None, logit_divisor=1.0, picture_sight=family.sight
-        ),
+        "llama": llama,
+        "budget": family.budget,
     }
 
 
@@ -391,13 +405,16 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     fields = {key: getattr(config, name) for name, (key, _) in family.keys.items()}
     fields |= {family.keys[name][0]: 1 / getattr(config, name) for name in family.inverse}
     lengths = {family.length_key: config.features} if family.length_key else {}
+    sight = {_SIGHT: "vision"} if config.llama.picture_sight == "near" else {}
+    of_tower = {key: getattr(config, name) for name, (key, _) in family.of_tower.items()}
+    vision = TOWERS[family.tower].write(config.vision) | of_tower
     return {
         "architectures": [family.architecture],
         "model_type": config.family,
         **fields,
         "tie_word_embeddings": config.llama.tied,
-        "text_config": config.llama.to_hf(),
-        "vision_config": {"model_type": family.tower, **TOWERS[family.tower].write(config.vision)},
+        "text_config": config.llama.to_hf() | sight,
+        "vision_config": {"model_type": family.tower, **vision},
         **lengths,
     }
 
@@ -407,6 +424,8 @@ def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
     a SigLIP's filter."""
     if (kind := families.ALL[config.family].split) is not None:
         return with_split(folder, config, kind)
+    if config.budget is not None:
+        return with_budget(folder, config)
     if not isinstance(config.vision, SiglipVisionConfig):
         check_processor(folder)
         return config
@@ -429,7 +448,9 @@ def _read_vision_config(folder: Path) -> VisionConfig | SiglipVisionConfig:
 # Beside transformers.
 
 
-def _inputs(config: LlavaConfig) -> dict[str, np.ndarray]:
+def _inputs(config: LlavaConfig) -> dict[str, Any]:
+    if config.budget is not None:
+        return _inputs_of_units(config)
     row = comparison.around_a_picture(config, config.features)
     ids = expand_images([row], [1], config).input_ids
     pixels = comparison.picture(config.vision)
@@ -440,12 +461,37 @@ def _inputs(config: LlavaConfig) -> dict[str, np.ndarray]:
     return inputs
 
 
+def _inputs_of_units(config: LlavaConfig) -> dict[str, Any]:
+    """Words around a picture of 5 x 7 units; transformers has its patches row by row."""
+    units = config.units
+    picture = comparison.noise().integers(0, 256, (*(n * units.unit for n in comparison.GRID), 3))
+    batch = qwen_vl.lay_out([picture.astype(np.uint8)], units, math.prod(comparison.GRID))
+    row = comparison.around_a_picture(config, config.picture_tokens(picture.shape))
+    counts = np.where(np.equal(row, config.image_token), math.prod(comparison.GRID), 1)
+    ids = np.repeat(row, counts)[None]
+    order = np.lexsort(batch.places[0].T[::-1])
+    theirs = {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == config.image_token).astype(np.int64),
+        "pixel_values": batch.patches[:, order].astype(np.float32) / 255,
+        "image_position_ids": batch.places[:, order, ::-1].astype(np.int64),
+    }
+    return {"ids": ids, "batch": batch, "order": order, "theirs": theirs}
+
+
 def _as_theirs(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    if "theirs" in inputs:
+        return inputs["theirs"]
     more = {"token_type_ids": inputs["types"]} if "types" in inputs else {}
     return two_towers.text_and_pixels(inputs) | more
 
 
 def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
+    if "batch" in inputs:
+        batch = model.vision.normalize(inputs["batch"])
+        outputs = run_pictured(model, inputs["ids"], batch, batch)
+        picture = outputs.stacks["picture"][:, :, inputs["order"]]
+        return outputs._replace(stacks=outputs.stacks | {"picture": picture})
     pixels = inputs["pixels"].reshape(-1, *inputs["pixels"].shape[-3:])
     return run_pictured(model, inputs["ids"], pixels, pixels)
 

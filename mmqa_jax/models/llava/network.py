@@ -26,6 +26,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, Connector
+from mmqa_jax.models.llava.gemma4_vision import Gemma4Vision, Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
 from mmqa_jax.models.llava.pixtral import PixtralVision, PixtralVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
@@ -49,6 +50,7 @@ _TOWERS = {
     SiglipVisionConfig: VisionTower,
     InternVisionConfig: InternVision,
     PixtralVisionConfig: PixtralVision,
+    Gemma4VisionConfig: Gemma4Vision,
 }
 
 

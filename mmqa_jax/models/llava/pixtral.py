@@ -162,20 +162,27 @@ class PixtralVision(nnx.Module):
         _, first, states = self._run(pictures, self.config.layers)
         return jnp.concatenate([first[None], states])
 
-    def _run(self, pictures: PatchBatch, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        config, places = self.config, pictures.places
-        first = self.ln_pre(self.patch(pictures.patches.astype(config.dtype)))
-        half = config.width // config.heads // 2
+    def embed(self, pictures: PatchBatch) -> jax.Array:
+        """The layers' input, [B, N, width]."""
+        return self.ln_pre(self.patch(pictures.patches.astype(self.config.dtype)))
+
+    def angles(self, places: jax.Array) -> jax.Array:
+        """int [B, N, 2] -> [B, N, 1, D / 2]."""
+        half = self.config.width // self.config.heads // 2
         exponents = (np.arange(half) / half).astype(np.float32)
-        turning = np.float32(1) / (config.rope_theta**exponents).astype(np.float32)
+        turning = np.float32(1) / (self.config.rope_theta**exponents).astype(np.float32)
         turning = np.stack([turning[0::2], turning[1::2]])  # of rows, of columns
         angles = places[..., None].astype(jnp.float32) * turning  # [B, N, 2, D / 4]
-        angles = angles.reshape(*places.shape[:2], 1, half)
+        return angles.reshape(*places.shape[:2], 1, half)
+
+    def _run(self, pictures: PatchBatch, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        config, places = self.config, pictures.places
+        first, angles = self.embed(pictures), self.angles(places)
         cos, sin, real = jnp.cos(angles), jnp.sin(angles), places[..., 0] >= 0
         graphdef, params = nnx.split(self.layers)
         stack = nnx.merge(graphdef, jax.tree.map(lambda p: p[:count], params))
 
-        def body(layer: PixtralLayer, x, _, key):
+        def body(layer: nnx.Module, x, _, key):
             x = layer(x, cos, sin, real)
             return x, x
 
@@ -196,6 +203,18 @@ def read(published: Mapping[str, Any], where: str) -> PixtralVisionConfig:
         fixed={"num_channels": (3,)},
     )
     fields = {name: published.get(key, default) for name, (key, default) in _KEYS.items()}
+    theta = rope_theta(published, where, published.get("rope_theta") or 10000.0)
+    head = published.get("head_dim") or fields["width"] // fields["heads"]
+    if head * fields["heads"] != fields["width"]:
+        raise UserError(
+            f"{where}: head_dim is {head}, which transformers reads for positions alone; use a "
+            "checkpoint where it is hidden_size over num_attention_heads."
+        )
+    return PixtralVisionConfig(**fields, rope_theta=theta)
+
+
+def rope_theta(published: Mapping[str, Any], where: str, usual: float) -> float:
+    """The base that `rope_parameters` of a `vision_config` say, which have no scaling."""
     rope = published.get("rope_parameters") or {}
     check_keys(
         rope,
@@ -203,14 +222,7 @@ def read(published: Mapping[str, Any], where: str) -> PixtralVisionConfig:
         read=kinds(number="rope_theta"),
         fixed={"rope_type": ("axial", "default")},
     )
-    theta = rope.get("rope_theta") or published.get("rope_theta") or 10000.0
-    head = published.get("head_dim") or fields["width"] // fields["heads"]
-    if head * fields["heads"] != fields["width"]:
-        raise UserError(
-            f"{where}: head_dim is {head}, which transformers reads for positions alone; use a "
-            "checkpoint where it is hidden_size over num_attention_heads."
-        )
-    return PixtralVisionConfig(**fields, rope_theta=float(theta))
+    return float(rope.get("rope_theta") or usual)
 
 
 def write(config: PixtralVisionConfig) -> dict[str, Any]:

@@ -89,6 +89,28 @@ def colored(folder: Path, config: LlavaConfig) -> Any:
     return vision
 
 
+def with_budget(folder: Path, config: LlavaConfig) -> LlavaConfig:
+    """The config with the most tokens of a picture that the processor's files in a folder say
+    (transformers' Gemma4ImageProcessor)."""
+    fixed = {
+        **dict.fromkeys(_STEPS, (True,)),
+        "do_normalize": (False, True),  # by the mean and deviation below, which change nothing
+        "image_mean": ([0.0] * 3, [0] * 3),
+        "image_std": ([1.0] * 3, [1] * 3),
+        "resample": (3,),
+        "patch_size": (config.units.patch,),
+        "pooling_kernel_size": (config.units.merge,),
+    }
+    harmless = tuple(key for key in _HARMLESS if key not in fixed)
+    harmless += ("audio_seq_length", "audio_ms_per_token", "size")
+    for processor, file in processors(folder):
+        read = kinds(size_or_null="max_soft_tokens")
+        check_keys(processor, str(file), read=read, harmless=harmless, fixed=fixed)
+        budget = processor.get("max_soft_tokens") or config.budget
+        config = dataclasses.replace(config, budget=budget)
+    return config
+
+
 def processor_of_sizes(config: LlavaConfig) -> dict[str, Any]:
     """transformers' preprocessor_config.json of a model whose pictures have any size."""
     vision = config.vision
@@ -138,6 +160,19 @@ def _refusal(file: Path, key: str, value: Any, wanted: str) -> UserError:
 
 def processor_to_hf(config: LlavaConfig) -> dict[str, Any] | None:
     """transformers' preprocessor_config.json; None for squares, of which the source has one."""
+    if config.budget is not None:
+        return {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "max_soft_tokens": config.budget,
+            "patch_size": config.units.patch,
+            "pooling_kernel_size": config.units.merge,
+            "resample": 3,
+            "image_mean": [0.0] * 3,
+            "image_std": [1.0] * 3,
+            "rescale_factor": 1 / 255,
+            **dict.fromkeys(_STEPS, True),
+            "do_normalize": False,
+        }
     side, split = config.vision.image_size, config.split
     if split is None:
         return None

@@ -1,6 +1,6 @@
 """The towers of `LlavaConfig.vision`: their part of a config.json, and the names of their tensors.
 
-An entry of `TOWERS` is a model type of `vision_config`. All names here but Pixtral's begin with
+An entry of `TOWERS` is a model type of `vision_config`. Most names here begin with
 `vision_model.`.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mmqa_jax.models.llava import intern_vit, pixtral
+from mmqa_jax.models.llava import gemma4_vision, intern_vit, pixtral
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.weights import layouts
@@ -86,5 +86,6 @@ TOWERS: Mapping[str, Tower] = {
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model"), _CLIP_OR_SIGLIP),
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _OF_IDEFICS3),
     pixtral.MODEL_TYPE: Tower(pixtral.read, pixtral.write, pixtral.rules),
+    gemma4_vision.MODEL_TYPE: Tower(gemma4_vision.read, gemma4_vision.write, gemma4_vision.rules),
     intern_vit.MODEL_TYPE: Tower(intern_vit.read, intern_vit.write, intern_vit.rules),
 }

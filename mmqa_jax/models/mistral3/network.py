@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import flax.struct
 import jax
@@ -27,19 +27,6 @@ from mmqa_jax.models.llava.connectors import Connector
 from mmqa_jax.models.llava.network import FeaturedLlava, picture_features
 from mmqa_jax.models.llava.pixtral import PixtralVision, PixtralVisionConfig
 from mmqa_jax.models.qwen_vl import network as qwen_vl
-
-
-class UnitSizes(NamedTuple):
-    """What `qwen_vl.network.lay_out` asks of a tower: the sides of patches and of units."""
-
-    patch: int
-    merge: int
-    window_units: int = 1
-
-    @property
-    def unit(self) -> int:
-        """Side in pixels of what becomes one token."""
-        return self.patch * self.merge
 
 
 @flax.struct.dataclass
@@ -87,34 +74,9 @@ class Mistral3Config(LlavaConfig):
         """See PictureConfig."""
         return "rows"
 
-    @property
-    def expected_pixels(self) -> str:
-        """See PictureConfig."""
-        unit = self.units.unit
-        return f"uint8 [H, W, 3], multiples of {unit}; use data.pictures.resize.within_pixels"
-
-    @property
-    def units(self) -> UnitSizes:
-        """The sides of patches and units."""
-        return UnitSizes(self.vision.patch_size, self.merge)
-
-    def picture_tokens(self, shape: Sequence[int]) -> int:
-        """One for each unit of pixels [H, W, 3] whose sides are whole units, and one for each row;
-        0 for others."""
-        unit = self.units.unit
-        fits = len(shape) == 3 and shape[2] == 3 and min(shape) > 0
-        if not fits or shape[0] % unit or shape[1] % unit:
-            return 0
-        return tokens_of(qwen_vl.grid_of(shape, self.units))
-
-    @property
-    def _states(self) -> int:
-        return self.merge**2  # of a unit, which is a square whatever the picture
-
-
-def tokens_of(grid: qwen_vl.Grid) -> int:
-    """The tokens of a picture of so many units."""
-    return grid.rows * (grid.columns + 1)
+    def tokens_of(self, grid: qwen_vl.Grid) -> int:
+        """One for each unit, and one for each row."""
+        return grid.rows * (grid.columns + 1)
 
 
 def bucket_of(shape: Sequence[int], config: Mistral3Config) -> int:

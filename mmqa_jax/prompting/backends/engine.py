@@ -27,6 +27,7 @@ from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
+from mmqa_jax.weights.registry import nouns
 
 _SHARED = 512  # tokens of continuations that are scored side by side, the most that are foreseen
 
@@ -319,7 +320,7 @@ class EngineBackend:
         if pictures:
             raise UserError(
                 f"request {request_id!r}: it has pictures, but the model is a text-only LLaMA; "
-                "use a LLaVA, a LLaVA-OneVision, a Qwen-VL or --backend=openai."
+                f"use a model that sees ({nouns('sees')}) or --backend=openai."
             )
 
     def _no_video(self, request_id: Hashable, text: str) -> None:

@@ -1,0 +1,340 @@
+"""Gemma 4 with pictures against transformers: token ids, pixels, logits, answers, checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from compare import WHOLE, abstract, compiled, randomize, reloaded, same_parameters
+from flax import nnx
+from PIL import Image
+from qwen_vl_pair import encoded
+from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
+from transformers.models.gemma4.image_processing_pil_gemma4 import (
+    Gemma4ImageProcessorPil,
+    get_aspect_ratio_preserving_size,
+)
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.data.pictures.resize import budget_size
+from mmqa_jax.decoding.sizes import tower_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.check import check
+from mmqa_jax.models.llava.config import PRESETS
+from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
+from mmqa_jax.models.llava.network import Llava
+from mmqa_jax.models.llava.processor import with_budget
+from mmqa_jax.models.qwen_vl.network import PatchBatch, bucket_of, grid_of, lay_out
+from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
+from mmqa_jax.prompting.backends.local_model import open_backend
+from mmqa_jax.prompting.picture_format import picture_format, shown
+from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from mmqa_jax.weights.config_json import config_from_json, config_to_json
+from mmqa_jax.weights.keymap import untied_source
+from mmqa_jax.weights.published import load_published, write_published
+
+pytestmark = pytest.mark.slow
+
+NEW, PATCH, BEFORE, AFTER = 6, 4, 93, 94
+NAMES = ("<start_of_image>", "<end_of_image>")
+TEXT = {key: value for key, value in TEXT.items() if key != "rope_theta"} | {
+    "head_dim": 8, "max_position_embeddings": 700, "final_logit_softcapping": 4.0,
+    "sliding_window": 33, "vocab_size_per_layer_input": TEXT["vocab_size"],
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 4321.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+    },
+}  # fmt: skip
+TOWER = {
+    "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
+    "num_key_value_heads": 5, "head_dim": 12, "patch_size": PATCH, "rms_norm_eps": 3e-4,
+    "position_embedding_size": 300, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}  # fmt: skip
+# Of the language model and the tower.
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "31B, windows smaller than a picture": (
+        {
+            "num_hidden_layers": 3, "global_head_dim": 12, "num_global_key_value_heads": 3,
+            "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 0,
+        },
+        {"standardize": True, "pooling_kernel_size": 2},
+    ),
+    "26B-A4B, a picture is causal": (
+        {
+            "global_head_dim": 12, "layer_types": ["sliding_attention", "full_attention"],
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+            "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+        },
+        {"use_clipped_linears": True, "pooling_kernel_size": 3},
+    ),
+}  # fmt: skip
+SIZES = [(50, 33), (20, 71), (9, 9), (200, 1)]  # width and height
+
+
+class Pair(NamedTuple):
+    """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
+
+    theirs: torch.nn.Module
+    ours: Llava
+    processor: Gemma4ImageProcessorPil
+    folder: Path
+
+
+@pytest.fixture(scope="module", params=CASES)
+def pair(request, tmp_path_factory) -> Pair:
+    folder = tmp_path_factory.mktemp("gemma4")
+    text, vision = CASES[request.param]
+    torch.manual_seed(0)
+    config = transformers.Gemma4Config(
+        text_config=TEXT | {"pad_token_id": 0} | text,
+        vision_config=TOWER | vision,
+        audio_config=None,
+        image_token_id=IMAGE,
+        boi_token_id=BEFORE,
+        eoi_token_id=AFTER,
+        attn_implementation="eager",
+    )
+    theirs = randomize(transformers.Gemma4ForConditionalGeneration(config), 0, 0.05)
+    for name, buffer in theirs.named_buffers():  # those of a checkpoint
+        if name.endswith(("_min", "_max")):
+            buffer.fill_(-0.9 if name.endswith("_min") else 1.1)
+        elif name.endswith(("std_bias", "std_scale", "layer_scalar")):
+            buffer.add_(0.3 * torch.rand(buffer.shape))
+    theirs.save_pretrained(folder)
+    merge = vision["pooling_kernel_size"]
+    processor = Gemma4ImageProcessorPil(
+        max_soft_tokens=70, patch_size=PATCH, pooling_kernel_size=merge
+    )
+    processor.save_pretrained(folder)
+    tokenizer = letters(bos=True)
+    tokenizer.add_special_tokens(list(NAMES))
+    assert [tokenizer.token_to_id(name) for name in NAMES] == [BEFORE, AFTER]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(PARTS)
+    return Pair(theirs, load_published("llava", folder, unroll=1), processor, folder)
+
+
+def pictures() -> list[Image.Image]:
+    made = []
+    for number, size in enumerate(SIZES):
+        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
+        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
+    return made
+
+
+def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+    """transformers' inputs of a prompt. Its Gemma4Processor needs processors of videos and sound,
+    so that its rule for texts (`replace_image_token`) is written here again."""
+    made = dict(pair.processor(images, return_tensors="pt")) if images else {}
+    first, *pieces = text.split("<image>")
+    counts = made.pop("num_soft_tokens_per_image", [])
+    for count, piece in zip(counts, pieces, strict=True):
+        first += f"{NAMES[0]}{'<image>' * int(count)}{NAMES[1]}" + piece
+    ids = torch.tensor([open_text_tokenizer(pair.folder).encode(first)])
+    types = {"mm_token_type_ids": (ids == IMAGE).long()} if images else {}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types, **made}
+
+
+def tokens_of(pair: Pair, text: str, images: list[Image.Image]) -> tuple[np.ndarray, list]:
+    """Our ids with a placeholder for each token of a picture, and pixels."""
+    form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
+    files = shown([Picture(encoded(one), "one") for one in images])
+    counts = iter([form.tokens(one) for one in files])
+    ids = form.encode(text, files)
+    wide = [t for one in ids for t in ([one] * next(counts) if one == IMAGE else [one])]
+    return np.array([wide]), [form.read(one) for one in files]
+
+
+PROMPTS = [("a<image>b", [0]), ("<image>and<image>\nc", [1, 2]), ("<image><image>d", [3, 1])]
+
+
+@pytest.mark.parametrize(("text", "used"), PROMPTS)
+def test_tokens_and_pixels_are_the_processors(pair, text, used):
+    images = [pictures()[n] for n in used]
+    ids, pixels = tokens_of(pair, text, images)
+    want = given(pair, text, images)
+    np.testing.assert_array_equal(want["input_ids"].numpy(), ids)
+    for got, patches in zip(pixels, want["pixel_values"].numpy(), strict=True):
+        rows, columns = (side // PATCH for side in got.shape[:2])
+        ours = got.reshape(rows, PATCH, columns, PATCH, 3).swapaxes(1, 2) / 255.0
+        np.testing.assert_allclose(ours.reshape(rows * columns, -1), patches[: rows * columns])
+        assert not patches[rows * columns :].any()
+
+
+def logits(model: Llava, ids: jax.Array, features: jax.Array) -> jax.Array:
+    hidden = model.llama.encode(
+        model.embed(ids, features), pictures=ids == model.config.image_token
+    )
+    return model.llama.logits(hidden)
+
+
+def features_of(model: Llava, batch: PatchBatch) -> jax.Array:
+    return model.encode_images(model.vision.normalize(batch))
+
+
+def test_logits_equal(pair):
+    """Two pictures amid more than 500 tokens."""
+    words = "".join(np.random.default_rng(1).choice(list("abcdefg hi"), 470))
+    text, images = f"{words[:17]}<image>{words[17:200]}<image>{words[200:]}", pictures()[:2]
+    ids, pixels = tokens_of(pair, text, images)
+    assert ids.size > 500
+    inputs = given(pair, text, images)
+    with torch.no_grad():
+        want = pair.theirs(**inputs).logits.numpy()
+        causal = pair.theirs(**inputs | {"mm_token_type_ids": None}).logits.numpy()
+    units = pair.ours.config.units
+    bucket = max(bucket_of(grid_of(one.shape, units), units) for one in pixels)
+    features = compiled(pair.ours, features_of)(lay_out(pixels, units, bucket))
+    counts = [pair.ours.config.picture_tokens(one.shape) for one in pixels]
+    real = [one[:count] for one, count in zip(features, counts, strict=True)]
+    got = compiled(pair.ours, logits)(ids, np.concatenate(real)[None])
+    np.testing.assert_allclose(got, want, **WHOLE)
+    assert np.abs(want).max() > 1
+    whole = pair.ours.config.llama.picture_sight == "near"
+    assert (np.abs(want - causal).max() > 1e-2) == whole
+
+
+def test_answers_equal_generate(pair):
+    """Pictures of several sizes in conversations; one program for each bucket."""
+    images = pictures()
+    asked = {"two": [1, 2], "one": [0], "thin": [3], "none": []}
+    sizes = EngineConfig(slots=2, length=260, buckets=(32,), prefill_tokens=64)
+    backend = open_backend(pair.folder, engine=sizes)
+    chats = []
+    for name, used in asked.items():
+        files = [Picture(encoded(images[n]), "one") for n in used]
+        chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
+        backend.check(chats[-1])
+    answers = {result.id: result for result in backend.answer(chats)}
+    for name, used in asked.items():
+        text = "[user] " + "<image>\n" * len(used) + "Why?[a] "
+        inputs = given(pair, text, [images[n] for n in used])
+        with torch.no_grad():
+            want = pair.theirs.generate(
+                **inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
+            )
+        count = inputs["input_ids"].shape[1]
+        assert answers[name].prompt_tokens == count, name
+        assert list(answers[name].candidates[0].tokens) == want[0, count:].tolist(), name
+
+
+def test_checkpoints_go_both_ways(pair, tmp_path):
+    """Ours, exported, is transformers' and ours again; and its record is read back."""
+    theirs, ours, _, _ = pair
+    write_published(tmp_path / "out", publish_llava(ours.config, nnx.state(ours)))
+    again = reloaded(transformers.Gemma4ForConditionalGeneration, tmp_path / "out")
+    want, got = theirs.state_dict(), again.state_dict()
+    assert got.keys() == want.keys()
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+    back = load_published("llava", tmp_path / "out", unroll=1)
+    assert back.config == ours.config
+    same_parameters(back, ours)
+    record = json.loads(json.dumps(config_to_json(ours.config)))
+    assert config_from_json(type(ours.config), record, "model.json") == ours.config
+
+
+def test_the_check_compares_all_layers(pair):
+    """`mmqa convert --check`."""
+    rows = check(None, pair.folder)
+    assert all(row.passed for row in rows), rows
+    assert {"layer 2", "logits"} <= {row.name for row in rows}
+
+
+def test_what_a_plan_compiles(pair):
+    """The tower's programs as shapes: those that the engine runs."""
+    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
+    programs = tower_programs(config, EngineConfig(slots=3, length=256, buckets=(32,)), mesh)
+    with jax.set_mesh(mesh):
+        for program in programs.values():
+            program.function.lower(*program.arguments)
+
+
+@pytest.mark.parametrize("height", [1, 13, 100, 1540, 1999, 30000])
+def test_sizes_of_any_picture_are_the_processors(height):
+    for budget in (70, 280, 1120):
+        for width in (1, 47, 48, 49, 500, 1540, 3001, 20000):
+            want = get_aspect_ratio_preserving_size(height, width, 16, budget * 9, 3)
+            assert budget_size(width, height, budget, 16, 3) == want[::-1]
+
+
+GEMMA4_31B = {
+    "model_type": "gemma4", "audio_config": None, "boi_token_id": 255999, "eoi_token_id": 258882,
+    "image_token_id": 258880, "video_token_id": 258884, "tie_word_embeddings": True,
+    "text_config": {
+        **{"attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512},
+        **{"head_dim": 256, "hidden_size": 5376, "hidden_size_per_layer_input": 0},
+        **{"intermediate_size": 21504, "max_position_embeddings": 262144},
+        **{"model_type": "gemma4_text", "num_attention_heads": 32, "num_hidden_layers": 60},
+        **{"num_global_key_value_heads": 4, "num_key_value_heads": 16, "sliding_window": 1024},
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        **{"head_dim": 72, "hidden_size": 1152, "intermediate_size": 4304, "standardize": True},
+        **{"model_type": "gemma4_vision", "num_attention_heads": 16, "num_hidden_layers": 27},
+        **{"num_key_value_heads": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
+    },
+}  # fmt: skip
+
+
+def test_a_preset_has_the_published_sizes():
+    """Every parameter's shape is that of transformers' model of the published config.json."""
+    config = PRESETS["gemma4_31b_vl"]()
+    assert llava_config(GEMMA4_31B) == config
+    values = {key: value for key, value in GEMMA4_31B.items() if key != "model_type"}
+    with torch.device("meta"):
+        theirs = transformers.Gemma4ForConditionalGeneration(transformers.Gemma4Config(**values))
+    specs = untied_source(nnx.state(abstract(Llava, config)), llava_key_map(config)).specs()
+    tensors = theirs.state_dict()
+    del tensors["lm_head.weight"]  # the embedding table
+    sizes = sorted(spec.shape for spec in specs.values())
+    assert sizes == sorted(tuple(tensor.shape) for tensor in tensors.values())
+
+
+REFUSED = [
+    ({"vision_config": {"pooling_kernel_size": 0}}, "pooling_kernel_size is 0"),
+    ({"vision_config": {"head_dim": 70}}, r"vision\.head_dim is 70: expected a multiple of 4"),
+    ({"vision_config": {"num_key_value_heads": 4}}, "num_key_value_heads is 4"),
+    ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
+    ({"vision_config": {"model_type": "gemma4_unified_vision"}}, "gemma4_unified_vision"),
+    ({"text_config": {"use_bidirectional_attention": "all"}}, "attention is 'all'"),
+    ({"text_config": {"global_head_dim": 256, "num_global_key_value_heads": 16,
+                      "attention_k_eq_v": False}}, 'picture_sight "near" needs'),
+    ({"sound": 1}, "key 'sound'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "match"), REFUSED)
+def test_a_bad_config_is_refused_by_name(changes, match):
+    published = dict(GEMMA4_31B)
+    for key, value in changes.items():
+        published[key] = published[key] | value if isinstance(value, dict) else value
+    with pytest.raises(UserError, match=match):
+        llava_config(published)
+
+
+FILES = [
+    ({"max_soft_tokens": 99999}, "budget is 99999"),
+    ({"max_soft_tokens": "70"}, "max_soft_tokens is '70'"),
+    ({"patch_size": 14}, "patch_size is 14"),
+    ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean is"),
+    ({"resample": 2}, "resample is 2"),
+]
+
+
+@pytest.mark.parametrize(("content", "match"), FILES)
+def test_a_bad_processor_is_refused_by_name(tmp_path, content, match):
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=match):
+        with_budget(tmp_path, llava_config(GEMMA4_31B))
