@@ -231,11 +231,7 @@ CASES = {
     ),
     "apertus": Case(transformers.ApertusForCausalLM, "apertus", {}, _apertus),
     "mistral": Case(
-        transformers.MistralForCausalLM,
-        "llama",
-        {"sliding_window": None},
-        _llama,
-        turned=True,
+        transformers.MistralForCausalLM, "llama", {"sliding_window": None}, _llama, turned=True
     ),
     "phi3": Case(
         transformers.Phi3ForCausalLM,

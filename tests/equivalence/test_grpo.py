@@ -68,8 +68,7 @@ def equation_3(policy, reference, moved: np.ndarray | None) -> tuple[torch.Tenso
             old = old + torch.tensor(moved[number, : row.targets])
         ratio = (log_probs - old).exp()
         gain = torch.minimum(
-            ratio * advantages[number],
-            ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[number],
+            ratio * advantages[number], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[number]
         )
         with torch.no_grad():
             below = their_log_probs(reference, row)

@@ -24,13 +24,7 @@ from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.tasks import objectives
 from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
-from mmqa_jax.training.state import (
-    TrainState,
-    abstract_state,
-    make_step,
-    of_update,
-    split_model,
-)
+from mmqa_jax.training.state import TrainState, abstract_state, make_step, of_update, split_model
 from mmqa_jax.weights.published import load_published, write_published
 
 SIZE = RowSize(48, 24)

@@ -119,8 +119,7 @@ HF_NAMES = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q4_K"],
+    "kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q6_K", "Q4_K"]
 )
 def test_gguf_types_are_dequantized_as_the_package_does(tmp_path, kind):
     kind = TYPES[kind]

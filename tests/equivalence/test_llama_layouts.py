@@ -18,11 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.keys import (
-    llama_key_map,
-    open_llama,
-    publish_llama,
-)
+from mmqa_jax.models.llama.keys import llama_key_map, open_llama, publish_llama
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import abstract_model, export
@@ -345,8 +341,7 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
 
     norm = "model.norm.weight"
     refused(
-        "1 parameters without a tensor: norm/scale",
-        {k: a for k, a in tensors.items() if k != norm},
+        "1 parameters without a tensor: norm/scale", {k: a for k, a in tensors.items() if k != norm}
     )
     refused(
         r"1 keys without a rule: model\.layers\.0\.mlp\.router\.weight",

@@ -28,11 +28,7 @@ from torch import nn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.models.mcan.keys import (
-    check_rotation,
-    mcan_key_map,
-    publish_mcan,
-)
+from mmqa_jax.models.mcan.keys import check_rotation, mcan_key_map, publish_mcan
 from mmqa_jax.models.mcan.network import (
     MCAN,
     FusionConfig,

@@ -117,10 +117,7 @@ def test_captions_do_not_depend_on_padding_or_the_rest_of_the_batch(pair, many):
     wide = dataclasses.replace(LAYOUT, text=LAYOUT.text + 3, regions=LAYOUT.regions + 2)
     together, padded = (
         jax.device_get(write_captions(graphdef, state, prompt, **asked))
-        for prompt in (
-            LAYOUT.prompt(labels, regions),
-            wide.prompt(labels[::-1], regions[::-1]),
-        )
+        for prompt in (LAYOUT.prompt(labels, regions), wide.prompt(labels[::-1], regions[::-1]))
     )
     whole = np.array([row for row in range(8) if len(labels[row]) < 7 and len(regions[row]) <= 6])
     assert len(whole) == 7  # the others are cut, differently

@@ -420,10 +420,7 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
             ({"size": {"height": 9, "width": 9}}, "size is"),
             ({"image_mean": 0.5}, "image_mean is 0.5"),
             ({"image_std": [0.5, 0, 0.5]}, "image_std has a 0, which divides; fetch"),
-            (
-                {"min_pixels": "few"},
-                "min_pixels or shortest_edge is 'few', expected a whole num",
-            ),
+            ({"min_pixels": "few"}, "min_pixels or shortest_edge is 'few', expected a whole num"),
             ({"size": {"min_pixels": -1}}, "min_pixels or shortest_edge is -1, expected a whole"),
             ({"size": {"longest_edge": 1.5}}, "or longest_edge is 1.5, expected a whole number"),
             ([], r"preprocessor_config\.json: is no JSON object of an image processor; fetch"),

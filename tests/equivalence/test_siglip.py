@@ -10,16 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import (
-    LAYER,
-    WHOLE,
-    abstract,
-    alone,
-    compiled,
-    forward,
-    names_its_axes,
-    reloaded,
-)
+from compare import LAYER, WHOLE, abstract, alone, compiled, forward, names_its_axes, reloaded
 from flax import nnx
 from siglip_pair import TEXT, VISION, published, spiece
 

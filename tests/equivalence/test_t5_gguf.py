@@ -54,8 +54,7 @@ class Case(NamedTuple):
 
 CASES = {
     "T5": Case(
-        transformers.T5ForConditionalGeneration,
-        {"feed_forward_proj": "relu", "pad_token_id": 4},
+        transformers.T5ForConditionalGeneration, {"feed_forward_proj": "relu", "pad_token_id": 4}
     ),
     "Flan-T5": Case(
         transformers.T5ForConditionalGeneration,

@@ -80,10 +80,7 @@ def test_pictures_of_a_corpus_with_and_without_captions(published, ours):
     shown = [*two_in_a_bucket(), small_pictures()[2]]
     captions = ["", "two pandas", TEXTS[-1]]
     corpus = corpus_of_lists(
-        [*captions, "a text"],
-        ["", "Red", "", "Title"],
-        [*map(encoded, shown), None],
-        None,
+        [*captions, "a text"], ["", "Red", "", "Title"], [*map(encoded, shown), None], None
     )
     embedder, store = open_embedder(published.folder, corpus, {"batch_size": 2})
     got = embedder.embed_rows(corpus, store, range(4))

@@ -117,8 +117,7 @@ def original_search(
 
 
 @pytest.mark.parametrize(
-    ("regions", "beams", "penalty", "ngram"),
-    [(0, 5, 0.0, 0), (5, 3, 0.4, 0), (5, 4, 0.0, 2)],
+    ("regions", "beams", "penalty", "ngram"), [(0, 5, 0.0, 0), (5, 3, 0.4, 0), (5, 4, 0.0, 2)]
 )
 def test_answers_and_scores_are_the_originals(pair, regions, beams, penalty, ngram):
     x = to_decode(pair, regions)

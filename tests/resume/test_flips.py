@@ -70,10 +70,7 @@ def test_damage_of_every_file(folders, name):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *("parts that are merged", "parts of a stopped job", "grids", "embeddings", "indexes"),
-    ],
+    "name", [*("parts that are merged", "parts of a stopped job", "grids", "embeddings", "indexes")]
 )
 def test_damage_of_every_file_of_a_job(name):
     """Refused, or computed again."""

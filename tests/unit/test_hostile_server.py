@@ -277,8 +277,7 @@ def test_odd_counts_of_tokens_are_none(usage):
 
 
 @pytest.mark.parametrize(
-    "top",
-    [[["x"], ["x"]], [{"a": "b"}, {"a": None}], [1, 2], [{"a": [1]}, {"a": -1}]],
+    "top", [[["x"], ["x"]], [{"a": "b"}, {"a": None}], [1, 2], [{"a": [1]}, {"a": -1}]]
 )
 def test_odd_echoes_are_failed_requests_or_refused(top):
     found = {"token_logprobs": [None, -1.0, -1.0], "top_logprobs": [None, *top]}

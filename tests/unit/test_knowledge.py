@@ -135,10 +135,7 @@ def test_passages_are_dropped_before_shots():
 
 def test_what_a_trace_keeps():
     record = prompts_record([prompt_of(10**6), prompt_of(30)])
-    assert record["knowledge"] == [
-        [{"id": "p0", "score": 1.0}, {"id": "p1", "score": 1.0}],
-        [],
-    ]
+    assert record["knowledge"] == [[{"id": "p0", "score": 1.0}, {"id": "p1", "score": 1.0}], []]
     assert record["dropped_passages"] == 2
     assert "knowledge" not in prompts_record([prompt_of(10**6, passages=None)])
 

@@ -215,11 +215,7 @@ def test_tools_that_find_nothing_are_as_if_not_planned():
     del of.candidates["q1"]
     predictions = run(team_llm(FULL, by_tools), FakeKnowledge(without="scene 0"), of)
     used = [[agent["used"] for agent in p.trace["agents"]] for p in predictions]
-    assert used == [
-        [[1], [1], [1, 3]],
-        [[], [2], [2, 3]],
-        [[1], [1, 2], [1, 2, 3]],
-    ]
+    assert used == [[[1], [1], [1, 3]], [[], [2], [2, 3]], [[1], [1, 2], [1, 2, 3]]]
     summary = agent_summary(predictions)["agents"]["manager"]
     assert summary["planned"] == {"1": 3, "2": 3, "3": 3}
     assert summary["used"] == {"1": 2, "2": 2, "3": 3}

@@ -6,11 +6,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.retrieval.rankings import (
-    with_mined_negatives,
-    without_own_source,
-    write_rankings,
-)
+from mmqa_jax.retrieval.rankings import with_mined_negatives, without_own_source, write_rankings
 
 QUESTIONS = [
     Question("q0", "train", "?", positives=("a",), negatives=("b",)),

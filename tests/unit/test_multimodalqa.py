@@ -182,10 +182,7 @@ def test_a_text_of_the_official_file_is_kept_whole(data, tmp_path):
     path.write_text(json.dumps({"q2": "Mask; The Bad News Bears", "q3": [0]}))
     flags = f"--references={data}", f"--predictions={path}", f"--submission={submission}", "--json"
     scores = done("evaluate", "multimodalqa", *flags)["scores"]
-    assert scores == {
-        "multimodalqa/list_em": 0.0,
-        "multimodalqa/list_f1": pytest.approx(0.43 / 3),
-    }
+    assert scores == {"multimodalqa/list_em": 0.0, "multimodalqa/list_f1": pytest.approx(0.43 / 3)}
     assert json.loads(submission.read_text()) == {
         "q1": "", "q2": "Mask; The Bad News Bears", "q3": "0",
     }  # fmt: skip

@@ -14,11 +14,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import EncodedPicture
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.papers import pica
-from mmqa_jax.papers.pica import (
-    answer_promptcap,
-    answer_with_sources,
-    answer_without_sources,
-)
+from mmqa_jax.papers.pica import answer_promptcap, answer_with_sources, answer_without_sources
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.prompting.examples.side_files import Captions, open_captions
 

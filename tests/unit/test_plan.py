@@ -384,10 +384,7 @@ class _Device(NamedTuple):
 
 
 SLICE = Topology(
-    "v5e:2x4",
-    tuple(_Device((n // 4, n % 4)) for n in range(8)),
-    (0,) * 8,
-    TPUS["v5e"],
+    "v5e:2x4", tuple(_Device((n // 4, n % 4)) for n in range(8)), (0,) * 8, TPUS["v5e"]
 )
 
 

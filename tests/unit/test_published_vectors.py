@@ -73,8 +73,7 @@ def picas_choice(folder, key: str, metric: str, n: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("similarity", "metric"),
-    [("question", "question"), ("question_and_image", "imagequestion")],
+    ("similarity", "metric"), [("question", "question"), ("question_and_image", "imagequestion")]
 )
 def test_the_examples_of_picas_code(folder, similarity, metric):
     library = ExampleLibrary(questions("train"), vectors=PublishedVectors(folder))

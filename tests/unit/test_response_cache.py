@@ -20,15 +20,7 @@ from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
-from mmqa_jax.prompting.backends import (
-    Chat,
-    Choices,
-    Completion,
-    Decoding,
-    Message,
-    Picture,
-    Usage,
-)
+from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message, Picture, Usage
 from mmqa_jax.prompting.backends import cache as cache_module
 from mmqa_jax.prompting.backends.cache import (
     Cached,

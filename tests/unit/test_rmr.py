@@ -15,13 +15,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import llava_choice
 from mmqa_jax.papers import rmr
-from mmqa_jax.papers.rmr import (
-    SETTINGS,
-    answer_rmr,
-    choose_rmr,
-    fields,
-    short_answer,
-)
+from mmqa_jax.papers.rmr import SETTINGS, answer_rmr, choose_rmr, fields, short_answer
 from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.prompting.few_shot import load_template

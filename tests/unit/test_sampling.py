@@ -41,11 +41,7 @@ def epochs_of(ours: BatchPlan, count: int) -> list[list[PlannedBatch]]:
     return shown
 
 
-@given(
-    st.lists(st.integers(0, 4), min_size=1, max_size=60),
-    st.integers(1, 9),
-    st.integers(0, 3),
-)
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=60), st.integers(1, 9), st.integers(0, 3))
 def test_every_example_is_shown_as_often_as_every_other(buckets, batch_size, seed):
     """Once in each epoch, up to less than a batch of a kind that waits for the next epoch."""
     shapes = [Bucket(0, 8), Bucket(0, 16), Bucket(0, 32), Bucket(1, 8), Bucket(1, 16)]

@@ -12,13 +12,7 @@ import pytest
 from tiny_llm import by_id, llama_config, tiny_llama
 
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.decoding import (
-    kv_cache,
-    ragged_attention,
-    ragged_triton,
-    scanned_cache,
-    slot_runner,
-)
+from mmqa_jax.decoding import kv_cache, ragged_attention, ragged_triton, scanned_cache, slot_runner
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -90,10 +84,7 @@ def test_a_tpus_kernel_changes_no_answer():
     yarn = RopeScaling("yarn", 2.0, original_positions=64, attention_factor=1.3)
     rotated = (True, False) * MODEL.layers
     model = dataclasses.replace(
-        MODEL,
-        rotated=rotated[: MODEL.layers],
-        rope_scaling=yarn,
-        windows=(0, 40)[: MODEL.layers],
+        MODEL, rotated=rotated[: MODEL.layers], rope_scaling=yarn, windows=(0, 40)[: MODEL.layers]
     )
     sizes = {"length": 128, "model": model}
     scanned = run(scan_layers=True, ragged="tpu", **sizes)

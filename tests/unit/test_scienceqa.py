@@ -105,7 +105,7 @@ def test_the_hubs_parquet_holds_the_same_questions(raw, tmp_path):
     of_json = read_scienceqa(raw).questions
     found = read_scienceqa(tmp_path / "hub")
     assert [q.id for q in found.questions] == [
-        *("train-0", "val-0", "test-0", "test-1", "test-2", "test-3"),
+        *("train-0", "val-0", "test-0", "test-1", "test-2", "test-3")
     ]
     for a, b in zip(found.questions, of_json, strict=True):
         assert (a.split, a.question, a.choices, a.answer_index) == (

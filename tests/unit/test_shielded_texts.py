@@ -9,15 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from tiny_llm import (
-    IN_PARTS,
-    LETTERS,
-    MODEL,
-    PICTURED,
-    flag,
-    pictured_letters,
-    qwen_vl_config,
-)
+from tiny_llm import IN_PARTS, LETTERS, MODEL, PICTURED, flag, pictured_letters, qwen_vl_config
 from tiny_llm import TEMPLATE as CHATML
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 

@@ -12,15 +12,7 @@ from cli_runs import mmqa
 from flax import nnx
 from test_cli_prompt import ENGINE
 from test_engine import make_engine
-from tiny_llm import (
-    MODEL,
-    SIZES,
-    by_id,
-    pictured_letters,
-    qwen_vl_config,
-    tiny_llama,
-    write_folder,
-)
+from tiny_llm import MODEL, SIZES, by_id, pictured_letters, qwen_vl_config, tiny_llama, write_folder
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine

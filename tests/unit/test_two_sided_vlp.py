@@ -115,8 +115,7 @@ def cached(model: TwoSidedVLP, *kinds: slice) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("joint_layers", "match_type", "kinds"),
-    [(2, 1, (SNIPPETS, PICTURES)), (3, None, (PICTURES,))],
+    ("joint_layers", "match_type", "kinds"), [(2, 1, (SNIPPETS, PICTURES)), (3, None, (PICTURES,))]
 )
 def test_cached_scores_are_those_of_the_masked_sequence(joint_layers, match_type, kinds):
     model = model_of(joint_layers, match_type)

@@ -6,12 +6,7 @@ import json
 
 import pytest
 
-from mmqa_jax.benchmarks.vqav2 import (
-    GENOME,
-    GENOME_ON_OKVQA_TEST,
-    ON_OKVQA_TEST,
-    read_vqav2,
-)
+from mmqa_jax.benchmarks.vqav2 import GENOME, GENOME_ON_OKVQA_TEST, ON_OKVQA_TEST, read_vqav2
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answers import make_vocabulary
 

@@ -21,12 +21,7 @@ from mmqa_jax.evaluation.source_selection import (
 )
 from mmqa_jax.evaluation.webqa import EPSILON
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.extensions.similarity import (
-    WEIGHTS,
-    Evidence,
-    interpolate,
-    tune_selection,
-)
+from mmqa_jax.extensions.similarity import WEIGHTS, Evidence, interpolate, tune_selection
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings

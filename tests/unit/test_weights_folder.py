@@ -133,10 +133,7 @@ ENCODER = dataclasses.asdict(BERT)
             {"config": ENCODER | {"hidden_size": 12}},
             r", key config: unknown field 'hidden_size'; use one of vocab_size, .*, or the version",
         ),
-        (
-            {"model": "vlp", "config": {"region_features": 7}},
-            r", key config: lacks bert; add it",
-        ),
+        ({"model": "vlp", "config": {"region_features": 7}}, r", key config: lacks bert; add it"),
         ({"config": None}, r", key config is None: expected BertConfig; correct it"),
         (
             {"config": ENCODER | {"heads": "3"}},

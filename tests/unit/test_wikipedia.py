@@ -164,7 +164,7 @@ def test_a_passage_names_the_section_of_its_first_word():
     article = Article("9", "T", "u", sections)
     whole = sources_of(article, PassageOptions(4))
     assert [(row.id, row.text, json.loads(row.extra).get("section")) for row in whole] == [
-        *(("9#1", "a b c d", None), ("9#2", "e f g h", "Life"), ("9#3", "i", "Death")),
+        *(("9#1", "a b c d", None), ("9#2", "e f g h", "Life"), ("9#3", "i", "Death"))
     ]
     own = sources_of(article, PassageOptions(4, across_sections=False))
     assert [row.text for row in own] == ["a b c", "d e f g", "h", "i"]
