@@ -256,16 +256,12 @@ def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
 
 
 def test_folders_without_a_usable_bart_are_refused(published, tmp_path):
-    with pytest.raises(
-        UserError, match=r"--bart=.*nowhere: no such folder; give a folder of bart-large-cnn"
-    ):
+    with pytest.raises(UserError, match=r"--bart=.*nowhere: no such folder; give .*bart-large-cnn"):
         load_bart_scorer(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor vocab\.json with"):
         load_bart_scorer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(
-        UserError, match=r"tokenizer\.json: not a tokenizer .*as it was published\."
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer .*as it was published"):
         load_bart_scorer(tmp_path)
     bare = Tokenizer(models.BPE())
     bare.save(str(tmp_path / "tokenizer.json"))

@@ -233,13 +233,9 @@ def test_sizes_that_do_not_divide_are_refused(pair):
     _, ours = pair
     with pytest.raises(UserError, match=r"vision\.patch_size is 6: .* vision\.image_size = 31"):
         dataclasses.replace(ours.config.vision, image_size=31)
-    with pytest.raises(
-        UserError, match=r"text\.heads is 7: expected a divisor of text\.width = 48"
-    ):
+    with pytest.raises(UserError, match=r"text\.heads is 7: .*divisor of text\.width = 48"):
         dataclasses.replace(ours.config.text, heads=7)
-    with pytest.raises(
-        UserError, match=r"text\.activation is 'relu': expected one of quick_gelu, gelu"
-    ):
+    with pytest.raises(UserError, match=r"text\.activation is 'relu': .*quick_gelu, gelu"):
         dataclasses.replace(ours.config.text, activation="relu")
 
 

@@ -340,9 +340,7 @@ def test_fingerprint_and_refusals(published, converted, tmp_path):
     vocabulary = json.loads((published / "vocab.json").read_text())
     for more in ({END: len(vocabulary)}, {"flags</w>": len(vocabulary)}):
         (other / "vocab.json").write_text(json.dumps(vocabulary | more))
-        with pytest.raises(
-            UserError, match=f"ids do not fit the model's {len(vocabulary)} tokens; "
-        ):
+        with pytest.raises(UserError, match=f"do not fit the model's {len(vocabulary)} tokens; "):
             load_two_towers(other, "clip")
     # As transformers publishes it, without a conversion.
     assert load_two_towers(published, "clip").fingerprint == embedder.fingerprint
@@ -395,24 +393,15 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"init": "minilm"},
-            r"init=minilm: model\.clip=vit_b_16 starts from a folder of `mmqa con",
-        ),
-        (
-            {"model.vision.layers": 3},
-            r"this CLIP has vision\.layers 2 \(config: 3\); set model\.clip",
-        ),
+        ({"init": "minilm"}, r"init=minilm: model\.clip=vit_b_16 .*folder of `mmqa con"),
+        ({"model.vision.layers": 3}, r"this CLIP has vision\.layers 2 \(config: 3\); set"),
         ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
-        (
-            {"batches.query_length": 21},
-            r"batches\.query_length: 21 tokens, but the text tower reads at most 20",
-        ),
+        ({"batches.query_length": 21}, r"batches\.query_length: .*the text tower reads at most 20"),
         ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
         ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
         (
             {"train.offload": "parameters", "tower_parts": 2},
-            r"train\.offload=parameters: .* tower_parts=2; set it to optimizer, or",
+            r"train\.offload=parameters: .* set it to",
         ),
     ],
 )

@@ -181,9 +181,7 @@ def test_bad_input_is_named():
         LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
     with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
         LlamaConfig.from_hf({"partial_rotary_factor": 0.5})
-    with pytest.raises(
-        UserError, match=r"config\.json: hidden_act is 'mish': expected one of gelu"
-    ):
+    with pytest.raises(UserError, match=r"config\.json: hidden_act is 'mish': .*gelu"):
         LlamaConfig.from_hf({"hidden_act": "mish"})
     for changes, match in (
         ({"heads": 3}, "a divisor of model.hidden = 4096"),
@@ -194,9 +192,7 @@ def test_bad_input_is_named():
     ):
         with pytest.raises(UserError, match=match):
             LlamaConfig(**changes)
-    with pytest.raises(
-        UserError, match="rope_scaling type is 'ntk': expected one of linear, llama3"
-    ):
+    with pytest.raises(UserError, match=r"rope_scaling type is 'ntk': .* linear, llama3"):
         RopeScaling("ntk", 2.0)
     with pytest.raises(UserError, match="a factor of at least 1"):
         RopeScaling("linear", 0.5)

@@ -251,9 +251,7 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(
-        UserError, match=r"model\.gguf: one of 3 parts; join them with `llama-gguf-"
-    ):
+    with pytest.raises(UserError, match=r"model\.gguf: one of 3 parts; .*`llama-gguf-"):
         load_published("llama", file)
 
     write_gguf(file, TYPES.Q4_0)

@@ -421,13 +421,9 @@ def test_mistakes_are_named(pair, tmp_path):
         ours(ids, image[:, :100])
     with pytest.raises(UserError, match="heads of 14; two-dimensional"):
         dataclasses.replace(CONFIG, fusion=dataclasses.replace(CONFIG.fusion, hidden=42))
-    with pytest.raises(
-        UserError, match=r"fusion\.heads is 3: .* divisor of mcan\.fusion\.hidden = 50"
-    ):
+    with pytest.raises(UserError, match=r"fusion\.heads is 3: .*of mcan\.fusion\.hidden = 50"):
         dataclasses.replace(CONFIG.fusion, hidden=50)
-    with pytest.raises(
-        UserError, match=r"mcan\.fusion\.norm is 'rms': expected one of layer, unbiased"
-    ):
+    with pytest.raises(UserError, match=r"mcan\.fusion\.norm is 'rms': .*layer, unbiased"):
         dataclasses.replace(CONFIG.fusion, norm="rms")
     with pytest.raises(UserError, match=r"mcan\.fusion\.dropout is 1\.0: expected a rate"):
         dataclasses.replace(CONFIG.fusion, dropout=1.0)

@@ -163,11 +163,7 @@ def test_other_preparations_are_refused_by_name(key, value, message, tmp_path):
     ("key", "value", "message"),
     [
         ("patch_size", 14, "patch_size is 14, expected 6; use a checkpoint"),
-        (
-            "max_num_patches",
-            2.5,
-            "max_num_patches is 2.5, expected a whole number of at least 1; use",
-        ),
+        ("max_num_patches", 2.5, "max_num_patches is 2.5, .*at least 1; use"),
         ("max_num_patches", -1, "max_num_patches is -1, expected a whole number"),
         ("resample", [3], r"resample is \[3\], expected bicubic"),
         ("image_std", "0.5", "image_std is '0.5', expected"),

@@ -61,9 +61,7 @@ def test_only_so_many_steps_are_skipped_and_resuming_counts_on(tmp_path):
     stop = tiny_run.Watched(spoiled(3, 8), 9, tiny_run.raise_signal(signal.SIGTERM))
     with pytest.raises(SystemExit):
         run(tmp_path / "resumed", stop, **skip)
-    with pytest.raises(
-        RunError, match=r"step 13: .*: 3 steps were skipped.* checkpoint is step 10"
-    ):
+    with pytest.raises(RunError, match=r"step 13: .*3 steps were skipped.* step 10"):
         run(tmp_path / "resumed", spoiled(4), **skip)
     with pytest.raises(UserError, match=r"train\.on_nan='ignore'"):
         run(tmp_path / "typo", on_nan="ignore")
@@ -107,9 +105,7 @@ def test_a_full_disk_is_named_and_loses_nothing(tmp_path, uninterrupted):
         resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
 
     try:
-        with pytest.raises(
-            RunError, match=r"cannot be written, because a file may not grow.*ulimit"
-        ):
+        with pytest.raises(RunError, match=r"cannot be written, .*may not grow.*ulimit"):
             run(tmp_path, tiny_run.Watched(tiny_run.pipeline(), 28, fill))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -134,9 +134,7 @@ def test_without_an_earlier_whole_step_nothing_is_set_aside(stopped, tmp_path):
     for step in (15, 20, 24):
         (run / "checkpoints" / str(step) / "iterator" / "metadata").write_text("{}")
     for flag in (False, True):
-        with pytest.raises(
-            UserError, match=r"24: iterator/metadata is damaged .*no earlier checkpoint is whole"
-        ):
+        with pytest.raises(UserError, match=r"24: iterator/metadata is damaged .*no earlier"):
             resume(run, resuming=Resuming(skip_damaged=flag))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["15", "20", "24"]
 

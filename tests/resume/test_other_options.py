@@ -119,9 +119,7 @@ def test_more_steps_of_a_constant_schedule_are_those_of_a_longer_run(tmp_path):
 def test_a_schedule_is_stretched_only_with_the_flag(tmp_path):
     tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=10, log_every=1)
     with pytest.raises(
-        UserError,
-        match=r"train\.steps=20: the run began with 10, and with 20 the schedule linear would have "
-        r"given step 2 the learning rate .* add --stretch_schedule .* from step 11 on\.$",
+        UserError, match=r"train\.steps=20: .* with 10, .*add --stretch_schedule .*11 on"
     ):
         tiny_run.run(tmp_path, tiny_run.pipeline(1), steps=20, log_every=1)
     stretched = Resuming(stretch_schedule=True)

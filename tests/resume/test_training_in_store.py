@@ -46,9 +46,7 @@ def test_a_killed_and_damaged_run_in_gs_ends_equal_to_a_local_one(
             run(GS, stop, validation=tiny_run.KEEP_BEST)
         assert read_metadata(f"{GS}/best")["step"] == 30
         store.put(f"{NAME}/checkpoints/34/meta/metadata", b"{}")
-        with pytest.raises(
-            UserError, match=r"34: meta/metadata is damaged .*checkpoint 30 is whole"
-        ):
+        with pytest.raises(UserError, match=r"34: meta/metadata is damaged .*checkpoint 30"):
             run(GS, validation=tiny_run.KEEP_BEST)
         run(GS, validation=tiny_run.KEEP_BEST, resuming=Resuming(skip_damaged=True))
         names = {name.split("/")[3] for name in store.names(f"{NAME}/checkpoints/")}
@@ -86,9 +84,7 @@ def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     monkeypatch.delattr(tensorstore_utils, "_use_gcs_driver")
-    with pytest.raises(
-        UserError, match=r"orbax-checkpoint [\d.]+ has no tensorstore_utils._use_gcs"
-    ):
+    with pytest.raises(UserError, match=r"orbax-checkpoint [\d.]+ .*tensorstore_utils._use_gcs"):
         paths.teach_orbax_s3()
 
 

@@ -211,9 +211,7 @@ def test_a_checkpoint_of_another_config_is_refused(tmp_path, uninterrupted):
 
 def test_weights_of_another_model_are_refused_with_their_keys(tmp_path, uninterrupted):
     wider = nnx.eval_shape(lambda: nnx.Linear(5, 16, rngs=nnx.Rngs(0)))
-    with pytest.raises(
-        UserError, match=r"another model than .*: bias is missing; kernel is missing"
-    ):
+    with pytest.raises(UserError, match=r"another model .*bias is missing; kernel is missing"):
         load_weights(uninterrupted, nnx.state(wider, nnx.Param))
     shrunk = abstract_params()
     shrunk["first"]["kernel"].set_value(jax.ShapeDtypeStruct((4, 16), np.float32))
@@ -314,9 +312,7 @@ def test_lost_tokens_are_said_once_and_counted_in_every_step(tmp_path, monkeypat
 def test_data_that_ends_and_bad_values_are_named(tmp_path):
     with pytest.raises(UserError, match=r"train\.log_every=0: at least 1 was expected"):
         run(tmp_path, log_every=0)
-    with pytest.raises(
-        UserError, match=r"optimizer\.learning_rat: unknown; did you mean 'learning_rate'"
-    ):
+    with pytest.raises(UserError, match=r"optimizer\.learning_rat: .*mean 'learning_rate'"):
         run(tmp_path, optimizer={"learning_rat": 0.1})
     few = iter(grain.MapDataset.source([next(tiny_run.pipeline())]).to_iter_dataset())
     with pytest.raises(RunError, match="step 2: the data ended before the last step"):

@@ -228,8 +228,7 @@ def test_published_patterns_and_replacements_are_opened(parts):
         (written(**replace("decoder", {"String": ""}, "x" * 100_000)), GROWS),
         (written(normalizer={"type": "Prepend", "prepend": "x" * 1_000_000}),
          GROWS),
-        (written(normalizer={"type": "Prepend", "prepend": "x" * 10_000_000}),
-         r"^T: its normalizer has 10,000,034 characters; give"),
+        (written(normalizer={"type": "Prepend", "prepend": "x" * 10_000_000}), r"^T: its normalizer has 10,000,034 char"),
         (written(post_processor={"type": "TemplateProcessing", "pair": [], "special_tokens": {},
                                  "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 10_000}),
          r"^T: its post_processor has \d+,\d+ characters; give"),
@@ -237,8 +236,7 @@ def test_published_patterns_and_replacements_are_opened(parts):
         (written({"type": "WordLevel", "vocab": {"a": 2**40}}), "^T: has a token of the number 1,09"),
         (written({"type": "BPE", "vocab": {"a": 2**24}}), "^T: has a token of the number 16,777,216;"),
         (written(added_tokens=[{"id": 2**31, "content": "<a>"}]), "^T: has a token of the number 2,1"),
-        (written({"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}),
-         r"^T: not a tokenizer \(Token `x` out of vocabulary"),
+        (written({"type": "BPE", "vocab": {"a": 0}, "merges": [["x", "y"]]}), r"^T: not a tokenizer .* out of vocab"),
         ('{"normalizer":' + '{"type":"Sequence","normalizers":[' * 5000, "^T: lists or objects nes"),
         ("[]", r"^T: not a tokenizer \("),
     ],
@@ -256,9 +254,7 @@ def test_a_tokenizer_that_gives_up_later_is_a_users_mistake():
     text = TextTokenizer(tokenizer)
     assert text.encode("aaa") == [0]
     for call in (text.encode, text.encode_plain):
-        with pytest.raises(
-            UserError, match=r"^a tokenizer cannot split a text \(Onig: .*; use the"
-        ):
+        with pytest.raises(UserError, match=r"^a tokenizer cannot split a text \(Onig: .*use the"):
             call("a" * 40 + "!")
 
 
@@ -267,7 +263,5 @@ def test_a_token_number_beyond_the_models_table(tmp_path):
     processor = {"type": "TemplateProcessing", "pair": parts["single"] * 2} | parts
     model = {"type": "WordLevel", "vocab": {"a": 0, "b": 4_000_000}, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(written(model, post_processor=processor))
-    with pytest.raises(
-        UserError, match=r"tokenizer\.json: the tokenizer has 4,000,001 tokens, the model 9;"
-    ):
+    with pytest.raises(UserError, match=r"tokenizer\.json: .* 4,000,001 tokens, the model 9;"):
         load_encoder_tokenizer(tmp_path, 9, pairs=False)

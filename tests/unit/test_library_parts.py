@@ -176,9 +176,7 @@ def test_an_empty_library_names_the_splits_that_there_are(opened):
     )
     with pytest.raises(UserError, match=message):
         opened(home, home, split="val").select(home.questions(), 1, "random")
-    with pytest.raises(
-        UserError, match=r"of modality text, name other data in parts\.library\.data"
-    ):
+    with pytest.raises(UserError, match=r"modality text, .*data in parts\.library\.data"):
         opened(home, home, modality="text").select(home.questions(), 1, "random")
 
 
@@ -262,11 +260,7 @@ def test_the_library_of_a_row_is_found_by_the_retrieval_rooms_index(opened):
 @pytest.mark.parametrize(
     ("sources", "modality", "message"),
     [
-        (
-            [],
-            "text",
-            r"parts\.knowledge\.data=data/x: .* has no text sources .*knowledge\.modality",
-        ),
+        ([], "text", r"parts\.knowledge\.data=data/x: .*no text sources .*knowledge\.modality"),
         ([], "", r"parts\.knowledge\.data=data/x: this corpus has no sources; name a corpus"),
         ([Source("1", "image", "a picture")], "text", r"has no text sources"),
     ],

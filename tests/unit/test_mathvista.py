@@ -335,10 +335,7 @@ _TWICE = {"1": {**PROBLEMS[1], "pid": "1001"}}
         ({"7": [1]}, r"testmini\.json, problem 7: an object was expected; fetch the file again"),
         (_TWICE, r"test\.json, problem 1001: pid '1001' is there twice; keep one of them"),
         ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
-        (
-            {"2": {**PROBLEMS[1], "image": "../2.jpg"}},
-            r"raw: picture '2' is said to lie at '\.\./2\.jpg', outside that folder; fetch",
-        ),
+        ({"2": {**PROBLEMS[1], "image": "../2.jpg"}}, r"raw: picture '2' .*; fetch"),
     ],
 )
 def test_files_of_another_form(tmp_path, content, message):

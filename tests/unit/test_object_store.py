@@ -257,9 +257,7 @@ def test_a_shard_of_another_content_is_not_joined(store):
     assert write((0, 2)) is None
     (shard,) = [name for name in store.names() if name.endswith("00000.jsonl")]
     flip_last_byte(store, shard)
-    with pytest.raises(
-        UserError, match=rf"{GS}/index/shards-\w+/00000.jsonl: is damaged; delete it"
-    ):
+    with pytest.raises(UserError, match=rf"{GS}/index/shards-\w+/00000.jsonl: .*; delete it"):
         write((1, 2))
     store.path(shard).unlink()
     assert write((0, 2)) is not None

@@ -473,14 +473,8 @@ def test_multipliers_scale_the_whole_update_of_the_first_match():
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        (
-            {"name": "adamww"},
-            r"train\.optimizer\.name='adamww': one of adam, .* was expected; did you mean 'adamw'\?",
-        ),
-        (
-            {"schedule": "cosin"},
-            r"train\.optimizer\.schedule='cosin': one of .* was expected; did you mean 'cosine'",
-        ),
+        ({"name": "adamww"}, r"train\.optimizer\.name='adamww': one of adam, .*mean 'adamw'"),
+        ({"schedule": "cosin"}, r"train\.optimizer\.schedule='cosin': .*mean 'cosine'"),
         ({"lr": 1e-3}, r"train\.optimizer\.lr: unknown; the known ones are b1, b2"),
         ({"name": "adam", "weight_decay": 0.1}, r"adam has no weight decay"),
         ({"learning_rate": 0.0}, r"learning_rate must be above 0"),

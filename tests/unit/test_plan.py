@@ -87,9 +87,7 @@ def test_flops_of_a_model_are_those_of_an_independent_count():
 
 def test_a_base_that_is_not_here_is_planned_by_its_sizes():
     config = load_config(ROOT / "configs/scienceqa/rmr_finetune.py:pod")
-    with pytest.raises(
-        UserError, match=r"init=weights/llama2-7b: is not .*--model=NAME.*llama2_7b"
-    ):
+    with pytest.raises(UserError, match=r"init=weights/llama2-7b: .*--model=NAME.*llama2_7b"):
         make_program("train", config, jax.devices()[:1])
 
 
@@ -237,9 +235,7 @@ def test_what_was_measured_is_said_of_devices_of_its_kind(tmp_path, monkeypatch)
         "decode, train_rerank took 2.25 x their bounds on NVIDIA H100 80GB HBM3 and 1.04 x the "
         "planned memory; a bound times that is off by 11 % as a rule"
     )
-    with pytest.raises(
-        UserError, match=r"measured on NVIDIA H100 .*, the plan is for TPU v5e; run"
-    ):
+    with pytest.raises(UserError, match=r"NVIDIA H100 .*, the plan is for TPU v5e; run"):
         read_calibration(path, v5e)
     monkeypatch.chdir(tmp_path)  # without the flag, only what is of this kind
     assert read_calibration(None, h100) == found
@@ -572,9 +568,7 @@ def test_a_program_that_the_compiler_refuses_is_one_sentence():
     def trace():
         raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: no such kernel\nmore\nlines")
 
-    with pytest.raises(
-        Exception, match=r"^train: the compiler refuses .*no such kernel\);"
-    ) as said:
+    with pytest.raises(Exception, match=r"^train: the compiler .*no such kernel\);") as said:
         compile_program(Program("train", trace, {}, lambda: 0.0, 0))
     assert type(said.value).__name__ == "UserError"
 

@@ -208,10 +208,7 @@ def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted,
     [
         ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
         ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
-        (
-            {"model__frontend": "x102"},
-            r"config key model\.frontend='x102': one of patches, x101.* 'x101'",
-        ),
+        ({"model__frontend": "x102"}, r"config key model\.frontend='x102': .*'x101'"),
         ({"packing__buckets": "()"}, r"packing\.buckets is empty"),
     ],
 )
@@ -285,14 +282,11 @@ def test_changes_and_vocabulary_reach_the_model():
     ("change", "message"),
     [
         ({"clip": "vit_b_17"}, r"config key model\.clip=vit_b_17: unknown; use one of vit_b_32"),
-        (
-            {"changes": {"layer": 2}},
-            r"config key model\.changes\.layer: unknown; did you mean 'layers'",
-        ),
+        ({"changes": {"layer": 2}}, r"config key model\.changes\.layer: .*'layers'"),
         ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown"),
         (
             {"vision": {"embed_dim": 384}, "changes": {"hidden": 48}},
-            r"vision\.embed_dim is 384, the text tower gives 48",
+            r"vision\.embed_dim is 384, .*48",
         ),
         ({"fusion": "max"}, r"fusion is 'max', expected one of mean, image, sum"),
     ],

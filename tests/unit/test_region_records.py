@@ -148,8 +148,7 @@ AGAIN = "delete the folder and run `mmqa features` again"
     ("names", "facts", "message"),
     [
         ("43", FACTS, f"r: holds picture 4 in place of 1: its files are damaged; {AGAIN}"),
-        ("12", dataclasses.replace(FACTS, classes=4),
-         rf"r: its regions cannot be read \(logits of shape .*; {AGAIN}"),
+        ("12", dataclasses.replace(FACTS, classes=4), rf"r: .*\(logits of shape .*; {AGAIN}"),
         ("", FACTS, rf"r: its regions cannot be read \(.*; {AGAIN}"),
     ],
 )  # fmt: skip

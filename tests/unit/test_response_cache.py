@@ -381,9 +381,7 @@ def test_the_folder_is_made_by_the_first_answer(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(
-        UserError, match=r"cannot be created there .*--cache \(of a row: parts\.llm"
-    ):
+    with pytest.raises(UserError, match=r"cannot be created there .*--cache .*parts\.llm"):
         ResponseCache(tmp_path / "cache")
 
 

@@ -128,9 +128,7 @@ def test_a_row_that_contradicts_itself_cannot_be_made(change, message):
 def test_a_row_that_needs_spacy_is_refused_before_it_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
     row = dataclasses.replace(SAME, scoring=Scoring("spacy"))
-    with pytest.raises(
-        UserError, match=r"key scoring\.lemmatizer=spacy: .* run `pip install spacy"
-    ):
+    with pytest.raises(UserError, match=r"key scoring\.lemmatizer=spacy: .*run `pip install spacy"):
         row.check_inputs()
 
 

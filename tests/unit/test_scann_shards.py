@@ -83,9 +83,7 @@ def test_without_scann(folder, embeddings, monkeypatch, capsys):
     found = load_index(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
     assert found.tolist() == [[0], [1], [2]]
     assert "searching exactly instead" in capsys.readouterr().err
-    with pytest.raises(
-        UserError, match=r"--shard_rows: ScaNN cannot be imported .*; install `scan"
-    ):
+    with pytest.raises(UserError, match=r"--shard_rows: ScaNN .*; install `scan"):
         build_shards(folder, embeddings, 1_500)
 
 

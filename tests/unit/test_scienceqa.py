@@ -214,9 +214,7 @@ def test_an_answer_of_llavas_that_is_no_letter(answer, tmp_path):
     turns = [{"value": "Which?\nA. oak\nB. rose"}, {"value": answer}]
     path = tmp_path / "test_questions_all.json"
     path.write_text(json.dumps([{"id": "9", "conversations": turns}]))
-    with pytest.raises(
-        UserError, match=r"all\.json, entry 1: not a conversation .*; fetch LLaVA's"
-    ):
+    with pytest.raises(UserError, match=r"all\.json, entry 1: .*conversation .*; fetch LLaVA's"):
         read_scienceqa(tmp_path)
 
 

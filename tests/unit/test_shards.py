@@ -142,9 +142,7 @@ def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
     run(folder, Shard(0, 2))
     with monkeypatch.context() as patch:
         patch.setattr(chunks, "_code", lambda: "other")
-        with pytest.raises(
-            UserError, match=r"another job: code is '[0-9a-f]{16}' there and 'other'"
-        ):
+        with pytest.raises(UserError, match=r"job: code is '[0-9a-f]{16}' there and 'other'"):
             run(folder, Shard(1, 2))
     with monkeypatch.context() as patch:
         patch.setattr(chunks, "_version", lambda package: "0.1")
@@ -155,9 +153,7 @@ def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
 
 def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
     assert run(folder, Shard(0, 3)) is None
-    with pytest.raises(
-        UserError, match=r"3 of 5 parts are missing: 1, 2, 4; start --shard=1, 2 of 3 again"
-    ):
+    with pytest.raises(UserError, match=r"3 of 5 parts are missing: 1, 2, 4; .*--shard=1, 2 of 3"):
         merge(folder)
     run(folder, Shard(1, 3))
     run(folder, Shard(2, 3))
@@ -194,9 +190,8 @@ def test_a_damaged_part_is_named_before_work_begins(folder):
     part.write_bytes(part.read_bytes().replace(b'"square": 36', b'"square": 37'))
     rest = Counting()
     with pytest.raises(
-        UserError, match=r"00001\.jsonl: is damaged \(its SHA-256 is another\); delete it and start "
-        r"the command again, which computes it again\."
-    ):  # fmt: skip
+        UserError, match=r"00001\.jsonl: is damaged .*SHA-256.*delete it .*the command"
+    ):
         run(folder, compute=rest)
     assert rest.chunks == []
     part.unlink()
@@ -208,10 +203,7 @@ def test_a_deleted_job_file_loses_no_part(folder):
     with pytest.raises(KeyboardInterrupt):
         run(folder, compute=Counting(fail_at=3))
     (folder / HEAD).write_bytes((folder / HEAD).read_bytes()[:-9])
-    with pytest.raises(
-        UserError,
-        match=r"job\.json: is damaged; delete it, and the next start of the job writes it",
-    ):
+    with pytest.raises(UserError, match=r"job\.json: is damaged; delete it, and the next start"):
         run(folder)
     (folder / HEAD).unlink()
     rest = Counting()
@@ -268,9 +260,7 @@ def test_parts_of_older_versions_are_refused(folder, tmp_path):
         lambda: merge(folder),
         lambda: job_status(find_job(tmp_path / "out.jsonl")),
     ):
-        with pytest.raises(
-            UserError, match=r"\.parts: holds parts of an older version .*, or dele"
-        ):
+        with pytest.raises(UserError, match=r"\.parts: .* an older version .*, or dele"):
             read()
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after | {HEAD: b"", ".claim": b"", ".lock": b""} == before | {

@@ -336,9 +336,7 @@ def test_work_of_older_versions_is_refused(tmp_path):
     path = tmp_path / "reader-0.jsonl"
     check_no_older(path)
     path.write_text('{"fingerprint": "m"}\n')
-    with pytest.raises(
-        UserError, match=r"reader-0\.jsonl: holds finished work of an older version"
-    ):
+    with pytest.raises(UserError, match=r"reader-0\.jsonl: .* work of an older version"):
         check_no_older(path)
 
 
@@ -381,9 +379,7 @@ def test_in_an_object_store(scheme, tmp_path, monkeypatch):
         last = chunk_files(one.folder)[-1]
         whole = last.read_bytes()
         last.write_bytes(whole[:-1])
-        with pytest.raises(
-            UserError, match=r"\.jsonl: is damaged \(its end is missing\); remove it"
-        ):
+        with pytest.raises(UserError, match=r"\.jsonl: is damaged \(its end .*; remove it"):
             Store(place, WHAT)
         last.write_bytes(whole)
         other_run = Store(place, {"model": "m2"})

@@ -142,10 +142,7 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (
-            {"tokenizer.json": "{}"},
-            r"tokenizer\.json: not a tokenizer \(.*\); give a tokenizer\.json in Hugging",
-        ),
+        ({"tokenizer.json": "{}"}, r"tokenizer\.json: not a tokenizer \(.*\); give"),
         *(
             (
                 {"tokenizer.json": LETTER, name: "[]"},
@@ -179,13 +176,10 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
             {"tokenizer.json": LETTER, "added_tokens.json": '{"b": 7}'},
             r"added_tokens\.json: the token 'b' is number 7 there, and 1 in tokenizer\.json; fetch",
         ),
-        (
-            {"tokenizer_config.json": "[]"},
-            r"tokenizer_config\.json: is not an object; fetch the file again",
-        ),
+        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json: is not an object; fetch"),
         (
             {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
-            r": its ByT5Tokenizer has no form of the tokenizers library; name a folder with a tok",
+            r": its ByT5Tokenizer .*; name",
         ),
     ],
 )
@@ -301,9 +295,7 @@ def test_llama3_in_a_gguf_file(tmp_path):
         assert tokenizer.decode(want) == text
     assert tokens.index(whole) in tokenizer.encode("stay unmerged")
     other = write_gguf(tmp_path / "o.gguf", "gpt2", "chatglm-bpe", ["a"], [1])
-    with pytest.raises(
-        UserError, match=r"pre-tokenizer is 'chatglm-bpe', expected one of .*--tokenizer"
-    ):
+    with pytest.raises(UserError, match=r"pre-tokenizer is 'chatglm-bpe', .*--tokenizer"):
         open_text_tokenizer(other)
     with pytest.raises(UserError, match=r"absent\.gguf: no such file; check the path"):
         open_text_tokenizer(tmp_path / "absent.gguf")

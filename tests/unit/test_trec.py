@@ -111,9 +111,7 @@ def test_qrels_written_and_read(tmp_path):
     with pytest.raises(UserError, match="none of the 1 questions has gold sources"):
         write_qrels(path, asked[1:])
     path.write_text("\n")
-    with pytest.raises(
-        UserError, match=r"val\.qrels: holds no judgments; write `question 0 source"
-    ):
+    with pytest.raises(UserError, match=r"val\.qrels: holds no judgments; write"):
         read_qrels(path)
     assert [is_qrels(tmp_path / name) for name in ("2019qrels-pass.txt", "run.trec")] == [
         True,

@@ -220,9 +220,7 @@ def test_a_row_group_that_lacks_rows_is_refused(raw, monkeypatch):
     monkeypatch.setattr(
         pq.ParquetFile, "read_row_group", lambda *args, **more: whole(*args, **more).slice(1)
     )
-    with pytest.raises(
-        UserError, match=r"\(row group 0 has other rows than it says\); the file is"
-    ):
+    with pytest.raises(UserError, match=r"\(row group 0 has other rows than it says"):
         read_vidore(raw)
 
 

@@ -170,10 +170,7 @@ def test_every_row_can_be_trained_as_far_as_its_config_tells(name, mode):
 def test_questions_that_share_a_mean_divide_the_batch():
     config = read("vlp_qa")
     config.questions_per_mean, config.train.accumulate = 8, 32
-    with pytest.raises(
-        UserError,
-        match=r"questions_per_mean=8: batches\.batch_size=128 in train\.accumulate=32 parts",
-    ):
+    with pytest.raises(UserError, match=r"questions_per_mean=8: .*in train\.accumulate=32 parts"):
         check_config(config)
     config.train.accumulate = 16
     check_config(config)
@@ -181,9 +178,7 @@ def test_questions_that_share_a_mean_divide_the_batch():
 
 def test_clip_patches_ask_for_the_converted_clip():
     config = read("vlp_qa", "clip_patches")
-    with pytest.raises(
-        UserError, match=r"weights/clip: holds no trained weights \(no model\.json\)"
-    ):
+    with pytest.raises(UserError, match=r"weights/clip: holds no trained weights"):
         check_config(config)
 
 

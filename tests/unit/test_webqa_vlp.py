@@ -229,9 +229,7 @@ def test_pictures_without_features_are_named_at_the_end(reranked):
 
 
 def test_more_pictures_without_features_than_allowed_end_the_run(release, tmp_path):
-    with pytest.raises(
-        AssertionError, match=r"1 picture has no region features, more than the 0 allowed"
-    ):
+    with pytest.raises(AssertionError, match=r"1 picture has no region features, .* 0 allowed"):
         train(release, tmp_path / "run", "vlp_select.py:runlocal", **{"features.max_missing": 0})
 
 

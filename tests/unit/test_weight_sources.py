@@ -222,9 +222,7 @@ def test_a_compressed_torchscript_archive_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in parts.items():
             archive.writestr(name, data)
-    with pytest.raises(
-        UserError, match=r"net\.pt, net/data.*: is compressed, .*; save the tensors"
-    ):
+    with pytest.raises(UserError, match=r"net\.pt, net/data.*: is compressed, .*; save"):
         open_source(path)
 
 
@@ -243,9 +241,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(
-        UserError, match=r"absent: cannot be read \(No such file .*; check the path"
-    ):
+    with pytest.raises(UserError, match=r"absent: cannot be read .*; check the path"):
         gguf_file(tmp_path / "absent")
 
 

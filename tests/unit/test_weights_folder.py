@@ -124,21 +124,12 @@ ENCODER = dataclasses.asdict(BERT)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"dtype": "float16"},
-            r": dtype is 'float16', expected 'float32' .* convert the model aga",
-        ),
+        ({"dtype": "float16"}, r": dtype is 'float16', .* convert the model aga"),
         ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, caption_mcan, "),
-        (
-            {"config": ENCODER | {"hidden_size": 12}},
-            r", key config: unknown field 'hidden_size'; use one of vocab_size, .*, or the version",
-        ),
+        ({"config": ENCODER | {"hidden_size": 12}}, r", key config: unknown field 'hidden_size'"),
         ({"model": "vlp", "config": {"region_features": 7}}, r", key config: lacks bert; add it"),
         ({"config": None}, r", key config is None: expected BertConfig; correct it"),
-        (
-            {"config": ENCODER | {"heads": "3"}},
-            r", key config\.heads is '3': expected int; correct",
-        ),
+        ({"config": ENCODER | {"heads": "3"}}, r", key config\.heads is '3': .*int; correct"),
     ],
 )
 def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path):
@@ -156,11 +147,7 @@ def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path
         ("bert", {"export": "onnx"}, "--export=onnx: unknown; use hf"),
         ("clip", {"preprocessing": "own"}, "--preprocessing=own: unknown; use one of openai, tra"),
         ("bert", {"preprocessing": "openai"}, "--preprocessing: is kept with a CLIP's .*; leave"),
-        (
-            "clip",
-            {"preprocessing": "openai", "export": "hf"},
-            "--preprocessing: is kept with a CLIP's converted weights alone; leave it out",
-        ),
+        ("clip", {"preprocessing": "openai", "export": "hf"}, "--preprocessing: .*; leave it out"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_read(model, options, message, tmp_path):
@@ -173,10 +160,7 @@ def test_wrong_options_are_refused_before_anything_is_read(model, options, messa
     [
         (3, r": mmqa_jax is 3, expected an object; export it again"),
         ({}, r", key mmqa_jax\.config is None: expected BertConfig; correct it"),
-        (
-            {"config": {"head": 3}},
-            r", key mmqa_jax\.config: unknown field 'head'; use one of vocab_",
-        ),
+        ({"config": {"head": 3}}, r", key mmqa_jax\.config: unknown field 'head'; .*vocab_"),
     ],
 )
 def test_an_exports_config_that_does_not_fit_is_refused(stated, message, tmp_path):

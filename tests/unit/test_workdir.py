@@ -61,7 +61,7 @@ def test_another_config_is_refused_and_nothing_changes(tmp_path):
     before = (tmp_path / "config.json").read_bytes()
     other = {"seed": 1, "train": {"steps": 20, "rate": 0.1, "new": None}}
     with pytest.raises(
-        UserError, match=r"train\.steps \(10 there, 20 now\), train\.new .*new --workdir"
+        UserError, match=r"train\.steps \(10 there, 20 now\), train\.new .*--workdir"
     ):
         claim(tmp_path, other)
     assert (tmp_path / "config.json").read_bytes() == before

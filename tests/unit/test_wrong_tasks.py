@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
+from dataclasses import replace
 
 import pytest
 from cli_runs import ROOT
@@ -65,77 +65,49 @@ def test_without_changes_none_is_refused(task):
 @pytest.mark.parametrize(
     ("task", "changes", "message"),
     [
-        (
-            "t5",
-            {"train__optimizer__trainable": "lora"},
-            r"key train\.optimizer\.trainable=lora: the section model says what is trained .*set it to None",
-        ),
+        ("t5", {"train__optimizer__trainable": "lora"}, r"trainable=lora: .*set it to None"),
         ("t5", {"batches__targets": 0}, r"key batches\.targets=0: give 1 or more"),
         *(
-            (
-                "t5",
-                {"batches__lengths": lengths},
-                r"key batches\.lengths=\(.*\): ascending numbers of tokens .*; change them",
-            )
+            ("t5", {"batches__lengths": lengths}, r"batches\.lengths=.*: ascending .*; change")
             for lengths in ((), (0, 8), (8, 4), (8, 8))
         ),
-        (
-            "fusion",
-            {"passages__knowledge__rankings": "r.jsonl", "passages__knowledge__answers": "a.pkl"},
-            r"key passages\.knowledge\.rankings=r\.jsonl: .* without KAT's entities .*; leave one",
+        *(
+            (
+                "fusion",
+                {
+                    f"{section}__knowledge__rankings": "r.jsonl",
+                    f"{section}__knowledge__{other}": "x",
+                },
+                rf"key {section}\.knowledge\.rankings=r\.jsonl: .*KAT's entities .*; leave one",
+            )
+            for section, other in (("passages", "answers"), ("validate", "entities"))
         ),
-        (
-            "fusion",
-            {"validate__knowledge__rankings": "r.jsonl", "validate__knowledge__entities": "e.pkl"},
-            r"key validate\.knowledge\.rankings=r\.jsonl: .* without KAT's entities .*; leave one",
+        ("pictured_t5", {"pictures__features": 7}, r"pictures\.features=7: .* 6 values .*; ch"),
+        ("pictured_t5", {"train__evaluate_every": 2}, r"task=multimodal_cot: .*evaluate_every"),
+        *(
+            ("vlp", changes, rf"key {key}: the longest .*, the model 512; use shorter buckets")
+            for key, changes in (
+                (r"inference\.packing\.buckets", {"inference__packing": {"buckets": ((1, 600),)}}),
+                (r"packing\.buckets", {"packing__buckets": ((1, 600),)}),
+            )
         ),
-        (
-            "pictured_t5",
-            {"pictures__features": 7},
-            r"key pictures\.features=7: the model reads 6 values a vector; change one",
-        ),
-        (
-            "pictured_t5",
-            {"train__evaluate_every": 2},
-            r"config task=multimodal_cot: .* does not validate; set train\.evaluate_every to 0",
-        ),
-        (
-            "vlp",
-            {"inference__packing": {"buckets": ((1, 600),)}},
-            r"key inference\.packing\.buckets: the longest .*, the model 512; use shorter buckets",
-        ),
-        (
-            "vlp",
-            {"packing__buckets": ((1, 600),)},
-            r"key packing\.buckets: the longest .*, the model 512; use shorter buckets",
-        ),
-        (
-            "siglip",
-            {"inference__buckets": (32,)},
-            r"key inference\.buckets: 32 tokens, .* reads texts padded to 64; set it to that alone",
-        ),
-        (
-            "siglip",
-            {"inference__buckets": (32, 64)},
-            r"key inference\.buckets: 32 tokens, .* reads texts padded to 64; set it to that alone",
+        *(
+            ("siglip", {"inference__buckets": buckets}, r"inference\.buckets: 32 .* 64; set it")
+            for buckets in ((32,), (32, 64))
         ),
         (
             "vqa",
             {"model__answer_embeddings": True, "init": "minilm"},
             r"key model\.fusion\.flat_out=32: .* MiniLM's vectors of 384 values; set it to that, or",
         ),
-        (
-            "vqa",
-            {"batches__lengths": (16, 600)},
-            r"key batches\.lengths=\(16, 600\): increasing numbers from 3 to 512 .*; change them",
-        ),
+        ("vqa", {"batches__lengths": (16, 600)}, r"lengths=\(16, 600\): .* 3 to 512 .*; change"),
         *(
-            (
-                "contrastive",
-                {"batches__source_lengths": lengths},
-                r"key batches\.source_lengths=\(.*\): numbers of tokens from 3 .*; change them",
+            ("contrastive", {key: lengths}, rf"key {place}=\(.*\): .* from 3 .*; change them")
+            for key, place, wrong in (
+                ("batches__source_lengths", r"batches\.source_lengths", ((), (2, 8))),
+                ("inference__buckets", r"inference\.buckets", ((), (2, 8), (8, 4), (8, 8))),
             )
-            for lengths in ((), (2, 8))
+            for lengths in wrong
         ),
         *(
             (task, {key: value}, rf"key {key.replace('__', '.')}={value}: at least \d was expected")
@@ -154,25 +126,17 @@ def test_without_changes_none_is_refused(task):
             )
         ),
         *(
-            (
-                "llm",
-                {"validate__shots": shots},
-                r"key validate\.shots=\(.*\): numbers of examples from 0 .*; change them",
-            )
+            ("llm", {"validate__shots": shots}, r"key validate\.shots=\(.*\): .* from 0 .*; change")
             for shots in ((), (0, -1))
         ),
         *(
-            (
-                task,
-                {key.replace(".", "__"): share},
-                rf"key {key}={share}: a share in 0\.\.1 was expected; change it",
-            )
+            (task, {key: share}, rf"{key.replace('__', '.')}={share}: a share .*; ch")
             for task, key in (
-                ("vlp", "batches.alike_share"),
-                ("vlp", "batches.second_hop_prob"),
-                ("answer", "batches.distractor_prob"),
-                ("answer", "batches.no_source_prob"),
-                ("answer", "masking.mask_prob"),
+                ("vlp", "batches__alike_share"),
+                ("vlp", "batches__second_hop_prob"),
+                ("answer", "batches__distractor_prob"),
+                ("answer", "batches__no_source_prob"),
+                ("answer", "masking__mask_prob"),
             )
             for share in (-0.5, 1.5)
         ),
@@ -183,19 +147,11 @@ def test_without_changes_none_is_refused(task):
         (
             "vlp",
             {"packing__buckets": ((-1, 64), (0, 64))},
-            r"packing\.buckets: -1 pictures; give 0 or more of each",
+            r"packing\.buckets: -1 pictures; give 0",
         ),
         ("llm", {"init": ""}, r"key init=: no such file or folder; name a LLaMA as .*, or scratch"),
-        *(
-            (
-                "contrastive",
-                {"inference__buckets": buckets},
-                r"key inference\.buckets=\(.*\): increasing numbers .* from 3 .*; change them",
-            )
-            for buckets in ((), (2, 8), (8, 4), (8, 8))
-        ),
     ],
-)  # fmt: skip
+)
 def test_the_config_alone_is_wrong(task, changes, message):
     with pytest.raises(UserError, match=message):
         read_task(config_of(task, **changes)).check_sizes(files=False)
@@ -209,46 +165,25 @@ CHOICE = Question(
 )  # fmt: skip
 BARE = Question("q2", "train", "Which?")
 LETTERS = text_tokenizer()
+TOO_SMALL = {"model__changes__vocab_size": 40, "tokenizer": "letters"}
 
 
 @pytest.mark.parametrize(
     ("task", "changes", "questions", "message"),
     [
-        (
-            "fusion",
-            {},
-            [BARE],
-            r"key data\.split=train: tiny holds no such questions with answers; choose another split",
-        ),
+        ("fusion", {}, [BARE], r"key data\.split=train: tiny .* with answers; choose"),
         *(
-            (
-                "pictured_t5",
-                {},
-                [dataclasses.replace(CHOICE, **lacking)],
-                r"key data\.split=train: tiny holds no such questions with choices and a known "
-                r"answer; choose another split",
-            )
-            for lacking in ({"answer_index": None}, {"choices": ()})
+            ("pictured_t5", {}, [question], r"data\.split=train: tiny .* a known answer; choose")
+            for question in (replace(CHOICE, answer_index=None), replace(CHOICE, choices=()))
         ),
-        (
-            "llm",
-            {},
-            [BARE],
-            r"key data\.split=train: tiny holds no such questions with choices and a known answer, or a "
-            r"conversation; choose another split",
-        ),
-        (
-            "t5",
-            {},
-            [BARE],
-            r"key data\.split=train: tiny holds no such questions with .*answer.*; choose another",
-        ),
+        ("llm", {}, [BARE], r"key data\.split=train: tiny .* with choices .*; choose another"),
+        ("t5", {}, [BARE], r"key data\.split=train: tiny .*answer.*; choose another"),
         *(
             (
                 task,
-                {"model__changes__vocab_size": 40, "tokenizer": "letters"},
+                TOO_SMALL,
                 [CHOICE],
-                r"key tokenizer=letters: has 60 tokens, the model 40; leave model\.changes\.vocab_size",
+                r"key tokenizer=letters: has 60 tokens, the model 40; leave",
             )
             for task in ("llm", "t5", "fusion", "pictured_t5")
         ),
@@ -323,7 +258,7 @@ def test_another_models_tokenizer(base):
 def test_a_question_that_fits_no_row_of_validation():
     config = config_of("llm", batches__length=16, batches__targets=8, validate__shots=(0,))
     described = read_task(config)
-    corpus = Corpus([], [dataclasses.replace(CHOICE, split="val")])
+    corpus = Corpus([], [replace(CHOICE, split="val")])
     message = r"section validate: question q1 does not fit a row of batches\.length=16 .*; raise it"
     with pytest.raises(UserError, match=message):
         OptionLikelihood(described, corpus, encode_text(LETTERS), lambda examples: None)

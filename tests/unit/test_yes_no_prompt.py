@@ -57,14 +57,8 @@ def test_tokenizers_that_a_qwen_does_not_have(words, of_bytes, message, tmp_path
     [
         (None, "has no chat template .*; fetch the whole folder again"),
         ("", r"makes no prompt of .* \(it lacks the two roles\); use a checkpoint"),
-        (
-            "{{ raise_exception('only users') }}",
-            "makes no prompt of .*only users.; use a checkpoint",
-        ),
-        (
-            "{{ messages.query.content }}",
-            "makes no prompt of a `query` and a `document` .*no attrib",
-        ),
+        ("{{ raise_exception('only users') }}", "makes no prompt of .*only users.; use"),
+        ("{{ messages.query.content }}", "no prompt of a `query` and a `document` .*no attrib"),
         (ROLE % "query", "does not put a `query` and then a `document` .*; use a checkpoint that"),
         (f"<|im_start|>{ROLES}", r"special tokens in the question's line \('<\|im_start\|>'\)"),
     ],
