@@ -105,15 +105,9 @@ class TorchDetector:
 
             y = step("conv1", x, inner, 1, stride=first).relu()
             y = step(
-                "conv2",
-                y,
-                inner,
-                3,
-                stride=second,
-                padding=dilation,
-                dilation=dilation,
+                "conv2", y, inner, 3, stride=second, padding=dilation, dilation=dilation,
                 groups=c.groups,
-            ).relu()
+            ).relu()  # fmt: skip
             y = step("conv3", y, out, 1, mean=0.4)
             x = step("shortcut", x, out, 1, mean=0.5, stride=stride) if block == 0 else x
             x = (x + y).relu()

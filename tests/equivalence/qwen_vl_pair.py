@@ -55,18 +55,10 @@ _VISION = {
 }
 _SINCE_2_5 = {"intermediate_size": 44, "out_hidden_size": 48}
 _TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 640,
-    "rms_norm_eps": 2e-5,
-    "initializer_range": 0.08,
-    "bos_token_id": None,
-    "eos_token_id": ANSWERED,
-}
+    "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-5, "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": ANSWERED,
+}  # fmt: skip
 # A family's classes in transformers, and values of its tower, its language model and both.
 CASES = {
     "qwen2_vl": (
@@ -138,15 +130,12 @@ CASES["qwen3_5"] = (
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 12,
         "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 4321.0,
-            "partial_rotary_factor": 0.5,
-            "mrope_section": [4, 2, 2],
-            "mrope_interleaved": True,
+            "rope_type": "default", "rope_theta": 4321.0, "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2], "mrope_interleaved": True,
         },
     },
     {"tie_word_embeddings": False},
-)
+)  # fmt: skip
 PROCESSOR = {
     "qwen2_vl": {"image_mean": [0.6, 0.5, 0.4], "image_std": [0.3, 0.2, 0.25]},
     "qwen2_5_vl": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]},

@@ -25,16 +25,10 @@ def large_cnn(tmp_path_factory):
     """A state dict with all names of the word table, and config.json in a folder of others'."""
     folder = tmp_path_factory.mktemp("bart")
     config = transformers.BartConfig(
-        vocab_size=VOCAB,
-        d_model=16,
-        encoder_layers=3,
-        decoder_layers=2,
-        encoder_attention_heads=2,
-        decoder_attention_heads=2,
-        encoder_ffn_dim=24,
-        decoder_ffn_dim=24,
+        vocab_size=VOCAB, d_model=16, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
         max_position_embeddings=20,
-    )
+    )  # fmt: skip
     tensors = {}
     for seed in (0, 1):
         torch.manual_seed(seed)

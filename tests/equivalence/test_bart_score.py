@@ -16,12 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.fluency import (
-    BartScorer,
-    load_bart_scorer,
-    load_bart_tokenizer,
-    score_fluency,
-)
+from mmqa_jax.evaluation import fluency
 from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv
 from mmqa_jax.weights.published import load_published
 
@@ -82,17 +77,10 @@ def published(tmp_path_factory):
     )
     bpe.model.save(str(folder))  # vocab.json and merges.txt
     config = transformers.BartConfig(
-        vocab_size=bpe.get_vocab_size(),
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=POSITIONS,
-        attn_implementation="eager",
-    )
+        vocab_size=bpe.get_vocab_size(), d_model=32, encoder_layers=1, decoder_layers=1,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, max_position_embeddings=POSITIONS, attn_implementation="eager",
+    )  # fmt: skip
     torch.manual_seed(0)
     model = randomize(transformers.BartForConditionalGeneration(config), 0, 0.1)
     model.save_pretrained(folder)
@@ -102,9 +90,9 @@ def published(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ours(published):
-    return BartScorer(
+    return fluency.BartScorer(
         load_published("bart", published.folder),
-        load_bart_tokenizer(published.folder),
+        fluency.load_bart_tokenizer(published.folder),
         buckets=BUCKETS,
         batch_tokens=48,
     )
@@ -143,7 +131,7 @@ def test_fluency_as_the_official_script_computes_it(published, ours):
     ]
     questions = [Question(str(n), "val", "?", answers=a) for n, (_, a) in enumerate(cases)]
     predictions = [Prediction(str(n), c) for n, (c, _) in enumerate(cases)]
-    scores = score_fluency(questions, predictions, ours)
+    scores = fluency.score_fluency(questions, predictions, ours)
     wanted = [
         min(1, np.max(bart([c] * len(a), list(a)) / np.array(bart(list(a), list(a)))))
         for c, a in cases
@@ -156,14 +144,14 @@ def test_parabank_weights_take_the_place_of_the_folders_own(published, tmp_path)
     for name in ("config.json", "vocab.json", "merges.txt", "model.safetensors"):
         (tmp_path / name).write_bytes((published.folder / name).read_bytes())
     pair = [TEXTS[2]], [TEXTS[3]]
-    own, path, weights = load_bart_scorer(tmp_path, buckets=(16,))
+    own, path, weights = fluency.load_bart_scorer(tmp_path, buckets=(16,))
     assert (path, weights) == (tmp_path, "bart-large-cnn")
     assert own.score(*pair) == pytest.approx(published.score(*pair), abs=1e-4)
     other = randomize(
         transformers.BartForConditionalGeneration.from_pretrained(published.folder), 1, 0.1
     )
     torch.save(other.state_dict(), tmp_path / "bart.pth")
-    finetuned, path, weights = load_bart_scorer(tmp_path, buckets=(16,))
+    finetuned, path, weights = fluency.load_bart_scorer(tmp_path, buckets=(16,))
     assert (path, weights) == (tmp_path / "bart.pth", "official")
     wanted = published._replace(model=other).score(*pair)
     assert finetuned.score(*pair) == pytest.approx(wanted, abs=1e-4)
@@ -208,7 +196,7 @@ def test_fluency_from_the_command_line(published, ours, tmp_path, capsys):
     assert main(["evaluate", "webqa", *flags]) == 0
     said = capsys.readouterr()
     result = json.loads(said.out.splitlines()[-1])
-    wanted = score_fluency(*read_output_tsv(path), ours)
+    wanted = fluency.score_fluency(*read_output_tsv(path), ours)
     own = wanted.per_question["webqa_fl/official"]
     assert result["scores"] == pytest.approx(
         {
@@ -246,9 +234,9 @@ def test_fluency_from_the_command_line(published, ours, tmp_path, capsys):
 
 
 def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
-    split = load_bart_tokenizer(published.folder)
+    split = fluency.load_bart_tokenizer(published.folder)
     split.save(str(tmp_path / "tokenizer.json"))
-    whole = load_bart_tokenizer(tmp_path)
+    whole = fluency.load_bart_tokenizer(tmp_path)
     for text in TEXTS:
         wanted = published.tokenizer(text)["input_ids"]
         assert split.encode(text).ids == wanted
@@ -257,24 +245,24 @@ def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
 
 def test_folders_without_a_usable_bart_are_refused(published, tmp_path):
     with pytest.raises(UserError, match=r"--bart=.*nowhere: no such folder; give .*bart-large-cnn"):
-        load_bart_scorer(tmp_path / "nowhere")
+        fluency.load_bart_scorer(tmp_path / "nowhere")
     with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor vocab\.json with"):
-        load_bart_scorer(tmp_path)
+        fluency.load_bart_scorer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer .*as it was published"):
-        load_bart_scorer(tmp_path)
+        fluency.load_bart_scorer(tmp_path)
     bare = Tokenizer(models.BPE())
     bare.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"does not wrap texts in <s> and </s>; use BART's"):
-        load_bart_scorer(tmp_path)
-    tokenizer = load_bart_tokenizer(published.folder)
+        fluency.load_bart_scorer(tmp_path)
+    tokenizer = fluency.load_bart_tokenizer(published.folder)
     tokenizer.add_tokens(["one", "too", "many"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_bart_scorer(tmp_path)
+        fluency.load_bart_scorer(tmp_path)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((published.folder / name).read_bytes())
     words = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     message = rf"tokenizer has {words + 3} tokens, its model {words}; give the tokenizer and"
     with pytest.raises(UserError, match=message):
-        load_bart_scorer(tmp_path)
+        fluency.load_bart_scorer(tmp_path)

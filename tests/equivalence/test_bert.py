@@ -37,18 +37,9 @@ from mmqa_jax.weights.published import load_published
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
 CONFIG = BertConfig(
-    vocab_size=99,
-    hidden=36,
-    layers=3,
-    heads=3,
-    mlp=52,
-    positions=40,
-    types=6,
-    eps=1e-3,
-    activation="gelu_new",
-    pooler=True,
-    unroll=1,
-)
+    vocab_size=99, hidden=36, layers=3, heads=3, mlp=52, positions=40, types=6, eps=1e-3,
+    activation="gelu_new", pooler=True, unroll=1,
+)  # fmt: skip
 
 
 def torch_config(config: BertConfig) -> transformers.BertConfig:

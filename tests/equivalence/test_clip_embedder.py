@@ -45,16 +45,8 @@ BROKEN = [
 ]
 REPAIRED = ['"the flag" <red> in the\'s sun', "it's a fine flag…", "a red flag ét ét"]
 MERGES = [
-    "a g</w>",
-    "t h",
-    "th e</w>",
-    "l ag</w>",
-    "f lag</w>",
-    "r e",
-    "re d</w>",
-    "i n</w>",
-    "o n</w>",
-]
+    "a g</w>", "t h", "th e</w>", "l ag</w>", "f lag</w>", "r e", "re d</w>", "i n</w>", "o n</w>",
+]  # fmt: skip
 
 
 def byte_letters():

@@ -72,13 +72,10 @@ def test_suppression_keeps_the_same_boxes_in_the_same_order(inclusive, last_pixe
         there = np.flatnonzero(crowd.valid)
         want = there[
             nms(
-                crowd.boxes[there],
-                crowd.scores[there],
-                0.5,
-                inclusive=inclusive,
+                crowd.boxes[there], crowd.scores[there], 0.5, inclusive=inclusive,
                 last_pixel=last_pixel,
             )
-        ]
+        ]  # fmt: skip
         assert 12 < len(want) < 600
         chosen, kept = run(crowd.boxes, crowd.scores, crowd.valid, overlap, limit)
         assert chosen.shape == kept.shape == (limit,)

@@ -91,14 +91,9 @@ def case(request, tmp_path_factory):
     path = write(kind, theirs.tensors, tmp_path_factory.mktemp(kind))
     ours = load_published("detector", path, **CHANGES[kind])
     return SimpleNamespace(
-        kind=kind,
-        theirs=theirs,
-        ours=ours,
-        single=single,
-        pictures=pictures,
-        found=found,
+        kind=kind, theirs=theirs, ours=ours, single=single, pictures=pictures, found=found,
         path=path,
-    )
+    )  # fmt: skip
 
 
 def test_the_same_regions_in_the_same_order(case):

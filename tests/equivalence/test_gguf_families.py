@@ -27,19 +27,11 @@ pytestmark = pytest.mark.slow
 
 LAYERS = 7  # one that sees all among Gemma 3's, one without positions among SmolLM3's
 SIZES = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 640,
-    "rms_norm_eps": 2e-4,
-    "attn_implementation": "eager",
-    "pad_token_id": None,
-    "bos_token_id": 1,
+    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-4, "attn_implementation": "eager", "pad_token_id": None, "bos_token_id": 1,
     "eos_token_id": 2,
-}
+}  # fmt: skip
 _THETA = {"rope_type": "default", "rope_theta": 1234.5}
 
 
@@ -172,12 +164,8 @@ CASES = {
         transformers.GraniteMoeForCausalLM,
         "granitemoe",
         {
-            "embedding_multiplier": 5.5,
-            "attention_multiplier": 0.21,
-            "residual_multiplier": 0.4,
-            "logits_scaling": 0.7,
-            "num_local_experts": 5,
-            "num_experts_per_tok": 2,
+            "embedding_multiplier": 5.5, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
+            "logits_scaling": 0.7, "num_local_experts": 5, "num_experts_per_tok": 2,
         },
         _granitemoe,
         turned=True,
@@ -289,10 +277,7 @@ CASES = {
         transformers.Qwen3MoeForCausalLM,
         "qwen3moe",
         {
-            "head_dim": 12,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
+            "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         },
         _mixture,
@@ -302,11 +287,8 @@ CASES = {
         transformers.Gemma2ForCausalLM,
         "gemma2",
         {
-            "head_dim": 12,
-            "query_pre_attn_scalar": 12,
-            "sliding_window": 33,
-            "attn_logit_softcapping": 1.5,
-            "final_logit_softcapping": 2.5,
+            "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 33,
+            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5,
         },
         _gemma,
         known=True,
@@ -329,7 +311,7 @@ CASES = {
         known=True,
         shift=1.0,
     ),
-}
+}  # fmt: skip
 
 
 def turned(x: np.ndarray, heads: int) -> np.ndarray:

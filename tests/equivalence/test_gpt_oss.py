@@ -19,19 +19,10 @@ from mmqa_jax.weights.formats.mxfp4 import decode
 from mmqa_jax.weights.published import load_published
 
 SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_local_experts": 3,
-    "num_experts_per_tok": 2,
-    "sliding_window": 16,
-    "eos_token_id": 2,
-    "pad_token_id": 2,
-}
+    "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 3,
+    "num_experts_per_tok": 2, "sliding_window": 16, "eos_token_id": 2, "pad_token_id": 2,
+}  # fmt: skip
 # What the config.json of openai/gpt-oss-20b has beside its sizes.
 PUBLISHED = {
     "architectures": ["GptOssForCausalLM"],

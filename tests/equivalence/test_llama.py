@@ -42,12 +42,9 @@ LENGTH = 520  # short prompts hide mistakes in rotary positions
 LENGTHS = np.array([LENGTH, 7, 301])
 
 COMMON = {
-    "vocab_size": 97,
-    "num_hidden_layers": 2,
-    "max_position_embeddings": 640,
-    "initializer_range": 0.08,
-    "attn_implementation": "eager",
-}
+    "vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 640,
+    "initializer_range": 0.08, "attn_implementation": "eager",
+}  # fmt: skip
 CASES = {
     "grouped, tied": {
         "hidden_size": 48,

@@ -42,17 +42,11 @@ def test_configs_of_both_transformers_versions():
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = 8192
     sizes = {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "num_hidden_layers": 32,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-5,
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
+        "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "num_hidden_layers": 32, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
         "head_dim": 128,
-    }
+    }  # fmt: skip
     four = sizes | {"rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}}
     five = sizes | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 5e5}}
     for published in (four, five):

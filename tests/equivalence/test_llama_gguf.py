@@ -24,16 +24,10 @@ from mmqa_jax.weights.published import load_published
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}
 MATRICES = {
-    "token_embd": (40, 256),
-    "output": (40, 256),
-    "blk.0.attn_q": (256, 256),
-    "blk.0.attn_k": (128, 256),
-    "blk.0.attn_v": (128, 256),
-    "blk.0.attn_output": (256, 256),
-    "blk.0.ffn_gate": (256, 256),
-    "blk.0.ffn_up": (256, 256),
-    "blk.0.ffn_down": (256, 256),
-}
+    "token_embd": (40, 256), "output": (40, 256), "blk.0.attn_q": (256, 256),
+    "blk.0.attn_k": (128, 256), "blk.0.attn_v": (128, 256), "blk.0.attn_output": (256, 256),
+    "blk.0.ffn_gate": (256, 256), "blk.0.ffn_up": (256, 256), "blk.0.ffn_down": (256, 256),
+}  # fmt: skip
 NORMS = ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
 TYPES = gguf.GGMLQuantizationType
 

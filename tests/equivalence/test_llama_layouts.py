@@ -27,16 +27,9 @@ from mmqa_jax.weights.published import load_published, write_published
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
 PARAMS = {
-    "dim": 64,
-    "n_layers": 2,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "multiple_of": 16,
-    "ffn_dim_multiplier": 1.3,
-    "norm_eps": 3e-4,
-    "rope_theta": 3000.0,
-    "vocab_size": -1,
-}
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16,
+    "ffn_dim_multiplier": 1.3, "norm_eps": 3e-4, "rope_theta": 3000.0, "vocab_size": -1,
+}  # fmt: skip
 VOCAB, MLP = 96, 224
 
 

@@ -124,15 +124,11 @@ def write_clip(folder, pair):
     config = transformers.CLIPConfig(
         vision_config=tiny.VISION,
         text_config={
-            "vocab_size": 50,
-            "hidden_size": 24,
-            "intermediate_size": 32,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "max_position_embeddings": 9,
+            "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "max_position_embeddings": 9,
         },
         projection_dim=28,
-    )
+    )  # fmt: skip
     model = transformers.CLIPModel(config)
     model.vision_model.load_state_dict(pair.theirs.model.vision_tower.state_dict())
     model.save_pretrained(folder)
@@ -216,19 +212,13 @@ def test_original_and_transformers_configs_are_the_presets():
             "vocab_size": 32064,
         },
         "vision_config": {
-            "hidden_size": 1024,
-            "image_size": 336,
-            "intermediate_size": 4096,
-            "model_type": "clip_vision_model",
-            "num_attention_heads": 16,
-            "num_hidden_layers": 24,
-            "patch_size": 14,
-            "projection_dim": 768,
-            "vocab_size": 32000,
+            "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+            "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
+            "patch_size": 14, "projection_dim": 768, "vocab_size": 32000,
         },
         "vision_feature_layer": -2,
         "vision_feature_select_strategy": "default",
-    }
+    }  # fmt: skip
     assert llava_config(published) == sizes
     del published["vision_config"]  # transformers' default
     assert llava_config(published) == sizes

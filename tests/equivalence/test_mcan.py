@@ -28,51 +28,28 @@ from torch import nn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import BertConfig
+from mmqa_jax.models.mcan import network
 from mmqa_jax.models.mcan.keys import check_rotation, mcan_key_map, publish_mcan
-from mmqa_jax.models.mcan.network import (
-    MCAN,
-    FusionConfig,
-    MCANConfig,
-    grid_rotation,
-    mcan_prophet,
-    rotate_pairs,
-)
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
 
 # Nothing at its published value. 23 x 23 cells: rotary positions past 500 tokens.
-CONFIG = MCANConfig(
+CONFIG = network.MCANConfig(
     text=BertConfig(
-        vocab_size=53,
-        hidden=28,
-        layers=2,
-        heads=2,
-        mlp=36,
-        positions=20,
-        eps=1e-3,
-        pooler=True,
+        vocab_size=53, hidden=28, layers=2, heads=2, mlp=36, positions=20, eps=1e-3, pooler=True,
         unroll=1,
     ),
-    fusion=FusionConfig(
-        hidden=48,
-        heads=3,
-        mlp=56,
-        layers=2,
-        flat_mlp=20,
-        glimpses=2,
-        flat_out=40,
-        value_bias=False,
-        norm="layer",
-        eps=1e-3,
-        unroll=1,
+    fusion=network.FusionConfig(
+        hidden=48, heads=3, mlp=56, layers=2, flat_mlp=20, glimpses=2, flat_out=40,
+        value_bias=False, norm="layer", eps=1e-3, unroll=1,
     ),
     image_features=24,
     grid=23,
     rope_base=15.0,
     answers=11,
     new_answers=4,
-)
+)  # fmt: skip
 STACKS = ("layers", "encoder", "decoder")
 
 
@@ -101,7 +78,7 @@ class RoPE2d(nn.Module):
 
 
 class SA(nn.Module):
-    def __init__(self, c: FusionConfig):
+    def __init__(self, c: network.FusionConfig):
         super().__init__()
         self.mhatt = MHAtt(c.hidden, c.heads, value_bias=False)
         self.norm1 = nn.LayerNorm(c.hidden, c.eps)
@@ -111,7 +88,7 @@ class SA(nn.Module):
 
 
 class SAv(Projections):
-    def __init__(self, c: FusionConfig, grid: int, base: float):
+    def __init__(self, c: network.FusionConfig, grid: int, base: float):
         super().__init__(c.hidden, c.heads, value_bias=False)
         self.norm1 = nn.LayerNorm(c.hidden, c.eps)
         self.rope = RoPE2d(c.hidden // c.heads, grid, base)
@@ -123,7 +100,7 @@ class SAv(Projections):
 
 
 class GA(nn.Module):
-    def __init__(self, c: FusionConfig):
+    def __init__(self, c: network.FusionConfig):
         super().__init__()
         self.mhatt1 = MHAtt(c.hidden, c.heads, value_bias=False)
         self.norm1 = nn.LayerNorm(c.hidden, c.eps)
@@ -133,7 +110,7 @@ class GA(nn.Module):
 
 
 class FFN(nn.Module):
-    def __init__(self, c: FusionConfig):
+    def __init__(self, c: network.FusionConfig):
         super().__init__()
         self.mlp = MLP(c.hidden, c.mlp, c.hidden)
         self.norm1 = nn.LayerNorm(c.hidden, c.eps)
@@ -143,7 +120,7 @@ class FFN(nn.Module):
 
 
 class Backbone(nn.Module):
-    def __init__(self, config: MCANConfig):
+    def __init__(self, config: network.MCANConfig):
         super().__init__()
         c = config.fusion
         self.enc_list, self.dec_list = nn.ModuleList(), nn.ModuleList()
@@ -155,7 +132,7 @@ class Backbone(nn.Module):
 class TorchMCAN(nn.Module):
     """MCANForFinetune."""
 
-    def __init__(self, config: MCANConfig):
+    def __init__(self, config: network.MCANConfig):
         super().__init__()
         c, t = config.fusion, config.text
         self.bert = transformers.BertModel(
@@ -214,11 +191,11 @@ def pair(tmp_path_factory):
     return theirs, loaded(path), path
 
 
-def loaded(path, config=CONFIG) -> MCAN:
+def loaded(path, config=CONFIG) -> network.MCAN:
     """A model that was never initialized, filled from a file."""
     source = open_source(path)
     checkpoint = Checkpoint(config, mcan_key_map, source, "prophet", check_rotation)
-    return load_checkpoint(MCAN, checkpoint, config)
+    return load_checkpoint(network.MCAN, checkpoint, config)
 
 
 def batch(rows: int = 3) -> tuple[np.ndarray, np.ndarray]:
@@ -252,7 +229,7 @@ def test_layers_latent_and_logits_equal(pair):
         hook.remove()
     encoder, decoder = seen["encoder"], seen["decoder"]
     question = encoder[-1][1]
-    rotation = grid_rotation(CONFIG.grid, CONFIG.head_dim, CONFIG.rope_base)
+    rotation = network.grid_rotation(CONFIG.grid, CONFIG.head_dim, CONFIG.rope_base)
 
     def run(model):
         fusion = model.fusion
@@ -332,12 +309,12 @@ def test_queries_and_keys_of_the_grid_are_swapped(pair):
 @pytest.mark.parametrize(("grid", "base"), [(16, 40.0), (23, 15.0)])
 def test_rotary_positions(grid, base):
     theirs = RoPE2d(128, grid, base)
-    ours = grid_rotation(grid, 128, base)
+    ours = network.grid_rotation(grid, 128, base)
     np.testing.assert_allclose(ours.cos, theirs.cos, rtol=0, atol=1e-6)
     np.testing.assert_allclose(ours.sin, theirs.sin, rtol=0, atol=1e-6)
     x = np.random.default_rng(0).normal(size=(2, grid**2, 3, 128)).astype("f4")
     want = theirs.turn(torch.tensor(x).transpose(1, 2)).transpose(1, 2)
-    np.testing.assert_allclose(rotate_pairs(jnp.asarray(x), ours), want, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(network.rotate_pairs(jnp.asarray(x), ours), want, rtol=0, atol=1e-5)
     # Prophet's net.py: the first half turns with the column, 40^(-2i/64) per pair.
     cell = 3 * grid + 7
     np.testing.assert_allclose(ours.cos[cell, 10], np.cos(7 * base ** (-10 / 64)), atol=1e-6)
@@ -389,11 +366,11 @@ def test_export_reloads_in_torch(pair, tmp_path):
 
 
 def test_preset_has_the_published_sizes():
-    config = mcan_prophet(new_answers=7, dtype="bfloat16")
+    config = network.mcan_prophet(new_answers=7, dtype="bfloat16")
     assert (config.text.dtype, config.fusion.dtype) == ("bfloat16", "bfloat16")
     assert (config.rope_base, config.fusion.eps, config.fusion.dropout) == (40.0, 1e-5, 0.1)
     assert (config.fusion.heads, config.text.heads, config.text.eps) == (8, 16, 1e-12)
-    model = abstract(MCAN, config)
+    model = abstract(network.MCAN, config)
     source = publish_mcan(config, nnx.state(model)).source
     with torch.device("meta"):
         theirs = TorchMCAN(config)

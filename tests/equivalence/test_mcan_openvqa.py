@@ -26,38 +26,23 @@ from torch import nn
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import torch_linear
+from mmqa_jax.models.mcan import network
 from mmqa_jax.models.mcan.keys import mcan_openvqa_key_map, open_mcan_openvqa
-from mmqa_jax.models.mcan.network import (
-    LSTM,
-    FusionConfig,
-    MCANOpenVQA,
-    MCANOpenVQAConfig,
-    UnbiasedLayerNorm,
-    mcan_large,
-    mcan_small,
-)
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.keymap import export, model_source
 from mmqa_jax.weights.published import load_checkpoint
 
 # Nothing at its published value.
-CONFIG = MCANOpenVQAConfig(
+CONFIG = network.MCANOpenVQAConfig(
     vocab_size=31,
-    fusion=FusionConfig(
-        hidden=24,
-        heads=3,
-        mlp=40,
-        layers=3,
-        flat_mlp=20,
-        glimpses=2,
-        flat_out=36,
-        eps=1e-3,
+    fusion=network.FusionConfig(
+        hidden=24, heads=3, mlp=40, layers=3, flat_mlp=20, glimpses=2, flat_out=36, eps=1e-3,
         unroll=1,
     ),
     word_features=14,
     region_features=18,
     answers=13,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +58,9 @@ def pair(tmp_path_factory):
     return theirs, loaded(path)
 
 
-def loaded(path, config: MCANOpenVQAConfig = CONFIG) -> MCANOpenVQA:
+def loaded(path, config: network.MCANOpenVQAConfig = CONFIG) -> network.MCANOpenVQA:
     """A model that was never initialized, filled from a file."""
-    return load_checkpoint(MCANOpenVQA, open_mcan_openvqa(path), config)
+    return load_checkpoint(network.MCANOpenVQA, open_mcan_openvqa(path), config)
 
 
 def batch(regions: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +162,7 @@ def test_padding_changes_nothing_and_bfloat16_little(pair):
 
 
 def test_unbiased_norm_by_hand():
-    norm = UnbiasedLayerNorm(4, 0.5, rngs=nnx.Rngs(0))
+    norm = network.UnbiasedLayerNorm(4, 0.5, rngs=nnx.Rngs(0))
     x = np.array([1.0, 2.0, 3.0, 6.0], "f4")  # mean 3, squares 4 + 1 + 0 + 9 over 3
     np.testing.assert_allclose(norm(x), (x - 3) / (np.sqrt(14 / 3) + 0.5), rtol=1e-6)
 
@@ -185,7 +170,7 @@ def test_unbiased_norm_by_hand():
 def test_linears_and_lstm_start_as_torchs():
     """torch's Linear: uniform within 1 / sqrt(in); its LSTM: within 1 / sqrt(hidden)."""
     linear = torch_linear(16, 1500, ("embed", "mlp"), rngs=nnx.Rngs(0))
-    recurrent = LSTM(100, 400, rngs=nnx.Rngs(0)).input
+    recurrent = network.LSTM(100, 400, rngs=nnx.Rngs(0)).input
     for layer, bound in ((linear, 0.25), (recurrent, 0.05)):
         for values in (layer.kernel[...], layer.bias[...]):
             assert np.abs(values).max() <= bound
@@ -218,16 +203,16 @@ def test_older_names_of_the_region_linear(pair, tmp_path, name):
     )
 
 
-@pytest.mark.parametrize("preset", [mcan_small, mcan_large])
+@pytest.mark.parametrize("preset", [network.mcan_small, network.mcan_large])
 def test_presets_have_the_published_sizes(preset):
     config = preset(20572, dtype="bfloat16")
-    model = abstract(MCANOpenVQA, config)
+    model = abstract(network.MCANOpenVQA, config)
     source = model_source(nnx.state(model), mcan_openvqa_key_map(config))
     with torch.device("meta"):
         theirs = TorchMCAN(config)
     wanted = {name: tuple(tensor.shape) for name, tensor in theirs.state_dict().items()}
     assert {key: spec.shape for key, spec in source.specs().items()} == wanted
-    large = preset is mcan_large  # openvqa configs/vqa/mcan_{small,large}.yml
+    large = preset is network.mcan_large  # openvqa configs/vqa/mcan_{small,large}.yml
     hidden, inner, out = (1024, 4096, 2048) if large else (512, 2048, 1024)
     for key, shape in {
         "embedding.weight": (20572, 300),

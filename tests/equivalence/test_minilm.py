@@ -115,15 +115,9 @@ def test_constants_that_no_shape_shows_are_compared():
 
 def test_dual_encoder_keeps_minilm(batch, theirs):
     vision = VisionConfig(
-        image_size=16,
-        patch_size=8,
-        width=24,
-        layers=2,
-        heads=2,
-        mlp_width=48,
-        embed_dim=384,
+        image_size=16, patch_size=8, width=24, layers=2, heads=2, mlp_width=48, embed_dim=384,
         unroll=1,
-    )
+    )  # fmt: skip
     config = DualEncoderConfig(text=minilm_l6(layers=2, unroll=1), vision=vision)
     model = random_model(DualEncoder, config)
     model.picture_gate[...] = jnp.float32(1)

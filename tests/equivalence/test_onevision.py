@@ -27,22 +27,13 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.requests import Request, TooLong
 from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.onevision import network
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.keys import (
     onevision_config,
     onevision_key_map,
     open_onevision,
     publish_onevision,
-)
-from mmqa_jax.models.onevision.network import (
-    Onevision,
-    TiledPicture,
-    best_resolution,
-    bucket_of,
-    buckets,
-    lay_out,
-    most_tokens,
-    tokens_of,
 )
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
@@ -68,7 +59,7 @@ class Pair(NamedTuple):
     """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
 
     theirs: torch.nn.Module
-    ours: Onevision
+    ours: network.Onevision
     processor: LlavaOnevisionImageProcessorPil
     folder: Path
 
@@ -118,7 +109,7 @@ def torch_pictures(pair: Pair, shown: list[Image.Image]) -> dict[str, torch.Tens
 
 
 @pytest.fixture(scope="module")
-def tiled(pair) -> list[TiledPicture]:
+def tiled(pair) -> list[network.TiledPicture]:
     """Each picture alone in a prompt, then two of one prompt."""
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
     files = [Picture(encoded(one), "one") for one in pictures()]
@@ -172,13 +163,13 @@ def test_every_token_of_a_picture(pair, tiled, given):
     sizes = pair.ours.config.tiles
     want = [one for theirs in given for one in torch_features(pair, theirs)]
     run = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
-    found = np.asarray(run(lay_out(tiled, sizes, buckets(sizes)[-1])))
+    found = np.asarray(run(network.lay_out(tiled, sizes, network.buckets(sizes)[-1])))
     for picture, got, theirs in zip(tiled, found, want, strict=True):
-        assert tokens_of(picture.shape, sizes) == len(theirs)
+        assert network.tokens_of(picture.shape, sizes) == len(theirs)
         np.testing.assert_allclose(got[: len(theirs)], theirs, **WHOLE)
         assert not got[len(theirs) :].any()
-        bucket = bucket_of(len(picture.pixels), sizes)
-        assert len(theirs) <= most_tokens(bucket, sizes)
+        bucket = network.bucket_of(len(picture.pixels), sizes)
+        assert len(theirs) <= network.most_tokens(bucket, sizes)
 
 
 def test_logits(pair, tiled, given):
@@ -203,11 +194,11 @@ def test_resolutions_and_tokens_of_any_size(height):
     processor.num_image_tokens, processor.vision_aspect_ratio = 729, "anyres_max_9"
     sizes = open_config(config.to_dict()).tiles
     for width in (1, 37, 384, 500, 768, 1024, 3001):
-        best = best_resolution((height, width), sizes.resolutions)
+        best = network.best_resolution((height, width), sizes.resolutions)
         rows, columns = sizes.grid(best)
         want = counts(processor, height, width, 384, 384)
-        assert tokens_of((1 + rows * columns, height, width, 3), sizes) == want
-        assert want <= most_tokens(bucket_of(1 + rows * columns, sizes), sizes)
+        assert network.tokens_of((1 + rows * columns, height, width, 3), sizes) == want
+        assert want <= network.most_tokens(network.bucket_of(1 + rows * columns, sizes), sizes)
 
 
 def open_config(published):
@@ -236,7 +227,7 @@ def test_presets_have_the_published_sizes(name, sizes):
     with torch.device("meta"):
         theirs = transformers.LlavaOnevisionForConditionalGeneration(published)
     config = getattr(onevision, name)()
-    model = abstract(Onevision, config)
+    model = abstract(network.Onevision, config)
     specs = untied_source(nnx.state(model), onevision_key_map(config)).specs()
     wanted = {}
     for key, parameter in theirs.named_parameters():
@@ -260,14 +251,9 @@ def test_answers_equal_generate(pair, given, backend):
     """A picture of one tile, of nine, two, and none; no program is compiled for a size."""
     shown = pictures()
     asked = {
-        "small": [0],
-        "nine": [3],
-        "thin": [4],
-        "tall": [2],
-        "taller": [5],
-        "two": [1, 2],
+        "small": [0], "nine": [3], "thin": [4], "tall": [2], "taller": [5], "two": [1, 2],
         "none": [],
-    }
+    }  # fmt: skip
     chats = []
     for name, used in asked.items():
         files = [Picture(encoded(shown[n]), "one") for n in used]
@@ -309,7 +295,7 @@ def test_what_a_plan_compiles(pair):
     with jax.set_mesh(mesh):
         for program in programs.values():
             program.function.lower(*program.arguments)
-    tokens = most_tokens(5, config.tiles)  # of 2 x 2 tiles
+    tokens = network.most_tokens(5, config.tiles)  # of 2 x 2 tiles
     of_picture = tokens * 4 * config.llama.hidden
     assert feature_bytes(config, sizes, mesh, pictures=2) == (3 * 2 + 1) * of_picture
 

@@ -25,14 +25,8 @@ from oscar_torch import MASK, Tensorizer
 from safetensors.torch import load_file
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.oscar import network
 from mmqa_jax.models.oscar.keys import oscar_config, publish_oscar
-from mmqa_jax.models.oscar.network import (
-    Oscar,
-    OscarConfig,
-    attention_mask,
-    oscar_plus_base,
-    oscar_plus_large,
-)
 from mmqa_jax.weights.published import load_published, write_published
 
 
@@ -77,7 +71,7 @@ def test_the_layout_is_the_tensorizers():
     np.testing.assert_array_equal(inputs.token_type_ids[shown], segments[shown])
     np.testing.assert_array_equal(inputs.region_features, features)
     np.testing.assert_array_equal(inputs.position_ids, np.tile(np.arange(LAYOUT.text), (4, 1)))
-    ours = np.asarray(attention_mask(inputs))[:, 0]
+    ours = np.asarray(network.attention_mask(inputs))[:, 0]
     rows = real(inputs)
     np.testing.assert_array_equal(ours[rows], mask[rows])
     # The original's padding rows see nothing; nothing sees them in either.
@@ -95,7 +89,7 @@ def test_every_layer_and_the_whole_model(pair):
         words = theirs.words(outputs[-1])
 
     def run(model, inputs, states):
-        seen = attention_mask(inputs)
+        seen = network.attention_mask(inputs)
         each = alone(model.bert.layers, lambda layer, x: layer(x, seen), states)
         return model.embed(inputs), each, *hidden_and_logits(model, inputs)
 
@@ -226,12 +220,12 @@ def test_export_reloads_in_torch_and_here(pair, tmp_path):
 def test_presets_have_the_published_sizes():
     """BERT's published counts with pooler, and Oscar's maps over 2,054 values a region."""
     for preset, bert, hidden in (
-        (oscar_plus_base, 109_482_240, 768),
-        (oscar_plus_large, 335_141_888, 1024),
+        (network.oscar_plus_base, 109_482_240, 768),
+        (network.oscar_plus_large, 335_141_888, 1024),
     ):
         config = preset(pooler=True)
         assert (config.region_norm, config.bert.eps, config.bert.types) == (False, 1e-12, 2)
-        model = abstract(Oscar, config)
+        model = abstract(network.Oscar, config)
         head = hidden * hidden + hidden + 2 * hidden + 30522
         count = bert + (2054 + 1) * hidden + head
         assert sum(x.size for x in jax.tree.leaves(nnx.state(model))) == count
@@ -247,9 +241,9 @@ def test_bad_checkpoints_and_sizes_are_named(other, tmp_path):
     with pytest.raises(UserError, match=r"config\.json: no such file"):
         load_published("oscar", tmp_path)
     with pytest.raises(UserError, match=r"types is 1: expected at least 2"):
-        oscar_plus_base(types=1)
+        network.oscar_plus_base(types=1)
     with pytest.raises(UserError, match=r"region_features is 0"):
-        OscarConfig(other.ours.config.bert, region_features=0)
+        network.OscarConfig(other.ours.config.bert, region_features=0)
     untied = torch.load(other.folder / "pytorch_model.bin")
     untied["cls.predictions.decoder.weight"] = untied["cls.predictions.decoder.weight"] + 1.0
     torch.save(untied, tmp_path / "pytorch_model.bin")

@@ -60,19 +60,11 @@ NAMES = {"token_embd": "embed_tokens", "output_norm": "norm"}
 def theirs():
     """transformers' model in float64, filled from the file without our code."""
     config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        rms_norm_eps=1e-5,
-        rope_theta=100000.0,
-        tie_word_embeddings=True,
-        bos_token_id=1,
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+        num_attention_heads=9, num_key_value_heads=3, max_position_embeddings=8192,
+        rms_norm_eps=1e-5, rope_theta=100000.0, tie_word_embeddings=True, bos_token_id=1,
         eos_token_id=2,
-    )
+    )  # fmt: skip
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     tensors = {}

@@ -60,14 +60,9 @@ NEW = 6
 TEXT = TEXT | {"vocab_size": 120, "max_position_embeddings": 700, "rope_theta": 5000.0}
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 SPECIAL = [
-    "<img>",
-    "</img>",
-    "<video>",
-    "<fake_token_around_image>",
-    "<global-img>",
-    "<end_of_utterance>",
+    "<img>", "</img>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
     *ROWS,
-]
+]  # fmt: skip
 VISION = {
     "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
 }  # fmt: skip
@@ -104,12 +99,9 @@ def rows_processor(tokenizer: Any, side: int, longest: int, tokens: int) -> Any:
 
 def internvl(vision: dict[str, Any], text: dict[str, Any], **both: Any) -> Any:
     return transformers.InternVLConfig(
-        text_config=TEXT | text,
-        vision_config=VISION | vision,
-        image_token_id=IMAGE,
-        attn_implementation="eager",
-        **both,
-    )
+        text_config=TEXT | text, vision_config=VISION | vision, image_token_id=IMAGE,
+        attn_implementation="eager", **both,
+    )  # fmt: skip
 
 
 class _OfPictures(transformers.InternVLProcessor):

@@ -27,15 +27,8 @@ from vlp_pair import CONFIGS, TRUNK, batch, loaded, loop_mask, make_pair, run_to
 from vlp_torch import TorchVLP
 
 from mmqa_jax.models.common.layers import attention, dropout, prefix_attention
+from mmqa_jax.models.vlp import network
 from mmqa_jax.models.vlp.keys import publish_vlp
-from mmqa_jax.models.vlp.network import (
-    VLP,
-    VLPInputs,
-    mixed_mask,
-    vlp_base_vinvl,
-    vlp_base_x101,
-    vlp_patches,
-)
 from mmqa_jax.weights.published import write_published
 
 
@@ -58,10 +51,10 @@ def test_layers_hidden_states_and_both_heads(pair, regions):
         states = run_torch(theirs, x)
         source, words = theirs.source(states[-1]), theirs.words(states[-1])
     states = np.stack([state.numpy() for state in states])
-    inputs = VLPInputs(**x)
+    inputs = network.VLPInputs(**x)
 
     def run(model, inputs, states):
-        mask = mixed_mask(inputs.context_mask, inputs.answer_mask)
+        mask = network.mixed_mask(inputs.context_mask, inputs.answer_mask)
         each = alone(model.bert.layers, lambda layer, h: layer(h, mask), states[:-1])
         hidden = model.encode(inputs)
         heads = model.source_logits(inputs), model.mlm_logits(hidden)
@@ -92,8 +85,8 @@ def test_bfloat16_stays_near_float32(x101):
     x = batch(config, 5)
 
     def run(model):
-        hidden = model.encode(VLPInputs(**x))
-        return hidden, model.mlm_logits(hidden), model.source_logits(VLPInputs(**x))
+        hidden = model.encode(network.VLPInputs(**x))
+        return hidden, model.mlm_logits(hidden), model.source_logits(network.VLPInputs(**x))
 
     half = dataclasses.replace(config, bert=dataclasses.replace(TRUNK, dtype="bfloat16"))
     want, got = (compiled(model, run)() for model in (ours, with_config(ours, half)))
@@ -124,15 +117,15 @@ def test_export_reloads_in_torch(pair, tmp_path):
 
 def test_mixed_mask_entry_by_entry():
     x = batch(CONFIGS["x101"], 5)
-    mask = mixed_mask(jnp.asarray(x["context_mask"]), jnp.asarray(x["answer_mask"]))
+    mask = network.mixed_mask(jnp.asarray(x["context_mask"]), jnp.asarray(x["answer_mask"]))
     np.testing.assert_array_equal(mask[:, 0], loop_mask(x))
 
 
 def test_source_score_does_not_depend_on_answer_padding_or_closed_slots(x101):
     ours, _, config = x101
     x = batch(config, 5)
-    run = compiled(ours, VLP.source_logits)
-    logits = lambda x: run(VLPInputs(**x))  # noqa: E731
+    run = compiled(ours, network.VLP.source_logits)
+    logits = lambda x: run(network.VLPInputs(**x))  # noqa: E731
     before = logits(x)
     changed = dict(x)
     changed["input_ids"] = np.where(x["context_mask"], x["input_ids"], 7)
@@ -144,16 +137,16 @@ def test_source_score_does_not_depend_on_answer_padding_or_closed_slots(x101):
 
 
 def test_presets_are_the_published_shapes():
-    x101 = abstract(VLP, vlp_base_x101(layers=1))
+    x101 = abstract(network.VLP, network.vlp_base_x101(layers=1))
     shapes = [linear.kernel.shape for linear in x101.region_content.linears]
     assert shapes == [(2048, 2048), (2048, 768)]
     assert x101.region_place.linears[0].kernel.shape == (1607, 768)
     assert x101.bert.embeddings.token_type.table.shape == (6, 768)
     assert x101.config.bert.eps == 1e-5
-    vinvl = abstract(VLP, vlp_base_vinvl(layers=1))
+    vinvl = abstract(network.VLP, network.vlp_base_vinvl(layers=1))
     assert [linear.kernel.shape for linear in vinvl.region_content.linears] == [(2048, 768)]
     assert vinvl.region_place.linears[0].kernel.shape == (1601, 768)
-    atlas = abstract(VLP, vlp_patches(8, layers=2))
+    atlas = abstract(network.VLP, network.vlp_patches(8, layers=2))
     assert atlas.region_content.linears[0].kernel.shape == (192, 384)
     assert atlas.region_place.linears[0].kernel.shape == (6, 384)
 

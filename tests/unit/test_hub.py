@@ -292,12 +292,9 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
     def refused(message, files=(), **answer):
         with hub(dict.fromkeys(files, b"x"), **answer):
             ended = mmqa(
-                "convert",
-                "--model=llama",
-                f"--source={NAME}",
-                f"--out={tmp_path}/out",
+                "convert", "--model=llama", f"--source={NAME}", f"--out={tmp_path}/out",
                 "--download",
-            )
+            )  # fmt: skip
         assert ended.code == 2
         assert f"mmqa: --source={NAME}: {message}" in ended.err
         assert "http" not in ended.err

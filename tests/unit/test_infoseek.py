@@ -7,13 +7,7 @@ import json
 import pytest
 from cli_runs import mmqa, png, write_rows
 
-from mmqa_jax.benchmarks.infoseek import (
-    is_right,
-    numbers_match,
-    numbers_of,
-    read_infoseek,
-    score_infoseek,
-)
+from mmqa_jax.benchmarks import infoseek
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
@@ -89,20 +83,20 @@ def test_prepare_official_files(raw, tmp_path):
     ],
 )
 def test_numbers(text, bounds, right):
-    assert numbers_match(numbers_of(text), bounds) is right
+    assert infoseek.numbers_match(infoseek.numbers_of(text), bounds) is right
 
 
 def test_spellings():
     question = Question("q", "val", "?", answers=("The Louvre",), category="string")
-    assert is_right("louvre.", question)
-    assert not is_right("the Louvre museum", question)
+    assert infoseek.is_right("louvre.", question)
+    assert not infoseek.is_right("the Louvre museum", question)
 
 
 def test_the_final_score_is_a_harmonic_mean(raw, tmp_path):
     mmqa("prepare", "infoseek", f"--raw={raw}", f"--out={tmp_path / 'out'}")
     questions = open_corpus(tmp_path / "out").questions("val")
     given = [Prediction("infoseek_val_0", "paris"), Prediction("infoseek_val_2", "2.9")]
-    evaluation = score_infoseek(questions, given)
+    evaluation = infoseek.score_infoseek(questions, given)
     (scores,) = evaluation.scored
     assert scores.scores == {"infoseek/official": pytest.approx(2 / 3)}
     assert scores.by_category["unseen entity"] == {"infoseek/official": 0.5}
@@ -162,4 +156,4 @@ def test_rankings_of_questions_whose_articles_are_not_known(raw, tmp_path):
 
 def test_a_folder_without_questions(tmp_path):
     with pytest.raises(UserError, match=r"holds none of InfoSeek's questions; put infoseek_val\."):
-        read_infoseek(tmp_path)
+        infoseek.read_infoseek(tmp_path)

@@ -18,27 +18,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import LayerNorm, Linear, stack_layers
 from mmqa_jax.models.vlp.keys import fit_types, init_vlp_from_bert, open_vlp, start_vlp, vlp_key_map
 from mmqa_jax.models.vlp.network import VLP, vlp_patches
-from mmqa_jax.weights.formats.safetensors import (
-    ArraySource,
-    SafetensorsSource,
-    write_safetensors,
-    write_sharded,
-)
-from mmqa_jax.weights.keymap import (
-    IDENTITY,
-    KeyMap,
-    Rule,
-    Transform,
-    abstract_of,
-    conv_patches,
-    export,
-    linear_rules,
-    load_into,
-    load_model,
-    norm_rules,
-    traced_model,
-    untied_source,
-)
+from mmqa_jax.weights import keymap
+from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.layouts import open_source
 from mmqa_jax.weights.published import load_checkpoint
 from tests.drawn_weights import drawn
@@ -58,11 +39,11 @@ class Tiny(nnx.Module):
 
 
 RULES = [
-    *linear_rules("layer.{layer}.dense", "layers"),
-    *norm_rules("norm", "norm"),
-    *linear_rules("head", "head"),
+    *keymap.linear_rules("layer.{layer}.dense", "layers"),
+    *keymap.norm_rules("norm", "norm"),
+    *keymap.linear_rules("head", "head"),
 ]
-MAP = KeyMap(RULES)
+MAP = keymap.KeyMap(RULES)
 
 
 def tensors(seed=0):
@@ -80,7 +61,7 @@ def tiny():
 
 
 def load(state, arrays, key_map=MAP):
-    return load_into(state, key_map, ArraySource(arrays, "ckpt"))
+    return keymap.load_into(state, key_map, safetensors.ArraySource(arrays, "ckpt"))
 
 
 def refused(state, arrays, key_map=MAP) -> str:
@@ -102,7 +83,7 @@ def test_every_tensor_lands_in_its_place_and_comes_back(tiny):
         )
     np.testing.assert_array_equal(state["norm"]["scale"][...], arrays["norm.weight"])
     np.testing.assert_array_equal(state["head"]["kernel"][...], arrays["head.weight"].T)
-    back = dict(export(state, MAP))
+    back = dict(keymap.export(state, MAP))
     assert all(array.flags.c_contiguous for array in back.values())
     assert back.keys() == arrays.keys()
     for key, want in arrays.items():
@@ -131,12 +112,12 @@ def test_a_model_of_one_config_is_traced_once():
         traced.append(config.outputs)
         return Linear(4, config.outputs, ("embed", None), rngs=rngs)
 
-    first, again, other = (traced_model(build, Width(n)) for n in (6, 6, 2))
+    first, again, other = (keymap.traced_model(build, Width(n)) for n in (6, 6, 2))
     assert traced == [6, 2]
     assert again is first
     assert other[1]["kernel"].shape == (4, 2)
     for dtype in ("bfloat16", "float32"):
-        model = nnx.merge(*abstract_of(build, Width(6), param_dtype=dtype))
+        model = nnx.merge(*keymap.abstract_of(build, Width(6), param_dtype=dtype))
         assert (model.kernel.shape, model.kernel.dtype) == ((4, 6), dtype)
         model.kernel.set_value(np.zeros((4, 6)))
     assert isinstance(first[1]["kernel"].get_value(), jax.ShapeDtypeStruct)
@@ -147,32 +128,34 @@ def test_reads_one_tensor_at_a_time_and_only_what_is_mapped(tiny):
     arrays = tensors() | {"unused.weight": np.zeros(2, np.float32)}
     reads = []
 
-    class Counting(ArraySource):
+    class Counting(safetensors.ArraySource):
         def read(self, key):
             reads.append(key)
             return super().read(key)
 
-    load_into(tiny, KeyMap(RULES, ignore=[r"^unused\."]), Counting(arrays))
+    keymap.load_into(tiny, keymap.KeyMap(RULES, ignore=[r"^unused\."]), Counting(arrays))
     assert sorted(reads) == sorted(tensors())
 
 
 def test_files_round_trip_and_match_the_safetensors_library(tiny, tmp_path):
     state = load(tiny, tensors())
-    write_sharded(tmp_path, untied_source(state, MAP))
+    safetensors.write_sharded(tmp_path, keymap.untied_source(state, MAP))
     theirs = load_file(tmp_path / "model.safetensors")
     assert theirs.keys() == tensors().keys()
     for key, want in tensors().items():
         np.testing.assert_array_equal(theirs[key], want)
     model = drawn(lambda: Tiny(nnx.Rngs()), 1)
-    load_model(model, MAP, SafetensorsSource(tmp_path))
+    keymap.load_model(model, MAP, safetensors.SafetensorsSource(tmp_path))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model), state)
 
 
 def test_half_types_are_read_and_widened(tiny, tmp_path):
     arrays = {key: a.astype(ml_dtypes.bfloat16) for key, a in tensors().items()}
     specs = {key: jax.ShapeDtypeStruct(a.shape, a.dtype) for key, a in arrays.items()}
-    write_safetensors(tmp_path / "half.safetensors", specs, reversed(arrays.items()))
-    state = load_into(tiny, MAP, SafetensorsSource(tmp_path / "half.safetensors"))
+    safetensors.write_safetensors(tmp_path / "half.safetensors", specs, reversed(arrays.items()))
+    state = keymap.load_into(
+        tiny, MAP, safetensors.SafetensorsSource(tmp_path / "half.safetensors")
+    )
     kernel = state["head"]["kernel"][...]
     assert kernel.dtype == jnp.float32
     np.testing.assert_array_equal(kernel, arrays["head.weight"].T.astype(np.float32))
@@ -185,11 +168,11 @@ def test_sharded_folder_is_read_through_its_index(tiny, tmp_path):
         save_file({key: arrays[key] for key in keys}, tmp_path / name)
     index = {"weight_map": {key: name for name, keys in parts.items() for key in keys}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    state = load_into(tiny, MAP, SafetensorsSource(tmp_path))
+    state = keymap.load_into(tiny, MAP, safetensors.SafetensorsSource(tmp_path))
     np.testing.assert_array_equal(state["norm"]["bias"][...], arrays["norm.bias"])
     (tmp_path / "b.safetensors").unlink()
     with pytest.raises(UserError, match=r"b\.safetensors: no such file"):
-        SafetensorsSource(tmp_path)
+        safetensors.SafetensorsSource(tmp_path)
 
 
 def test_conv_patches_is_the_convolution():
@@ -201,14 +184,14 @@ def test_conv_patches_is_the_convolution():
     want = torch.nn.functional.conv2d(
         torch.from_numpy(picture.transpose(0, 3, 1, 2).copy()), torch.from_numpy(weight)
     )
-    transform = conv_patches(4)
+    transform = keymap.conv_patches(4)
     got = picture.reshape(1, -1) @ transform.forward(weight)
     np.testing.assert_allclose(got[0], want[0, :, 0, 0], atol=1e-5)
     np.testing.assert_array_equal(transform.inverse(transform.forward(weight)), weight)
 
 
 def test_renamed_keys_and_tied_names(tiny):
-    key_map = KeyMap(
+    key_map = keymap.KeyMap(
         RULES, rename=[(r"^model\.", ""), (r"gamma$", "weight")], tied=[("copy", "head.weight")]
     )
     arrays = {
@@ -224,7 +207,7 @@ def test_renamed_keys_and_tied_names(tiny):
     check(load(tiny, alias_only, key_map))
     message = refused(tiny, arrays | {"copy": arrays["model.head.weight"] + 1}, key_map)
     assert "should be equal: copy and model.head.weight" in message
-    exported = dict(export(want, key_map))
+    exported = dict(keymap.export(want, key_map))
     np.testing.assert_array_equal(exported["copy"], exported["head.weight"])
 
 
@@ -256,21 +239,23 @@ def test_missing_key_extra_key_and_shape_alone(tiny):
     )
     # A tensor of another rank does not end in a numpy error.
     assert "norm.weight ()" in refused(tiny, arrays | {"norm.weight": np.float32(1)})
-    conv = KeyMap([*RULES[:-2], Rule("head.weight", "head/kernel", conv_patches(2)), RULES[-1]])
+    conv = keymap.KeyMap(
+        [*RULES[:-2], keymap.Rule("head.weight", "head/kernel", keymap.conv_patches(2)), RULES[-1]]
+    )
     assert "here None" in refused(tiny, arrays, conv)
 
 
 def test_two_rules_two_keys_and_rules_without_parameter(tiny):
     arrays = tensors()
-    doubled = KeyMap([*RULES, Rule("head.bias", "norm/bias")])
+    doubled = keymap.KeyMap([*RULES, keymap.Rule("head.bias", "norm/bias")])
     assert "keys with two rules: head.bias" in refused(tiny, arrays, doubled)
-    renaming = KeyMap(RULES, rename=[(r"^old\.", "")])
+    renaming = keymap.KeyMap(RULES, rename=[(r"^old\.", "")])
     message = refused(tiny, arrays | {"old.head.bias": arrays["head.bias"]}, renaming)
     assert "keys with one meaning: head.bias and old.head.bias" in message
-    second = KeyMap([*RULES, Rule("other", "head/bias")])
+    second = keymap.KeyMap([*RULES, keymap.Rule("other", "head/bias")])
     message = refused(tiny, arrays | {"other": arrays["head.bias"]}, second)
     assert "two keys for one parameter: head.bias and other" in message
-    astray = KeyMap([*RULES, Rule("other", "tail/bias")])
+    astray = keymap.KeyMap([*RULES, keymap.Rule("other", "tail/bias")])
     assert "other -> tail/bias" in refused(tiny, arrays | {"other": arrays["head.bias"]}, astray)
 
 
@@ -283,7 +268,7 @@ def test_another_models_checkpoint(tiny):
 
 def test_fresh_parameters_stay_and_must_be_initialized(tiny):
     arrays = {key: a for key, a in tensors().items() if not key.startswith("head")}
-    key_map = KeyMap(RULES[:-2], fresh=[r"^head/"])
+    key_map = keymap.KeyMap(RULES[:-2], fresh=[r"^head/"])
     state = load(tiny, arrays, key_map)
     np.testing.assert_array_equal(state["head"]["kernel"][...], tiny["head"]["kernel"][...])
     abstract = nnx.state(nnx.eval_shape(lambda: Tiny(nnx.Rngs())))
@@ -291,12 +276,15 @@ def test_fresh_parameters_stay_and_must_be_initialized(tiny):
 
 
 def test_lossy_layouts_are_not_exported(tiny):
-    key_map = KeyMap(
-        [*RULES[:-1], Rule("head.bias", "head/bias", Transform(lambda x: x[:2], None))]
+    key_map = keymap.KeyMap(
+        [
+            *RULES[:-1],
+            keymap.Rule("head.bias", "head/bias", keymap.Transform(lambda x: x[:2], None)),
+        ]
     )
     with pytest.raises(UserError, match=r"head\.bias: this layout change cannot be undone"):
-        list(export(tiny, key_map))
-    assert IDENTITY.inverse(3) == 3
+        list(keymap.export(tiny, key_map))
+    assert keymap.IDENTITY.inverse(3) == 3
 
 
 def test_broken_and_missing_files(tmp_path):
@@ -307,25 +295,27 @@ def test_broken_and_missing_files(tmp_path):
         broken = tmp_path / "broken.safetensors"
         broken.write_bytes(data[:cut])
         with pytest.raises(UserError, match=r"broken\.safetensors: not a whole safetensors file"):
-            SafetensorsSource(broken)
+            safetensors.SafetensorsSource(broken)
     with pytest.raises(UserError, match="no such file"):
-        SafetensorsSource(tmp_path / "absent.safetensors")
+        safetensors.SafetensorsSource(tmp_path / "absent.safetensors")
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"holds neither model\.safetensors nor"):
-        SafetensorsSource(tmp_path / "empty")
+        safetensors.SafetensorsSource(tmp_path / "empty")
     header = json.dumps({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     foreign = tmp_path / "foreign.safetensors"
     foreign.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
     with pytest.raises(UserError, match="tensor 'x': type F4 is not supported"):
-        SafetensorsSource(foreign)
+        safetensors.SafetensorsSource(foreign)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
     specs = {"a": jax.ShapeDtypeStruct((2,), jnp.float32)}
     with pytest.raises(AssertionError, match="is not"):
-        write_safetensors(tmp_path / "x.safetensors", specs, [("a", np.zeros(3, np.float32))])
+        safetensors.write_safetensors(
+            tmp_path / "x.safetensors", specs, [("a", np.zeros(3, np.float32))]
+        )
     with pytest.raises(AssertionError, match="no tensor given for a"):
-        write_safetensors(tmp_path / "x.safetensors", specs, [])
+        safetensors.write_safetensors(tmp_path / "x.safetensors", specs, [])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -347,7 +337,7 @@ def vlp(state):
 
 def test_vlp_keys_are_webqa_baselines(vlp_state):
     """Names of WebQA_Baseline's modeling.py, and their torch layouts."""
-    got = {key: a.shape for key, a in export(vlp_state, vlp_key_map(TINY_VLP))}
+    got = {key: a.shape for key, a in keymap.export(vlp_state, vlp_key_map(TINY_VLP))}
     layer = {
         f"attention.{part}.{kind}": shape
         for part in ("self.query", "self.key", "self.value", "output.dense")
@@ -387,7 +377,7 @@ def test_vlp_keys_are_webqa_baselines(vlp_state):
 def test_vlp_files_old_names_and_two_token_types(vlp_state, tmp_path):
     import torch
 
-    arrays = dict(export(vlp_state, vlp_key_map(TINY_VLP)))
+    arrays = dict(keymap.export(vlp_state, vlp_key_map(TINY_VLP)))
     old = {}
     for key, array in arrays.items():
         if "LayerNorm" in key:
@@ -407,7 +397,7 @@ def test_vlp_files_old_names_and_two_token_types(vlp_state, tmp_path):
     model = vlp(zeros)
     key_map = fit_types(vlp_key_map(TINY_VLP), 2, 6)
     with pytest.raises(UserError, match="without a tensor: source_head/bias, source_head/kernel"):
-        load_model(model, key_map, open_source(tmp_path / "two.safetensors"))
+        keymap.load_model(model, key_map, open_source(tmp_path / "two.safetensors"))
     start_vlp(tmp_path / "two.safetensors", model)
     np.testing.assert_array_equal(
         model.bert.embeddings.token_type.table[...], two[types][[0, 1, 0, 0, 0, 1]]
@@ -432,7 +422,7 @@ def test_vlp_files_old_names_and_two_token_types(vlp_state, tmp_path):
 def test_vlp_takes_the_masked_lm_head_where_bert_has_one(vlp_state, tmp_path):
     arrays = {
         key: np.array(a)
-        for key, a in export(vlp_state, vlp_key_map(TINY_VLP))
+        for key, a in keymap.export(vlp_state, vlp_key_map(TINY_VLP))
         if key.startswith(("bert.", "cls."))
     }
     arrays["cls.seq_relationship.weight"] = np.zeros((2, 8), np.float32)

@@ -22,13 +22,8 @@ from mmqa_jax.data.batches.language_model import (
 )
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.rmr import fields
+from mmqa_jax.prompting.examples import training
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.prompting.examples.training import (
-    ExampleOptions,
-    encode_text,
-    token_example,
-    training_examples,
-)
 
 SIZE = RowSize(32, 12)
 
@@ -163,10 +158,10 @@ LARGE = RowSize(512, 128)
 
 
 def make(size: RowSize = LARGE, own=None, **options):
-    options = ExampleOptions(**{"similarity": "random", "shots": 2, **options})
+    options = training.ExampleOptions(**{"similarity": "random", "shots": 2, **options})
     own = questions() if own is None else own
-    encode = encode_text(text_tokenizer())
-    return training_examples(own, ExampleLibrary(own), fields, options, encode, size)
+    encode = training.encode_text(text_tokenizer())
+    return training.training_examples(own, ExampleLibrary(own), fields, options, encode, size)
 
 
 def text(tokens) -> str:
@@ -225,7 +220,7 @@ def test_what_cannot_be_learned_from_is_refused():
     with pytest.raises(UserError, match="does not begin with its query"):
         make(templates=("rmr.text_rationale",))
     with pytest.raises(UserError, match=r"examples\.templates is empty"):
-        ExampleOptions(templates=())
+        training.ExampleOptions(templates=())
 
 
 class Merging:
@@ -242,6 +237,6 @@ class Merging:
 
 def test_a_completion_does_not_change_its_prompts_tokens():
     """A model that answers has the prompt's tokens, not those of prompt and answer."""
-    one = token_example(Merging(), "a", "b", ended=True)
+    one = training.token_example(Merging(), "a", "b", ended=True)
     assert one.tokens.tolist() == [1, ord("a"), ord("b"), 9]
     assert one.start == 2

@@ -35,12 +35,8 @@ SIZES = {
 }
 OF_TASK = {
     "contrastive": {
-        "model.changes.layers": 1,
-        "model.vision.embed_dim": 64,
-        "model.vision.layers": 1,
-        "batches.query_length": 32,
-        "batches.source_lengths": "(64,)",
-        "inference.buckets": "(64,)",
+        "model.changes.layers": 1, "model.vision.embed_dim": 64, "model.vision.layers": 1,
+        "batches.query_length": 32, "batches.source_lengths": "(64,)", "inference.buckets": "(64,)",
     },
     "rerank": {
         "model.changes.layers": 1,
@@ -56,7 +52,7 @@ OF_TASK = {
         "packing.max_question_tokens": 32,
         "train.optimizer.learning_rate": 0.008,
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -30,20 +30,13 @@ pytestmark = pytest.mark.slow
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
 CONFIG = VLPConfig(
     BertConfig(
-        vocab_size=23,
-        hidden=16,
-        layers=2,
-        heads=2,
-        mlp=24,
-        positions=32,
-        types=6,
-        eps=1e-5,
+        vocab_size=23, hidden=16, layers=2, heads=2, mlp=24, positions=32, types=6, eps=1e-5,
         unroll=1,
     ),
     region_features=7,
     region_positions=5,
     visual_hidden=(),
-)
+)  # fmt: skip
 
 
 OURS = AtlasVLPConfig(**vars(CONFIG), region_tags=True, copy_head=True)

@@ -11,14 +11,7 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
-from mmqa_jax.benchmarks.mathvista import (
-    edit_distance,
-    extracted_by_rule,
-    normalized,
-    read_mathvista,
-    read_mathvista_predictions,
-    score_mathvista,
-)
+from mmqa_jax.benchmarks import mathvista
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
@@ -204,9 +197,9 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
     ],
 )
 def test_extraction_by_rule(text, kind, quick, found):
-    assert extracted_by_rule(text, of(kind), quick=quick) == found
+    assert mathvista.extracted_by_rule(text, of(kind), quick=quick) == found
     if not quick:
-        assert extracted_by_rule(text, of(kind)) == found
+        assert mathvista.extracted_by_rule(text, of(kind)) == found
 
 
 # What normalize_extracted_answer gives.
@@ -227,11 +220,11 @@ def test_extraction_by_rule(text, kind, quick, found):
     ],
 )
 def test_normalization(text, kind, result):
-    assert normalized(text, of(kind)) == result
+    assert mathvista.normalized(text, of(kind)) == result
 
 
 def test_an_empty_extraction_names_no_option_where_it_is_ignored():
-    assert normalized(" ", of("text"), ignore_empty=True) is None
+    assert mathvista.normalized(" ", of("text"), ignore_empty=True) is None
 
 
 # By hand: https://en.wikipedia.org/wiki/Levenshtein_distance has the first two.
@@ -247,7 +240,9 @@ def test_an_empty_extraction_names_no_option_where_it_is_ignored():
     ],
 )
 def test_edit_distance(first, second, distance):
-    assert edit_distance(first, second) == edit_distance(second, first) == distance
+    assert (
+        mathvista.edit_distance(first, second) == mathvista.edit_distance(second, first) == distance
+    )
 
 
 def test_scores_by_the_scripts_keys(data):
@@ -256,17 +251,17 @@ def test_scores_by_the_scripts_keys(data):
         *(Prediction("1", "B"), Prediction("2", "12.0"), Prediction("3", "1.46")),
         Prediction("4", "[1,2]"),
     ]
-    evaluation = score_mathvista(questions, given)
+    evaluation = mathvista.score_mathvista(questions, given)
     (scores,) = evaluation.scored
     assert scores.scores == {"mathvista/official": 0.6, "mathvista/empty_wrong": 0.6}
     assert scores.missing == 1
     assert scores.by_category["answer_type: float"]["mathvista/official"] == 0.5
     assert scores.counts["skills: logical reasoning"] == scores.counts["grade: high school"] == 5
-    chosen = score_mathvista(questions, [Prediction("1", "12 cm", choice=1)])
+    chosen = mathvista.score_mathvista(questions, [Prediction("1", "12 cm", choice=1)])
     assert chosen.scored[0].scores["mathvista/official"] == 0.2
     # An empty extraction is the shortest option to the script, and none by the other score.
     shortest = dataclasses.replace(of("text"), answers=("increase",))
-    (scores,) = score_mathvista([shortest], [Prediction("q", "")]).scored
+    (scores,) = mathvista.score_mathvista([shortest], [Prediction("q", "")]).scored
     assert scores.scores == {"mathvista/official": 1.0, "mathvista/empty_wrong": 0.0}
 
 
@@ -275,13 +270,13 @@ def test_extractions_that_are_no_texts_are_read_as_the_script_reads_them(tmp_pat
     path = tmp_path / "output.json"
     said = {"1": 14, "2": 2.5, "3": [1, 2], "4": None, "5": "x"}
     path.write_text(json.dumps({pid: {"extraction": one} for pid, one in said.items()}))
-    found = {one.question_id: one.answer for one in read_mathvista_predictions(path)}
+    found = {one.question_id: one.answer for one in mathvista.read_mathvista_predictions(path)}
     assert found == {"1": "14", "2": "2.5", "3": "[1, 2]", "4": "None", "5": "x"}
     path.write_text(json.dumps({"1": {"response": None}, "2": {"response": 7}}))
-    assert [one.answer for one in read_mathvista_predictions(path)] == ["", "7"]
+    assert [one.answer for one in mathvista.read_mathvista_predictions(path)] == ["", "7"]
     path.write_text(json.dumps({"1": {"extraction": {"value": 14}}}))
     with pytest.raises(UserError, match="problem 1: `extraction` or `response` was expected"):
-        read_mathvista_predictions(path)
+        mathvista.read_mathvista_predictions(path)
 
 
 def test_official_files_in_and_out(data, tmp_path):
@@ -344,11 +339,11 @@ def test_files_of_another_form(tmp_path, content, message):
     if content == {}:
         (tmp_path / "raw" / "test.json").unlink()
     with pytest.raises(UserError, match=message):
-        read_mathvista(tmp_path / "raw")
+        mathvista.read_mathvista(tmp_path / "raw")
 
 
 def test_a_picture_whose_name_no_disk_takes_is_none(tmp_path):
     write_json(tmp_path / "raw")
     rows = {"2": {**PROBLEMS[1], "image": 300 * "x"}}
     (tmp_path / "raw" / "testmini.json").write_text(json.dumps(rows))
-    assert read_mathvista(tmp_path / "raw").questions[0].image is None
+    assert mathvista.read_mathvista(tmp_path / "raw").questions[0].image is None

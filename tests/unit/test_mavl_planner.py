@@ -16,14 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.extensions.mavl_planner import (
-    PlanPrompt,
-    earned,
-    learned_plans,
-    plan_examples,
-    plan_prompts,
-    written_plan,
-)
+from mmqa_jax.extensions import mavl_planner
 from mmqa_jax.extensions.mavl_plans import PlanTable, answer_with_one_plan, read_plan_table
 from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
 from mmqa_jax.tasks.registry import check_config
@@ -133,8 +126,8 @@ def test_actions_whose_tools_gave_nothing_decide_nothing():
 @pytest.mark.parametrize("plan", [plan.actions for plan in every_plan("manager")])
 @pytest.mark.parametrize("reading", ["strict", "lenient"])
 def test_what_is_learned_is_read_as_that_plan(plan, reading):
-    assert parse_plan("manager", written_plan(plan), reading).actions == plan
-    assert parse_plan("manager", written_plan(plan), reading).refused == ()
+    assert parse_plan("manager", mavl_planner.written_plan(plan), reading).actions == plan
+    assert parse_plan("manager", mavl_planner.written_plan(plan), reading).refused == ()
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -152,7 +145,9 @@ def test_prompts_are_those_that_a_row_asks(chat):
         if llm.text(query).startswith("You are")
     ]
     assert len(asked) == 9
-    found = plan_prompts(QUESTIONS, ("junior", "senior", "manager"), tokenizer, chat=chat)
+    found = mavl_planner.plan_prompts(
+        QUESTIONS, ("junior", "senior", "manager"), tokenizer, chat=chat
+    )
     assert sorted(prompt.tokens for prompt in found) == sorted(asked)
     assert [(p.question_id, p.role) for p in found[:4]] == [
         ("q0", "junior"), ("q0", "senior"), ("q0", "manager"), ("q1", "junior"),
@@ -161,26 +156,28 @@ def test_prompts_are_those_that_a_row_asks(chat):
 
 def test_examples_end_with_the_plan_and_its_end_token():
     tokenizer = text_tokenizer()
-    prompts = [PlanPrompt("q", role, (3, 4)) for role in ("junior", "manager")]
-    (example,) = plan_examples(prompts, table({(2, 3): 1.0}), tokenizer)
+    prompts = [mavl_planner.PlanPrompt("q", role, (3, 4)) for role in ("junior", "manager")]
+    (example,) = mavl_planner.plan_examples(prompts, table({(2, 3): 1.0}), tokenizer)
     assert list(example.tokens[:2]) == [3, 4]
     assert example.start == 2
     assert example.tokens[-1] == END
-    assert list(example.tokens[2:-1]) == tokenizer.encode_plain(written_plan((2, 3)))
+    assert list(example.tokens[2:-1]) == tokenizer.encode_plain(mavl_planner.written_plan((2, 3)))
 
 
 def test_how_often_plans_are_the_best():
-    prompts = [PlanPrompt("q", role, ()) for role in ("junior", "senior", "manager")]
-    assert learned_plans(prompts, table({(1,): 0.5, (1, 3): 1.0})) == (
+    prompts = [mavl_planner.PlanPrompt("q", role, ()) for role in ("junior", "senior", "manager")]
+    assert mavl_planner.learned_plans(prompts, table({(1,): 0.5, (1, 3): 1.0})) == (
         "2 Action_1; 1 Action_1, Action_3"
     )
-    assert learned_plans(prompts, table({(2,): 1.0})) == "2 Action_2"  # none of the junior's
+    assert (
+        mavl_planner.learned_plans(prompts, table({(2,): 1.0})) == "2 Action_2"
+    )  # none of the junior's
 
 
 def test_what_plans_earn_by_agent():
     found = table({(1,): 1.0})
-    prompts = [PlanPrompt("q", role, ()) for role in ("junior", "manager")]
-    assert earned(found, prompts, [(1,), (1, 2, 3)]) == pytest.approx(
+    prompts = [mavl_planner.PlanPrompt("q", role, ()) for role in ("junior", "manager")]
+    assert mavl_planner.earned(found, prompts, [(1,), (1, 2, 3)]) == pytest.approx(
         {"score": 0.5, "reward": 0.3, "calls": 2.0, "score_junior": 1.0, "score_manager": 0.0}
     )
 

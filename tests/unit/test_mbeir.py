@@ -7,14 +7,7 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
-from mmqa_jax.benchmarks.mbeir import (
-    as_sentence,
-    candidate_modality,
-    dataset_of,
-    first_errors,
-    read_mbeir,
-    score_mbeir,
-)
+from mmqa_jax.benchmarks import mbeir
 from mmqa_jax.core.config import config_beside
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
@@ -47,15 +40,9 @@ PICTURES = [
 
 def query(qid: str, text: str | None, positives: list[str], **more: object) -> dict:
     return {
-        "qid": qid,
-        "query_txt": text,
-        "query_img_path": None,
-        "query_modality": "text",
-        "query_src_content": None,
-        "pos_cand_list": positives,
-        "neg_cand_list": [],
-        **more,
-    }
+        "qid": qid, "query_txt": text, "query_img_path": None, "query_modality": "text",
+        "query_src_content": None, "pos_cand_list": positives, "neg_cand_list": [], **more,
+    }  # fmt: skip
 
 
 GUID = json.dumps({"Guid": "d5bc71b6", "Qcate": "text"})
@@ -111,7 +98,7 @@ def test_the_pool_of_all_sets(raw, tmp_path):
     corpus = open_corpus(tmp_path / "out")
     sources = {source.id: source for source in corpus.sources}
     assert sources["2:1"].text == "The mask came out in 1985."
-    kinds = {name: candidate_modality(source) for name, source in sources.items()}
+    kinds = {name: mbeir.candidate_modality(source) for name, source in sources.items()}
     assert kinds == {"2:1": "text", "2:2": "text", "2:7": "image,text", "7:3": "image"}
     assert corpus.read_picture(sources["7:3"].image) == png((1, 2, 3))
     assert not corpus.questions("val")  # a pool of test
@@ -138,7 +125,7 @@ def test_the_pool_of_one_set(raw, tmp_path):
     corpus = open_corpus(tmp_path / "out")
     assert [question.id for question in corpus.questions()] == ["val:2:1", "2:1"]
     assert corpus.questions("test")[0].question == "When came the mask out?"
-    assert dataset_of("val:2:1") == "webqa"
+    assert mbeir.dataset_of("val:2:1") == "webqa"
 
 
 # format_string of UniIR's src/data/preprocessing/utils.py.
@@ -154,7 +141,7 @@ def test_the_pool_of_one_set(raw, tmp_path):
     ],
 )
 def test_sentences(text, sentence):
-    assert as_sentence(text) == sentence
+    assert mbeir.as_sentence(text) == sentence
 
 
 # Rankings of made-up ids with what compute_recall_at_k of UniIR's mbeir_retriever.py gives of them.
@@ -176,7 +163,7 @@ def test_recall_is_the_authors():
         Prediction(question.id, "", tuple(ranked))
         for question, (_, _, ranked, _) in zip(questions, GOLDEN, strict=True)
     ]
-    evaluation = score_mbeir(questions, given)
+    evaluation = mbeir.score_mbeir(questions, given)
     (scores,) = evaluation.scored
     for n, (name, _, _, recalls) in enumerate(GOLDEN):
         assert {k: scores.per_question[f"mbeir/recall@{k}"][n] for k in recalls} == recalls
@@ -188,7 +175,7 @@ def test_recall_is_the_authors():
     # (1 + .5 + 1 + 0) / 4, each set alike
     assert any("average of 4 of 16 sets" in note and "62.50 %" in note for note in evaluation.notes)
     assert "the rankings hold 6 candidates at most" in evaluation.notes
-    nothing = score_mbeir(questions, [])
+    nothing = mbeir.score_mbeir(questions, [])
     assert set(nothing.scored[0].scores.values()) == {0}
     assert "the rankings hold 0 candidates at most" in nothing.notes
 
@@ -208,10 +195,10 @@ def test_errors_at_the_first_rank():
         for n in range(len(names) + 1)
     ]
     given = [Prediction(q.id, "", (name,)) for q, name in zip(questions, names, strict=False)]
-    (table,) = first_errors(Corpus(sources), questions, given)
+    (table,) = mbeir.first_errors(Corpus(sources), questions, given)
     assert table.rows == [["webqa_task1", 4, 0.25, 0.25, 0.5]]
     with pytest.raises(Exception, match="not in that pool"):
-        first_errors(Corpus(sources[:1]), questions, given)
+        mbeir.first_errors(Corpus(sources[:1]), questions, given)
 
 
 def test_uniirs_runs_in_and_out(raw, tmp_path):
@@ -342,7 +329,7 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
 def test_malformed_lines(raw, name, text, message):
     (raw / name).write_text(text)
     with pytest.raises(UserError, match=message):
-        read_mbeir(raw)
+        mbeir.read_mbeir(raw)
 
 
 # M-BEIR has no queries of the union: what to fetch are those of its sets.
@@ -361,14 +348,14 @@ def test_a_pool_without_its_queries_or_its_name(raw, pool, message):
     path = raw / "cand_pool" / f"{pool}.jsonl"
     write_rows(path, TEXTS)
     with pytest.raises(UserError, match=message):
-        read_mbeir(path)
+        mbeir.read_mbeir(path)
 
 
 def test_a_pool_outside_its_folder_is_refused(tmp_path):
     path = tmp_path / "mbeir_webqa_task1_cand_pool.jsonl"
     write_rows(path, TEXTS)
     with pytest.raises(Exception, match="lies in no folder of M-BEIR"):
-        read_mbeir(path)
+        mbeir.read_mbeir(path)
 
 
 @pytest.mark.parametrize("place", [".", "*.trec"])

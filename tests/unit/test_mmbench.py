@@ -335,12 +335,9 @@ def test_llavas_rounds_are_the_circular_passes(raw, tmp_path):
     says `C` where it is shown fox, cat, dog.
     """
     shown = {
-        (7, 0): ("red blue", "A"),
-        (7, 1): ("blue red", "B"),
-        (8, 0): ("cat dog fox", "C"),
-        (8, 1): ("dog fox cat", "B"),
-        (8, 2): ("fox cat dog", "C"),
-    }
+        (7, 0): ("red blue", "A"), (7, 1): ("blue red", "B"), (8, 0): ("cat dog fox", "C"),
+        (8, 1): ("dog fox cat", "B"), (8, 2): ("fox cat dog", "C"),
+    }  # fmt: skip
     rows = [
         {"question_id": name, "round_id": turn, "text": said, "options": options.split()}
         for (name, turn), (options, said) in shown.items()

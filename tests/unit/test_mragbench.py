@@ -16,13 +16,7 @@ from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
-from mmqa_jax.papers.mragbench import (
-    SETTINGS,
-    answer_alone,
-    answer_given,
-    answer_gold,
-    answer_retrieved,
-)
+from mmqa_jax.papers import mragbench
 from mmqa_jax.prompting.backends import Picture
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -120,37 +114,37 @@ def shown(data, answer, *parts, **options):
 
 
 def test_prompts_are_the_authors(data):
-    (first, second), found, _ = shown(data, answer_alone)
+    (first, second), found, _ = shown(data, mragbench.answer_alone)
     assert first == (DIRECTLY, Picture(OWN), ASKED)
     assert second == (DIRECTLY, Picture(OTHER), ASKED)
     assert found[0].sources == found[0].read == ()
-    (first, _), _, _ = shown(data, answer_alone, picture=False)
+    (first, _), _, _ = shown(data, mragbench.answer_alone, picture=False)
     assert first == (DIRECTLY + ASKED,)
-    (first, second), found, corpus = shown(data, answer_gold)
+    (first, second), found, corpus = shown(data, mragbench.answer_gold)
     assert first == (SEVERAL, Picture(OWN), Picture(GOLD), Picture(OTHER), ASKED)
     assert second == (SEVERAL, Picture(OTHER), Picture(GOLD), ASKED)  # Incomplete: one alone
     assert found[0].sources == found[0].read == corpus.questions("test")[0].positives
     assert len(found[1].sources) == len(found[1].source_scores) == 1
-    (first, second), _, _ = shown(data, answer_given)
+    (first, second), _, _ = shown(data, mragbench.answer_given)
     assert first == (SEVERAL, Picture(OWN), Picture(FOUND), Picture(GOLD), ASKED)
     assert second == (SEVERAL, Picture(OTHER), Picture(FOUND), ASKED)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", mragbench.SETTINGS)
 def test_answers_are_as_long_as_the_authors(name):
     """max_new_tokens of eval/models/llava_one_vision.py."""
-    assert SETTINGS[name].options({})["max_new_tokens"] == 4096
+    assert mragbench.SETTINGS[name].options({})["max_new_tokens"] == 4096
 
 
 def test_questions_without_retrieved_pictures_are_refused():
     message = "^setting given: no question has retrieved pictures; .* or use setting retrieved"
     with pytest.raises(UserError, match=message):
-        SETTINGS["given"].check_inputs([Question("q", "test", "?")], {}, {})
+        mragbench.SETTINGS["given"].check_inputs([Question("q", "test", "?")], {}, {})
 
 
 def test_retrieved_pictures_are_shown_and_cited(data):
     corpus = open_corpus(data)
-    (first, _), found, _ = shown(data, answer_retrieved, Retriever(corpus), top_k=3)
+    (first, _), found, _ = shown(data, mragbench.answer_retrieved, Retriever(corpus), top_k=3)
     names = [source.id for source in corpus.sources][:3]
     assert first[2:-1] == tuple(Picture(corpus.picture(row)) for row in range(3))
     assert list(found[0].sources) == list(found[0].read) == names

@@ -9,13 +9,7 @@ import json
 import pytest
 from cli_runs import ROOT, done, mmqa, png, write_rows
 
-from mmqa_jax.benchmarks.multimodalqa import (
-    list_em,
-    list_f1,
-    read_multimodalqa,
-    score_multimodalqa,
-    table_text,
-)
+from mmqa_jax.benchmarks import multimodalqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.formats import official
@@ -53,14 +47,11 @@ def question(name: str, kind: str, answers: list, gold: list[str], modality: str
         "question": f"{name}?",
         "answers": [{"answer": one, "type": "string", "modality": modality} for one in answers],
         "metadata": {
-            "type": kind,
-            "modalities": [modality],
-            "text_doc_ids": ["t1", "t2"],
-            "image_doc_ids": ["i1"],
-            "table_id": "b1",
+            "type": kind, "modalities": [modality], "text_doc_ids": ["t1", "t2"],
+            "image_doc_ids": ["i1"], "table_id": "b1",
         },
         "supporting_context": [{"doc_id": one, "doc_part": "text"} for one in gold],
-    }
+    }  # fmt: skip
 
 
 QUESTIONS = [
@@ -136,13 +127,16 @@ def test_without_pictures_their_titles_stand(raw, tmp_path):
     ],
 )
 def test_scores_are_the_authors(predicted, gold, em, f1):
-    assert (list_em(predicted, gold), list_f1(predicted, gold)) == (em, f1)
+    assert (multimodalqa.list_em(predicted, gold), multimodalqa.list_f1(predicted, gold)) == (
+        em,
+        f1,
+    )
 
 
 def test_groups_and_missing_answers(data):
     questions = open_corpus(data).questions("val")
     given = [Prediction("q1", "1985"), Prediction("q2", "The Bad News Bears; Mask")]
-    (scores,) = score_multimodalqa(questions, given).scored
+    (scores,) = multimodalqa.score_multimodalqa(questions, given).scored
     assert scores.scores == {
         "multimodalqa/list_em": pytest.approx(2 / 3),
         "multimodalqa/list_f1": pytest.approx(2 / 3),
@@ -247,11 +241,11 @@ def test_a_folder_without_questions(raw):
     for split in ("dev", "test"):
         (raw / f"MMQA_{split}.jsonl.gz").unlink()
     with pytest.raises(UserError, match=r"raw: holds no questions; put MMQA_dev\.jsonl\.gz there"):
-        read_multimodalqa(raw)
+        multimodalqa.read_multimodalqa(raw)
 
 
 def test_pictures_that_are_not_there_or_no_longer(raw):
-    read_picture = read_multimodalqa(raw).read_picture
+    read_picture = multimodalqa.read_multimodalqa(raw).read_picture
     with pytest.raises(PictureError, match=r"i2\.png: no such file; fetch"):
         read_picture("i2.png")
     (raw / "final_dataset_images" / "i1.png").unlink()
@@ -300,11 +294,11 @@ def test_predictions_of_another_shape_are_refused(data, tmp_path):
 
 
 def test_a_row_of_a_table_without_columns_names():
-    assert table_text("", [], [["a", " "], ["b"]]) == "a\nb"
+    assert multimodalqa.table_text("", [], [["a", " "], ["b"]]) == "a\nb"
 
 
 def test_scores_of_a_hidden_split_are_refused(data):
     hidden = open_corpus(data).questions("test")
     assert not any(dataclasses.asdict(q)["answers"] for q in hidden)
     with pytest.raises(Exception, match="an answer"):
-        score_multimodalqa(hidden, [])
+        multimodalqa.score_multimodalqa(hidden, [])

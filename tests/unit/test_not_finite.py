@@ -14,19 +14,12 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.similarity import interpolate
+from mmqa_jax.retrieval import rankings
 from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors, not_finite
 from mmqa_jax.retrieval.fusion import Pool, convex_combination
 from mmqa_jax.retrieval.indexes.exact import search_within
 from mmqa_jax.retrieval.indexes.index import KINDS, build_index, load_index, scann_available
 from mmqa_jax.retrieval.indexes.milvus import ingest
-from mmqa_jax.retrieval.rankings import (
-    best_of,
-    by_score,
-    ranking_of,
-    read_rankings,
-    rescored,
-    to_rankings,
-)
 from mmqa_jax.runs.part import Resumable, Seconds
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
@@ -138,11 +131,13 @@ NAMED = r"question 'q1': the score of source 'b' is nan; the checkpoint that gav
 @pytest.mark.parametrize(
     "rank",
     [
-        lambda: by_score("q1", {"a": 0.5, "b": math.nan}),
-        lambda: best_of([GOOD], [BAD]),
-        lambda: rescored([GOOD], np.array([0.5, math.nan])),
-        lambda: to_rankings(["q1"], np.array([[0, 1]]), np.array([[0.5, math.nan]]), "ab"),
-        lambda: ranking_of({"question_id": "q1", "sources": ["a", "b"], "scores": [1, math.nan]}),
+        lambda: rankings.by_score("q1", {"a": 0.5, "b": math.nan}),
+        lambda: rankings.best_of([GOOD], [BAD]),
+        lambda: rankings.rescored([GOOD], np.array([0.5, math.nan])),
+        lambda: rankings.to_rankings(["q1"], np.array([[0, 1]]), np.array([[0.5, math.nan]]), "ab"),
+        lambda: rankings.ranking_of(
+            {"question_id": "q1", "sources": ["a", "b"], "scores": [1, math.nan]}
+        ),
         lambda: convex_combination(Pool(BAD, GOOD, {"a": 1.0, "b": math.nan}, {"a": 1.0}), 0.5),
         lambda: convex_combination(Pool(GOOD, BAD, {"a": 1.0}, {"a": 1.0, "b": math.nan}), 0.5),
         lambda: interpolate([BAD], [GOOD], 1.0),
@@ -163,7 +158,7 @@ def test_rankings_that_are_read(score, tmp_path):
     path = tmp_path / "candidates.jsonl"
     path.write_text(f'{{"question_id": "q1", "sources": ["a"], "scores": [{score}]}}\n')
     with pytest.raises(UserError, match=r"line 1: scores must be a list of finite numbers"):
-        read_rankings(path)
+        rankings.read_rankings(path)
 
 
 def test_a_score_that_is_not_finite_is_not_kept(tmp_path):

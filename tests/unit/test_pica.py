@@ -9,13 +9,7 @@ from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
 from mmqa_jax.data.schema import Question
-from mmqa_jax.papers.pica import (
-    answer_pica,
-    choose_pica,
-    context,
-    copy_nearest_answer,
-    vote_of_nearest_answers,
-)
+from mmqa_jax.papers import pica
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 
 TAGS = [{"class": "cat", "conf": 0.9}, {"class": "mat", "conf": 0.5}]  # as the reader keeps them
@@ -50,7 +44,9 @@ def shown(prompt: str) -> list[str]:
 
 def test_every_prompt_shows_its_own_shots(library):
     llm = FakeLLM(lambda prompt: (" red", -1.0))
-    predictions = answer_pica(QUERIES, llm, library, shots=3, ensemble=2, similarity="question")
+    predictions = pica.answer_pica(
+        QUERIES, llm, library, shots=3, ensemble=2, similarity="question"
+    )
     nearest = library.select(QUERIES, 6, "question")
     prompts = {query.id: query.prompt for query in llm.seen}
     assert len(prompts) == 6
@@ -78,7 +74,7 @@ def test_shots_with_captions_by_people(tmp_path):
 
     def contexts(seed: int) -> list[list[str]]:
         llm = FakeLLM(lambda prompt: (" red", -1.0))
-        found = answer_pica(
+        found = pica.answer_pica(
             QUERIES, llm, library, shots=12, similarity="question", tags=True,
             shot_captions="people", seed=seed,
         )  # fmt: skip
@@ -103,18 +99,18 @@ def test_the_most_probable_prompt_answers(library):
     def say(prompt: str) -> tuple[str, float]:
         return (" The Sea.", -0.5) if "ask 3 ?" in prompt else (" a lake", -0.7)
 
-    predictions = answer_pica(
+    predictions = pica.answer_pica(
         QUERIES, FakeLLM(say), library, shots=6, ensemble=2, similarity="question"
     )
     assert {prediction.answer for prediction in predictions} == {"sea"}  # one half has example 3
     worse = FakeLLM(lambda prompt: (" a lake", -0.4) if "ask 3 ?" not in prompt else say(prompt))
-    found = answer_pica(QUERIES, worse, library, shots=6, ensemble=2, similarity="question")
+    found = pica.answer_pica(QUERIES, worse, library, shots=6, ensemble=2, similarity="question")
     assert {prediction.answer for prediction in found} == {"lake"}
 
 
 def test_the_most_similar_last(library):
     llm = FakeLLM()
-    answer_pica(
+    pica.answer_pica(
         QUERIES[:1], llm, library, shots=4, similarity="question", order="most_similar_last"
     )
     (nearest,) = library.select(QUERIES[:1], 4, "question")
@@ -125,24 +121,24 @@ def test_the_most_similar_last(library):
 def test_the_answer_of_a_shot(library, shot_answer, expected):
     llm = FakeLLM()
     one = ExampleLibrary([EXAMPLES[0]], library._embedders, cache=library._cache)
-    answer_pica(QUERIES[:1], llm, one, shots=1, similarity="question", shot_answer=shot_answer)
+    pica.answer_pica(QUERIES[:1], llm, one, shots=1, similarity="question", shot_answer=shot_answer)
     assert f"A: {expected}\n" in llm.seen[0].prompt
 
 
 def test_tags_follow_the_caption():
-    assert context(EXAMPLES[0], False) == "picture 0."
-    assert context(EXAMPLES[0], True) == "picture 0.. cat, mat"  # its own period stays
-    assert context(QUERIES[0], True) == "scene 0"
-    assert context(Question("x", "val", "?"), True) == ""
+    assert pica.context(EXAMPLES[0], False) == "picture 0."
+    assert pica.context(EXAMPLES[0], True) == "picture 0.. cat, mat"  # its own period stays
+    assert pica.context(QUERIES[0], True) == "scene 0"
+    assert pica.context(Question("x", "val", "?"), True) == ""
 
 
 def test_failures_and_prompts_that_do_not_fit(library):
     llm = FakeLLM(lambda prompt: (" red", -1.0), fail=[("q1", 0)])
-    predictions = answer_pica(QUERIES, llm, library, shots=1, similarity="question")
+    predictions = pica.answer_pica(QUERIES, llm, library, shots=1, similarity="question")
     assert [prediction.answer for prediction in predictions] == ["red", "", "red"]
     assert predictions[1].trace["failed"] == ["timed out"]
     short = FakeLLM(lambda prompt: (" red", -1.0), length=20)
-    predictions = answer_pica(QUERIES, short, library, shots=1, similarity="question")
+    predictions = pica.answer_pica(QUERIES, short, library, shots=1, similarity="question")
     assert [prediction.answer for prediction in predictions] == [""] * 3
     assert not short.seen
     assert all(prediction.trace["too_long"] for prediction in predictions)
@@ -150,7 +146,7 @@ def test_failures_and_prompts_that_do_not_fit(library):
 
 def test_zero_shots_need_no_library():
     llm = FakeLLM(lambda prompt: (" red", -1.0))
-    predictions = answer_pica(QUERIES, llm, ExampleLibrary([]), shots=0)
+    predictions = pica.answer_pica(QUERIES, llm, ExampleLibrary([]), shots=0)
     assert [prediction.answer for prediction in predictions] == ["red"] * 3
     assert shown(llm.seen[0].prompt) == []
 
@@ -166,7 +162,7 @@ def test_multiple_choice(library):
 
     def choose(**options) -> set:
         llm = FakeLLM(score=score)
-        found = choose_pica(QUERIES, llm, library, shots=2, **options)
+        found = pica.choose_pica(QUERIES, llm, library, shots=2, **options)
         assert all(p.answer == QUERIES[0].choices[p.choice] for p in found)
         return {prediction.choice for prediction in found}
 
@@ -178,7 +174,7 @@ def test_multiple_choice(library):
 
 def test_baselines_without_a_model(library):
     nearest = library.select(QUERIES, 5, "question")
-    copied = copy_nearest_answer(QUERIES, library)
+    copied = pica.copy_nearest_answer(QUERIES, library)
     assert [p.answer for p in copied] == ["red"] * 3  # the majority of every example's answers
     blue = [
         Question(f"b{n}", "train", f"ask {n} ?", answers=("blue",) if n < 7 else ("red",))
@@ -186,7 +182,7 @@ def test_baselines_without_a_model(library):
     ]
     library = ExampleLibrary(blue, library._embedders, cache=library._cache)
     for query, prediction, shots in zip(
-        QUERIES, vote_of_nearest_answers(QUERIES, library, shots=5), nearest, strict=True
+        QUERIES, pica.vote_of_nearest_answers(QUERIES, library, shots=5), nearest, strict=True
     ):
         votes = [int(shot.question.id[1:]) < 7 for shot in shots]
         assert prediction.answer == ("blue" if sum(votes) > 2 else "red"), query

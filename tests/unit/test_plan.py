@@ -49,14 +49,10 @@ def language_model(**lora):
     return changed(
         config,
         {
-            "model.changes": TINY_LLM,
-            "model.lora": None,
-            "batches.length": 64,
-            "batches.targets": 16,
-            "tokenizer": "corpus:300",
-            **lora,
+            "model.changes": TINY_LLM, "model.lora": None, "batches.length": 64,
+            "batches.targets": 16, "tokenizer": "corpus:300", **lora,
         },
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
@@ -194,18 +190,12 @@ def test_a_config_is_planned_without_its_data():
     (train,) = found["programs"]
     keys = (
         *(
-            "name",
-            "fits",
-            "memory_gib",
-            "host_gib",
-            "hbm_gib",
-            "flops",
-            "model_flops",
+            "name", "fits", "memory_gib", "host_gib", "hbm_gib", "flops", "model_flops",
             "floor_bytes",
         ),
         *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "network_ms", "collectives"),
         "compile_seconds",
-    )
+    )  # fmt: skip
     assert set(train) == set(keys)
     memory = ("parameters", "optimizer", "cache", "temporaries", "total")
     assert tuple(train["memory_gib"]) == memory

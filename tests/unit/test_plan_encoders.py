@@ -21,20 +21,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 # Millions of parameters, as their pages on the hub count them (with BERT's and XLM-R's poolers,
 # which no vector is made of: hidden * (hidden + 1); XLM-R's two rows of positions before the first).
 PARAMETERS = {
-    "minilm_l6": 22.7,
-    "bge_small": 33.4,
-    "bge_base": 109.5,
-    "bge_large": 335.1,
-    "multilingual_e5_base": 278.0,
-    "multilingual_e5_large": 559.9,
-    "bge_m3": 567.8,
-    "mpnet_base": 109.5,
-    "gte_modernbert_base": 149.0,
-    "modernbert_large": 394.8,
-    "qwen3_embedding_06b": 595.8,
-    "qwen3_embedding_4b": 4021.8,
-    "qwen3_embedding_8b": 7567.3,
-}
+    "minilm_l6": 22.7, "bge_small": 33.4, "bge_base": 109.5, "bge_large": 335.1,
+    "multilingual_e5_base": 278.0, "multilingual_e5_large": 559.9, "bge_m3": 567.8,
+    "mpnet_base": 109.5, "gte_modernbert_base": 149.0, "modernbert_large": 394.8,
+    "qwen3_embedding_06b": 595.8, "qwen3_embedding_4b": 4021.8, "qwen3_embedding_8b": 7567.3,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

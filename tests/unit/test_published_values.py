@@ -146,11 +146,8 @@ def test_values_of_another_kind_are_refused(reader, change, message):
 
 def test_keys_beside_the_rope_are_read():
     scaling = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-    }
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    }  # fmt: skip
     found = llama({"rope_scaling": scaling, "original_max_position_embeddings": 4096})
     assert found.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 4096)
 

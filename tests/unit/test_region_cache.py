@@ -30,13 +30,8 @@ from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
 from mmqa_jax.data.regions import FeatureRegions, RegionError
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.inference import region_detector
 from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
-from mmqa_jax.inference.region_detector import (
-    CorpusRegions,
-    DetectorChoice,
-    RegionCache,
-    open_detector,
-)
 from mmqa_jax.runs.verbs.region_features import NamedPictures, RegionOptions, write_regions
 from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.registry import check_config, read_task
@@ -107,8 +102,8 @@ def corpus(pictures=PICTURES) -> Corpus:
 
 
 def opened(folder, detector, precision="float16"):
-    cache = RegionCache(detector, folder, precision, "the detector")
-    return CorpusRegions(corpus(), cache), cache
+    cache = region_detector.RegionCache(detector, folder, precision, "the detector")
+    return region_detector.CorpusRegions(corpus(), cache), cache
 
 
 def same(one: DetectedRegions, other: DetectedRegions) -> None:
@@ -362,12 +357,12 @@ def test_weights_of_another_model_are_no_detector(tmp_path):
     (tmp_path / "weights").mkdir()
     record = describe_model(architecture("bert", "here"), CONFIGS["bert"], "float32")
     (tmp_path / "model.json").write_text(json.dumps(record))
-    choice = DetectorChoice(str(tmp_path), key="config key features.detector")
+    choice = region_detector.DetectorChoice(str(tmp_path), key="config key features.detector")
     message = (
         r"features\.detector=.*: holds a model of kind 'bert', .* `mmqa convert --model=detect"
     )
     with pytest.raises(UserError, match=message):
-        open_detector(choice)
+        region_detector.open_detector(choice)
 
 
 def test_worker_processes_are_refused(tmp_path):

@@ -13,20 +13,7 @@ from report_pages import card_data, cards_of
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Material
-from mmqa_jax.evaluation import tables
-from mmqa_jax.evaluation.report import (
-    Bar,
-    Card,
-    CardAnswer,
-    CardFilter,
-    CardSource,
-    ReportData,
-    best_first,
-    passes,
-    read_curves,
-    render_report,
-    write_report,
-)
+from mmqa_jax.evaluation import report, tables
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
 
@@ -92,7 +79,7 @@ def full_report():
     categories = ["color"] * 3 + ["text"] * 2
     oracle = scores([1, 1, 0.5, 1, 0], categories)
     constant = scores([0.5, 0.5, 0.5, 0, 0], categories)
-    return ReportData(
+    return report.ReportData(
         title="Atlas <1>",
         description="What it is.",
         notice="Numbers are not WebQA's.",
@@ -111,27 +98,31 @@ def full_report():
         recall={"bm25": {1: 0.25, 20: 0.5}, "dense": {1: 0.5, 20: 1.0}, "a$b$_<c>": {1: 0, 20: 1}},
         stages=[("prepare", 5.04), ("train", 125.0)],
         cards=[
-            Card(
+            report.Card(
                 EVIL,
-                [CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
+                [report.CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
                 "YesNo",
                 [("reference", "No <b>.")],
                 [
-                    CardSource("s1", "Flag of A", "A", picture("blue"), False, 1, 0.9, [0], True),
-                    CardSource("s2", "A snippet", "B", None, False, 2, 0.5),
-                    CardSource("s3", "Flag of C", "C", b"not a picture", gold=True),
+                    report.CardSource(
+                        "s1", "Flag of A", "A", picture("blue"), False, 1, 0.9, [0], True
+                    ),
+                    report.CardSource("s2", "A snippet", "B", None, False, 2, 0.5),
+                    report.CardSource("s3", "Flag of C", "C", b"not a picture", gold=True),
                 ],
                 picture("red", kind="JPEG"),
             ),
-            Card("Which color?", [CardAnswer("full", "")], "color"),
+            report.Card("Which color?", [report.CardAnswer("full", "")], "color"),
         ],
-        bars={"webqa_acc/no_lemma": [Bar("<a>", Interval(0.5, 0.4, 0.6), "./a/report.html")]},
+        bars={
+            "webqa_acc/no_lemma": [report.Bar("<a>", Interval(0.5, 0.4, 0.6), "./a/report.html")]
+        },
     )
 
 
 @pytest.fixture(scope="module")
 def page_source():
-    return render_report(full_report())
+    return report.render_report(full_report())
 
 
 @pytest.fixture(scope="module")
@@ -182,23 +173,28 @@ def test_sources_are_marked(page_source):
 
 
 def test_a_source_of_many_cards_is_kept_once():
-    sources = [CardSource("s1", "a text", picture=picture("blue"))]
-    cards = [Card(f"{n} ?", [CardAnswer("", "Yes.")], sources=sources) for n in range(9)]
-    data = card_data(render_report(ReportData("many", cards=cards)))
+    sources = [report.CardSource("s1", "a text", picture=picture("blue"))]
+    cards = [
+        report.Card(f"{n} ?", [report.CardAnswer("", "Yes.")], sources=sources) for n in range(9)
+    ]
+    data = card_data(report.render_report(report.ReportData("many", cards=cards)))
     assert (len(data["sources"]), len(data["pictures"])) == (1, 1)
 
 
 def test_filters_by_verdict_and_by_which_answer_is_better():
     scores = [(1, 0.5), (0.5, 1), (1, 1), (0, None), (None, 0)]
-    cards = [Card("?", [CardAnswer("a", "", one), CardAnswer("b", "", two)]) for one, two in scores]
+    cards = [
+        report.Card("?", [report.CardAnswer("a", "", one), report.CardAnswer("b", "", two)])
+        for one, two in scores
+    ]
     for one, shown in (
-        (CardFilter("all", [[], []]), [0, 1, 2, 3, 4]),
-        (CardFilter("a better", [[], []], 1), [0]),
-        (CardFilter("b better", [[], []], -1), [1]),
-        (CardFilter("a right, b not wholly", [["right"], ["partly", "wrong"]]), [0]),
-        (CardFilter("a wrong", [["wrong"], []]), [3]),
+        (report.CardFilter("all", [[], []]), [0, 1, 2, 3, 4]),
+        (report.CardFilter("a better", [[], []], 1), [0]),
+        (report.CardFilter("b better", [[], []], -1), [1]),
+        (report.CardFilter("a right, b not wholly", [["right"], ["partly", "wrong"]]), [0]),
+        (report.CardFilter("a wrong", [["wrong"], []]), [3]),
     ):
-        assert [n for n, card in enumerate(cards) if passes(card, one)] == shown, one.label
+        assert [n for n, card in enumerate(cards) if report.passes(card, one)] == shown, one.label
 
 
 def test_verdicts_are_counted(page_source):
@@ -210,8 +206,8 @@ def test_the_best_comes_first():
     """Right answers with pictures, other right ones, then the rest; categories in turn."""
     scores = [0.0, 1.0, 1.0, 0.5, 1.0, None, 1.0]
     pictures = [True, False, True, True, True, True, True]
-    assert best_first(scores, pictures, "aabaaab") == [4, 2, 6, 1, 3, 0, 5]
-    assert best_first([], [], []) == []
+    assert report.best_first(scores, pictures, "aabaaab") == [4, 2, 6, 1, 3, 0, 5]
+    assert report.best_first([], [], []) == []
 
 
 def test_sections_come_in_the_order_of_interest(page):
@@ -261,14 +257,14 @@ def test_the_recall_line_goes_where_the_numbers_say(page_source):
 
 def test_the_best_step_is_marked_where_it_is():
     points = [(0, 1.0), (10, 0.2), (30, 0.7)]
-    data = ReportData("Run", curves={"answer": {"loss": points}}, best_steps={"answer": 10})
-    source = render_report(data)
+    data = report.ReportData("Run", curves={"answer": {"loss": points}}, best_steps={"answer": 10})
+    source = report.render_report(data)
     (path,) = re.findall(r'<g id="curve-answer-0"[^>]*><path d="([^"]*)"', source)
     (mark,) = re.findall(r'<g id="curve-answer-0-best"[^>]*><path d="([^"]*)"', source)
     of_points = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", path)]
     of_mark = [float(x) for x in re.findall(r"[ML] ([\d.]+) [\d.]+", mark)]
     assert of_mark == pytest.approx([of_points[1]] * 2)  # upright, at step 10
-    assert "-best" not in render_report(ReportData("Run", curves=data.curves))
+    assert "-best" not in report.render_report(report.ReportData("Run", curves=data.curves))
 
 
 def test_tables_show_values_intervals_and_baselines(page):
@@ -283,7 +279,7 @@ def test_tables_show_values_intervals_and_baselines(page):
 
 
 def test_rendering_is_deterministic(page_source):
-    assert render_report(full_report()) == page_source
+    assert report.render_report(full_report()) == page_source
 
 
 @pytest.mark.parametrize(
@@ -294,34 +290,31 @@ def test_missing_parts_are_left_out(left_out):
     kept = {field: getattr(data, field) for field in data.__dataclass_fields__ if field != left_out}
     kept["curves"] = {} if left_out == "curves" else {"answer": {"loss": [(0, 1.0)]}}
     kept["bars"] = {}
-    page = Page(render_report(ReportData(**kept)))
+    page = Page(report.render_report(report.ReportData(**kept)))
     sections = {"scores", "retrieval", "training", "run", "questions"}
     gone = {
-        "tables": "scores",
-        "curves": "training",
-        "recall": "retrieval",
-        "cards": "questions",
-    }.get(left_out)
+        "tables": "scores", "curves": "training", "recall": "retrieval", "cards": "questions",
+    }.get(left_out)  # fmt: skip
     assert {section["id"] for section in page.all("section")} == sections - {gone}
     targets = {link["href"] for link in page.all("a") if link["href"].startswith("#")}
     assert targets == {f"#{name}" for name in sections - {gone}}
 
 
 def test_a_bare_report_still_renders():
-    page = Page(render_report(ReportData(title="Nothing yet")))
+    page = Page(report.render_report(report.ReportData(title="Nothing yet")))
     assert "Nothing yet" in page.text
     assert not page.all("section")
 
 
 def test_the_file_is_written_whole(tmp_path):
     path = tmp_path / "run" / "report.html"
-    write_report(path, full_report())
+    report.write_report(path, full_report())
     text = path.read_text(encoding="utf-8")
-    assert text == render_report(full_report())
+    assert text == report.render_report(full_report())
     assert text.rstrip().endswith("</html>")
-    broken = ReportData(title="t", stages=[("prepare", "not a number")])
+    broken = report.ReportData(title="t", stages=[("prepare", "not a number")])
     with pytest.raises(TypeError):
-        write_report(path, broken)
+        report.write_report(path, broken)
     assert path.read_text(encoding="utf-8") == text
     assert [file.name for file in path.parent.iterdir()] == ["report.html"]
 
@@ -336,12 +329,12 @@ def test_curves_are_read_from_metrics(tmp_path):
         {"step": 30, "loss": float("nan")},
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
-    assert read_curves(path) == {"loss": [(0, 3.0), (10, 2.5), (20, 1.5)], "lr": [(20, 0.1)]}
-    assert set(read_curves(path, ["lr"])) == {"lr"}
-    assert read_curves(tmp_path / "absent.jsonl") == {}
+    assert report.read_curves(path) == {"loss": [(0, 3.0), (10, 2.5), (20, 1.5)], "lr": [(20, 0.1)]}
+    assert set(report.read_curves(path, ["lr"])) == {"lr"}
+    assert report.read_curves(tmp_path / "absent.jsonl") == {}
     path.write_text('{"step": 0, "loss": 1}\n{"loss": 1}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
-        read_curves(path)
+        report.read_curves(path)
 
 
 def test_markdown_and_rich_show_the_same_cells():

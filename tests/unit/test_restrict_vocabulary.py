@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data import tokenizers
 from mmqa_jax.data.atlas.factbook import load_countries
-from mmqa_jax.data.tokenizers import (
-    SPECIAL_TOKENS,
-    load_tokenizer,
-    minilm_tokenizer,
-    restrict_vocabulary,
-    train_wordpiece,
-    vocabulary_rows,
-)
 
 ODD_TEXTS = [
     'Côte d\'Ivoire (34°20′N): "naïve" façade - 0.2% of Åland!',
@@ -33,7 +26,7 @@ def factbook(country_slice: slice) -> list[str]:
 
 @pytest.fixture(scope="module")
 def full():
-    return minilm_tokenizer()
+    return tokenizers.minilm_tokenizer()
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +36,7 @@ def corpus():
 
 @pytest.fixture(scope="module")
 def small(full, corpus):
-    return restrict_vocabulary(full, corpus)
+    return tokenizers.restrict_vocabulary(full, corpus)
 
 
 def spelled(tokenizer, text: str) -> list[str]:
@@ -85,7 +78,7 @@ def test_every_token_of_the_full_vocabulary_can_be_written(full, small):
 
 
 def test_special_tokens_stand_in_front_and_cannot_be_forged(small):
-    assert [small.token(i) for i in range(5)] == list(SPECIAL_TOKENS)
+    assert [small.token(i) for i in range(5)] == list(tokenizers.SPECIAL_TOKENS)
     assert (small.pad_id, small.unk_id, small.cls_id, small.sep_id, small.mask_id) == (
         0,
         1,
@@ -97,35 +90,37 @@ def test_special_tokens_stand_in_front_and_cannot_be_forged(small):
 
 
 def test_rows_point_to_the_same_spelling(full, small):
-    rows = vocabulary_rows(small, full)
+    rows = tokenizers.vocabulary_rows(small, full)
     assert rows.shape == (small.vocab_size,)
     assert len(np.unique(rows)) == len(rows)
     assert [full.token(int(row)) for row in rows] == [small.token(i) for i in range(len(rows))]
-    np.testing.assert_array_equal(vocabulary_rows(full, full), np.arange(full.vocab_size))
+    np.testing.assert_array_equal(
+        tokenizers.vocabulary_rows(full, full), np.arange(full.vocab_size)
+    )
 
 
 def test_saved_and_loaded_it_is_the_same(small, corpus, tmp_path):
     small.save(tmp_path / "tokenizer.json")
-    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    loaded = tokenizers.load_tokenizer(tmp_path / "tokenizer.json")
     assert loaded.fingerprint == small.fingerprint
     texts = corpus[:20] + ODD_TEXTS
     assert loaded.encode_batch(texts) == small.encode_batch(texts)
 
 
 def test_it_depends_on_the_texts_alone(full, small, corpus):
-    again = restrict_vocabulary(full, corpus[::-1])
+    again = tokenizers.restrict_vocabulary(full, corpus[::-1])
     assert again.fingerprint == small.fingerprint
     assert small.fingerprint != full.fingerprint
-    assert restrict_vocabulary(full, corpus[:3]).vocab_size < small.vocab_size
+    assert tokenizers.restrict_vocabulary(full, corpus[:3]).vocab_size < small.vocab_size
     assert full.vocab_size == 30_522  # the tokenizer it was made from is left alone
 
 
 def test_words_of_the_first_texts_come_first(full, corpus):
     answers = ["yes", "red", "red", "no, red", "yes"]
-    small = restrict_vocabulary(full, corpus, first=answers)
+    small = tokenizers.restrict_vocabulary(full, corpus, first=answers)
     words = [small.token(i) for i in range(small.vocab_size)]
-    assert words[:9] == [*SPECIAL_TOKENS, "red", "yes", ",", "no"]
-    plain = restrict_vocabulary(full, [*corpus, *answers])
+    assert words[:9] == [*tokenizers.SPECIAL_TOKENS, "red", "yes", ",", "no"]
+    plain = tokenizers.restrict_vocabulary(full, [*corpus, *answers])
     assert sorted(words) == sorted(plain.token(i) for i in range(plain.vocab_size))
     rest = [full.token_id(word) for word in words[9:]]
     assert rest == sorted(rest)
@@ -133,6 +128,6 @@ def test_words_of_the_first_texts_come_first(full, corpus):
 
 
 def test_tokens_that_the_pretrained_vocabulary_lacks_are_named(full):
-    other = train_wordpiece(["Ouagadougou Yamoussoukro " * 5], 60, lowercase=True)
+    other = tokenizers.train_wordpiece(["Ouagadougou Yamoussoukro " * 5], 60, lowercase=True)
     with pytest.raises(UserError, match=r"\d+ of its tokens are not in the pretrained vocabulary"):
-        vocabulary_rows(other, full)
+        tokenizers.vocabulary_rows(other, full)

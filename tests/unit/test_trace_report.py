@@ -10,15 +10,7 @@ from report_pages import card_data, cards_of
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.report import (
-    Card,
-    CardAnswer,
-    ReportData,
-    brief_card,
-    how_many,
-    render_report,
-    that_fit,
-)
+from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.runs.reports.row import RowRun, row_cards
@@ -49,7 +41,7 @@ SCORED = Scores(("q1",), ("",), {"vqa_accuracy/paper": np.array([2 / 3])})
 def page_of(predictions):
     run = RowRun(Corpus([], QUESTIONS), QUESTIONS, predictions, {}, Evaluation([SCORED]))
     cards = row_cards(run, "vqa_accuracy/paper")
-    return render_report(ReportData("run", cards=cards))
+    return report.render_report(report.ReportData("run", cards=cards))
 
 
 def test_traces_are_data():
@@ -94,10 +86,10 @@ def test_every_question_of_20000_is_on_the_page():
     assert len(cards) == len({card.id for card in cards}) == 20_000
     (wrong,) = [card for card in cards if card.answers[0].score == 0]
     assert (wrong.id, wrong.is_brief, bool(wrong.details)) == ("q19998", False, True)
-    assert how_many(cards, 20_000) == (
+    assert report.how_many(cards, 20_000) == (
         " 5,000 of them have their sources here, 15,000 follow in brief."
     )
-    page = render_report(ReportData("run", cards=cards))
+    page = report.render_report(report.ReportData("run", cards=cards))
     data = card_data(page)
     assert (len(data["cards"]), len(data["brief"])) == (5_000, 15_000)
     assert ["q19999", "question 19999 ?", "b", [["", "answer 19999", 1.0]],
@@ -112,18 +104,22 @@ def test_every_question_of_20000_is_on_the_page():
 
 def test_a_page_holds_a_bounded_number_of_brief_questions():
     cards = [
-        brief_card(Question(f"q{n}", "val", "long " * 100), [CardAnswer("", "x" * 10_000)], [])
+        report.brief_card(
+            Question(f"q{n}", "val", "long " * 100), [report.CardAnswer("", "x" * 10_000)], []
+        )
         for n in range(40_000)
     ]
-    held = that_fit(cards)
+    held = report.that_fit(cards)
     assert held == cards[: len(held)]
-    page = render_report(ReportData("run", cards=held))
+    page = report.render_report(report.ReportData("run", cards=held))
     assert 15_000_000 < len(page) < 17_000_000
-    assert f", {40_000 - len(held):,} are left out: see per_question" in how_many(held, 40_000)
+    assert f", {40_000 - len(held):,} are left out: see per_question" in report.how_many(
+        held, 40_000
+    )
 
 
 def test_reports_without_questions_have_no_cards():
-    assert "card-data" not in render_report(ReportData("run"))
+    assert "card-data" not in report.render_report(report.ReportData("run"))
 
 
 def test_rows_and_counts():
@@ -150,8 +146,8 @@ def test_rows_and_counts():
 
 def test_pictures_are_thumbnails():
     png = next(Path(__file__).parents[2].glob("configs/atlas/*.png")).read_bytes()
-    cards = [Card(f"{n} ?", [CardAnswer("", "")], picture=png) for n in range(400)]
-    data = card_data(render_report(ReportData("run", cards=cards)))
+    cards = [report.Card(f"{n} ?", [report.CardAnswer("", "")], picture=png) for n in range(400)]
+    data = card_data(report.render_report(report.ReportData("run", cards=cards)))
     (uri,) = data["pictures"]  # of all cards, once
     assert uri.startswith("data:image/")
     assert len(uri) < 100_000

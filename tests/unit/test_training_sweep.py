@@ -12,14 +12,7 @@ from cli_runs import done, mmqa, rows_of, train_flags, tree, weights_of
 
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.workdir import read_config
-from mmqa_jax.evaluation.report import (
-    COLORS,
-    DASHES,
-    LinePlot,
-    ReportData,
-    line_style,
-    render_report,
-)
+from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.runs import sweep as sweeps
 from mmqa_jax.training.loop import StopSignals
@@ -247,17 +240,17 @@ def test_a_damaged_sweep(tmp_path, refused):
 def test_long_lines_lie_over_each_other():
     """A few round ticks and a running mean on top; styles recur after all colors and dashes."""
     lines = {"none yet": (), "run": [(step, step % 7) for step in range(200)]}
-    plot = LinePlot("loss", "step", lines, steps=True)
+    plot = report.LinePlot("loss", "step", lines, steps=True)
     drawn = plot.svg()
     assert drawn.count("data-points") == 1
     assert drawn.count('class="line c1') == 2
-    page = render_report(
-        ReportData("title", line_plots=[plot], tables=[Table("runs", ["a"], [[1]])])
+    page = report.render_report(
+        report.ReportData("title", line_plots=[plot], tables=[Table("runs", ["a"], [[1]])])
     )
     assert page.index("<h3>runs") < page.index("<h3>loss")
     assert '<li class="c1"><span>run' in page
     assert "none yet" not in page
     assert drawn.count("<text") < 15
-    styles = [line_style(number) for number in range(COLORS * DASHES + 1)]
-    assert len(set(styles)) == COLORS * DASHES
+    styles = [report.line_style(number) for number in range(report.COLORS * report.DASHES + 1)]
+    assert len(set(styles)) == report.COLORS * report.DASHES
     assert styles[-1] == styles[0]

@@ -26,12 +26,9 @@ def png(color, size=(5, 4)):
 
 def image_fact(number):
     return {
-        "image_id": number,
-        "caption": f"Caption {number}",
-        "title": f"Title {number}",
-        "url": "u",
+        "image_id": number, "caption": f"Caption {number}", "title": f"Title {number}", "url": "u",
         "imgUrl": "i",
-    }
+    }  # fmt: skip
 
 
 def snippet(name, fact):

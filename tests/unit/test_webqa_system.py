@@ -10,15 +10,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
-from mmqa_jax.evaluation.source_selection import (
-    SELECTIONS,
-    THRESHOLDS,
-    Selection,
-    mean_source_f1,
-    select_sources,
-    source_f1s,
-    tune_threshold,
-)
+from mmqa_jax.evaluation import source_selection
 from mmqa_jax.evaluation.webqa import EPSILON
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import WEIGHTS, Evidence, interpolate, tune_selection
@@ -28,7 +20,7 @@ from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.runs.demo import question_groups
 
-BEST = SELECTIONS["best"]
+BEST = source_selection.SELECTIONS["best"]
 SOURCES = [Source(name, "text", f"text of {name}") for name in "abcdefgh"]
 
 
@@ -72,7 +64,7 @@ def test_the_best_source_always_and_a_second_one_from_the_threshold_on():
         ranking("one", a=0.0),
         ranking("none"),
     ]
-    assert select_sources(relevance, 0.3) == [
+    assert source_selection.select_sources(relevance, 0.3) == [
         ranking("low", a=0.1),
         ranking("two", a=0.9, b=0.31),
         ranking("equal", a=0.9, b=0.3),
@@ -80,7 +72,9 @@ def test_the_best_source_always_and_a_second_one_from_the_threshold_on():
         ranking("one", a=0.0),
         ranking("none"),
     ]
-    (all_three,) = select_sources(relevance[3:4], 0.3, Selection(1, 3))
+    (all_three,) = source_selection.select_sources(
+        relevance[3:4], 0.3, source_selection.Selection(1, 3)
+    )
     assert all_three.sources == ("a", "b", "c")
 
 
@@ -99,13 +93,13 @@ def test_restricted_candidates_do_not_tell_which_are_gold():
 def test_source_f1_by_hand():
     questions = [question("one", "a"), question("hidden"), question("two", "ab")]
     cited = [ranking("one", a=1.0, c=0.5), ranking("hidden", a=1.0), ranking("two", a=1.0, b=1.0)]
-    f1 = source_f1s(questions, cited)
+    f1 = source_selection.source_f1s(questions, cited)
     # P = 1/2, R = 1 and P = R = 1; the official script adds EPSILON to every denominator.
     np.testing.assert_allclose(f1, [2 / 3, 1.0], atol=3 * EPSILON)
-    assert mean_source_f1(questions, cited) == pytest.approx(f1.mean(), abs=1e-12)
-    assert mean_source_f1(questions[1:2], cited[1:2]) == 0.0
+    assert source_selection.mean_source_f1(questions, cited) == pytest.approx(f1.mean(), abs=1e-12)
+    assert source_selection.mean_source_f1(questions[1:2], cited[1:2]) == 0.0
     with pytest.raises(ValueError, match="zip"):
-        source_f1s(questions, cited[:2])
+        source_selection.source_f1s(questions, cited[:2])
 
 
 def test_threshold_is_the_best_of_the_sweep():
@@ -116,11 +110,11 @@ def test_threshold_is_the_best_of_the_sweep():
         second = rng.uniform(0.35, 0.95) if two else rng.uniform(0.0, 0.6)
         questions.append(question(f"q{number}", "ab" if two else "a", "cd"))
         relevance.append(ranking(f"q{number}", a=0.96, **{"b" if two else "c": second}, d=0.0))
-    best, sweep = tune_threshold(questions, relevance, BEST)
-    assert tuple(sweep) == THRESHOLDS
+    best, sweep = source_selection.tune_threshold(questions, relevance, BEST)
+    assert tuple(sweep) == source_selection.THRESHOLDS
     for threshold, value in sweep.items():
-        cited = select_sources(relevance, threshold)
-        assert value == mean_source_f1(questions, cited)
+        cited = source_selection.select_sources(relevance, threshold)
+        assert value == source_selection.mean_source_f1(questions, cited)
     assert sweep[best] == max(sweep.values())
     assert sweep[best] > sweep[0.2] + 0.05  # the data do not favor the default
     assert 0.3 <= best <= 0.7
@@ -130,11 +124,11 @@ def test_threshold_ties_go_to_the_one_nearest_the_papers():
     # Any threshold from .4 to .6 is right for both.
     questions = [question("one", "a", "c"), question("two", "ab")]
     relevance = [ranking("one", a=0.9, c=0.35), ranking("two", a=0.9, b=0.65)]
-    best, sweep = tune_threshold(questions, relevance, BEST)
+    best, sweep = source_selection.tune_threshold(questions, relevance, BEST)
     assert [t for t in sweep if sweep[t] == max(sweep.values())] == [0.4, 0.5, 0.6]
     assert best == 0.4
-    assert tune_threshold([], [], BEST)[0] == 0.2
-    assert tune_threshold(questions[:1], [ranking("one", a=0.4)], BEST)[0] == 0.2
+    assert source_selection.tune_threshold([], [], BEST)[0] == 0.2
+    assert source_selection.tune_threshold(questions[:1], [ranking("one", a=0.4)], BEST)[0] == 0.2
 
 
 def logit(p: float) -> float:
@@ -170,14 +164,14 @@ def test_weight_and_threshold_are_the_best_of_all_tried():
         relevance.append(ranking(f"q{number}", b=p, a=p - 0.05))
         similarity.append(ranking(f"q{number}", a=0.8, b=0.8 - rng.uniform(0.02, 0.2)))
     weight, threshold, sweep = tune_selection(questions, [Evidence(relevance, similarity)], BEST)
-    assert len(sweep) == len(WEIGHTS) * len(THRESHOLDS)
+    assert len(sweep) == len(WEIGHTS) * len(source_selection.THRESHOLDS)
     for (tried, at), value in sweep.items():
         mixed = interpolate(relevance, similarity, tried)
-        cited = select_sources(mixed, at)
-        assert value == mean_source_f1(questions, cited)
+        cited = source_selection.select_sources(mixed, at)
+        assert value == source_selection.mean_source_f1(questions, cited)
     assert sweep[weight, threshold] == max(sweep.values())
     assert weight > 0
-    assert sweep[weight, threshold] > max(sweep[0.0, t] for t in THRESHOLDS) + 0.1
+    assert sweep[weight, threshold] > max(sweep[0.0, t] for t in source_selection.THRESHOLDS) + 0.1
     # Where the similarity says nothing new, it is left out.
     alike = [ranking(r.question_id, a=0.5, b=0.5) for r in relevance]
     assert tune_selection(questions, [Evidence(relevance, alike)], BEST)[0] == 0.0

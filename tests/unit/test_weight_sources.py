@@ -107,18 +107,9 @@ def saved(layout, folder):
 
 
 LAYOUTS = (
-    "safetensors",
-    "safetensors folder",
-    "safetensors shards",
-    "safetensors index",
-    "torch",
-    "old torch",
-    "training state",
-    "torchscript",
-    "torch folder",
-    "torch shards",
-    "torch index",
-)
+    "safetensors", "safetensors folder", "safetensors shards", "safetensors index", "torch",
+    "old torch", "training state", "torchscript", "torch folder", "torch shards", "torch index",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
