@@ -39,13 +39,11 @@ CASES = {
         {"hidden_act": "gelu"},
         {"num_key_value_heads": 6, "tie_word_embeddings": True},
         {
-            "vision_feature_layer": 1,
-            "projector_hidden_act": "gelu_new",
-            "multimodal_projector_bias": False,
-            "tie_word_embeddings": True,
+            "vision_feature_layer": 1, "projector_hidden_act": "gelu_new",
+            "multimodal_projector_bias": False, "tie_word_embeddings": True,
         },
     ),
-}
+}  # fmt: skip
 
 
 class Pair(NamedTuple):

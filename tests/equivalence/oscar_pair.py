@@ -57,12 +57,10 @@ def make_pair(
     folder.mkdir(exist_ok=True)
     torch.save(tensors, folder / "pytorch_model.bin")
     published = config.to_dict() | {
-        "img_feature_dim": FEATURES,
-        "img_feature_type": "faster_r-cnn",
-        "use_img_layernorm": int(region_norm),
-        "img_layer_norm_eps": region_eps,
+        "img_feature_dim": FEATURES, "img_feature_type": "faster_r-cnn",
+        "use_img_layernorm": int(region_norm), "img_layer_norm_eps": region_eps,
         "tie_weights": True,
-    }
+    }  # fmt: skip
     del published["model_type"]  # pytorch_transformers wrote none
     (folder / "config.json").write_text(json.dumps(published))
     return Pair(load_published("oscar", folder, unroll=1, **DROPOUT), theirs, folder)

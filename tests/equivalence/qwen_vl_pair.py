@@ -22,11 +22,9 @@ from mmqa_jax.weights.published import load_published
 
 WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93
 TOKEN_IDS = {
-    "image_token_id": IMAGE,
-    "video_token_id": VIDEO,
-    "vision_start_token_id": START,
+    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
     "vision_end_token_id": END,
-}
+}  # fmt: skip
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<|vision_start|>", "<|vision_end|>"),
@@ -111,13 +109,11 @@ CASES["qwen3_vl_moe"] = (
     "Qwen3VLMoe",
     CASES["qwen3_vl"][1],
     {
-        **CASES["qwen3_vl"][2],
-        "moe_intermediate_size": 20,
-        "num_experts": 5,
+        **CASES["qwen3_vl"][2], "moe_intermediate_size": 20, "num_experts": 5,
         "num_experts_per_tok": 2,
     },
     {"tie_word_embeddings": False},
-)
+)  # fmt: skip
 CASES["qwen3_5"] = (
     "Qwen3_5",
     {**_SINCE_2_5, "num_position_embeddings": 49},

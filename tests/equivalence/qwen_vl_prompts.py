@@ -55,11 +55,9 @@ class Published(NamedTuple):
         self.model.model.rope_deltas = None
         with torch.no_grad():
             return self.model.model(
-                input_ids=ids,
-                attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=(ids == image).int(),
-                **given,
-            ).last_hidden_state[0]
+                input_ids=ids, attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=(ids == image).int(), **given,
+            ).last_hidden_state[0]  # fmt: skip
 
 
 def make_published(folder: Path, *around: str) -> Published:

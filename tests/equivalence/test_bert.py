@@ -84,12 +84,9 @@ def pair(tmp_path_factory):
 def run_torch(model, ids, types, mask, **kwargs):
     with torch.no_grad():
         return model(
-            input_ids=torch.tensor(ids),
-            token_type_ids=torch.tensor(types),
-            attention_mask=torch.tensor(mask).long(),
-            output_hidden_states=True,
-            **kwargs,
-        )
+            input_ids=torch.tensor(ids), token_type_ids=torch.tensor(types),
+            attention_mask=torch.tensor(mask).long(), output_hidden_states=True, **kwargs,
+        )  # fmt: skip
 
 
 def test_whole_model_and_pooler(pair):
@@ -157,11 +154,9 @@ def test_mlm_loss_and_every_gradient(activation, tmp_path):
     labels = np.where(mask & (np.random.default_rng(3).random(ids.shape) < 0.3), ids, -100)
 
     loss = theirs(
-        input_ids=torch.tensor(ids),
-        token_type_ids=torch.tensor(types),
-        attention_mask=torch.tensor(mask).long(),
-        labels=torch.tensor(labels),
-    ).loss
+        input_ids=torch.tensor(ids), token_type_ids=torch.tensor(types),
+        attention_mask=torch.tensor(mask).long(), labels=torch.tensor(labels),
+    ).loss  # fmt: skip
     loss.backward()
 
     @jax.jit

@@ -150,11 +150,9 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
     pixels = _pixels()
     theirs.zero_grad()
     loss = theirs(
-        input_ids=torch.from_numpy(ids).long(),
-        attention_mask=torch.from_numpy(mask),
-        pixel_values=_nchw(pixels),
-        return_loss=True,
-    ).loss
+        input_ids=torch.from_numpy(ids).long(), attention_mask=torch.from_numpy(mask),
+        pixel_values=_nchw(pixels), return_loss=True,
+    ).loss  # fmt: skip
     loss.backward()
     graphdef, state = nnx.split(ours)
 

@@ -306,13 +306,9 @@ def test_groups_joined_by_zeros():
 
     def convolved(x, kernel, groups):
         return jax.lax.conv_general_dilated(
-            x,
-            kernel,
-            (1, 1),
-            "SAME",
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
-        )
+        )  # fmt: skip
 
     @jax.jit
     def both(x, kernel):

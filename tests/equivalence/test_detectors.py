@@ -32,11 +32,9 @@ from mmqa_jax.weights.published import load_published
 PICTURES = {
     kind: [((41, 70), 1.3), ((60, 33), 1.5), line]
     for kind, line in {
-        "detectron": ((1, 61), 1.0),
-        "maskrcnn": ((1, 61), 1.0),
-        "detectron2": ((2, 60), 1.5),
+        "detectron": ((1, 61), 1.0), "maskrcnn": ((1, 61), 1.0), "detectron2": ((2, 60), 1.5),
     }.items()
-}
+}  # fmt: skip
 
 
 def batch(kind: str) -> tuple[list[np.ndarray], Pictures]:

@@ -234,11 +234,8 @@ CASES = {
         {
             "original_max_position_embeddings": 200,
             "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 2345.0,
-                "short_factor": [1.0, 1.2, 1.4, 1.9],
-                "long_factor": [1.5, 2.0, 4.0, 9.0],
-                "attention_factor": 1.25,
+                "rope_type": "longrope", "rope_theta": 2345.0, "short_factor": [1.0, 1.2, 1.4, 1.9],
+                "long_factor": [1.5, 2.0, 4.0, 9.0], "attention_factor": 1.25,
             },
         },
         _phi3,
@@ -258,9 +255,7 @@ CASES = {
         transformers.GraniteForCausalLM,
         "granite",
         {
-            "embedding_multiplier": 5.5,
-            "attention_multiplier": 0.21,
-            "residual_multiplier": 0.4,
+            "embedding_multiplier": 5.5, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
             "logits_scaling": 0.7,
         },
         _granite,

@@ -41,19 +41,15 @@ PUBLISHED = {
     },
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
+        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
     },
     "rope_theta": 150000,
     "router_aux_loss_coef": 0.9,
     "swiglu_limit": 7.0,
     "tie_word_embeddings": False,
     "use_cache": True,
-}
+}  # fmt: skip
 
 
 def test_every_byte_with_every_scale_is_transformers_number():

@@ -53,15 +53,10 @@ def write_gguf(file: Path, kind, *, drop=(), add=(), architecture="llama", **met
     """A tiny model with every matrix in one type; returns the stored bytes by key."""
     writer = gguf.GGUFWriter(file, architecture)
     values = {
-        "context_length": 512,
-        "embedding_length": 256,
-        "block_count": 1,
-        "feed_forward_length": 256,
-        "attention.head_count": 4,
-        "attention.head_count_kv": 2,
-        "rope.freq_base": 3000.0,
-        "attention.layer_norm_rms_epsilon": 3e-5,
-    } | metadata
+        "context_length": 512, "embedding_length": 256, "block_count": 1,
+        "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2,
+        "rope.freq_base": 3000.0, "attention.layer_norm_rms_epsilon": 3e-5,
+    } | metadata  # fmt: skip
     for key, value in values.items():
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{key}", value)

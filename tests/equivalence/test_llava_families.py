@@ -132,10 +132,8 @@ MORE["qwen3_5_text"] = _RECURRENT
 # Inputs of layers' own follow from words, and a picture has none.
 MORE["gemma4_text"] = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": WORDS}
 MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
-    **_RECURRENT,
-    **MORE["qwen3_moe"],
-    "shared_expert_intermediate_size": 12,
-}
+    **_RECURRENT, **MORE["qwen3_moe"], "shared_expert_intermediate_size": 12,
+}  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -332,12 +330,9 @@ def test_the_originals_layout(tmp_path):
     torch.manual_seed(0)
     cut = VISION["siglip"] | {"num_hidden_layers": 2, "vision_use_head": False}
     config = transformers.LlavaConfig(
-        vision_config=cut,
-        text_config=transformers.Qwen2Config(**TEXT),
-        image_token_index=IMAGE,
-        vision_feature_layer=-1,
-        vision_feature_select_strategy="full",
-    )
+        vision_config=cut, text_config=transformers.Qwen2Config(**TEXT), image_token_index=IMAGE,
+        vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )  # fmt: skip
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(tmp_path)
     want = load_published("llava", tmp_path, unroll=1)

@@ -48,13 +48,9 @@ def word_tokenizer(*texts: str, bos: bool) -> transformers.PreTrainedTokenizerFa
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<s>",
-        eos_token="</s>",
-        pad_token="<pad>",
-        unk_token="<unk>",
-        additional_special_tokens=["<image>"],
-    )
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        unk_token="<unk>", additional_special_tokens=["<image>"],
+    )  # fmt: skip
 
 
 def test_prompt_text():
@@ -133,12 +129,9 @@ def test_inputs_equal_the_processors(side):
     tokenizer.padding_side = side
     sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     processor = transformers.LlavaProcessor(
-        PROCESSOR(do_pad=True, **sizes),
-        tokenizer,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    )
+        PROCESSOR(do_pad=True, **sizes), tokenizer, patch_size=14,
+        vision_feature_select_strategy="default", num_additional_image_tokens=1,
+    )  # fmt: skip
     pictures = [noise(50, 31), noise(20, 77), noise(28, 28)]
     want = processor(images=pictures, text=asked, padding=True, return_tensors="np")
     config = small_config(tokenizer.convert_tokens_to_ids("<image>"))

@@ -206,9 +206,7 @@ def test_original_and_transformers_configs_are_the_presets():
         "image_token_index": 32000,
         "projector_hidden_act": "gelu",
         "text_config": {
-            "model_type": "llama",
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-05,
+            "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
             "vocab_size": 32064,
         },
         "vision_config": {

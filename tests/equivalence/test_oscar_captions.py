@@ -71,10 +71,8 @@ def test_beam_search_captions(pair, captioner, many, beams, length_penalty):
     labels, regions = many
     prompt = LAYOUT.prompt(labels, regions)
     asked = TOKENS | {
-        "num_beams": beams,
-        "max_new_tokens": LONGEST - 1,
-        "length_penalty": length_penalty,
-    }
+        "num_beams": beams, "max_new_tokens": LONGEST - 1, "length_penalty": length_penalty,
+    }  # fmt: skip
     whole = jax.device_get(write_captions(*nnx.split(pair.ours), prompt, **asked))
     lengths = set()
     for row, picture in enumerate(zip(labels, regions, strict=True)):

@@ -43,16 +43,11 @@ SIZES = EngineConfig(  # a program of each kind
 CUTS = [(0, 5), (40, 9), (0, 16), (0, 25)]
 EXPORTED = 2  # layers: those are alike
 PARTS = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-}
+}  # fmt: skip
 NAMES = {"token_embd": "embed_tokens", "output_norm": "norm"}
 
 

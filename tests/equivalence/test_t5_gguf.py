@@ -28,19 +28,11 @@ pytestmark = pytest.mark.slow
 
 ROWS = VOCABULARY + EXTRA + 10  # of the table, more than tokens as published ones
 SIZES = {
-    "vocab_size": ROWS,
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_decoder_layers": 3,
-    "num_heads": 4,
-    "relative_attention_num_buckets": 20,
-    "layer_norm_epsilon": 1e-3,
-    "decoder_start_token_id": 3,
-    "initializer_factor": 0.5,
+    "vocab_size": ROWS, "d_model": 32, "d_kv": 16, "d_ff": 96, "num_layers": 2,
+    "num_decoder_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 20,
+    "layer_norm_epsilon": 1e-3, "decoder_start_token_id": 3, "initializer_factor": 0.5,
     "attn_implementation": "eager",
-}
+}  # fmt: skip
 TYPES = gguf.GGMLQuantizationType
 TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 

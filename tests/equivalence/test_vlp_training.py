@@ -132,11 +132,9 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
 
     task = AnswerObjective(x101.config, together)
     data = {
-        "inputs": VLPInputs(**x),
-        "masked_positions": positions,
-        "masked_ids": words,
+        "inputs": VLPInputs(**x), "masked_positions": positions, "masked_ids": words,
         "masked_weights": weights,
-    }
+    }  # fmt: skip
     value, gradients = mean_over(task, x101, [data])
     np.testing.assert_allclose(value, wanted.item(), **LAYER)
     same_gradients(gradients, x101.theirs, zero=NO_GRADIENT)

@@ -17,13 +17,9 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 def row(number: int, unseen: str, answer: list, counted: list) -> dict:
     return {
-        "data_id": f"infoseek_val_{number}",
-        "image_id": f"oven_{number}",
-        "question": "Who?",
-        "answer": answer,
-        "answer_eval": counted,
-        "data_split": f"val_{unseen}",
-    }
+        "data_id": f"infoseek_val_{number}", "image_id": f"oven_{number}", "question": "Who?",
+        "answer": answer, "answer_eval": counted, "data_split": f"val_{unseen}",
+    }  # fmt: skip
 
 
 VAL = [

@@ -23,34 +23,22 @@ from mmqa_jax.runs.corpora import prepare_interchange
 
 SOURCES = [
     {
-        "id": "a",
-        "modality": "text",
-        "text": "Snow is white.\u2028Ice too.",
-        "title": "Snow",
+        "id": "a", "modality": "text", "text": "Snow is white.\u2028Ice too.", "title": "Snow",
         "book": 1,
     },
     {"id": "b", "modality": "image", "text": "A red dot.", "image": "images/dot.png"},
     {"id": "c", "modality": "image", "text": "Its picture is lost.", "image": None},
-]
+]  # fmt: skip
 QUESTIONS = [
     {
-        "id": "q1",
-        "split": "val",
-        "question": "What color is snow?",
-        "image": "images/dot.png",
-        "answers": ["white", "It is white."],
-        "keywords": "white",
-        "category": "color",
-        "positives": ["a"],
-        "negatives": ["b", "c"],
-        "choices": ["red", "white"],
-        "answer_index": 1,
-        "rationale": "Snow reflects all light.",
-        "more_images": ["images/more.png"],
+        "id": "q1", "split": "val", "question": "What color is snow?", "image": "images/dot.png",
+        "answers": ["white", "It is white."], "keywords": "white", "category": "color",
+        "positives": ["a"], "negatives": ["b", "c"], "choices": ["red", "white"], "answer_index": 1,
+        "rationale": "Snow reflects all light.", "more_images": ["images/more.png"],
         "level": "easy",
     },
     {"id": "q2", "question": "And why?"},
-]
+]  # fmt: skip
 
 
 def png(color=(255, 0, 0)):

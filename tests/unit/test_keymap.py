@@ -428,11 +428,9 @@ def test_vlp_takes_the_masked_lm_head_where_bert_has_one(vlp_state, tmp_path):
     arrays["cls.seq_relationship.weight"] = np.zeros((2, 8), np.float32)
     save_file(arrays, tmp_path / "model.safetensors")
     config = {
-        "model_type": "bert",
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
+        "model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2,
         "type_vocab_size": 6,
-    }
+    }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = vlp(jax.tree.map(jnp.zeros_like, vlp_state))
     init_vlp_from_bert(model, tmp_path)

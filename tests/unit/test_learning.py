@@ -39,18 +39,12 @@ OF_TASK = {
         "batches.query_length": 32, "batches.source_lengths": "(64,)", "inference.buckets": "(64,)",
     },
     "rerank": {
-        "model.changes.layers": 1,
-        "model.visual_hidden": "(64,)",
-        "packing.buckets": "((1,96),)",
-        "packing.max_question_tokens": 48,
-        "train.optimizer.learning_rate": 0.004,
+        "model.changes.layers": 1, "model.visual_hidden": "(64,)", "packing.buckets": "((1,96),)",
+        "packing.max_question_tokens": 48, "train.optimizer.learning_rate": 0.004,
     },
     "answer": {
-        "model.changes.layers": 1,
-        "model.visual_hidden": "(64,)",
-        "packing.buckets": "((2,104),)",
-        "packing.max_question_tokens": 32,
-        "train.optimizer.learning_rate": 0.008,
+        "model.changes.layers": 1, "model.visual_hidden": "(64,)", "packing.buckets": "((2,104),)",
+        "packing.max_question_tokens": 32, "train.optimizer.learning_rate": 0.008,
     },
 }  # fmt: skip
 

@@ -50,13 +50,10 @@ WEBQA1 = [query("2:1", "when came the mask out?", ["2:1"], query_src_content=GUI
 WEBQA2 = [query("2:4", "What is in the woods?", ["2:7"])]
 FASHION = [
     query(
-        "7:1",
-        "is red",
-        ["7:3"],
-        query_img_path="mbeir_images/fiq/1.jpg",
+        "7:1", "is red", ["7:3"], query_img_path="mbeir_images/fiq/1.jpg",
         query_modality="image,text",
     )
-]
+]  # fmt: skip
 HEADER = "query_modality\tcand_modality\tdataset_name\tdataset_id\tprompt_1\tprompt_2\n"
 
 

@@ -85,10 +85,8 @@ def test_adafactor_is_optax_own_layer_by_layer():
     rng, layers, rate = np.random.default_rng(3), 3, 0.02
     shapes = {"wide/kernel": (130, 160), "tall/kernel": (160, 130), "small/scale": (5,)}
     axes = {
-        "wide/kernel": ("embed", "mlp"),
-        "tall/kernel": ("mlp", "embed"),
-        "small/scale": (None,),
-    }
+        "wide/kernel": ("embed", "mlp"), "tall/kernel": ("mlp", "embed"), "small/scale": (None,),
+    }  # fmt: skip
     alone = {"table/table": (200, 128), "head/bias": (7,)}
     make = {name: (layers, *shape) for name, shape in shapes.items()} | alone
 

@@ -78,12 +78,8 @@ def tiff(row, bits, *, order="<", form=1, photometric=1, samples=1, extra=None):
 def fits(bits, row):
     """A FITS of one row of raw bytes; bits below 0 are floats."""
     cards = {
-        "SIMPLE": "T",
-        "BITPIX": bits,
-        "NAXIS": 2,
-        "NAXIS1": len(row) * 8 // abs(bits),
-        "NAXIS2": 1,
-    }
+        "SIMPLE": "T", "BITPIX": bits, "NAXIS": 2, "NAXIS1": len(row) * 8 // abs(bits), "NAXIS2": 1,
+    }  # fmt: skip
     head = "".join(f"{key:8}= {value:>20}".ljust(80) for key, value in cards.items()) + "END"
     return head.ljust(2880).encode() + row.ljust(2880, b"\0")
 

@@ -57,14 +57,10 @@ def builders(reader, packer):
         ),
         "rerank": lambda feed: rerank_batches(reader, QUESTIONS, packer, feed),
         "answer": lambda feed: answer_batches(
-            reader,
-            QUESTIONS,
-            packer,
-            MaskingConfig(0.5, 9),
-            feed,
+            reader, QUESTIONS, packer, MaskingConfig(0.5, 9), feed,
             AnswerSampling(distractor_prob=0.4),
         ),
-    }
+    }  # fmt: skip
 
 
 def blotted(raw: RawExample, rng: np.random.Generator) -> RawExample:

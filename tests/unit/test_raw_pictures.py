@@ -109,11 +109,9 @@ def train(places, run, *more, **changes):
 
 def raw(places, **changes):
     return {
-        "features.root": "",
-        "features.detector": places / "detector",
-        "features.detection.sides": "(60,120)",
-        **changes,
-    }
+        "features.root": "", "features.detector": places / "detector",
+        "features.detection.sides": "(60,120)", **changes,
+    }  # fmt: skip
 
 
 def batches(places, run, **changes):

@@ -77,12 +77,10 @@ def write_pickles(records, folder, names):
         regions = records.read(name)
         classes = np.concatenate([regions.logits[:, 1:], regions.logits[:, :1]], axis=1)
         arrays = {
-            "pred_boxes": regions.boxes,
-            "scores": regions.scores,
-            "pred_classes": regions.labels - 1,
-            "fc1_features": regions.features,
+            "pred_boxes": regions.boxes, "scores": regions.scores,
+            "pred_classes": regions.labels - 1, "fc1_features": regions.features,
             "cls_features": classes,
-        }
+        }  # fmt: skip
         content = {"image_size": regions.size, "num_instances": len(regions)}
         content |= {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
         path = folder / "train" / name[1:5].lstrip("0") / f"{name}.pkl"

@@ -32,16 +32,11 @@ pytestmark = pytest.mark.slow
 SOON = 20.0  # seconds in which a test machine answers
 OPTIONS = ServeOptions(queue=2, timeout=60.0, body=0.25, header=0.2, upload=0.2)
 AT_ONCE = {
-    "/": "/",
-    "/page/{name}": "/page/page.js",
-    "/healthz": "/healthz",
-    "/metrics": "/metrics",
-    "/api/about": "/api/about",
-    "/api/source/{name:path}": "/api/source/a",
-    "/api/picture/{name:path}": "/api/picture/a",
-    "/v1/models": "/v1/models",
+    "/": "/", "/page/{name}": "/page/page.js", "/healthz": "/healthz", "/metrics": "/metrics",
+    "/api/about": "/api/about", "/api/source/{name:path}": "/api/source/a",
+    "/api/picture/{name:path}": "/api/picture/a", "/v1/models": "/v1/models",
     "/v1/models/{name:path}": "/v1/models/tiny",
-}
+}  # fmt: skip
 
 
 def chat(model, steps, **more):

@@ -277,11 +277,9 @@ def test_the_rerank_task_trains_it():
 def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
     with pytest.raises(UserError, match=message):
         two_sides(
-            section.get("joint_layers"),
-            section.get("match_type"),
-            dataclasses.replace(ATLAS, **packing),
-            CONFIG,
-        )
+            section.get("joint_layers"), section.get("match_type"),
+            dataclasses.replace(ATLAS, **packing), CONFIG,
+        )  # fmt: skip
 
 
 def test_a_config_without_joint_layers_is_plain_vlp():

@@ -67,11 +67,9 @@ SMALL = {
     "train.steps": 4,
 }
 SMALL_QA = {
-    "inference.packing.buckets": "((2,64),)",
-    "inference.packing.max_question_tokens": 20,
-    "inference.max_new_tokens": 3,
-    "inference.num_beams": 2,
-}
+    "inference.packing.buckets": "((2,64),)", "inference.packing.max_question_tokens": 20,
+    "inference.max_new_tokens": 3, "inference.num_beams": 2,
+}  # fmt: skip
 
 
 def datum(number: int, split: str, category: str) -> dict:

@@ -55,12 +55,10 @@ WIKI6M = [
         "wikipedia_image_url": "https://upload.wikimedia.org/a/Calopteryx.jpg",
     },
     {
-        "wikidata_id": "Q42",
-        "wikipedia_title": "Douglas Adams",
-        "wikipedia_summary": "An author.",
+        "wikidata_id": "Q42", "wikipedia_title": "Douglas Adams", "wikipedia_summary": "An author.",
         "wikipedia_image_url": None,
     },
-]
+]  # fmt: skip
 
 URL = "https://en.wikipedia.org/wiki/Golden_eagle"
 EVQA = {
