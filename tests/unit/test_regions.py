@@ -311,7 +311,7 @@ def test_a_stored_storage_is_read(tmp_path):
         ),
         (
             Call(np.dtype, "f4", state=(3, "<", None, ("a",), None, 4, 4, 0)),
-            "a dtype is not in numpy's",
+            "a dtype is not in numpy's format",
         ),
         (Call(_codecs.encode, "abc", "utf-7"), "bytes are written as utf-7"),
     ],
