@@ -384,54 +384,52 @@ def with_objects(edit):
     return change
 
 
-def test_wrong_vinvl_contents_are_named(tmp_path):
-    def short(content):
-        content["objects"][1]["feature"] = content["objects"][1]["feature"][:400]
-
-    def garbled(content):
-        content["objects"][0]["scores_all"] = "?" * 40
-
-    def nameless(content):
-        del content["objects"][1]["conf"]
-
-    def flat(content):
-        content["objects"][0]["rect"] = content["objects"][1]["rect"] = [1, 2, 3]
-
-    def nothing(content):
-        content["objects"] = []
-
-    place = r"v\.tsv, row 0"
-    for edit, message in (
-        (short, rf"{place}, region 1, feature: 75 values, expected 2048"),
-        (garbled, rf"{place}, region 0, scores_all: broken base64"),
-        (nameless, rf"{place}: the last column is not a JSON object .* \(no 'conf'\)"),
-        (flat, rf"{place}: boxes of 3 values, expected 4"),
-        (nothing, rf"{place}: holds no regions"),
-    ):
-        with pytest.raises(RegionError, match=message):
-            vinvl(tmp_path, with_objects(edit)).read(0)
-    with pytest.raises(RegionError, match=rf"{place}: the last column is not a JSON object"):
-        vinvl(tmp_path, lambda text: text.replace('{"objects"', '["objects"', 1)).read(0)
+def first(change):
+    """An edit of the first picture's regions."""
+    return with_objects(lambda content: change(content["objects"]))
 
 
-def test_vinvl_files_that_do_not_belong_together(tmp_path):
-    reader = vinvl(tmp_path)
-    with pytest.raises(RegionError, match=r"pictures 20000000 and up were not given \(given: 0\)"):
-        reader.read(20_000_001)
-    with pytest.raises(UserError, match=r"row 2: .*v\.lineidx has 2 rows"):
-        reader.read(2)
-    with pytest.raises(UserError, match=r"row 1: holds '7' and not picture 1"):
-        vinvl(tmp_path, lambda text: text.replace("\n1\t", "\n7\t")).read(1)
+@pytest.mark.parametrize(
+    ("edit", "row", "kind", "message"),
+    [
+        (
+            first(lambda found: found[1].update(feature=found[1]["feature"][:400])),
+            *(0, RegionError, r"v\.tsv, row 0, region 1, feature: 75 values, expected 2048"),
+        ),
+        (
+            first(lambda found: found[0].update(scores_all="?" * 40)),
+            *(0, RegionError, r"v\.tsv, row 0, region 0, scores_all: broken base64"),
+        ),
+        (
+            first(lambda found: found[1].pop("conf")),
+            *(0, RegionError, r"v\.tsv, row 0: .* not a JSON object .* \(no 'conf'\)"),
+        ),
+        (
+            first(lambda found: [region.update(rect=[1, 2, 3]) for region in found]),
+            *(0, RegionError, r"v\.tsv, row 0: boxes of 3 values, expected 4"),
+        ),
+        (first(list.clear), 0, RegionError, r"v\.tsv, row 0: holds no regions"),
+        (
+            lambda text: text.replace('{"objects"', '["objects"', 1),
+            *(0, RegionError, r"v\.tsv, row 0: the last column is not a JSON object"),
+        ),
+        (str, 20_000_001, RegionError, r"20000000 and up were not given \(given: 0\)"),
+        (str, 2, UserError, r"row 2: .*v\.lineidx has 2 rows"),
+        (lambda text: text.replace("\n1\t", "\n7\t"), 1, UserError, "row 1: holds '7' and not pic"),
+        (lambda text: " " + text, 1, UserError, "row 1: bytes .* not that row's line"),
+        (lambda text: text[: len(text) // 4], 0, RegionError, "row 0: the file ends within it"),
+        (lambda text: text[: len(text) // 4], 1, UserError, "row 1: the file ends at byte"),
+    ],
+)
+def test_wrong_vinvl_files_are_named(tmp_path, edit, row, kind, message):
+    with pytest.raises(kind, match=message):
+        vinvl(tmp_path, edit).read(row)
+
+
+def test_a_vinvl_picture_without_a_number(tmp_path):
     none = write_vinvl(tmp_path / "none.tsv", {"None": detections(1, 1595)})
     with pytest.raises(RegionError, match="row 0: holds no regions; run the detector"):
         VinVLFeatures({0: none}).read(0)
-    with pytest.raises(UserError, match=r"row 1: bytes .* not that row's line"):
-        vinvl(tmp_path, lambda text: " " + text).read(1)
-    reader = vinvl(tmp_path, lambda text: text[: len(text) // 4])
-    with pytest.raises(RegionError, match="row 0: the file ends within it"):
-        reader.read(0)
-    with pytest.raises(UserError, match="row 1: the file ends at byte"):
-        reader.read(1)
 
 
 def test_an_indexed_tsv_gives_each_row_its_columns(tmp_path):
@@ -443,16 +441,23 @@ def test_an_indexed_tsv_gives_each_row_its_columns(tmp_path):
     assert len(tsv) == 3
     for row in (2, 0, 1, 2):
         assert tsv.columns(row) == [column.encode() for column in rows[row]]
-    (tmp_path / "t.lineidx").write_text("0\n5\n5\n")
-    with pytest.raises(UserError, match=r"t\.lineidx, line 3: offset not above"):
-        IndexedTsv(tmp_path / "t.tsv")
-    (tmp_path / "t.lineidx").write_text("0\nx\n")
-    with pytest.raises(UserError, match=r"t\.lineidx, line 2: not a byte offset"):
-        IndexedTsv(tmp_path / "t.tsv")
-    (tmp_path / "t.lineidx").unlink()
-    with pytest.raises(UserError, match=r"t\.lineidx: no such file"):
-        IndexedTsv(tmp_path / "t.tsv")
     assert issubclass(CutLine, UserError)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ("0\n5\n5\n", r"t\.lineidx, line 3: offset not above"),
+        ("0\nx\n", r"t\.lineidx, line 2: not a byte offset"),
+        (None, r"t\.lineidx: no such file"),
+    ],
+)
+def test_offsets_of_an_indexed_tsv_that_are_wrong(tmp_path, offsets, message):
+    (tmp_path / "t.tsv").write_text("a\nb\n")
+    if offsets:
+        (tmp_path / "t.lineidx").write_text(offsets)
+    with pytest.raises(UserError, match=message):
+        IndexedTsv(tmp_path / "t.tsv")
 
 
 SOURCES = [
