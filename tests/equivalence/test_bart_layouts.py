@@ -16,6 +16,7 @@ from mmqa_jax.models.bart.keys import bart_key_map
 from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 VOCAB = 102
 
@@ -123,10 +124,7 @@ def test_a_config_that_does_not_fit_is_named(large_cnn, tmp_path):
         ({"decoder_attention_heads": 5}, r"model\.decoder_heads is 5"),
     ]:
         (tmp_path / "config.json").write_text(json.dumps(config | change))
-        with pytest.raises(UserError, match=said):
-            load_published("bart", tmp_path)
+        refuses(said, load_published, "bart", tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"neither model\.safetensors"):
-        load_published("bart", tmp_path)
-    with pytest.raises(UserError, match="activation_dropout is 1"):
-        BartConfig(activation_dropout=1.0)
+    refuses(r"neither model\.safetensors", load_published, "bart", tmp_path)
+    refuses("activation_dropout is 1", BartConfig, activation_dropout=1.0)

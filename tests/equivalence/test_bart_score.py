@@ -19,6 +19,7 @@ from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import fluency
 from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 POSITIONS = 40
 BUCKETS = (8, 16, 24)
@@ -113,8 +114,7 @@ def test_every_pair_scores_as_the_published_code_does(published, ours):
     ours.score(sources[5:70], targets[5:70])
     ours.score(["a new text"], ["that was not there"])
     assert ours._means._cache_size() == len(ours.buckets)
-    with pytest.raises(ValueError, match="2 sources and 1 targets"):
-        ours.score(["a", "b"], ["a"])
+    refuses("2 sources and 1 targets", ours.score, ["a", "b"], ["a"], error=ValueError)
 
 
 def test_fluency_as_the_official_script_computes_it(published, ours):
@@ -246,23 +246,18 @@ def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):
 def test_folders_without_a_usable_bart_are_refused(published, tmp_path):
     with pytest.raises(UserError, match=r"--bart=.*nowhere: no such folder; give .*bart-large-cnn"):
         fluency.load_bart_scorer(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor vocab\.json with"):
-        fluency.load_bart_scorer(tmp_path)
+    refuses(r"holds neither tokenizer\.json nor vocab\.json", fluency.load_bart_scorer, tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UserError, match=r"tokenizer\.json: not a tokenizer .*as it was published"):
-        fluency.load_bart_scorer(tmp_path)
+    refuses(r"tokenizer\.json: not a tokenizer .*as it was", fluency.load_bart_scorer, tmp_path)
     bare = Tokenizer(models.BPE())
     bare.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"does not wrap texts in <s> and </s>; use BART's"):
-        fluency.load_bart_scorer(tmp_path)
+    refuses(r"does not wrap texts in <s> and </s>; use BART's", fluency.load_bart_scorer, tmp_path)
     tokenizer = fluency.load_bart_tokenizer(published.folder)
     tokenizer.add_tokens(["one", "too", "many"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"config\.json: no such file"):
-        fluency.load_bart_scorer(tmp_path)
+    refuses(r"config\.json: no such file", fluency.load_bart_scorer, tmp_path)
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((published.folder / name).read_bytes())
     words = json.loads((tmp_path / "config.json").read_text())["vocab_size"]
     message = rf"tokenizer has {words + 3} tokens, its model {words}; give the tokenizer and"
-    with pytest.raises(UserError, match=message):
-        fluency.load_bart_scorer(tmp_path)
+    refuses(message, fluency.load_bart_scorer, tmp_path)

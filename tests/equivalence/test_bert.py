@@ -34,6 +34,7 @@ from mmqa_jax.models.bert.network import Bert, BertConfig, MlmHead
 from mmqa_jax.weights.keymap import KeyMap, abstract_model, export, load_into
 from mmqa_jax.weights.layouts import open_source
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
 CONFIG = BertConfig(
@@ -246,12 +247,9 @@ def test_every_parameter_names_its_axes(pair):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(UserError, match=r"model\.heads is 5"):
-        BertConfig(hidden=36, heads=5)
-    with pytest.raises(UserError, match="'tanhish'"):
-        BertConfig(activation="tanhish")
-    with pytest.raises(UserError, match=r"attention_dropout is 1"):
-        BertConfig(attention_dropout=1.0)
+    refuses(r"model\.heads is 5", BertConfig, hidden=36, heads=5)
+    refuses("'tanhish'", BertConfig, activation="tanhish")
+    refuses(r"attention_dropout is 1", BertConfig, attention_dropout=1.0)
     for key, value, message in (
         (
             "position_embedding_type",
@@ -260,8 +258,7 @@ def test_bad_input_is_named():
         ),
         ("hidden_act", "swish", "'swish' is not supported; use a checkpoint with one of gelu, "),
     ):
-        with pytest.raises(UserError, match=f"here: {key} {message}"):
-            bert_config({key: value}, "here")
+        refuses(f"here: {key} {message}", bert_config, {key: value}, "here")
     tiny = B.bert_tiny(hidden=8, heads=2, mlp=8, layers=1, positions=4)
     model = abstract(Bert, tiny)
     with pytest.raises(UserError, match="5 tokens long"):

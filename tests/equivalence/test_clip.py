@@ -34,6 +34,7 @@ from mmqa_jax.models.two_towers.keys import key_map, publish_clip
 from mmqa_jax.models.two_towers.network import TwoTowers, normalize_pixels
 from mmqa_jax.weights.keymap import export, model_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 EOS = 98
 
@@ -215,8 +216,7 @@ def test_export_reloads_in_torch(pair, tmp_path):
 
 def test_another_models_folder_is_refused(tmp_path):
     transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"config\.json: model_type is 'bert', expected 'clip'"):
-        load_published("clip", tmp_path)
+    refuses(r"config\.json: model_type is 'bert', expected", load_published, "clip", tmp_path)
 
 
 def test_wrong_picture_size_and_long_text_are_refused(pair):

@@ -27,6 +27,7 @@ from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.tasks.embedder import load_embedder, open_embedder
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
+from tests.refusals import refuses
 
 SIDE, CONTEXT = 32, 20
 TEXTS = [
@@ -151,8 +152,7 @@ def test_texts_are_prepared_as_by_openai(published, converted, tmp_path):
     (tmp_path / "model.json").write_text(json.dumps(record | {"layout": "openai"}))
     assert load_clip_tokenizer(tmp_path).preprocessing == "openai"
     (tmp_path / "model.json").write_text(json.dumps(record | {"preprocessing": "other"}))
-    with pytest.raises(UserError, match="preprocessing is 'other': expected one of openai, tr"):
-        load_clip_tokenizer(tmp_path)
+    refuses("preprocessing is 'other': expected one of openai, tr", load_clip_tokenizer, tmp_path)
 
 
 def picture(seed):
@@ -321,12 +321,10 @@ def test_the_verbs_find_the_entity_by_its_picture(converted, tmp_path):
 def test_fingerprint_and_refusals(published, converted, tmp_path):
     embedder = load_two_towers(converted, "clip")
     assert embedder.fingerprint == load_two_towers(converted, "clip").fingerprint
-    with pytest.raises(UserError, match="has no tokenizer"):
-        load_clip_tokenizer(tmp_path)
+    refuses("has no tokenizer", load_clip_tokenizer, tmp_path)
     (tmp_path / "vocab.json").write_text('{"a": 0}')
     (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(UserError, match="is not CLIP's vocabulary"):
-        load_clip_tokenizer(tmp_path)
+    refuses("is not CLIP's vocabulary", load_clip_tokenizer, tmp_path)
     other = tmp_path / "other"
     shutil.copytree(published, other)
     vocabulary = json.loads((published / "vocab.json").read_text())
@@ -399,8 +397,7 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
 )
 def test_starts_that_are_refused(changes, message, converted, flags_corpus, tmp_path):
     config = start_config(converted, **changes)
-    with pytest.raises(UserError, match=message):
-        run_training(config, tmp_path / "run", flags_corpus)
+    refuses(message, run_training, config, tmp_path / "run", flags_corpus)
     assert not (tmp_path / "run").exists()
 
 

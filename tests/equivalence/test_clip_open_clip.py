@@ -13,7 +13,6 @@ from compare import WHOLE, compiled, randomize, reloaded
 from flax import nnx
 
 from mmqa_jax.cli import main
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.two_towers.config import (
     CLIPConfig,
     TextConfig,
@@ -26,6 +25,7 @@ from mmqa_jax.models.two_towers.openai import open_clip_config, squashes, usual_
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture
+from tests.refusals import refuses
 
 # Heads of 80 units, as ViT-H-14 has: width // 64 would be 5. MLPs of no multiple of the width.
 PUBLISHED = {
@@ -184,8 +184,7 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
     eps = ["vision.eps=0.01", "text.eps=0.001"]
     assert main([*command, *(f"--set={flag}" for flag in (*flags, *eps))]) == 0
     assert read_record(tmp_path / "out").config == CONFIG
-    with pytest.raises(UserError, match=r"or open what `mmqa convert --model=clip .* --set vision"):
-        load_published("clip", source)
+    refuses(r"or open what `mmqa convert --model=clip .* --set", load_published, "clip", source)
     # OpenAI's own archives hold three integers; its constants are then known.
     own = torch.load(source) | {
         key: torch.tensor(7) for key in ("input_resolution", "context_length", "vocab_size")
@@ -236,8 +235,7 @@ def test_what_clip_does_not_do_is_refused_by_name(place, value, message, tmp_pat
         part = part[key]
     part[last] = value
     (tmp_path / "open_clip_config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=message):
-        open_clip_config(tmp_path)
+    refuses(message, open_clip_config, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,13 @@ from compare import randomize
 from test_clip_embedder import MERGES, byte_letters, picture
 from test_clip_openai import CONFIG
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.weights.convert import convert
+from tests.refusals import refuses
 
 TOKENS = 512 + len(MERGES) + 2
 SIZES = dataclasses.replace(
@@ -95,5 +95,4 @@ def test_texts_and_pictures_are_added(made, tmp_path):
 
 def test_feature_fusion_is_refused(made, tmp_path):
     _, folder = made
-    with pytest.raises(UserError, match="as CLIP_FF has"):
-        convert("clip", folder / "clip_ff.pth", tmp_path / "out")
+    refuses("as CLIP_FF has", convert, "clip", folder / "clip_ff.pth", tmp_path / "out")

@@ -26,6 +26,7 @@ from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures, class_co
 from mmqa_jax.models.detection.keys import detector_config, open_detector_source, publish_detector
 from mmqa_jax.weights.formats.safetensors import ArraySource, write_sharded
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 # Height and width before resizing, and the scale: odd sizes, and a line, of one pixel where the
 # original takes it; Caffe's first pool leaves nothing of less than 3 rows.
@@ -174,8 +175,7 @@ def test_damaged_and_foreign_checkpoints_are_refused_by_name(case, tmp_path):
         load_published("detector", write(case.kind, tensors, tmp_path))
     with open(tmp_path / "code.pkl", "wb") as file:
         pickle.dump({"blobs": {"conv1_w": SimpleNamespace()}}, file, protocol=2)
-    with pytest.raises(UserError, match="SimpleNamespace"):
-        load_published("detector", tmp_path / "code.pkl")
+    refuses("SimpleNamespace", load_published, "detector", tmp_path / "code.pkl")
 
 
 def test_shapes_that_no_preset_has_are_refused_by_name(case):
@@ -192,8 +192,7 @@ def test_shapes_that_no_preset_has_are_refused_by_name(case):
 @pytest.mark.parametrize("content", [{"blobs": {"conv1_w": 3}}, {"model": {}}, [np.ones(3)]])
 def test_pickles_without_arrays_are_refused(content, tmp_path):
     (tmp_path / "empty.pkl").write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(UserError, match=r"empty\.pkl: holds no arrays .*; give Detectron's"):
-        open_detector_source(tmp_path / "empty.pkl")
+    refuses(r"empty\.pkl: holds no arrays .*; give", open_detector_source, tmp_path / "empty.pkl")
 
 
 @pytest.mark.parametrize("case", ["detectron"], indirect=True)  # detectron2 runs on Python 3
@@ -300,16 +299,10 @@ def test_presets_have_the_published_sizes():
 def test_mistakes_are_named(case):
     pictures = case.pictures._replace(pixels=case.pictures.pixels[:, :90])
     if case.kind == "detectron":
-        with pytest.raises(UserError, match=r"padded to 90 x 128, expected multiples of 32"):
-            case.ours.regions(pictures)
+        refuses(r"padded to 90 x 128, expected multiples of 32", case.ours.regions, pictures)
     config = case.ours.config
-    with pytest.raises(UserError, match="from 5 to 4 regions"):
-        dataclasses.replace(config.rule, fewest=5, most=4)
-    with pytest.raises(UserError, match="pooling"):
-        dataclasses.replace(config, pooling="mean")
-    with pytest.raises(UserError, match="give both or neither"):
-        dataclasses.replace(config, pyramid=32, head=0)
-    with pytest.raises(UserError, match="as many sizes as strides"):
-        dataclasses.replace(config.rpn, strides=(2, 4, 8))
-    with pytest.raises(UserError, match="four numbers from 1 to 200"):
-        dataclasses.replace(config.backbone, blocks=(1, 2, 3))
+    refuses("from 5 to 4 regions", dataclasses.replace, config.rule, fewest=5, most=4)
+    refuses("pooling", dataclasses.replace, config, pooling="mean")
+    refuses("give both or neither", dataclasses.replace, config, pyramid=32, head=0)
+    refuses("as many sizes as strides", dataclasses.replace, config.rpn, strides=(2, 4, 8))
+    refuses("four numbers from 1 to 200", dataclasses.replace, config.backbone, blocks=(1, 2, 3))

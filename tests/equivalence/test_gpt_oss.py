@@ -12,11 +12,11 @@ from flax import nnx
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import PRESETS, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.weights.formats.mxfp4 import decode
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -122,8 +122,7 @@ def test_what_is_not_whole_is_refused(folder, tmp_path, change, message):
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(UserError, match=message):
-        load_published("llama", tmp_path, unroll=1)
+    refuses(message, load_published, "llama", tmp_path, unroll=1)
 
 
 def test_presets_are_the_published_configs():

@@ -24,6 +24,7 @@ from mmqa_jax.inference.late_interaction import LateInteractionReranker
 from mmqa_jax.models.encoders.late_interaction import read_late_interaction
 from mmqa_jax.retrieval.late_interaction import FixedVectors
 from mmqa_jax.tasks.embedder import open_embedder
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -226,14 +227,12 @@ def test_stanford_files_that_are_refused(tmp_path):
     corpus = corpus_of_lists(["a"], None, None, None)
     content = json.loads((folder / "artifact.metadata").read_text())
     (folder / "artifact.metadata").write_text(json.dumps(content | {"query_maxlen": "32"}))
-    with pytest.raises(UserError, match=r"artifact\.metadata: query_maxlen is '32'"):
-        open_cross_encoder(folder, corpus)
+    refuses(r"artifact\.metadata: query_maxlen is '32'", open_cross_encoder, folder, corpus)
     (folder / "artifact.metadata").write_text(json.dumps(content))
     tensors = safetensors.numpy.load_file(folder / "model.safetensors")
     del tensors["linear.weight"]
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(UserError, match=r"lacks linear\.weight"):
-        open_cross_encoder(folder, corpus)
+    refuses(r"lacks linear\.weight", open_cross_encoder, folder, corpus)
 
 
 def test_questions_without_candidates_have_no_scores(folder):
@@ -248,5 +247,4 @@ def test_layers_that_are_refused(folder, tmp_path):
     pooling = "sentence_transformers.multi_vector_encoder.modules.token_pooling.HierarchicalPooling"
     modules.append({"idx": 9, "name": "9", "path": "9_Pooling", "type": pooling})
     (copy / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(UserError, match="holds the layer 'HierarchicalPooling'"):
-        read_late_interaction(copy)
+    refuses("holds the layer 'HierarchicalPooling'", read_late_interaction, copy)

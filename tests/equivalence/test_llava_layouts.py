@@ -31,6 +31,7 @@ from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 TOWER = "vision_tower.vision_model."
 # config.json of liuhaotian/llava-v1.5-7b, what concerns the model.
@@ -188,8 +189,7 @@ def test_original_layout_loads_alike(pair, tmp_path):
     same_parameters(load_published("llava", whole, clip=clip_folder, unroll=1), pair.ours)
     known = {"mm_vision_tower": "openai/clip-vit-large-patch14-336", "mm_hidden_size": 1024}
     alone = write_original(tmp_path / "alone", found, **known)
-    with pytest.raises(UserError, match="holds no vision tower; give the folder of the CLIP"):
-        load_published("llava", alone)
+    refuses("holds no vision tower; give the folder of the CLIP", load_published, "llava", alone)
 
 
 def test_original_and_transformers_configs_are_the_presets():
@@ -310,8 +310,7 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
     ],
 )
 def test_originals_of_another_kind_are_refused(changes, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        original_config(PUBLISHED | changes, None, "here/config.json")
+    refuses(re.escape(message), original_config, PUBLISHED | changes, None, "here/config.json")
 
 
 def test_a_siglip_of_which_another_layer_is_read_is_refused():
@@ -344,8 +343,7 @@ def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
     def refused(message, found, text=config):
         save_file(found, tmp_path / "model.safetensors", metadata={"format": "pt"})
         (tmp_path / "config.json").write_text(text)
-        with pytest.raises(UserError, match=message):
-            load_published("llava", tmp_path)
+        refuses(message, load_published, "llava", tmp_path)
 
     whole = {key: tensor.clone() for key, tensor in tensors(pair).items()}
 
@@ -364,14 +362,12 @@ def test_checkpoints_that_do_not_fit_are_refused(pair, tmp_path):
     refused(f"shapes that differ: {first}", whole | {first: torch.ones(48, 41)})
     refused("keys with one meaning", whole | {"model.mm_projector.0.weight": torch.ones(48, 40)})
     refused("give the folder of a LLaVA checkpoint", whole, json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"config\.json: no such file"):
-        open_llava(tmp_path / "absent")
+    refuses(r"config\.json: no such file", open_llava, tmp_path / "absent")
 
 
 def test_the_clip_folder_must_be_a_clip(pair, tmp_path):
     bare = write_original(tmp_path / "bare", original_tensors(pair, tower=False))
-    with pytest.raises(UserError, match="model_type is 'llava', expected 'clip' or"):
-        load_published("llava", bare, clip=pair.folder)
+    refuses("model_type is 'llava', expected", load_published, "llava", bare, clip=pair.folder)
     larger = write_clip(tmp_path / "clip", pair)
     config = json.loads((larger / "config.json").read_text())
     config["vision_config"]["hidden_size"] = 80

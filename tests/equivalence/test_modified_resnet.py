@@ -19,6 +19,7 @@ from mmqa_jax.models.modified_resnet.keys import publish_modified_resnet
 from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.weights.formats.safetensors import write_sharded
 from mmqa_jax.weights.published import load_published
+from tests.refusals import refuses
 
 # Nothing at its default; the first stage has no block beside its first.
 CONFIG = ModifiedResNetConfig(
@@ -320,12 +321,9 @@ def test_mistakes_are_named(pair, tmp_path):
         ours(pictures(64, 64))
     with pytest.raises(UserError, match="multiples of 32"):
         ours.grid_features(pictures(80, 96))
-    with pytest.raises(UserError, match="image_size 100 is not a multiple of 32"):
-        dataclasses.replace(CONFIG, image_size=100)
-    with pytest.raises(UserError, match="four numbers from 1 to 200"):
-        dataclasses.replace(CONFIG, blocks=(1, 2, 3))
-    with pytest.raises(UserError, match="width 7 is odd"):
-        dataclasses.replace(CONFIG, width=7)
+    refuses("image_size 100 is not a multiple of 32", dataclasses.replace, CONFIG, image_size=100)
+    refuses("four numbers from 1 to 200", dataclasses.replace, CONFIG, blocks=(1, 2, 3))
+    refuses("width 7 is odd", dataclasses.replace, CONFIG, width=7)
     torch.save({"visual.proj": torch.zeros(2)}, tmp_path / "vit.pt")
     with pytest.raises(UserError, match=r"vit\.pt: .* no CLIP with a ResNet; give OpenAI's"):
         load_published("modified_resnet", tmp_path / "vit.pt")
@@ -338,5 +336,4 @@ def test_mistakes_are_named(pair, tmp_path):
     message = (
         r"without a rule: visual\.layer3\.1\.se\.weight; .*stages/2/rest/bn2/variance, layers \[0\]"
     )
-    with pytest.raises(UserError, match=message):
-        load_published("modified_resnet", tmp_path / "odd.pt")
+    refuses(message, load_published, "modified_resnet", tmp_path / "odd.pt")

@@ -17,11 +17,11 @@ from compare import WHOLE, compiled, randomize, same_parameters
 from flax import nnx
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.t5.keys import publish_multimodal_t5
 from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -178,8 +178,7 @@ def test_training_starts_from_a_plain_t5(pair, tmp_path):
     pair.theirs.t5.config.save_pretrained(tmp_path)
     plain = {k: v for k, v in pair.theirs.t5.state_dict().items() if not fused(k)}
     torch.save(plain, tmp_path / "pytorch_model.bin")
-    with pytest.raises(UserError, match="--set features=256"):
-        load_published("multimodal_t5", tmp_path)
+    refuses("--set features=256", load_published, "multimodal_t5", tmp_path)
     model = load_published("multimodal_t5", tmp_path, unroll=1, features=FEATURES)
     assert jax.tree.all(
         jax.tree.map(

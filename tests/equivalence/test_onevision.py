@@ -43,6 +43,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -345,8 +346,7 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published | changes))
-        with pytest.raises(UserError, match=match):
-            open_onevision(folder)
+        refuses(match, open_onevision, folder)
     for number, (values, match) in enumerate(
         [
             ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
@@ -359,5 +359,4 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published))
         (folder / "preprocessor_config.json").write_text(json.dumps(values))
-        with pytest.raises(UserError, match=match):
-            open_onevision(folder)
+        refuses(match, open_onevision, folder)

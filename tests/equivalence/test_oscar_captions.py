@@ -14,6 +14,7 @@ from oscar_torch import MASK, PAD, SEP, TorchCaptioner
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.masked_lm import write_captions
+from tests.refusals import refuses
 
 LONGEST = 7  # of a caption with [CLS] and [SEP]
 TOKENS = {"mask_id": MASK, "sep_id": SEP, "pad_id": PAD}
@@ -150,9 +151,7 @@ def test_bad_arguments_are_named(pair, many, change, message):
 
 def test_bad_batches_are_named(many):
     labels, regions = many
-    with pytest.raises(UserError, match=r"7 label lists and 8 pictures' regions"):
-        LAYOUT.captioning([[]] * 8, labels[1:], regions)
+    refuses(r"7 label lists and 8 pictures'", LAYOUT.captioning, [[]] * 8, labels[1:], regions)
     with pytest.raises(UserError, match=r"picture 1 of the batch have shape \(4, 9\)"):
         LAYOUT.prompt(labels[:2], [regions[0], regions[1][:, :9]])
-    with pytest.raises(UserError, match=r"layout\.caption is 15: expected 3 to 14"):
-        dataclasses.replace(LAYOUT, caption=15)
+    refuses(r"layout\.caption is 15: expected 3 to 14", dataclasses.replace, LAYOUT, caption=15)

@@ -42,6 +42,7 @@ from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -430,8 +431,7 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
     ):
         folder = rewritten(pair.folder, tmp_path / f"processor {number}")
         (folder / "preprocessor_config.json").write_text(json.dumps(values))
-        with pytest.raises(UserError, match=match):
-            open_qwen_vl(folder)
+        refuses(match, open_qwen_vl, folder)
 
 
 @pytest.mark.parametrize("pair", ["qwen2_5_vl"], indirect=True)

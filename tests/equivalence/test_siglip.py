@@ -14,7 +14,6 @@ from compare import LAYER, WHOLE, abstract, alone, compiled, forward, names_its_
 from flax import nnx
 from siglip_pair import TEXT, VISION, published, spiece
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.published_tokenizers import load_siglip_tokenizer, open_tokenizer
 from mmqa_jax.data.tokenizers import text_inputs
 from mmqa_jax.models.encoders.dual_encoder import of_towers
@@ -24,6 +23,7 @@ from mmqa_jax.retrieval.two_towers import as_dual_encoder
 from mmqa_jax.tasks.objectives import SigmoidObjective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -156,14 +156,12 @@ def test_every_parameter_names_its_axes(pair):
 def test_what_siglip_does_not_do_is_refused_by_name(place, key, value, message):
     content = {"model_type": "siglip", "text_config": dict(TEXT), "vision_config": dict(VISION)}
     (content[place] if place else content)[key] = value
-    with pytest.raises(UserError, match=message):
-        siglip_config(content)
+    refuses(message, siglip_config, content)
 
 
 def test_positions_of_no_grid_are_refused():
     content = {"model_type": "siglip2", "vision_config": {"num_patches": 250}}
-    with pytest.raises(UserError, match="num_patches is 250, expected a square number"):
-        siglip_config(content)
+    refuses("num_patches is 250, expected a square number", siglip_config, content)
 
 
 @pytest.mark.parametrize("pair", ["siglip"], indirect=True)  # pictures of training have one size
@@ -236,11 +234,9 @@ def test_siglips_tokens(tmp_path):
     for again in (open_tokenizer(tmp_path / "tokenizer.json"), pickle.loads(pickle.dumps(ours))):
         assert again.fingerprint == ours.fingerprint
         assert again.encode_batch(TEXTS) == ours.encode_batch(TEXTS)
-    with pytest.raises(UserError, match="the model 10; put the checkpoint's own"):
-        load_siglip_tokenizer(tmp_path, 10)
+    refuses("the model 10; put the checkpoint's own", load_siglip_tokenizer, tmp_path, 10)
     (tmp_path / "tokenizer_config.json").write_text('{"padding_side": "left"}')
-    with pytest.raises(UserError, match="padding_side is 'left', expected 'right'"):
-        load_siglip_tokenizer(tmp_path, 100)
+    refuses("padding_side is 'left', expected 'right'", load_siglip_tokenizer, tmp_path, 100)
 
 
 def test_siglip_2s_tokens(tmp_path):

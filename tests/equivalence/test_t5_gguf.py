@@ -23,6 +23,7 @@ from mmqa_jax.models.t5.keys import open_multimodal_t5, open_t5
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import model_of
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -191,8 +192,7 @@ def test_a_head_beside_the_table_of_a_t5_is_the_table_again(tmp_path):
 
 def test_whether_gates_without_a_head_are_scaled_is_asked_for(tmp_path):
     file = write_gguf(tmp_path / "a.gguf", make("Flan-T5"), tensors={"output.weight": None})
-    with pytest.raises(UserError, match=r"scaled.*--set scaled=False"):
-        load_published("t5", file)
+    refuses(r"scaled.*--set scaled=False", load_published, "t5", file)
     assert load_published("t5", file, scaled=True).config.tied
 
 
@@ -225,11 +225,9 @@ def test_a_backend_opens_the_file_alone(tmp_path):
 )
 def test_what_is_not_read_is_refused_by_name(changes, message, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", make("T5"), **changes)
-    with pytest.raises(UserError, match=message):
-        open_t5(file)
+    refuses(message, open_t5, file)
 
 
 def test_the_original_pictures_need_a_folder(tmp_path):
     file = write_gguf(tmp_path / "model.gguf", make("T5"))
-    with pytest.raises(UserError, match="--model=t5 --export=hf"):
-        open_multimodal_t5(file)
+    refuses("--model=t5 --export=hf", open_multimodal_t5, file)

@@ -24,6 +24,7 @@ from mmqa_jax.models.encoders.text_encoders import read_decoder_config
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -176,8 +177,7 @@ def test_linear_layers_that_are_refused(embedding_gemma, file, change, message, 
     shutil.copytree(embedding_gemma, folder)
     content = json.loads((folder / file).read_text())
     (folder / file).write_text(json.dumps(content | change))
-    with pytest.raises(UserError, match=message):
-        load_text_embedder(folder)
+    refuses(message, load_text_embedder, folder)
 
 
 @pytest.fixture(scope="module")
@@ -236,12 +236,10 @@ def test_scores_are_those_of_sentence_transformers(reranker, tmp_path):
 
 def test_what_is_no_embedder_or_reranker_is_refused(reranker, tmp_path):
     folder = reranker[0]
-    with pytest.raises(UserError, match=r"holds a language model without modules\.json"):
-        load_text_embedder(folder)
+    refuses(r"holds a language model without modules\.json", load_text_embedder, folder)
     other = tmp_path / "llama"
     save(transformers.LlamaForCausalLM, other)
-    with pytest.raises(UserError, match=r"a language model \(llama\) that is no reranker"):
-        open_cross_encoder(other, CORPUS)
+    refuses(r"a language model \(llama\) that is no reranker", open_cross_encoder, other, CORPUS)
     names = ["LogitScore", "Transformer", "Dense"]
     kinds = {name: {"type": f"sentence_transformers.models.{name}", "path": ""} for name in names}
     modules = [kinds["Transformer"], kinds["LogitScore"] | {"path": "1_LogitScore"}]
@@ -255,11 +253,8 @@ def test_what_is_no_embedder_or_reranker_is_refused(reranker, tmp_path):
         ({"true_token_id": 1, "false_token_id": 2}, "has no chat template"),
     ):
         score.write_text(json.dumps(content))
-        with pytest.raises(UserError, match=message):
-            open_cross_encoder(made, CORPUS)
+        refuses(message, open_cross_encoder, made, CORPUS)
     (made / "chat_template.jinja").write_text("{{ messages[0].content }}")
-    with pytest.raises(UserError, match="does not put a `query` and then a `document`"):
-        open_cross_encoder(made, CORPUS)
+    refuses("does not put a `query` and then a `document`", open_cross_encoder, made, CORPUS)
     (made / "modules.json").write_text(json.dumps([*modules, kinds["Dense"]]))
-    with pytest.raises(UserError, match="holds the layer 'Dense'"):
-        open_cross_encoder(made, CORPUS)
+    refuses("holds the layer 'Dense'", open_cross_encoder, made, CORPUS)

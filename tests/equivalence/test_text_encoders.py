@@ -15,7 +15,6 @@ import transformers
 from compare import LAYER, WHOLE, alone, compiled
 from tiny_encoders import FAMILIES, QUESTIONS, save_plain, save_sentences, texts
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking
@@ -25,6 +24,7 @@ from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, rotary_config
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.weights.bundled import minilm_path
+from tests.refusals import refuses
 
 CLASSIFIERS = [name for name, family in FAMILIES.items() if family.classifier]
 PROMPTS = {"query": "which flag: ", "document": "of kenya: "}
@@ -118,8 +118,7 @@ def test_the_authors_configs_of_rotary_berts():
     ],
 )
 def test_rotary_berts_that_are_refused(family, change, message):
-    with pytest.raises(UserError, match=message):
-        rotary_config(family, change, "config.json")
+    refuses(message, rotary_config, family, change, "config.json")
 
 
 def test_tokens(plain):

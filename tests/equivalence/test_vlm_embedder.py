@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from tiny_encoders import texts
 
 import mmqa_jax as mmqa
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.documents.pdf import page_pictures
 from mmqa_jax.data.pictures.decode import decode_to_pixels
 from mmqa_jax.data.pictures.resize import PictureShape
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
+from tests.refusals import refuses
 from tests.unit.document_files import pdf
 
 pytestmark = pytest.mark.slow
@@ -156,16 +156,13 @@ def test_files_of_sentence_transformers(published, tmp_path):
     )
     assert ours.buckets[-1] == 3000
     write_json(folder / "1_Pooling/config.json", pooling | {"pooling_mode": "mean"})
-    with pytest.raises(UserError, match=r"pooling 'mean'.*the last token's state alone"):
-        load_vlm_embedder(folder)
+    refuses(r"pooling 'mean'.*the last token's state alone", load_vlm_embedder, folder)
     write_json(folder / "1_Pooling/config.json", pooling)
     write_json(folder / "config_sentence_transformers.json", prompts | {"truncate_dim": 49})
-    with pytest.raises(UserError, match="truncate_dim keeps 49 values of vectors of 48; correct"):
-        load_vlm_embedder(folder)
+    refuses("truncate_dim keeps 49 values of vectors of 48; correct", load_vlm_embedder, folder)
     write_json(folder / "config_sentence_transformers.json", prompts)
     write_json(folder / "sentence_bert_config.json", encoder | {"max_seq_length": 1000})
-    with pytest.raises(UserError, match="prompts of 1000 tokens, and a picture may have 1800"):
-        load_vlm_embedder(folder)
+    refuses("prompts of 1000 tokens, and a picture may have 1800", load_vlm_embedder, folder)
 
 
 def test_a_longer_text_loses_its_end(published, tmp_path):
@@ -210,19 +207,15 @@ def test_what_is_refused(published, ours, tmp_path):
     plain.mkdir()
     for file in published.folder.iterdir():
         (plain / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(UserError, match=r"without modules\.json, and its path does not say"):
-        open_embedder(plain, corpus)
+    refuses(r"without modules\.json, and its path does not say", open_embedder, plain, corpus)
     named = tmp_path / "plain-Embedding"
     plain.rename(named)
     (named / "chat_template.jinja").write_text("{{ messages[1].content[0].text }}")
     embedder, _ = open_embedder(named, corpus)
     assert embedder.fingerprint != ours.fingerprint  # only the template is another
-    with pytest.raises(UserError, match="does not put the instruction, each text and"):
-        embedder.embed_texts(["a"])
+    refuses("does not put the instruction, each text and", embedder.embed_texts, ["a"])
     (named / "chat_template.jinja").unlink()
-    with pytest.raises(UserError, match="has no chat template"):
-        open_embedder(named, corpus)
+    refuses("has no chat template", open_embedder, named, corpus)
     config = (named / "config.json").read_text()
     (named / "config.json").write_text(config.replace('"qwen3_vl"', '"qwen2_vl"'))
-    with pytest.raises(UserError, match="holds a qwen2_vl, which GME and others"):
-        open_embedder(named, corpus)
+    refuses("holds a qwen2_vl, which GME and others", open_embedder, named, corpus)

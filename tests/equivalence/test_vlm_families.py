@@ -53,6 +53,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -332,8 +333,7 @@ def test_crops_beside_a_picture_are_refused(tmp_path_factory, tmp_path):
     processor = tmp_path / "preprocessor_config.json"
     processor.unlink(missing_ok=True)
     processor.write_text(json.dumps({"do_pan_and_scan": True}))
-    with pytest.raises(UserError, match=r"preprocessor_config\.json: do_pan_and_scan is true"):
-        load_published("llava", tmp_path)
+    refuses(r"preprocessor_config\.json: do_pan_and_scan is", load_published, "llava", tmp_path)
 
 
 def test_answers_equal_generate(pair):
@@ -374,8 +374,7 @@ def test_answers_equal_generate(pair):
         assert backend.prompt_tokens(chats[list(asked).index(name)]) == count, name
         assert list(answers[name].candidates[0].tokens) == want[0, count:].tolist(), name
     broken = Completion("a", "<image>", Decoding(NEW), (Picture(b"GIF89a", "broken.gif"),))
-    with pytest.raises(UserError, match=r"broken\.gif"):
-        backend.check(broken)
+    refuses(r"broken\.gif", backend.check, broken)
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
@@ -551,8 +550,7 @@ def test_a_bad_config_is_refused_by_name(family, changes, match):
     published = dict(INSIDE[family])
     for key, value in changes.items():
         published[key] = published[key] | value if isinstance(value, dict) else value
-    with pytest.raises(UserError, match=match):
-        llava_config(published)
+    refuses(match, llava_config, published)
 
 
 PROCESSORS = [

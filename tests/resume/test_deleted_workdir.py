@@ -14,6 +14,7 @@ from mmqa_jax.core.checkpoints.checksums import find_damage
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.paths import as_path, remove_tree
 from mmqa_jax.core.workdir import claim_workdir
+from tests.refusals import refuses
 
 
 def wait_for_save(folder, step):
@@ -42,8 +43,7 @@ def test_a_deleted_workdir_ends_the_run(tmp_path, at, saved, ends):
     workdir.mkdir()
     (workdir / "config.json").write_text("{}")
     batches = tiny_run.Watched(tiny_run.pipeline(1), at, lambda batch: remove(workdir, saved))
-    with pytest.raises(RunError, match=r"run/config\.json: is gone, deleted or moved"):
-        tiny_run.run(workdir, batches, steps=20)
+    refuses(r"run/config\.json: is gone,", tiny_run.run, workdir, batches, steps=20, error=RunError)
     assert batches.count == ends
     assert not workdir.exists()
 
@@ -68,8 +68,7 @@ def test_a_workdir_that_is_deleted_in_a_save_holds_that_step_whole_or_nothing(tm
     """The save goes on in a thread, and makes its folders again; the step may be complete."""
     workdir = tmp_path / "run"
     batches = tiny_run.Watched(tiny_run.pipeline(1), 21, lambda batch: remove(workdir))
-    with pytest.raises(RunError, match="is gone, deleted or moved while the run"):
-        tiny_run.run(workdir, batches, steps=30)
+    refuses("is gone, deleted or moved", tiny_run.run, workdir, batches, steps=30, error=RunError)
     if workdir.exists():
         (step,) = (workdir / "checkpoints").iterdir()
         assert step.name in ("10", "20")  # what was being saved
@@ -98,8 +97,7 @@ def test_deleted_objects_end_the_run(tmp_path, monkeypatch):
     with object_store.started(tmp_path / "store", monkeypatch):
         place = as_path(f"gs://{object_store.BUCKET}/run")
         batches = tiny_run.Watched(tiny_run.pipeline(1), 8, lambda batch: remove_tree(place))
-        with pytest.raises(RunError, match=r"run/metrics\.jsonl: is gone"):
-            tiny_run.run(place, batches)
+        refuses(r"run/metrics\.jsonl: is gone", tiny_run.run, place, batches, error=RunError)
         store = object_store.Objects(tmp_path / "store" / object_store.BUCKET)
         assert not list(store.names("run/"))
 

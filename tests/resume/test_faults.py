@@ -11,11 +11,12 @@ import pytest
 import tiny_run
 from test_training_resume import assert_same_run, curve, run, weights
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
 from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.training.state import Validation
+from tests.refusals import refuses
 
 
 def spoiled(*steps):
@@ -63,8 +64,7 @@ def test_only_so_many_steps_are_skipped_and_resuming_counts_on(tmp_path):
         run(tmp_path / "resumed", stop, **skip)
     with pytest.raises(RunError, match=r"step 13: .*3 steps were skipped.* step 10"):
         run(tmp_path / "resumed", spoiled(4), **skip)
-    with pytest.raises(UserError, match=r"train\.on_nan='ignore'"):
-        run(tmp_path / "typo", on_nan="ignore")
+    refuses(r"train\.on_nan='ignore'", run, tmp_path / "typo", on_nan="ignore")
 
 
 def worker_batches(workers):
@@ -89,8 +89,7 @@ def test_a_dead_worker_ends_the_run_and_loses_nothing(tmp_path):
 
     batches = tiny_run.Watched(worker_batches(1), 13, kill)
     message = r"batch \d+: the worker process that makes it has died \(exit code -9, killed, "
-    with pytest.raises(RunError, match=message):
-        run(tmp_path / "killed", batches, steps=30)
+    refuses(message, run, tmp_path / "killed", batches, steps=30, error=RunError)
     folders = (tmp_path / "killed" / "checkpoints").iterdir()
     assert max(int(path.name) for path in folders if path.name.isdigit()) in (10, 20)
     run(tmp_path / "killed", worker_batches(0), steps=30)

@@ -20,6 +20,7 @@ from mmqa_jax.models.common.layers import Linear, scan_layers, stack_layers
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from tests.refusals import refuses
 
 CONSTANT = {"name": "adamw", "learning_rate": 0.01, "schedule": "constant", "warmup": 0}
 
@@ -170,8 +171,7 @@ def test_config_json_keeps_what_changed(tmp_path):
     assert change["changed"] == {"mesh.data": [2, 1], "train.steps": [4, 9]}
     with Workdir(tmp_path) as workdir:
         assert workdir.claim(other)
-        with pytest.raises(UserError, match=r"train\.steps \(9 there, 4 now\)"):
-            workdir.claim(one, free={"mesh", "train"[:-1]})
+        refuses(r"train\.steps \(9 there, 4 now\)", workdir.claim, one, free={"mesh", "train"[:-1]})
 
 
 def test_a_damaged_config_json_is_named(tmp_path):

@@ -18,6 +18,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.training.loop import Resuming
 from mmqa_jax.weights.record import read_metadata
+from tests.refusals import refuses
 
 NAME = "runs/tiny"
 GS, S3 = f"gs://{object_store.BUCKET}/{NAME}", f"s3://{amazon_store.BUCKET}/{NAME}"
@@ -84,8 +85,7 @@ def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):
     from orbax.checkpoint._src.serialization import tensorstore_utils
 
     monkeypatch.delattr(tensorstore_utils, "_use_gcs_driver")
-    with pytest.raises(UserError, match=r"orbax-checkpoint [\d.]+ .*tensorstore_utils._use_gcs"):
-        paths.teach_orbax_s3()
+    refuses(r"orbax-checkpoint [\d.]+ .*tensorstore_utils._use_gcs", paths.teach_orbax_s3)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.training.loop import CLOCK_COLUMNS
 from mmqa_jax.weights.folder import load_weights, save_trained
 from mmqa_jax.weights.record import read_metadata
+from tests.refusals import refuses
 
 
 def run(workdir, batches=None, **changes):
@@ -86,8 +87,7 @@ def test_killed_runs_end_equal_to_an_uninterrupted_one(tmp_path, uninterrupted, 
     killed_run(tmp_path, "in_save", 20)  # goes on from 10, within a window of metrics
     newest = max(int(folder.name) for folder in (tmp_path / "checkpoints").glob("[0-9][0-9]"))
     assert newest == 10
-    with pytest.raises(UserError, match="run the training to its end"):
-        weights(tmp_path)
+    refuses("run the training to its end", weights, tmp_path)
     run(tmp_path)
     assert_same_run(tmp_path, uninterrupted)
 
@@ -205,8 +205,7 @@ def test_restart_of_a_finished_run_trains_no_more(tmp_path, uninterrupted):
 
 def test_a_checkpoint_of_another_config_is_refused(tmp_path, uninterrupted):
     workdir = shutil.copytree(uninterrupted, tmp_path / "run")
-    with pytest.raises(UserError, match=r"checkpoints/60: is a checkpoint of another config"):
-        run(workdir, accumulate=2)
+    refuses(r"checkpoints/60: is a checkpoint of another config", run, workdir, accumulate=2)
 
 
 def test_weights_of_another_model_are_refused_with_their_keys(tmp_path, uninterrupted):
@@ -310,13 +309,11 @@ def test_lost_tokens_are_said_once_and_counted_in_every_step(tmp_path, monkeypat
 
 
 def test_data_that_ends_and_bad_values_are_named(tmp_path):
-    with pytest.raises(UserError, match=r"train\.log_every=0: at least 1 was expected"):
-        run(tmp_path, log_every=0)
+    refuses(r"train\.log_every=0: at least 1 was expected", run, tmp_path, log_every=0)
     with pytest.raises(UserError, match=r"optimizer\.learning_rat: .*mean 'learning_rate'"):
         run(tmp_path, optimizer={"learning_rat": 0.1})
     few = iter(grain.MapDataset.source([next(tiny_run.pipeline())]).to_iter_dataset())
-    with pytest.raises(RunError, match="step 2: the data ended before the last step"):
-        run(tmp_path / "few", few)
+    refuses("step 2: the data ended before the last", run, tmp_path / "few", few, error=RunError)
 
 
 def test_saved_weights_are_replaced_whole(tmp_path):

@@ -22,6 +22,7 @@ from mmqa_jax.models.llama.layer_kinds import DeltaConfig
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora
 from mmqa_jax.models.llama.network import Llama
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 MODEL = LlamaConfig(
     family="qwen3_5_text",
@@ -136,8 +137,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("sizes", "message"), REFUSED)
 def test_what_an_engine_cannot_do_is_refused(sizes, message):
-    with pytest.raises(UserError, match=message):
-        choose_sizes(MODEL, sizes, {}, jax.devices()[:1])
+    refuses(message, choose_sizes, MODEL, sizes, {}, jax.devices()[:1])
     with pytest.raises(UserError, match=message):
         Engine(Llama(MODEL, rngs=nnx.Rngs(0)), config=dataclasses.replace(SIZES, **sizes))
 
@@ -158,12 +158,9 @@ def test_kinds_and_sizes_are_checked():
         ({"delta": None}, 'model.kinds has "linear", whose sizes model.delta says; give them'),
         ({"shared_expert": 8}, "model.shared_expert needs model.experts"),
     ]:
-        with pytest.raises(UserError, match=message):
-            dataclasses.replace(MODEL, **changes)
-    with pytest.raises(UserError, match=r"delta\.key_heads is 3"):
-        DeltaConfig(key_heads=3)
-    with pytest.raises(UserError, match=r"delta\.taps is 1: expected at least 2"):
-        DeltaConfig(taps=1)
+        refuses(message, dataclasses.replace, MODEL, **changes)
+    refuses(r"delta\.key_heads is 3", DeltaConfig, key_heads=3)
+    refuses(r"delta\.taps is 1: expected at least 2", DeltaConfig, taps=1)
 
 
 @pytest.mark.parametrize(

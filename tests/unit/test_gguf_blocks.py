@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats import gguf_blocks
 from mmqa_jax.weights.formats.gguf import GGUFSource
+from tests.refusals import refuses
 
 ROWS, ROW = 5, 1 << 16  # more values than are dequantized at a time
 OURS = [kind.name for kind in gguf_blocks._KINDS.values()]
@@ -70,5 +70,4 @@ def test_sizes_are_the_packages():
     ],
 )
 def test_kinds_that_cannot_be_read_are_refused(number, message):
-    with pytest.raises(UserError, match=message):
-        gguf_blocks.kind_of(number, "tensor 'x'")
+    refuses(message, gguf_blocks.kind_of, number, "tensor 'x'")

@@ -16,6 +16,7 @@ from tests.bench.steps import hidden_cycles
 from tests.hlo.collectives import Collective, axis_of, groups
 from tests.hlo.counts import count
 from tests.hlo.text import arrays, parse
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -351,8 +352,7 @@ def test_mesh_axis_of_a_group(text, axis):
 
 
 def test_other_text_is_refused():
-    with pytest.raises(ValueError, match="no entry computation"):
-        parse("module @jit_f { }")
+    refuses("no entry computation", parse, "module @jit_f { }", error=ValueError)
 
 
 def test_the_texts_of_this_file_are_read_whole():

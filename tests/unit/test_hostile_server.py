@@ -25,6 +25,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from tests.forks import server
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -381,8 +382,7 @@ def test_a_proxy_sees_neither_key_nor_prompts(monkeypatch):
         assert (result.text, proxy.received) == ("good", b"")
         secure = stub.url.replace("http:", "https:")
         monkeypatch.setenv("OPENAI_BASE_URL", secure)
-        with pytest.raises(RunError, match="no connection to it"):
-            OpenAIBackend("tiny", QUICK)
+        refuses("no connection to it", OpenAIBackend, "tiny", QUICK, error=RunError)
         assert proxy.received.startswith(b"CONNECT 127.0.0.1:")
         assert CANARY.encode() not in proxy.received
         assert b"tiny" not in proxy.received

@@ -15,10 +15,10 @@ from huggingface_hub import constants
 from tiny_llm import SIZES, write_folder
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 from tests.forks import server
+from tests.refusals import refuses
 
 COMMIT = "a" * 40
 NAME = "tiny-org/tiny.llama-1b"
@@ -75,8 +75,7 @@ def test_the_snapshot_of_a_revision_is_found(cache, model):
     snapshot = fill(cache, model, revision="v2")
     for revision in ("v2", COMMIT):
         assert find_model(f"{NAME}@{revision}") == snapshot
-    with pytest.raises(UserError, match=f"--model={NAME}: .* no revision main .* --download"):
-        find_model(NAME)
+    refuses(f"--model={NAME}: .* no revision main .* --download", find_model, NAME)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,7 @@ def test_missing_files_are_named(cache, model, dropped, missing):
     snapshot = fill(cache, model)
     for name in dropped:
         (snapshot / name).unlink()
-    with pytest.raises(UserError, match=f"--source={NAME}: .* revision main {missing}"):
-        find_model(NAME, "--source")
+    refuses(f"--source={NAME}: .* revision main {missing}", find_model, NAME, "--source")
 
 
 def test_missing_shards_are_named(cache, model):
@@ -101,8 +99,7 @@ def test_missing_shards_are_named(cache, model):
     index = {"weight_map": dict(zip("ab", shards, strict=True))}
     (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
     (snapshot / shards[0]).write_text("")
-    with pytest.raises(UserError, match=f"without {shards[1]}; add --download"):
-        find_model(NAME)
+    refuses(f"without {shards[1]}; add --download", find_model, NAME)
 
 
 def test_a_gguf_file_alone_is_a_model(cache, tmp_path):

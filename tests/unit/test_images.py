@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures import decode, resize
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.two_towers.network import normalize_pixels
+from tests.refusals import refuses
 
 
 def noise(width, height, seed=0):
@@ -70,8 +71,7 @@ def test_squash_scales_both_sides():
     np.testing.assert_array_equal(pixels[:, :6], np.broadcast_to([255, 0, 0], (16, 6, 3)))
     np.testing.assert_array_equal(pixels[:, 10:], np.broadcast_to([0, 0, 255], (16, 6, 3)))
     assert np.array_equal(resize.to_pixels(image, 20, "crop")[:, 0], [[255, 0, 0]] * 20)
-    with pytest.raises(UserError, match="resize is 'stretch'"):
-        resize.to_pixels(image, 16, "stretch")
+    refuses("resize is 'stretch'", resize.to_pixels, image, 16, "stretch")
 
 
 def test_alpha_lies_on_white():
@@ -180,8 +180,7 @@ def test_truncated_jpeg_is_read_as_far_as_it_goes():
 @pytest.mark.parametrize("data", [b"", b"plain text", b"\x89PNG\r\n\x1a\n", b"<svg/>", b"\xff\xd8"])
 def test_bytes_that_are_no_picture(data):
     for check in (decode.decode, decode.verify):
-        with pytest.raises(decode.PictureError, match=r"flag\.bin: not a picture"):
-            check(data, "flag.bin")
+        refuses(r"flag\.bin: not a picture", check, data, "flag.bin", error=decode.PictureError)
 
 
 def test_picture_file_of_the_user(tmp_path):
@@ -190,12 +189,9 @@ def test_picture_file_of_the_user(tmp_path):
     data = decode.read_picture_file(path)
     np.testing.assert_array_equal(decode.decode(data, str(path)), noise(5, 6))
     path.write_text("I am a letter")
-    with pytest.raises(UserError, match=r"a\.png: not a picture that can be decoded"):
-        decode.decode(decode.read_picture_file(path), str(path))
-    with pytest.raises(UserError, match=r"b\.png: no such picture file"):
-        decode.read_picture_file(tmp_path / "b.png")
-    with pytest.raises(UserError, match="cannot be read"):
-        decode.read_picture_file(tmp_path)
+    refuses(r"a\.png: not a picture that", decode.decode, decode.read_picture_file(path), str(path))
+    refuses(r"b\.png: no such picture file", decode.read_picture_file, tmp_path / "b.png")
+    refuses("cannot be read", decode.read_picture_file, tmp_path)
 
 
 def test_patches_and_their_boxes_agree():
@@ -210,8 +206,7 @@ def test_patches_and_their_boxes_agree():
         assert area == pytest.approx((x2 - x1) * (y2 - y1))
         assert one == 1
     assert boxes[:, 4].sum() == pytest.approx(1)
-    with pytest.raises(UserError, match="24 is not a multiple of patch side 7"):
-        resize.patches(pixels, 7)
+    refuses("24 is not a multiple of patch side 7", resize.patches, pixels, 7)
 
 
 def test_broken_counter():
@@ -222,8 +217,7 @@ def test_broken_counter():
     for name in ("a", "a", "b", "a"):
         broken.add(name, "rotten")
     assert (broken.count, broken.names) == (2, ["a", "b"])
-    with pytest.raises(RunError, match=r"3 pictures .* 2 allowed \(a, b, c\)"):
-        broken.add("c", "rotten")
+    refuses(r"3 pictures .* 2 allowed \(a, b, c\)", broken.add, "c", "rotten", error=RunError)
     with pytest.raises(RunError, match=r"^1 picture cannot be decoded, more than the 0 allowed"):
         decode.BrokenPictures(100, limit=0).add("a", "rotten")
     with pytest.raises(RunError, match=r"^1 picture has no features, more than the 0 allowed"):
@@ -271,7 +265,6 @@ def test_store_counts_broken_pictures_and_goes_to_processes():
     assert reader.reads == ["bad"]
     assert store.broken.names == ["bad"]
     strict, _ = store_of(1, max_broken=0)
-    with pytest.raises(RunError, match="bad"):
-        strict.pixels(1)
+    refuses("bad", strict.pixels, 1, error=RunError)
     copy = pickle.loads(pickle.dumps(store))
     np.testing.assert_array_equal(copy.pixels(0), store.pixels(0))

@@ -21,6 +21,7 @@ from mmqa_jax.retrieval.indexes.index import (
     load_index,
     scann_available,
 )
+from tests.refusals import refuses
 
 needs_scann = pytest.mark.skipif(not scann_available(), reason="ScaNN cannot be imported here")
 KINDS = [pytest.param("scann", marks=needs_scann), "exact"]
@@ -115,8 +116,7 @@ def test_exact_allowed_rows_across_blocks():
     index = ExactIndex(embeddings, block_rows=64)
     rows, _ = index.search(queries, 5, allowed)
     np.testing.assert_array_equal(rows, plain_search(embeddings.vectors, queries, 5, allowed)[0])
-    with pytest.raises(UserError, match="5 sources are available"):
-        index.search(queries, 6, allowed)
+    refuses("5 sources are available", index.search, queries, 6, allowed)
 
 
 @pytest.fixture(scope="module", params=[ScannParameters(), TREE], ids=["brute force", "tree-AH"])
@@ -198,11 +198,9 @@ def test_save_and_load(tmp_path, kind):
     with pytest.raises(UserError, match=r"model_fingerprint is 'model-1' but 'model-2'"):
         load_index(tmp_path / "index", embeddings, "model-2")
     other = Embeddings(embeddings.vectors, "model-1", "corpus-2")
-    with pytest.raises(UserError, match="corpus_fingerprint"):
-        load_index(tmp_path / "index", other, "model-1")
+    refuses("corpus_fingerprint", load_index, tmp_path / "index", other, "model-1")
     fewer = Embeddings(embeddings.vectors[:-1], "model-1", "corpus-1")
-    with pytest.raises(UserError, match="rows is 1500 but 1499"):
-        load_index(tmp_path / "index", fewer)
+    refuses("rows is 1500 but 1499", load_index, tmp_path / "index", fewer)
 
 
 @needs_scann
@@ -211,18 +209,14 @@ def test_damaged_indexes_are_refused(tmp_path):
     index = build_index(embeddings, "scann")
     index.save(tmp_path / "index")
     (tmp_path / "index" / "scann_docids.pkl").write_bytes(b"")
-    with pytest.raises(UserError, match="pickles are not loaded"):
-        load_index(tmp_path / "index", embeddings)
+    refuses("pickles are not loaded", load_index, tmp_path / "index", embeddings)
     (tmp_path / "index" / "scann_docids.pkl").unlink()
     (tmp_path / "index" / "dataset.npy").unlink()
-    with pytest.raises(UserError, match="mmqa index"):
-        load_index(tmp_path / "index", embeddings)
+    refuses("mmqa index", load_index, tmp_path / "index", embeddings)
     manifest = read_json(tmp_path / "index" / "manifest.json")
     write_json(tmp_path / "index" / "manifest.json", {**manifest, "what": "a cake"})
-    with pytest.raises(UserError, match="not the manifest of a dense index"):
-        load_index(tmp_path / "index", embeddings)
-    with pytest.raises(UserError, match="run `mmqa index` first"):
-        load_index(tmp_path / "none", embeddings)
+    refuses("not the manifest of a dense index", load_index, tmp_path / "index", embeddings)
+    refuses("run `mmqa index` first", load_index, tmp_path / "none", embeddings)
 
 
 @needs_scann
@@ -237,8 +231,7 @@ def test_what_scann_cannot_open_is_refused(tmp_path, broken):
     else:
         (tmp_path / broken).write_bytes(b"another version's")
     write_sums(tmp_path)
-    with pytest.raises(UserError, match=r"ScaNN cannot open this index \(.+\); delete the folder"):
-        load_index(tmp_path, embeddings)
+    refuses(r"ScaNN cannot open this index \(.+\); delete the", load_index, tmp_path, embeddings)
 
 
 @pytest.mark.parametrize(
@@ -249,8 +242,7 @@ def test_more_rows_than_the_devices_hold_are_refused(monkeypatch, kind, more):
     held = {"bytes_limit": 3 << 10, "bytes_in_use": 1 << 10}
     monkeypatch.setattr(type(jax.devices()[0]), "memory_stats", lambda self: held)
     said = rf"index: 1,000 rows of 8 need .* GiB on each of \d+ devices, .* free; .*, {more}"
-    with pytest.raises(UserError, match=said):
-        build_index(embeddings, kind)
+    refuses(said, build_index, embeddings, kind)
 
 
 def test_without_scann(monkeypatch, capsys):
@@ -264,8 +256,7 @@ def test_without_scann(monkeypatch, capsys):
     assert captured.out == ""
     assert captured.err.count("\n") == 1
     assert "searching exactly" in captured.err
-    with pytest.raises(UserError, match="ScaNN cannot be imported"):
-        build_index(embeddings, "scann")
+    refuses("ScaNN cannot be imported", build_index, embeddings, "scann")
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mesh"])
@@ -273,16 +264,12 @@ def test_bad_input(kind):
     embeddings, queries = clustered(100, dim=8)
     index = build_index(embeddings, kind)
     for top_k in (0, 101):
-        with pytest.raises(UserError, match=f"top_k={top_k} is out of range"):
-            index.search(queries, top_k)
-    with pytest.raises(UserError, match="do not fit the index's dimension 8"):
-        index.search(queries[:, :4], 1)
-    with pytest.raises(UserError, match="mask of allowed rows"):
-        index.search(queries, 1, np.ones(99, bool))
+        refuses(f"top_k={top_k} is out of range", index.search, queries, top_k)
+    refuses("do not fit the index's dimension 8", index.search, queries[:, :4], 1)
+    refuses("mask of allowed rows", index.search, queries, 1, np.ones(99, bool))
     with pytest.raises(UserError, match="corpus is empty"):
         build_index(Embeddings(np.zeros((0, 8), np.float32), "m", "c"), kind)
-    with pytest.raises(UserError, match="'faiss' is not known"):
-        build_index(embeddings, "faiss")
+    refuses("'faiss' is not known", build_index, embeddings, "faiss")
 
 
 def test_restricted_search():
@@ -296,10 +283,8 @@ def test_restricted_search():
     assert rows[2].tolist() == sorted(range(40, 45), key=lambda row: -similarity[2, row])[:4]
     np.testing.assert_allclose(scores[2], similarity[2][rows[2]], rtol=1e-5)
     assert scores[0, 3] == -np.inf
-    with pytest.raises(UserError, match="another corpus"):
-        index.search_within(queries, [[0], [1], [100]], 2)
-    with pytest.raises(UserError, match="one list of candidate rows"):
-        index.search_within(queries, [[0]], 2)
+    refuses("another corpus", index.search_within, queries, [[0], [1], [100]], 2)
+    refuses("one list of candidate rows", index.search_within, queries, [[0]], 2)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "mesh"])

@@ -8,9 +8,9 @@ import pytest
 from cli_runs import mmqa, png, write_rows
 
 from mmqa_jax.benchmarks import infoseek
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -151,5 +151,4 @@ def test_rankings_of_questions_whose_articles_are_not_known(raw, tmp_path):
 
 
 def test_a_folder_without_questions(tmp_path):
-    with pytest.raises(UserError, match=r"holds none of InfoSeek's questions; put infoseek_val\."):
-        infoseek.read_infoseek(tmp_path)
+    refuses(r"holds none of InfoSeek's questions; put", infoseek.read_infoseek, tmp_path)

@@ -28,6 +28,7 @@ from mmqa_jax.data.batches.packing import Bucket, MaskingConfig, Packer
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.batches.vqa import CaptionInputs, vqa_batches
 from mmqa_jax.data.pictures.decode import BrokenPictures
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -126,13 +127,11 @@ def test_what_workers_count_and_refuse_is_what_the_run_counts_and_refuses():
     batches, broken = counting(workers=1)
     assert [next(batches)["index"][0] for _ in range(3)] == [0, 1, 2]
     broken.limit = 1  # of the run: what all workers count; the worker's own is ten
-    with pytest.raises(RunError, match="2 pictures cannot be decoded, more than the 1 allowed"):
-        next(batches)
+    refuses("2 pictures cannot be decoded, more than the 1 allowed", next, batches, error=RunError)
     broken.limit = 10
     assert [next(batches)["index"][0] for _ in range(4)] == [4, 5, 6, 7]
     assert {"picture 0", "picture 3", "picture 6"} <= set(broken.reasons)
-    with pytest.raises(UserError, match="records: cannot be read; run `mmqa prepare` again"):
-        next(batches)
+    refuses("records: cannot be read; run `mmqa prepare` again", next, batches)
     batches.close()
 
 
@@ -173,5 +172,4 @@ def is_alive(process: int) -> bool:
 
 
 def test_bad_workers():
-    with pytest.raises(UserError, match="workers=-1 is negative"):
-        counting(workers=-1)
+    refuses("workers=-1 is negative", counting, workers=-1)

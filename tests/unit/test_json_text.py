@@ -8,6 +8,7 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import DEEPEST, parse_json, read_json, read_jsonl, read_text
+from tests.refusals import refuses
 
 MARK = "\ufeff"
 
@@ -31,8 +32,7 @@ def test_another_encoding_is_named(tmp_path, encoding):
     path = tmp_path / "text"
     path.write_bytes('{"a": 1}'.encode(encoding))
     name = encoding[:6].upper()
-    with pytest.raises(UserError, match=rf"text: .*{name} text.* as UTF-8"):
-        read_json(path)
+    refuses(rf"text: .*{name} text.* as UTF-8", read_json, path)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,7 @@ def test_another_encoding_is_named(tmp_path, encoding):
 def test_damage_is_refused_with_its_line(tmp_path, damaged, message):
     path = tmp_path / "data.json"
     path.write_text('{"b": ["]", 1],\n"a" : ' + damaged + "\n}")
-    with pytest.raises(UserError, match=r"data\.json, " + message):
-        read_json(path)
+    refuses(r"data\.json, " + message, read_json, path)
     path.write_text('{"fine": 1}\n{"a" : ' + damaged + "}")
     with pytest.raises(UserError, match=r"data\.json, line 2: "):
         [*read_jsonl(path)]

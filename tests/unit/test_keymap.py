@@ -23,6 +23,7 @@ from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.layouts import open_source
 from mmqa_jax.weights.published import load_checkpoint
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -171,8 +172,7 @@ def test_sharded_folder_is_read_through_its_index(tiny, tmp_path):
     state = keymap.load_into(tiny, MAP, safetensors.SafetensorsSource(tmp_path))
     np.testing.assert_array_equal(state["norm"]["bias"][...], arrays["norm.bias"])
     (tmp_path / "b.safetensors").unlink()
-    with pytest.raises(UserError, match=r"b\.safetensors: no such file"):
-        safetensors.SafetensorsSource(tmp_path)
+    refuses(r"b\.safetensors: no such file", safetensors.SafetensorsSource, tmp_path)
 
 
 def test_conv_patches_is_the_convolution():
@@ -294,18 +294,14 @@ def test_broken_and_missing_files(tmp_path):
     for cut in (0, 5, 40, len(data) - 1):
         broken = tmp_path / "broken.safetensors"
         broken.write_bytes(data[:cut])
-        with pytest.raises(UserError, match=r"broken\.safetensors: not a whole safetensors file"):
-            safetensors.SafetensorsSource(broken)
-    with pytest.raises(UserError, match="no such file"):
-        safetensors.SafetensorsSource(tmp_path / "absent.safetensors")
+        refuses(r"broken\.safetensors: not a whole", safetensors.SafetensorsSource, broken)
+    refuses("no such file", safetensors.SafetensorsSource, tmp_path / "absent.safetensors")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"holds neither model\.safetensors nor"):
-        safetensors.SafetensorsSource(tmp_path / "empty")
+    refuses(r"holds neither model\.safetensors", safetensors.SafetensorsSource, tmp_path / "empty")
     header = json.dumps({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     foreign = tmp_path / "foreign.safetensors"
     foreign.write_bytes(struct.pack("<Q", len(header)) + header + b"\0")
-    with pytest.raises(UserError, match="tensor 'x': type F4 is not supported"):
-        safetensors.SafetensorsSource(foreign)
+    refuses("tensor 'x': type F4 is not supported", safetensors.SafetensorsSource, foreign)
 
 
 def test_a_failed_write_leaves_no_file(tmp_path):
@@ -438,22 +434,17 @@ def test_vlp_takes_the_masked_lm_head_where_bert_has_one(vlp_state, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model)["bert"], vlp_state["bert"])
     assert not model.region_content.linears[0].kernel[...].any()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 4}))
-    with pytest.raises(UserError, match="heads is 2, the checkpoint's 4"):
-        init_vlp_from_bert(model, tmp_path)
+    refuses("heads is 2, the checkpoint's 4", init_vlp_from_bert, model, tmp_path)
 
 
 def test_torch_files_that_are_not_plain_tensors(vlp_state, tmp_path):
     import torch
 
     model = vlp(vlp_state)
-    with pytest.raises(UserError, match=r"absent\.bin: no such file"):
-        start_vlp(tmp_path / "absent.bin", model)
+    refuses(r"absent\.bin: no such file", start_vlp, tmp_path / "absent.bin", model)
     (tmp_path / "noise.bin").write_bytes(b"not a torch file")
-    with pytest.raises(UserError, match=r"noise\.bin: not a torch file of plain tensors"):
-        start_vlp(tmp_path / "noise.bin", model)
+    refuses(r"noise\.bin: not a torch file of plain", start_vlp, tmp_path / "noise.bin", model)
     torch.save({"model": object}, tmp_path / "code.bin")
-    with pytest.raises(UserError, match=r"code\.bin: not a torch file of plain tensors"):
-        start_vlp(tmp_path / "code.bin", model)
+    refuses(r"code\.bin: not a torch file of plain", start_vlp, tmp_path / "code.bin", model)
     torch.save({"step": 3}, tmp_path / "run.bin")
-    with pytest.raises(UserError, match=r"run\.bin: not a state dict"):
-        start_vlp(tmp_path / "run.bin", model)
+    refuses(r"run\.bin: not a state dict", start_vlp, tmp_path / "run.bin", model)

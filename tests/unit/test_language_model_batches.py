@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llm import END, text_tokenizer
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches import language_model
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.language_model import (
@@ -24,6 +23,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.rmr import fields
 from mmqa_jax.prompting.examples import training
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from tests.refusals import refuses
 
 SIZE = RowSize(32, 12)
 
@@ -214,13 +214,10 @@ def test_shots_are_dropped_until_an_example_fits_and_long_examples_are_left_out(
 
 def test_what_cannot_be_learned_from_is_refused():
     bare = [Question("a", "train", "Which?", choices=("A",), answer_index=0)]
-    with pytest.raises(UserError, match=r"rmr\.rationale writes a rationale, but no training"):
-        make(own=bare)
+    refuses(r"rmr\.rationale writes a rationale, but no training", make, own=bare)
     assert len(make(own=bare, templates=("rmr.answer",)).versions) == 1
-    with pytest.raises(UserError, match="does not begin with its query"):
-        make(templates=("rmr.text_rationale",))
-    with pytest.raises(UserError, match=r"examples\.templates is empty"):
-        training.ExampleOptions(templates=())
+    refuses("does not begin with its query", make, templates=("rmr.text_rationale",))
+    refuses(r"examples\.templates is empty", training.ExampleOptions, templates=())
 
 
 class Merging:

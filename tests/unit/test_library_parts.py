@@ -23,6 +23,7 @@ from mmqa_jax.runs.verbs.judging import run_judging
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.registry import check_config
+from tests.refusals import refuses
 
 
 def png(shade: int) -> bytes:
@@ -174,8 +175,7 @@ def test_an_empty_library_names_the_splits_that_there_are(opened):
         r"parts\.library\.split=val: the library of examples is empty; name a split with answers "
         r"\(train\), or set shots to 0"
     )
-    with pytest.raises(UserError, match=message):
-        opened(home, home, split="val").select(home.questions(), 1, "random")
+    refuses(message, opened(home, home, split="val").select, home.questions(), 1, "random")
     with pytest.raises(UserError, match=r"modality text, .*data in parts\.library\.data"):
         opened(home, home, modality="text").select(home.questions(), 1, "random")
 
@@ -184,8 +184,7 @@ def test_an_empty_library_names_the_splits_that_there_are(opened):
 def test_two_spaces_are_not_added(similarity):
     library = {"text_model": "minilm", "image_model": "runs/clip"}
     message = r"text_model=minilm and parts\.library\.image_model=runs/clip are no common space"
-    with pytest.raises(UserError, match=message):
-        check_prompted({"similarity": similarity}, LibrarySpec(**library))
+    refuses(message, check_prompted, {"similarity": similarity}, LibrarySpec(**library))
     check_prompted({"similarity": similarity, "shots": 0}, LibrarySpec(**library))
     check_prompted({"similarity": "question_and_image"}, LibrarySpec(**library))
     one = {"text_model": "runs/clip/", "image_model": "runs/clip"}
@@ -200,35 +199,29 @@ def test_pictures_need_an_encoder(similarity):
     message = (
         rf"options\.similarity={similarity}: needs an .*; set parts\.library\.image_model to a CLIP"
     )
-    with pytest.raises(UserError, match=message):
-        check_prompted({"similarity": similarity}, LibrarySpec(text_model="minilm"))
+    refuses(message, check_prompted, {"similarity": similarity}, LibrarySpec(text_model="minilm"))
 
 
 def test_two_spaces_of_training_and_judging(tmp_path):
     models = {"text_model": "minilm", "image_model": "runs/clip"}
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_retriever.py:judge")
     config.parts.library.update(models)
-    with pytest.raises(UserError, match=r"config key judge\.similarity=bimodal: adds vectors"):
-        run_judging(config, tmp_path / "judged")
+    refuses(r"config key judge\.similarity=bimodal: adds", run_judging, config, tmp_path / "judged")
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_finetune.py")
     config.library.update(models)
-    with pytest.raises(UserError, match=r"similarity=bimodal: .* those of library\.text_model"):
-        check_config(config)
+    refuses(r"similarity=bimodal: .* those of library\.text_model", check_config, config)
 
 
 @pytest.mark.parametrize("folds", [0, -2])
 def test_folds_below_one_are_refused(folds, tmp_path):
     message = rf"folds={folds}: at least 1 was expected"
-    with pytest.raises(UserError, match=message):
-        read_typed(LibrarySpec, ConfigDict({"folds": folds}), "parts.library")
+    refuses(message, read_typed, LibrarySpec, ConfigDict({"folds": folds}), "parts.library")
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.folds = folds
-    with pytest.raises(UserError, match=rf"parts\.library\.{message}"):
-        read_row(config)
+    refuses(rf"parts\.library\.{message}", read_row, config)
     config = load_config(f"{ROOT}/configs/scienceqa/rmr_retriever.py:judge")
     config.parts.library.folds = folds
-    with pytest.raises(UserError, match=rf"parts\.library\.{message}"):
-        run_judging(config, tmp_path / "judged")
+    refuses(rf"parts\.library\.{message}", run_judging, config, tmp_path / "judged")
 
 
 def test_kinds_of_index(monkeypatch):
@@ -237,8 +230,7 @@ def test_kinds_of_index(monkeypatch):
         check_prompted({"similarity": "question"}, LibrarySpec(**library))
     config = load_config(f"{ROOT}/configs/okvqa/tables.py:smollm2_random")
     config.parts.library.index_kind = "milvus"
-    with pytest.raises(UserError, match=r"index_kind='milvus': one of exact, scann was expected"):
-        read_row(config)
+    refuses(r"index_kind='milvus': one of exact, scann was expected", read_row, config)
     monkeypatch.setattr("mmqa_jax.retrieval.indexes.index.scann_available", lambda: False)
     with pytest.raises(UserError, match=r"parts\.library\.index_kind=scann: ScaNN cannot be"):
         check_prompted({"similarity": "question"}, LibrarySpec(**{"index_kind": "scann"}))
@@ -273,5 +265,4 @@ def test_knowledge_without_sources(monkeypatch, sources, modality, message):
 
 
 def test_a_row_without_sources_of_its_own():
-    with pytest.raises(UserError, match=r"parts\.knowledge\.data is empty: the row's own corpus"):
-        open_knowledge(Corpus([]), KnowledgeSpec())
+    refuses(r"parts\.knowledge\.data is empty: the", open_knowledge, Corpus([]), KnowledgeSpec())

@@ -10,12 +10,12 @@ from cli_runs import LANDS, ROOT, TEST, done, mmqa, rows_of, tree
 from fake_llm import FakeLLM
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.data.schema import NOT_FOUND
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.runs import parts
 from mmqa_jax.runs.row import read_row
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -163,8 +163,7 @@ def test_a_reader_is_trained_or_the_rows_model(sections, message):
     config = load_config(f"{TABLES}:llm_oracle")
     with config.unlocked():
         config.parts = sections
-    with pytest.raises(UserError, match=message):
-        read_row(config)
+    refuses(message, read_row, config)
 
 
 def test_a_trained_reranker_and_a_model_that_reads():

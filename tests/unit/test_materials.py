@@ -13,7 +13,6 @@ from starlette.testclient import TestClient
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark, read_corpus
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, corpus_of_lists, open_corpus
 from mmqa_jax.data.formats.official import BenchmarkFiles
 from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
@@ -25,6 +24,7 @@ from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.run import _of_workdir
 from mmqa_jax.serve.systems import Parts, Threads
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -157,8 +157,7 @@ def test_materials_that_are_none(change, tmp_path):
     data = prepared(tmp_path, "New")
     manifest = json.loads((data / "corpus.json").read_text())
     (data / "corpus.json").write_text(json.dumps({**manifest, **change}))
-    with pytest.raises(UserError, match=r"corpus\.json: not a manifest of format 1"):
-        open_corpus(data)
+    refuses(r"corpus\.json: not a manifest of format 1", open_corpus, data)
 
 
 def test_questions_over_other_sources(tmp_path):

@@ -12,11 +12,11 @@ from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
 from mmqa_jax.benchmarks import mathvista
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
 from mmqa_jax.prompting.backends import Picture
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 SHOWN = png((9, 9, 9))
@@ -159,8 +159,7 @@ def test_another_model_extracts_of_a_finished_run(data):
     assert [one.answer for one in found] == ["B"] * 5
     texts = {query.id: query.messages[0].text for query in llm.seen}
     assert f"{QUERIES['2']}\n\nso 12\n\n" in texts["2"]
-    with pytest.raises(UserError, match="has no responses to question 1"):
-        extract_finished(questions, {}, llm)
+    refuses("has no responses to question 1", extract_finished, questions, {}, llm)
 
 
 def of(kind: str, precision: int = 1) -> Question:
@@ -175,8 +174,7 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
     check(known, {}, {})
     for question, named in ((of("float", 3), "float with 3 decimals"), (of("date"), "date")):
         message = rf"question q: .* no hint at an answer of type {named}; leave .* data\.where"
-        with pytest.raises(UserError, match=message):
-            check([*known, question], {}, {})
+        refuses(message, check, [*known, question], {}, {})
 
 
 # What extract_answer gives before it asks a model (None).
@@ -275,8 +273,7 @@ def test_extractions_that_are_no_texts_are_read_as_the_script_reads_them(tmp_pat
     path.write_text(json.dumps({"1": {"response": None}, "2": {"response": 7}}))
     assert [one.answer for one in mathvista.read_mathvista_predictions(path)] == ["", "7"]
     path.write_text(json.dumps({"1": {"extraction": {"value": 14}}}))
-    with pytest.raises(UserError, match="problem 1: `extraction` or `response` was expected"):
-        mathvista.read_mathvista_predictions(path)
+    refuses("problem 1: `extraction` or `response` was", mathvista.read_mathvista_predictions, path)
 
 
 def test_official_files_in_and_out(data, tmp_path):
@@ -338,8 +335,7 @@ def test_files_of_another_form(tmp_path, content, message):
     (tmp_path / "raw" / "testmini.json").write_text(json.dumps(content))
     if content == {}:
         (tmp_path / "raw" / "test.json").unlink()
-    with pytest.raises(UserError, match=message):
-        mathvista.read_mathvista(tmp_path / "raw")
+    refuses(message, mathvista.read_mathvista, tmp_path / "raw")
 
 
 def test_a_picture_whose_name_no_disk_takes_is_none(tmp_path):

@@ -27,6 +27,7 @@ from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tree
+from tests.refusals import refuses
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).
 MANAGERS = """Please answer the question according to the context, candidate answers, KBs_knowledge and LLM_knowledge.
@@ -375,8 +376,7 @@ def test_a_restart_asks_only_what_is_missing(tmp_path):
         return Cached(backend, ResponseCache(tmp_path / "responses.sqlite"))
 
     stopped = llm(11)
-    with pytest.raises(RunError, match="the server stopped"):
-        run(stopped)
+    refuses("the server stopped", run, stopped, error=RunError)
     stopped.close()
     again = llm(10**6)
     predictions = run(again)
@@ -451,8 +451,7 @@ def test_self_consistency():
     ],
 )
 def test_wrong_input(options, message):
-    with pytest.raises(UserError, match=message):
-        run(team_llm(FULL), **options)
+    refuses(message, run, team_llm(FULL), **options)
 
 
 def test_examples_of_the_own_half_are_never_shown():

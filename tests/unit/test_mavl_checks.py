@@ -17,6 +17,7 @@ from mmqa_jax.extensions.mavl_votes import revote
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import read_row
+from tests.refusals import refuses
 
 
 def row(name: str, **changes):
@@ -41,8 +42,7 @@ def row(name: str, **changes):
     ],
 )  # fmt: skip
 def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
-    with pytest.raises(UserError, match=message):
-        read_row(row("smollm2_mavl", **{key: value}))
+    refuses(message, read_row, row("smollm2_mavl", **{key: value}))
 
 
 def test_measured_rows_keep_their_knowledge():
@@ -93,8 +93,7 @@ def test_another_vote_for_another_number_of_agents():
 def test_a_damaged_finished_run(lost):
     rows = finished()
     (rows["q1"] if lost == "fallback" else rows["q1"]["agents"][0]).pop(lost)
-    with pytest.raises(UserError, match=r"parts\.finished\.run: the record of q1 .* again"):
-        revote(QUESTIONS, rows)
+    refuses(r"parts\.finished\.run: the record of q1 .* again", revote, QUESTIONS, rows)
 
 
 def test_probabilities_that_hold_the_end_of_an_answer():
@@ -116,8 +115,7 @@ def test_a_finished_run_without_scores_is_scored_again():
 
 def test_fitting_without_references():
     unknown = [Question(q.id, "test", q.question, extra=q.extra) for q in QUESTIONS]
-    with pytest.raises(UserError, match=r"weighting=fitted: no question of this split"):
-        revote(unknown, finished())
+    refuses(r"weighting=fitted: no question of this split", revote, unknown, finished())
 
 
 def aokvqa(name: str, *, difficult: bool) -> Question:

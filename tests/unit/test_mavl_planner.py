@@ -20,6 +20,7 @@ from mmqa_jax.extensions import mavl_planner
 from mmqa_jax.extensions.mavl_plans import PlanTable, answer_with_one_plan, read_plan_table
 from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
 from mmqa_jax.tasks.registry import check_config
+from tests.refusals import refuses
 
 
 def table(scores, cost=0.1, given=(1, 2, 3)):
@@ -99,8 +100,7 @@ def test_prompts_whose_plans_decide_nothing_are_not_learned(capsys):
 
 
 def test_agents_and_processes_that_cannot_be(monkeypatch):
-    with pytest.raises(UserError, match=r"data\.agents=\(\): some of junior, senior, .*; name one"):
-        planner_task(agents=())
+    refuses(r"data\.agents=\(\): some of junior, senior, .*; name one", planner_task, agents=())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match=r"key task=mavl_planner: .* this launch has 2; start one"):
         planner_task().sampler(text_tokenizer())
@@ -115,8 +115,7 @@ def test_plans_of_which_none_can_be_learned(score, targets, tmp_path):
     task = planner_task(split="val", outcomes=str(run), taught="all")
     task = dataclasses.replace(task, batches=dataclasses.replace(task.batches, targets=targets))
     message = rf"data\.outcomes=.*run: no plan .*length=2048 tokens, {targets} .*; take more ques"
-    with pytest.raises(UserError, match=message):
-        task.recipe(Corpus([], QUESTIONS), text_tokenizer())
+    refuses(message, task.recipe, Corpus([], QUESTIONS), text_tokenizer())
 
 
 def test_actions_whose_tools_gave_nothing_decide_nothing():
@@ -247,11 +246,9 @@ def test_one_plan_needs_answers_and_another_half():
     questions, lines = finished_team(lambda part, plan: 1.0, count=3)
     with pytest.raises(UserError, match=r"no answers to 1 of 3 questions there, .* is n2"):
         answer_with_one_plan(questions, {k: v for k, v in lines.items() if k != "n2"})
-    with pytest.raises(UserError, match=r"options\.folds=1: the finished row has no question"):
-        answer_with_one_plan(questions, lines, folds=1)
+    refuses(r"options\.folds=1: the finished row", answer_with_one_plan, questions, lines, folds=1)
     del lines["n1"]["by_actions"][3:]
-    with pytest.raises(UserError, match=r"question n1: 5 of 8 plans .*plans=oracle"):
-        answer_with_one_plan(questions, lines)
+    refuses(r"question n1: 5 of 8 plans .*plans=oracle", answer_with_one_plan, questions, lines)
 
 
 def test_the_table_of_a_finished_row(tmp_path):
@@ -269,10 +266,8 @@ def test_questions_that_do_not_count_are_left_out(tmp_path):
 
 def test_a_row_that_has_not_executed_all_plans_is_refused(tmp_path):
     run = write_finished(tmp_path / "run", lambda n, plan: 1.0, missing=2)
-    with pytest.raises(UserError, match=r"line 8: 2 of 8 plans of question q7 .*plans=oracle"):
-        read_plan_table(str(run), 0.0)
+    refuses(r"line 8: 2 of 8 plans of question q7 .*plans=oracle", read_plan_table, str(run), 0.0)
     with pytest.raises(UserError, match=r"data\.outcomes=.*none: has no trace\.jsonl"):
         read_plan_table(str(tmp_path / "none"), 0.0)
     (run / "trace.jsonl").write_text('{"question_id": "q0"}\n')
-    with pytest.raises(UserError, match="line 1: not of a row of mavl"):
-        read_plan_table(str(run), 0.0)
+    refuses("line 1: not of a row of mavl", read_plan_table, str(run), 0.0)

@@ -9,10 +9,10 @@ from cli_runs import ROOT, done, mmqa, png, write_rows
 
 from mmqa_jax.benchmarks import mbeir
 from mmqa_jax.core.config import config_beside
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import read_found
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -325,8 +325,7 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
 )
 def test_malformed_lines(raw, name, text, message):
     (raw / name).write_text(text)
-    with pytest.raises(UserError, match=message):
-        mbeir.read_mbeir(raw)
+    refuses(message, mbeir.read_mbeir, raw)
 
 
 # M-BEIR has no queries of the union: what to fetch are those of its sets.
@@ -344,21 +343,18 @@ def test_a_pool_without_its_queries_or_its_name(raw, pool, message):
         path.unlink()
     path = raw / "cand_pool" / f"{pool}.jsonl"
     write_rows(path, TEXTS)
-    with pytest.raises(UserError, match=message):
-        mbeir.read_mbeir(path)
+    refuses(message, mbeir.read_mbeir, path)
 
 
 def test_a_pool_outside_its_folder_is_refused(tmp_path):
     path = tmp_path / "mbeir_webqa_task1_cand_pool.jsonl"
     write_rows(path, TEXTS)
-    with pytest.raises(Exception, match="lies in no folder of M-BEIR"):
-        mbeir.read_mbeir(path)
+    refuses("lies in no folder of M-BEIR", mbeir.read_mbeir, path, error=Exception)
 
 
 @pytest.mark.parametrize("place", [".", "*.trec"])
 def test_a_place_without_rankings_is_refused(place, tmp_path):
-    with pytest.raises(UserError, match="no file of rankings is there; give rankings of `mmqa sea"):
-        read_found(tmp_path / place)
+    refuses("no file of rankings is there; give rankings of `mmqa", read_found, tmp_path / place)
 
 
 def test_published_figures_are_those_of_pyserini():

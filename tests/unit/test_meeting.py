@@ -12,6 +12,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.hosts import meeting as module
 from mmqa_jax.core.hosts.distributed import bound
 from mmqa_jax.core.hosts.meeting import Meeting, join
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -78,8 +79,7 @@ def test_who_does_not_come_is_named(address):
     meeting = Meeting(address, 4, 1)
     with socket.create_connection(address.rsplit(":", 1)) as scan:
         scan.sendall(b"GET / HTTP/1.1\r\n\r\n")  # none of ours
-        with pytest.raises(RunError, match=r"for processes 1, 2, 3 of 4: gave up; start every"):
-            meeting.wait()
+        refuses(r"for processes 1, 2, 3 of 4: gave up; start every", meeting.wait, error=RunError)
 
 
 def test_process_0_that_was_itself_stopped_gives_nobody_up(address, monkeypatch):
@@ -104,8 +104,7 @@ def test_process_0_that_was_itself_stopped_gives_nobody_up(address, monkeypatch)
 )
 def test_a_coordinator_that_is_not_there_is_named_with_the_reason(address, place, why):
     said = []
-    with pytest.raises(RunError, match=why):
-        join(place or address, 1, 2, 1.2, every=0.2, say=said.append)
+    refuses(why, join, place or address, 1, 2, 1.2, every=0.2, say=said.append, error=RunError)
     assert said
     assert f"for process 0 at {place or address} ({why}" in said[0]
     assert "check that it was started with this address" in said[0]
@@ -117,13 +116,11 @@ def test_a_wrong_number_is_refused(address, monkeypatch):
         (1, 2, "started as one of 2 processes, process 0 as one of 3"),
         (0, 3, "there is a process 0 already"),
     ):
-        with pytest.raises(UserError, match=message):
-            join(address, process, count, 30, every=0.4)
+        refuses(message, join, address, process, count, 30, every=0.4)
     first = in_thread(lambda: join(address, 1, 3, 60, every=0.4, say=print))
     time.sleep(0.5)
     monkeypatch.setattr(module.os, "getpid", lambda: 7)  # another process of this host
-    with pytest.raises(UserError, match="there is a process 1 already, on "):
-        join(address, 1, 3, 60, every=0.4)
+    refuses("there is a process 1 already, on ", join, address, 1, 3, 60, every=0.4)
     in_thread(lambda: join(address, 2, 3, 60))
     host[0].join(30)
     assert host[1] == [None]
@@ -137,16 +134,13 @@ def test_a_port_that_is_taken_is_named(address, monkeypatch):
     name, _, port = address.rpartition(":")
     with socket.create_server((name, int(port))), pytest.raises(UserError, match=address):
         Meeting(address, 2, 1)
-    with pytest.raises(UserError, match="MMQA_COORDINATOR_BIND"):
-        Meeting("192.0.2.1:1234", 2, 1)
+    refuses("MMQA_COORDINATOR_BIND", Meeting, "192.0.2.1:1234", 2, 1)
 
 
 def test_where_process_0_listens_comes_from_the_environment():
     assert bound("[::]:8476", {}) == "[::]:8476"
     assert bound("[::]:8476", {"MMQA_COORDINATOR_BIND": "10.0.0.1"}) == "10.0.0.1:8476"
     assert bound("[::]:8476", {"MMQA_COORDINATOR_BIND": "fd00::1"}) == "[fd00::1]:8476"
-    with pytest.raises(UserError, match=r"BIND_ADDRESS=10\.0\.0\.1: host:port"):
-        bound("10.0.0.1", {})
+    refuses(r"BIND_ADDRESS=10\.0\.0\.1: host:port", bound, "10.0.0.1", {})
     for bad in ("10.0.0.1:8476", "tcp://10.0.0.1"):
-        with pytest.raises(UserError, match="MMQA_COORDINATOR_BIND"):
-            bound("[::]:8476", {"MMQA_COORDINATOR_BIND": bad})
+        refuses("MMQA_COORDINATOR_BIND", bound, "[::]:8476", {"MMQA_COORDINATOR_BIND": bad})

@@ -11,12 +11,12 @@ from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
 from mmqa_jax.benchmarks.mmmu import is_open_answer, read_mmmu, score_mmmu, write_mmmu_submission
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
 from mmqa_jax.papers.mmmu import SETTINGS, answer_mmmu
 from mmqa_jax.prompting.backends import Picture
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 RED, BLUE = png((250, 0, 0)), png((0, 0, 250))
@@ -109,12 +109,10 @@ def test_malformed_files(tmp_path, rows, words):
 
 
 def test_tables_of_another_benchmark(tmp_path):
-    with pytest.raises(UserError, match="holds no Parquet file; put MMMU's folders of subjects"):
-        read_mmmu(tmp_path)
+    refuses("holds no Parquet file; put MMMU's folders of subjects", read_mmmu, tmp_path)
     table = pyarrow.table({"image_1": pyarrow.array([None], PICTURE)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
-    with pytest.raises(UserError, match=r"x\.parquet: has no column id \(it has image_1\); fetch"):
-        read_mmmu(tmp_path)
+    refuses(r"x\.parquet: has no column id \(it has image_1\); fetch", read_mmmu, tmp_path)
 
 
 # What the authors' construct_prompt gives with configs/llava1.5.yaml.

@@ -19,6 +19,7 @@ from mmqa_jax.retrieval.modality import (
     gold_modality,
     one_modality,
 )
+from tests.refusals import refuses
 
 SOURCES = [
     Source("p0", "image", "a red flag", image="0"),
@@ -125,8 +126,7 @@ def test_one_modality_index_finds_its_rows_alone():
             view.search(queries, len(part)), alone.search(queries, len(part)), strict=True
         ):
             np.testing.assert_allclose(a, b, rtol=1e-6)
-    with pytest.raises(UserError, match="no image sources"):
-        one_modality(Corpus(SOURCES[1:2]), "image")
+    refuses("no image sources", one_modality, Corpus(SOURCES[1:2]), "image")
 
 
 class PlainRetriever:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.t5_engine import T5EngineConfig
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.common import layers
@@ -34,6 +33,7 @@ from mmqa_jax.models.two_towers.config import (
 )
 from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.vlp.network import vlp_clip
+from tests.refusals import refuses
 
 VISION = SiglipVisionConfig(8, 4, width=24, layers=2, heads=2, mlp_width=20)
 LLAMA = LlamaConfig(hidden=32, heads=2, kv_heads=2, layers=2, mlp=40)  # heads of 16
@@ -94,8 +94,7 @@ two_towers = partial(DualEncoderModel, "mean", 0.5)
     ],
 )  # fmt: skip
 def test_sizes_that_do_not_fit_are_named(make, changes, message):
-    with pytest.raises(UserError, match=message):
-        make(**changes)
+    refuses(message, make, **changes)
 
 
 def outline(make):
@@ -138,5 +137,4 @@ def embedded_by_two_towers(length: int) -> None:
     ],
 )  # fmt: skip
 def test_inputs_that_do_not_fit_are_named(use, message):
-    with pytest.raises(UserError, match=message):
-        use()
+    refuses(message, use)

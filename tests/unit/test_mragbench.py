@@ -11,13 +11,13 @@ from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
 from mmqa_jax.benchmarks.mragbench import read_mragbench, score_mragbench
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
 from mmqa_jax.papers import mragbench
 from mmqa_jax.prompting.backends import Picture
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 OWN, OTHER = png((1, 1, 1)), png((2, 2, 2))
@@ -138,8 +138,7 @@ def test_answers_are_as_long_as_the_authors(name):
 
 def test_questions_without_retrieved_pictures_are_refused():
     message = "^setting given: no question has retrieved pictures; .* or use setting retrieved"
-    with pytest.raises(UserError, match=message):
-        mragbench.SETTINGS["given"].check_inputs([Question("q", "test", "?")], {}, {})
+    refuses(message, mragbench.SETTINGS["given"].check_inputs, [Question("q", "test", "?")], {}, {})
 
 
 def test_retrieved_pictures_are_shown_and_cited(data):
@@ -217,5 +216,4 @@ def test_a_column_of_lists_that_holds_none(tmp_path):
 
 def test_a_folder_without_tables(tmp_path):
     (tmp_path / "train-00000-of-00001.parquet").touch()
-    with pytest.raises(UserError, match=r"holds no test-\*\.parquet; put MRAG-Bench's Parquet"):
-        read_mragbench(tmp_path)
+    refuses(r"holds no test-\*\.parquet; put MRAG-Bench's Parquet", read_mragbench, tmp_path)

@@ -16,6 +16,7 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.official import line_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -240,22 +241,19 @@ def test_missing_and_foreign_files(raw, tmp_path):
 def test_a_folder_without_questions(raw):
     for split in ("dev", "test"):
         (raw / f"MMQA_{split}.jsonl.gz").unlink()
-    with pytest.raises(UserError, match=r"raw: holds no questions; put MMQA_dev\.jsonl\.gz there"):
-        multimodalqa.read_multimodalqa(raw)
+    refuses(r"raw: holds no questions; put", multimodalqa.read_multimodalqa, raw)
 
 
 def test_pictures_that_are_not_there_or_no_longer(raw):
     read_picture = multimodalqa.read_multimodalqa(raw).read_picture
-    with pytest.raises(PictureError, match=r"i2\.png: no such file; fetch"):
-        read_picture("i2.png")
+    refuses(r"i2\.png: no such file; fetch", read_picture, "i2.png", error=PictureError)
     (raw / "final_dataset_images" / "i1.png").unlink()
     with pytest.raises(PictureError, match=r"images/i1\.png: No such file or directory; fetch it"):
         read_picture("i1.png")
 
 
 def test_lines_that_no_memory_or_disk_gives(raw, monkeypatch):
-    with pytest.raises(UserError, match=r"raw: cannot be read \(Is a directory\); check the file"):
-        list(line_entries(raw))
+    refuses(r"raw: cannot be read \(Is a directory\); check the file", list, line_entries(raw))
     monkeypatch.setattr(official, "_LONGEST_LINE", 64)
     with pytest.raises(UserError, match=r"_dev.*, line 1: is longer than 64 bytes; fetch the file"):
         list(line_entries(raw / "MMQA_dev.jsonl.gz"))
@@ -300,5 +298,4 @@ def test_a_row_of_a_table_without_columns_names():
 def test_scores_of_a_hidden_split_are_refused(data):
     hidden = open_corpus(data).questions("test")
     assert not any(dataclasses.asdict(q)["answers"] for q in hidden)
-    with pytest.raises(Exception, match="an answer"):
-        multimodalqa.score_multimodalqa(hidden, [])
+    refuses("an answer", multimodalqa.score_multimodalqa, hidden, [], error=Exception)

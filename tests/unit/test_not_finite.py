@@ -21,6 +21,7 @@ from mmqa_jax.retrieval.indexes.exact import search_within
 from mmqa_jax.retrieval.indexes.index import KINDS, build_index, load_index, scann_available
 from mmqa_jax.retrieval.indexes.milvus import ingest
 from mmqa_jax.runs.part import Resumable, Seconds
+from tests.refusals import refuses
 
 NOT_FINITE = [math.nan, math.inf, -math.inf, 1e30]  # of 1e30 the square is infinite
 kinds = [kind for kind in KINDS if kind not in ("auto", "scann") or scann_available()]
@@ -49,11 +50,9 @@ def test_which_rows_are_not_finite(bad, monkeypatch):
 @pytest.mark.parametrize("bad", NOT_FINITE)
 def test_no_index_of_rows_that_are_not_finite(kind, bad, tmp_path):
     message = r"index: the embeddings: row 17 of 50 is not finite .*; run `mmqa embed` again"
-    with pytest.raises(UserError, match=message):
-        build_index(embeddings(bad), kind)
+    refuses(message, build_index, embeddings(bad), kind)
     build_index(embeddings(), kind).save(tmp_path / "index")
-    with pytest.raises(UserError, match=message):
-        load_index(tmp_path / "index", embeddings(bad))
+    refuses(message, load_index, tmp_path / "index", embeddings(bad))
 
 
 @pytest.mark.parametrize("bad", NOT_FINITE)
@@ -72,8 +71,7 @@ def test_no_query_that_is_not_finite(kind, bad):
         lambda: index.search(queries, 2),
         lambda: index.search_within(queries, [[1], [2], [3]], 1),
     ):
-        with pytest.raises(UserError, match=r"index: the queries: row 1 of 3 is not finite"):
-            search()
+        refuses(r"index: the queries: row 1 of 3 is not finite", search)
 
 
 def test_candidates_whose_vectors_are_not_finite():
@@ -149,16 +147,14 @@ NAMED = r"question 'q1': the score of source 'b' is nan; the checkpoint that gav
     ],
 )
 def test_no_score_that_is_not_finite_is_ranked(rank):
-    with pytest.raises(UserError, match=NAMED):
-        rank()
+    refuses(NAMED, rank)
 
 
 @pytest.mark.parametrize("score", ["NaN", "Infinity", "-Infinity", "1e999", "1" + "0" * 400])
 def test_rankings_that_are_read(score, tmp_path):
     path = tmp_path / "candidates.jsonl"
     path.write_text(f'{{"question_id": "q1", "sources": ["a"], "scores": [{score}]}}\n')
-    with pytest.raises(UserError, match=r"line 1: scores must be a list of finite numbers"):
-        rankings.read_rankings(path)
+    refuses(r"line 1: scores must be a list of finite numbers", rankings.read_rankings, path)
 
 
 def test_a_score_that_is_not_finite_is_not_kept(tmp_path):
@@ -170,6 +166,5 @@ def test_a_score_that_is_not_finite_is_not_kept(tmp_path):
 
     with Store(tmp_path / "kept", {"model": "m"}) as store:
         reranker = Resumable(Broken(), store, Seconds(float))
-        with pytest.raises(UserError, match=NAMED):
-            reranker.score([Question("q1", "", "why?")], [GOOD])
+        refuses(NAMED, reranker.score, [Question("q1", "", "why?")], [GOOD])
     assert not (tmp_path / "kept").exists()

@@ -29,6 +29,7 @@ from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, writ
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
 from mmqa_jax.runs.merging import merge_parts
 from mmqa_jax.training import profile
+from tests.refusals import refuses
 
 GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
 
@@ -70,14 +71,12 @@ def test_an_object_is_written_whole_or_not_at_all(store, root):
         file.write(b'{"a": 1}\n{"a": 2}\n')
     assert [row for _, row in read_jsonl(path)] == [{"a": 1}, {"a": 2}]
     assert store.names() == ["folder/file.json"]
-    with pytest.raises(UserError, match=f"{root}/other: no such file"):
-        read_json(f"{root}/other")
+    refuses(f"{root}/other: no such file", read_json, f"{root}/other")
 
 
 def test_a_lock_of_one(store):
     first = hold(as_path(f"{GS}/.lock"))
-    with pytest.raises(Busy, match=f"process {os.getpid()} on "):
-        hold(as_path(f"{GS}/.lock"))
+    refuses(f"process {os.getpid()} on ", hold, as_path(f"{GS}/.lock"), error=Busy)
     with pytest.raises(Busy):
         hold(as_path(f"{GS}/.lock"), shared=True)
     assert len(store.names()) == 1  # those who were refused left nothing
@@ -162,8 +161,7 @@ def test_a_copy_that_the_disk_has_no_room_for(store, monkeypatch):
     store.put("run/model.json", b"{}")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
     message = rf"{GS}/run: its copy takes 0\.0 GiB, .* has 0\.0 GiB left; .* larger .* MMQA_CACHE"
-    with pytest.raises(RunError, match=message):
-        local_copy(f"{GS}/run")
+    refuses(message, local_copy, f"{GS}/run", error=RunError)
 
 
 def test_orbax_of_another_version_is_not_taught(monkeypatch):
@@ -173,8 +171,7 @@ def test_orbax_of_another_version_is_not_taught(monkeypatch):
     message = (
         r"orbax-checkpoint \d\S* has no gcs_utils\.get_kv.*; install .*launch/constraints\.txt"
     )
-    with pytest.raises(UserError, match=message):
-        paths.teach_orbax_s3.__wrapped__()
+    refuses(message, paths.teach_orbax_s3.__wrapped__)
 
 
 def test_a_config_with_places_in_a_store(store):
@@ -233,8 +230,7 @@ def test_embeddings_are_made_in_parts(store):
     np.testing.assert_array_equal(open_embeddings(f"{GS}/index", "m", "c").vectors, rows)
     assert store.names() == ["index/SHA256SUMS", "index/embeddings.npy", "index/manifest.json"]
     flip_last_byte(store, "index/embeddings.npy")
-    with pytest.raises(UserError, match=r"index/embeddings\.npy: is damaged; delete the folder"):
-        open_embeddings(f"{GS}/index", "m", "c")
+    refuses(r"index/embeddings\.npy: is damaged; delete", open_embeddings, f"{GS}/index", "m", "c")
 
 
 def test_parts_are_not_merged_while_a_process_is_alone_with_them(store):
@@ -257,8 +253,7 @@ def test_a_shard_of_another_content_is_not_joined(store):
     assert write((0, 2)) is None
     (shard,) = [name for name in store.names() if name.endswith("00000.jsonl")]
     flip_last_byte(store, shard)
-    with pytest.raises(UserError, match=rf"{GS}/index/shards-\w+/00000.jsonl: .*; delete it"):
-        write((1, 2))
+    refuses(rf"{GS}/index/shards-\w+/00000.jsonl: .*; delete it", write, (1, 2))
     store.path(shard).unlink()
     assert write((0, 2)) is not None
 
@@ -314,11 +309,9 @@ def test_a_store_that_fails(store, monkeypatch):
     for error in (ConnectionResetError("reset"), TimeoutError("slow")):
         fail_with(error)
         for failing in (check_store, local_copy):
-            with pytest.raises(RunError, match="cannot be reached"):
-                failing(f"{GS}/run")
+            refuses("cannot be reached", failing, f"{GS}/run", error=RunError)
     fail_with(PermissionError("no longer"))
-    with pytest.raises(RunError, match="no longer"):
-        write_json(f"{GS}/x", {})
+    refuses("no longer", write_json, f"{GS}/x", {}, error=RunError)
     with pytest.raises(PermissionError):  # not: there is none
         as_path(f"{GS}/x").exists()
 
@@ -335,8 +328,7 @@ def denied(store):
     "refused", [check_store, local_copy, lambda name: check_out(as_path(name))]
 )
 def test_a_store_that_refuses(denied, refused):
-    with pytest.raises(UserError, match=r"refuses .*Anonymous caller .*credentials \(`gcloud auth"):
-        refused(f"{GS}/run")
+    refuses(r"refuses .*Anonymous caller .*credentials \(`gcloud auth", refused, f"{GS}/run")
 
 
 @pytest.mark.parametrize("verb", ["status", "merge"])
@@ -356,8 +348,7 @@ def test_a_package_that_is_not_installed(store, root, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", absent)
     monkeypatch.setattr(fsspec, "registry", {})
     scheme = root.partition(":")[0]
-    with pytest.raises(UserError, match=rf"needs the package {package}; .*'mmqa-jax\[{scheme}\]'"):
-        as_path(f"{root}/x")
+    refuses(rf"needs the package {package}; .*'mmqa-jax\[{scheme}\]'", as_path, f"{root}/x")
 
 
 def test_the_stand_in_cannot_rename_or_append(store):

@@ -13,8 +13,8 @@ from test_scienceqa import PROBLEMS
 from test_seed_bench import NAMES, QUESTIONS
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.prediction_lines import id_of
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -266,5 +266,4 @@ def test_a_corpus_of_ones_own_may_have_an_id_that_looks_like_a_float():
     assert id_of("1.0", "here", {"2"}) == "1.0"
     assert id_of("1.0", "here", {"1"}) == id_of(1.0, "here") == id_of(1, "here") == "1"
     for value in (True, None, -1, "", 2.0**60, [1]):
-        with pytest.raises(UserError, match=r"here: question_id is .* a whole number was expected"):
-            id_of(value, "here")
+        refuses(r"here: question_id is .* a whole number was expected", id_of, value, "here")

@@ -12,6 +12,7 @@ from test_engine import Letters, make_engine
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.online import Closed, OnlineEngine, QueueFull, TextStream
 from mmqa_jax.decoding.requests import Request, Scoring
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -138,8 +139,7 @@ def test_a_failing_engine_fails_what_waits(engine, monkeypatch, capsys):
     online = OnlineEngine(engine)
     monkeypatch.setattr(engine, "_decode", lambda active: 1 / 0)
     pending = online.submit(Request(0, "go", max_new_tokens=8))
-    with pytest.raises(Closed, match="division by zero"):
-        pending.future.result(60)
+    refuses("division by zero", pending.future.result, 60, error=Closed)
     assert not online.is_serving
     assert "ZeroDivisionError" in capsys.readouterr().err
     with pytest.raises(Closed, match="division by zero"):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from tiny_llm import text_tokenizer
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.language_model import RowSize
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
@@ -16,6 +15,7 @@ from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.prompting.examples.training import ExampleOptions, encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.solved_questions import OptionLikelihood, ValidateOptions
+from tests.refusals import refuses
 
 CHOSEN = [
     Question("a", "val", "Which?", choices=("x", "yy"), answer_index=1),
@@ -66,7 +66,5 @@ def test_a_question_without_choices_counts_by_its_most_frequent_answer(scored):
 
 
 def test_what_cannot_be_validated_is_refused(scored):
-    with pytest.raises(UserError, match=r"validate\.metric=accuracy: no question of val has"):
-        scored([SHORT])
-    with pytest.raises(UserError, match=r"validate\.split=val: data holds no such questions with"):
-        scored(CHOSEN, readable=lambda questions: [])
+    refuses(r"validate\.metric=accuracy: no question of val has", scored, [SHORT])
+    refuses(r"validate\.split=val: data holds no", scored, CHOSEN, readable=lambda questions: [])

@@ -11,8 +11,8 @@ from cli_runs import QUESTIONS, mmqa, train_flags, write_documents, write_rows
 from row_runs import row_flags
 from tiny_checkpoints import make_source
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -112,5 +112,4 @@ def test_other_things_than_files(tmp_path):
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "socket"))
         for place in (tmp_path / "socket", tmp_path / "socket" / "below"):
-            with pytest.raises(UserError, match=r"--out=.*: (is a device|.*/socket is no folder)"):
-                check_out(place)
+            refuses(r"--out=.*: (is a device|.*/socket is no folder)", check_out, place)

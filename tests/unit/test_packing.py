@@ -25,6 +25,7 @@ from mmqa_jax.data.batches.packing import (
 )
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.data.truncation import fair_shares
+from tests.refusals import refuses
 
 CLS, SEP, UNK, MASK = 101, 102, 100, 103  # BERT's ids
 SMALL = PackingConfig(
@@ -311,5 +312,4 @@ def test_bad_region_features_and_buckets(packer):
         packer.pack_for_selection(example, TWO_PICTURES)
     with pytest.raises(UserError, match=r"12 text columns with 2 picture.*at least 13"):
         dataclasses.replace(SMALL, buckets=((0, 24), (2, 12)))
-    with pytest.raises(UserError, match="buckets is empty"):
-        dataclasses.replace(SMALL, buckets=())
+    refuses("buckets is empty", dataclasses.replace, SMALL, buckets=())

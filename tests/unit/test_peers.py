@@ -10,6 +10,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import peers
 from mmqa_jax.core.hosts.peers import Peers, may_be_a_loss
+from tests.refusals import refuses
 
 
 class Store:
@@ -124,8 +125,7 @@ def test_what_another_process_failed_with_comes_first(clock, server):
     def fail():
         raise UserError("process 2 on host2: p.jpg is missing")
 
-    with pytest.raises(UserError, match=r"p\.jpg"):
-        found.settle(fail)
+    refuses(r"p\.jpg", found.settle, fail)
     assert codes == []
 
 

@@ -17,6 +17,7 @@ from mmqa_jax.papers import pica
 from mmqa_jax.papers.pica import answer_promptcap, answer_with_sources, answer_without_sources
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.prompting.examples.side_files import Captions, open_captions
+from tests.refusals import refuses
 
 SOURCES = [
     *(Source(f"t{n}", "text", f"Snippet {n}\nof two lines.") for n in range(4)),
@@ -210,5 +211,4 @@ def test_captions_by_picture(tmp_path):
 def test_bad_captions(tmp_path, content, message):
     path = tmp_path / "captions.json"
     path.write_text(content)
-    with pytest.raises(UserError, match=message):
-        open_captions(str(path))
+    refuses(message, open_captions, str(path))

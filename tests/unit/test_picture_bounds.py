@@ -26,6 +26,7 @@ from mmqa_jax.data.pictures.resize import (
     resized_on_square,
     resized_part,
 )
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -261,8 +262,7 @@ def test_pictures_of_a_table_are_read_one_by_one(tmp_path, monkeypatch):
     assert pictures("1999") == picture
     assert pyarrow.total_allocated_bytes() - before < 2**26
     monkeypatch.setattr(bounds, "MOST_BYTES", 1_000)
-    with pytest.raises(bounds.PictureError, match=r"id 7: .* bytes, more than the 1,000"):
-        pictures("7")
+    refuses(r"id 7: .* bytes, more than the 1,000", pictures, "7", error=bounds.PictureError)
     with pytest.raises(UserError, match=r"train\.parquet, row group 0: .* bytes claim to hold"):
         ParquetPictures([path], "id")("7")
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
 
 from mmqa_jax.data.pictures import decode
+from tests.refusals import refuses
 
 WHITE = 255
 
@@ -225,8 +226,7 @@ def test_pixels_of_each_mode(what):
 def test_what_has_no_known_black_and_white_is_a_broken_picture(what):
     data, message = REFUSED[what]
     for read in (decode.decode, decode.verify):
-        with pytest.raises(decode.PictureError, match=f"^{what}: .*{message}"):
-            read(data, what)
+        refuses(f"^{what}: .*{message}", read, data, what, error=decode.PictureError)
     with pytest.raises(decode.PictureError, match=message):
         decode.decode_to_pixels(data, 4, alpha="dropped", name=what)
 

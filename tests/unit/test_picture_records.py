@@ -14,6 +14,7 @@ from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
 from tests.forks import OwnForkServer
+from tests.refusals import refuses
 
 COUNT, SHARD = 22, 4
 SOURCES = [Source(f"s{n}", "image", f"Caption {n}", image=f"p/{n}") for n in range(COUNT)]
@@ -122,8 +123,7 @@ def test_killed_among_the_pictures_and_gone_on_with(whole, run, tmp_path):
     """
     out = tmp_path / "out"
     assert code_of(run(program, out)) == -9
-    with pytest.raises(UserError, match=r"holds no corpus\.json"):
-        open_corpus(out)
+    refuses(r"holds no corpus\.json", open_corpus, out)
     assert any(name.endswith(".tmp") for name in contents(out))  # the shard at which it was
     again, steps = Reads(), []
     write(out, again, progress=lambda done, total: steps.append((done, total)))
@@ -151,8 +151,7 @@ def test_killed_among_the_rows_and_gone_on_with(whole, run, tmp_path):
 def test_other_inputs_start_afresh(whole, tmp_path):
     for number, changed in enumerate(({"inputs": "second"}, {"inputs": None})):
         out = tmp_path / str(number)
-        with pytest.raises(OSError, match="disk full"):
-            write(out, Reads(13, OSError("disk full")), workers=1)
+        refuses("disk full", write, out, Reads(13, OSError("disk full")), workers=1, error=OSError)
         again = Reads()
         write(out, again, **changed)
         assert sorted(again.numbers) == list(range(COUNT))
@@ -161,8 +160,7 @@ def test_other_inputs_start_afresh(whole, tmp_path):
 
 def test_a_failure_keeps_whole_shards_and_nothing_else(whole, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(OSError, match="disk full"):
-        write(out, Reads(2, OSError("disk full")), workers=1)
+    refuses("disk full", write, out, Reads(2, OSError("disk full")), workers=1, error=OSError)
     assert contents(out) == {}
     with pytest.raises(KeyboardInterrupt):
         write(out, Reads(9, KeyboardInterrupt()), workers=1)
@@ -175,8 +173,7 @@ def test_a_failure_keeps_whole_shards_and_nothing_else(whole, tmp_path):
 
 def test_a_shard_that_was_cut_is_written_again(whole, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(OSError, match="disk full"):
-        write(out, Reads(13, OSError("disk full")), workers=1)
+    refuses("disk full", write, out, Reads(13, OSError("disk full")), workers=1, error=OSError)
     shard = next(out.rglob("pictures-corpus.array_record-00001"))
     shard.write_bytes(shard.read_bytes()[:-5])
     again = Reads()

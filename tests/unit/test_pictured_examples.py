@@ -11,7 +11,7 @@ from PIL import Image
 from tiny_llm import END, PICTURED, flag, pictured_letters, qwen_vl_config, text_tokenizer
 from transformers.image_utils import load_image
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket
 from mmqa_jax.data.corpus import Corpus
@@ -21,6 +21,7 @@ from mmqa_jax.prompting.examples.training import encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
+from tests.refusals import refuses
 
 TOKENIZER = TextTokenizer(pictured_letters(), ChatTemplate(PICTURED), (END,))
 _CONFIG = qwen_vl_config()
@@ -66,11 +67,9 @@ def test_a_conversation_is_that_of_the_chat_template():
     assert text(given.tokens[: given.start]).endswith("assistant\nIt is big.")
     assert text(given.tokens[given.start :]) == " The sun.<|im_end|>"
     plain = TextTokenizer(pictured_letters())
-    with pytest.raises(UserError, match="has no chat template"):
-        encode_conversation(plain, QwenFormat(CONFIG, plain))
+    refuses("has no chat template", encode_conversation, plain, QwenFormat(CONFIG, plain))
     message = rf"--tokenizer, or .*: it has no .* \(id {CONFIG.image_token}\); name the model's own"
-    with pytest.raises(UserError, match=message):
-        QwenFormat(CONFIG, text_tokenizer())
+    refuses(message, QwenFormat, CONFIG, text_tokenizer())
 
 
 def test_broken_pictures_are_counted_named_and_limited(capsys):

@@ -19,6 +19,7 @@ from mmqa_jax.plan.row import Done, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.retrieval.embeddings import write_embeddings
 from mmqa_jax.runs.verbs.plan import finished_work
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -164,8 +165,7 @@ def test_what_is_finished_is_looked_for(tmp_path):
     assert finished_work(config, workdir) == Done(7, 10)
     with config.unlocked():
         config.row = "vlp"
-    with pytest.raises(UserError, match=r"holds the row clip20_vlp, and the config is of vlp"):
-        finished_work(config, workdir)
+    refuses(r"holds the row clip20_vlp, and the config is of vlp", finished_work, config, workdir)
 
 
 def test_the_table_of_prices_that_is_shipped_names_no_price():
@@ -175,8 +175,7 @@ def test_the_table_of_prices_that_is_shipped_names_no_price():
 def test_questions_of_a_prepared_corpus(tmp_path):
     config = load_config(ROW, {"data.dir": str(tmp_path)})
     assert row_counts(config, 5, 7) == (5, 7)
-    with pytest.raises(UserError, match=r"holds no corpus\.json.*mmqa prepare"):
-        row_counts(config, 5, None)
+    refuses(r"holds no corpus\.json.*mmqa prepare", row_counts, config, 5, None)
 
 
 def test_a_folder_that_no_config_made():

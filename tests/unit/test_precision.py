@@ -21,6 +21,7 @@ from mmqa_jax.plan.program import shard_bytes, tree_bytes
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.options import Precision, read_section
 from mmqa_jax.training.state import abstract_state, initial_state, make_step, split_model
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -217,8 +218,7 @@ def test_a_step_that_is_skipped_changes_nothing_held():
     ],
 )
 def test_what_cannot_be(section, message):
-    with pytest.raises(UserError, match=message):
-        read_section({"steps": 1, "optimizer": {}} | section)
+    refuses(message, read_section, {"steps": 1, "optimizer": {}} | section)
 
 
 class NextToken:
@@ -298,5 +298,4 @@ def test_products_in_8_bits_without_stacked_linears():
 
 
 def test_parameters_without_stacks_of_layers_stay():
-    with pytest.raises(UserError, match=r"no stacked layers, .* set it to optimizer"):
-        trained(1, offload="parameters")
+    refuses(r"no stacked layers, .* set it to optimizer", trained, 1, offload="parameters")

@@ -10,6 +10,7 @@ from tiny_llm import flag
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message
 from mmqa_jax.prompting.backends.http import OpenAIBackend
+from tests.refusals import refuses
 
 USER = (Message("system", ("Be brief.",)), Message("user", (flag(), "ab" * 300)))
 
@@ -44,10 +45,7 @@ def test_a_server_that_counts_tokens_refuses_before_it_is_asked(query, body, new
         tokens = 600 - new
         backend.check(query)
         tokens += 2
-        with pytest.raises(
-            TooLong, match=rf"{tokens} tokens plus {new} new ones is 2 more than the"
-        ):
-            backend.check(query)
+        refuses(rf"{tokens} tokens plus {new} new ones is 2", backend.check, query, error=TooLong)
         backend.check(Completion("short", "ab"))  # no token is shorter than a byte
     assert counted == [{"model": "tiny", **body}] * 2
     assert stub.asked == []

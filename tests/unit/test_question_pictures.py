@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from cli_runs import png
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answers import make_vocabulary
 from mmqa_jax.data.atlas.augment import AtlasAugment
 from mmqa_jax.data.batches.feed import FeedConfig
@@ -15,6 +14,7 @@ from mmqa_jax.data.corpus import Corpus, with_gold_sources
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from tests.refusals import refuses
 
 # Atlas's flag colors.
 FLAGS = {"red": (0xD2, 0x2F, 0x27), "blue": (0x1E, 0x50, 0xA0), "white": (255, 255, 255)}
@@ -91,8 +91,7 @@ def test_questions_that_bring_their_gold_sources(context, captions):
 
 def test_questions_without_gold_sources_bring_none():
     bare = Corpus(SOURCES, [question("none")], read)
-    with pytest.raises(UserError, match=r"data\.context=sources: no question .* leave it out"):
-        with_gold_sources(bare, "sources")
+    refuses(r"data\.context=sources: no question .* leave it", with_gold_sources, bare, "sources")
 
 
 def test_exchanged_colors_are_the_targets():

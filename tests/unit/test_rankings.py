@@ -8,6 +8,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Ranking
 from mmqa_jax.retrieval.rankings import read_rankings, to_rankings, write_rankings
+from tests.refusals import refuses
 
 ROWS = [
     {"question_id": "q1", "sources": ["a", "b"], "scores": [0.5, 0.25]},
@@ -67,10 +68,7 @@ def test_bad_rows_are_named(tmp_path, row, message):
 
 def test_missing_questions_missing_file_and_bad_json(tmp_path):
     path = write(tmp_path / "r.jsonl", ROWS[:1])
-    with pytest.raises(UserError, match=r"r\.jsonl: 1 of 2 questions .* 'q2'"):
-        read_rankings(path, ["q1", "q2"])
-    with pytest.raises(UserError, match="no such file"):
-        read_rankings(tmp_path / "none.jsonl")
+    refuses(r"r\.jsonl: 1 of 2 questions .* 'q2'", read_rankings, path, ["q1", "q2"])
+    refuses("no such file", read_rankings, tmp_path / "none.jsonl")
     path.write_text(json.dumps(ROWS[0]) + "\n{")
-    with pytest.raises(UserError, match="line 2: not valid JSON"):
-        read_rankings(path)
+    refuses("line 2: not valid JSON", read_rankings, path)

@@ -17,7 +17,6 @@ from test_webqa_reader import image_fact, snippet, write_images
 from tiny_detectors import tiny
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import region_records
 from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import open_corpus
@@ -30,6 +29,7 @@ from mmqa_jax.tasks.rerank import Rerank
 from mmqa_jax.tasks.task import read_run
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn, drawn_starts
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -161,5 +161,4 @@ def test_raw_pictures_train_as_their_records_do(places, tmp_path, monkeypatch):
 
     monkeypatch.setattr(RegionDetector, "fingerprint", "another")
     task, tokenizer = read_run(tmp_path / "raw", (Rerank,))
-    with pytest.raises(UserError, match="detector: is another detector than the one whose"):
-        task.open_vlp(tmp_path / "raw", tokenizer)
+    refuses("detector: is another detector than the", task.open_vlp, tmp_path / "raw", tokenizer)

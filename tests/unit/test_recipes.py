@@ -31,6 +31,7 @@ from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective, Rer
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.task import make_tokenizer
 from mmqa_jax.weights.bundled import minilm_path
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -126,8 +127,7 @@ def test_other_tokenizers(restricted, tmp_path):
     ],
 )
 def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        make_tokenizer(name, CORPUS, tmp_path)
+    refuses(message, make_tokenizer, name, CORPUS, tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -328,17 +328,14 @@ def test_a_run_is_trained_once_and_says_what_it_is(trained, tmp_path):
     assert run.run_training(config, tmp_path, CORPUS) == result
     assert len(trained) == 1
     config.seed = 5
-    with pytest.raises(UserError, match=r"seed \(4 there, 5 now\).*new --workdir"):
-        run.run_training(config, tmp_path, CORPUS)
+    refuses(r"seed \(4 there, 5 now\).*new --workdir", run.run_training, config, tmp_path, CORPUS)
     assert len(trained) == 1
 
 
 def test_a_run_needs_data(trained, tmp_path):
     config = make_config("rerank", "runlocal")
-    with pytest.raises(UserError, match=r"config key data\.dir is empty"):
-        run.run_training(config, tmp_path / "run")
+    refuses(r"config key data\.dir is empty", run.run_training, config, tmp_path / "run")
     config.data.dir = str(tmp_path / "nothing")
-    with pytest.raises(UserError, match=r"nothing: no such folder, a prepared corpus was expected"):
-        run.run_training(config, tmp_path / "run")
+    refuses(r"nothing: no such folder, a prepared", run.run_training, config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     assert trained == []

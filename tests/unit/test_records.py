@@ -14,6 +14,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
+from tests.refusals import refuses
 
 
 def png(level):
@@ -143,8 +144,7 @@ def test_killed_in_the_middle_and_prepared_again(tmp_path):
         "t.corpus_records.write_records({out!r}, *t.corpus_of(20), read, name='toy')\n"
     ).format(here=str(__file__).rpartition("/")[0], out=str(out))
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -9
-    with pytest.raises(UserError, match=r"holds no corpus\.json, so it is not a finished corpus"):
-        open_corpus(out)
+    refuses(r"holds no corpus\.json, so it is not a finished corpus", open_corpus, out)
     write(out)
     assert len(open_corpus(out)) == 20
     assert len(list(out.iterdir())) == 2
@@ -153,8 +153,7 @@ def test_killed_in_the_middle_and_prepared_again(tmp_path):
 def test_a_corpus_is_not_replaced_unasked(tmp_path):
     out = tmp_path / "out"
     write(out)
-    with pytest.raises(UserError, match="already holds a prepared corpus"):
-        write(out, 5)
+    refuses("already holds a prepared corpus", write, out, 5)
     (out / "notes.txt").write_text("mine")
     for size in (5, 5):  # the second is the same corpus again
         write(out, size, overwrite=True)
@@ -164,29 +163,23 @@ def test_a_corpus_is_not_replaced_unasked(tmp_path):
 
 
 def test_missing_or_damaged_folder_says_how_to_make_it(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere: no such folder.*mmqa prepare"):
-        open_corpus(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"holds no corpus\.json.*mmqa prepare"):
-        open_corpus(tmp_path)
+    refuses(r"nowhere: no such folder.*mmqa prepare", open_corpus, tmp_path / "nowhere")
+    refuses(r"holds no corpus\.json.*mmqa prepare", open_corpus, tmp_path)
     write(tmp_path)
     (folder,) = tmp_path.glob("records-*")
     (folder / "questions").rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"questions: its .* records cannot be read.*mmqa prepare"):
-        open_corpus(tmp_path)
+    refuses(r"questions: its .* records cannot be read.*mmqa prepare", open_corpus, tmp_path)
     folder.rename(tmp_path / "gone")
-    with pytest.raises(UserError, match=r"corpus\.json: its records are incomplete.*mmqa prepare"):
-        open_corpus(tmp_path)
+    refuses(r"corpus\.json: its records are incomplete.*mmqa prepare", open_corpus, tmp_path)
     (tmp_path / "corpus.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(UserError, match=r"corpus\.json: not a manifest of format 1"):
-        open_corpus(tmp_path)
+    refuses(r"corpus\.json: not a manifest of format 1", open_corpus, tmp_path)
 
 
 def test_wrong_input(tmp_path):
     sources, questions = corpus_of(4)
 
     def check(message, *arguments):
-        with pytest.raises(UserError, match=message):
-            corpus_records.write_records(tmp_path / "out", *arguments, name="toy")
+        refuses(message, corpus_records.write_records, tmp_path / "out", *arguments, name="toy")
         assert not (tmp_path / "out" / "corpus.json").exists()
 
     check("toy: the corpus is empty", [], questions)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
+from tests.refusals import refuses
 
 
 def test_the_threshold_lies_between_both_kinds():
@@ -29,5 +29,4 @@ def test_nothing_is_refused_where_that_would_only_cost_answers():
 
 
 def test_questions_of_both_kinds_are_needed():
-    with pytest.raises(UserError, match="0 questions with an answer and 1 without one"):
-        tune_refusal([], [0.5])
+    refuses("0 questions with an answer and 1 without one", tune_refusal, [], [0.5])

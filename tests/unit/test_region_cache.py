@@ -20,7 +20,7 @@ from PIL import Image
 from tiny_checkpoints import CONFIGS
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import Corpus
@@ -37,6 +37,7 @@ from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
+from tests.refusals import refuses
 
 FEATURES, CLASSES, COUNT = 2048, 1601, 3
 
@@ -204,8 +205,7 @@ def test_broken_pictures_are_counted_up_to_the_limit(tmp_path):
     with pytest.raises(RunError, match=r"2 pictures have no region features.*gone.*not in the"):
         read(ids.index("gone"))
     assert detector.calls == [4]
-    with pytest.raises(RegionError, match=r"broken\.png: not a picture"):
-        found.read("broken.png")
+    refuses(r"broken\.png: not a picture", found.read, "broken.png", error=RegionError)
 
 
 def test_what_is_no_record_is_named(tmp_path):
@@ -214,8 +214,7 @@ def test_what_is_no_record_is_named(tmp_path):
     with Store(tmp_path / "one-float16", what) as store:
         store.add({digest: base64.b64encode(b"x").decode()})
     regions, _ = opened(tmp_path, Counting())
-    with pytest.raises(Exception, match=r"one-float16: regions of 0\.png.*delete the folder"):
-        regions.read("0.png")
+    refuses(r"one-float16: regions of 0\.png.*delete the", regions.read, "0.png", error=Exception)
 
 
 class Large(Counting):
@@ -228,16 +227,14 @@ class Large(Counting):
 
 def test_values_that_the_precision_does_not_hold_are_named(tmp_path):
     regions, _ = opened(tmp_path, Large())
-    with pytest.raises(UserError, match=r"picture 0\.png: features .*; give --precision=float32"):
-        regions.read("0.png")
+    refuses(r"picture 0\.png: features .*; give --precision=float32", regions.read, "0.png")
     assert opened(tmp_path, Large(), "float32")[0].read("0.png").features.max() > 65504
 
 
 def test_a_disk_that_keeps_nothing_is_named(tmp_path, monkeypatch):
     regions, _ = opened(tmp_path, Counting())
     monkeypatch.setattr(Store, "get", lambda store, digest: None)
-    with pytest.raises(UserError, match=r"one-float16: .*0\.png: .* just written .*; delete"):
-        regions.read("0.png")
+    refuses(r"one-float16: .*0\.png: .* just written .*; delete", regions.read, "0.png")
 
 
 # In a task. tests/unit/test_raw_pictures.py trains with a detector.
@@ -306,8 +303,7 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
     (tmp_path / "run/config.json").touch()
     assert vlp_task(kind, **flags).in_folder(tmp_path / "run/best").features == task.features
     monkeypatch.setattr(vlp, "read_metadata", lambda folder: {"detector": "another"})
-    with pytest.raises(UserError, match="the detector: is another detector than the one whose"):
-        task.open_vlp(tmp_path / "run", whole_minilm())
+    refuses("the detector: is another detector", task.open_vlp, tmp_path / "run", whole_minilm())
 
 
 def test_trained_models_look_at_a_batch_together(tmp_path, monkeypatch):
@@ -349,8 +345,7 @@ def test_configs_that_are_refused(changes, message, tmp_path):
     (tmp_path / "detector.pkl").touch()
     values = {"features.root": "", "features.detector": str(tmp_path / "detector.pkl")}
     config = load_config(f"{ROOT}/configs/webqa/vlp_select.py:runlocal", {**values, **changes})
-    with pytest.raises(UserError, match=message):
-        check_config(config)
+    refuses(message, check_config, config)
 
 
 def test_weights_of_another_model_are_no_detector(tmp_path):
@@ -361,24 +356,20 @@ def test_weights_of_another_model_are_no_detector(tmp_path):
     message = (
         r"features\.detector=.*: holds a model of kind 'bert', .* `mmqa convert --model=detect"
     )
-    with pytest.raises(UserError, match=message):
-        region_detector.open_detector(choice)
+    refuses(message, region_detector.open_detector, choice)
 
 
 def test_worker_processes_are_refused(tmp_path):
     config = load_config(f"{ROOT}/configs/webqa/vlp_qa.py:vinvl_runlocal")
     config.features.detector, config.batches.workers = str(tmp_path), 2
-    with pytest.raises(UserError, match=r"batches\.workers=2 processes cannot share the accel"):
-        check_config(config)
+    refuses(r"batches\.workers=2 processes cannot share the accel", check_config, config)
 
 
 def test_a_detector_of_another_frontend_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: Counting())
     flags = {"features.root": "", "features.detector": "the detector", "model.frontend": "vinvl"}
     task = vlp_task("select", **flags).in_folder(tmp_path)
-    with pytest.raises(UserError, match=r"2048 features and 1601 classes, model\.frontend=vinvl"):
-        task.regions(corpus())
+    refuses(r"2048 features and 1601 classes, model\.frontend=vinvl", task.regions, corpus())
     config = load_config(f"{ROOT}/configs/webqa/vlp_select.py:clip_patches_runlocal")
     config.features.detector = "x"
-    with pytest.raises(UserError, match=r"model\.frontend=clip reads no detector's regions"):
-        check_config(config)
+    refuses(r"model\.frontend=clip reads no detector's regions", check_config, config)

@@ -41,6 +41,7 @@ from mmqa_jax.data.regions import (
 )
 from mmqa_jax.data.schema import Source
 from mmqa_jax.tasks.registry import read_task
+from tests.refusals import refuses
 
 CLASSES = tuple(f"thing {n}" for n in range(1594))
 ATTRIBUTES = ("red", "tall", "wet")
@@ -211,8 +212,7 @@ def test_oscars_text_is_the_exported_word(tmp_path):
 )
 def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
     kept = records(tmp_path / "r", facts, names, (2,) * len(names))
-    with pytest.raises(UserError, match=message):
-        export_regions(kept, kind, tmp_path / "out")
+    refuses(message, export_regions, kept, kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -227,8 +227,7 @@ def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
 @pytest.mark.parametrize("kind", ["vinvl", "tags"])
 def test_attributes_that_have_no_names(tmp_path, kind, facts, message):
     kept = records(tmp_path / "r", facts, ("1",), (2,))
-    with pytest.raises(UserError, match=message):
-        export_regions(kept, kind, tmp_path / "out", least=0.1)
+    refuses(message, export_regions, kept, kind, tmp_path / "out", least=0.1)
     assert not (tmp_path / "out").exists()
 
 
@@ -244,8 +243,7 @@ def test_records_of_another_detector_are_refused_by_a_frontend(tmp_path):
     small, behind = records(tmp_path / "a", SMALL), records(tmp_path / "b", VLP)
     with pytest.raises(UserError, match=r"6 features and 5 classes, .*frontend=vinvl takes 2048"):
         RecordDetections(small, "vinvl")
-    with pytest.raises(UserError, match=r"reads those in front of it; run .* --unrectified"):
-        RecordDetections(behind, "x101")
+    refuses(r"reads those in front of it; run .* --unrectified", RecordDetections, behind, "x101")
 
 
 def test_a_sources_regions_from_records(tmp_path):
@@ -278,11 +276,9 @@ def test_names_of_classes(tmp_path):
         ("a\n\nb\nc\n", "4 names, 3 of them not empty"),
     ):
         (tmp_path / "n.txt").write_text(content)
-        with pytest.raises(UserError, match=message):
-            read_names(tmp_path / "n.txt", "class", 4)
+        refuses(message, read_names, tmp_path / "n.txt", "class", 4)
     (tmp_path / "n.json").write_text("{}")
-    with pytest.raises(UserError, match="has no label_to_idx"):
-        read_names(tmp_path / "n.json", "class", 4)
+    refuses("has no label_to_idx", read_names, tmp_path / "n.json", "class", 4)
 
 
 def test_vlps_task_takes_records_by_their_root(tmp_path):

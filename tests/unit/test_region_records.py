@@ -26,6 +26,7 @@ from mmqa_jax.data.region_records import (
     unpack_regions,
 )
 from mmqa_jax.data.regions import RegionError
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -105,8 +106,7 @@ def test_what_a_record_cannot_hold_is_refused():
         pack_regions(large, "float16")
     pack_regions(large, "float32")
     broken = dataclasses.replace(regions(2), scores=np.array([0.5, np.nan], "f4"))
-    with pytest.raises(UserError, match="scores of regions: up to nan"):
-        pack_regions(broken, "float32")
+    refuses("scores of regions: up to nan", pack_regions, broken, "float32")
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,8 @@ def test_pictures_are_found_by_name_and_by_the_number_it_ends_in(tmp_path):
         np.testing.assert_array_equal(records.read(name).boxes, want.boxes)
     assert len(records.read(42)) == 0  # the first has no region
     np.testing.assert_array_equal(records.read(41).boxes, found["41"].boxes)
-    with pytest.raises(RegionError, match="2 pictures end in 7, such as b_7 and c_7"):
-        records.read(7)
-    with pytest.raises(RegionError, match="no regions of picture 8; run `mmqa features`"):
-        records.read(8)
+    refuses("2 pictures end in 7, such as b_7 and c_7", records.read, 7, error=RegionError)
+    refuses("no regions of picture 8; run `mmqa features`", records.read, 8, error=RegionError)
 
 
 AGAIN = "delete the folder and run `mmqa features` again"
@@ -167,8 +165,7 @@ def test_records_of_another_version_are_refused(tmp_path):
     manifest = read_sealed(tmp_path / "r/manifest.json", "")
     del manifest["facts"]["rectified"]
     write_sealed(tmp_path / "r/manifest.json", manifest)
-    with pytest.raises(UserError, match=f"r: its manifest lacks 'rectified', as of .*; {AGAIN}"):
-        RegionRecords(tmp_path / "r")
+    refuses(f"r: its manifest lacks 'rectified', as of .*; {AGAIN}", RegionRecords, tmp_path / "r")
 
 
 @pytest.mark.parametrize(
@@ -176,8 +173,7 @@ def test_records_of_another_version_are_refused(tmp_path):
 )
 def test_a_damaged_note_of_a_jobs_size_is_refused(tmp_path, size):
     (tmp_path / "progress.json").write_text(json.dumps(size))
-    with pytest.raises(UserError, match=r"progress\.json: is damaged; start the job again, which"):
-        read_unfinished(tmp_path)
+    refuses(r"progress\.json: is damaged; start the job again, which", read_unfinished, tmp_path)
 
 
 class Killed(BaseException):
@@ -204,8 +200,7 @@ def test_a_killed_job_goes_on_where_it_was(tmp_path):
     with pytest.raises(Killed):
         write(tmp_path / "a", found, encode=lambda names: encode(names, 4))
     assert not (tmp_path / "a/manifest.json").exists()
-    with pytest.raises(UserError, match="holds no finished regions"):
-        RegionRecords(tmp_path / "a")
+    refuses("holds no finished regions", RegionRecords, tmp_path / "a")
     broken = BrokenPictures(7)
     assert write(tmp_path / "a", found, encode=encode, broken=broken, advance=kept.append)
     assert asked == list(found)

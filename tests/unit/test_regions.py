@@ -34,6 +34,7 @@ from mmqa_jax.data.regions import (
     vlp_positions,
 )
 from mmqa_jax.data.schema import Source
+from tests.refusals import refuses
 
 ID = 40_001_234
 
@@ -148,8 +149,7 @@ def test_oscars_regions_end_in_six_parts_of_the_picture(tmp_path):
     np.testing.assert_array_equal(regions[:, :2048], found.features)
     np.testing.assert_allclose(regions[0, 2048:], [0.1, 0.1, 0.2, 0.5, 0.1, 0.4], rtol=1e-6)
     np.testing.assert_allclose(oscar_regions(found, (240, 640))[0, 2051], 1.0)
-    with pytest.raises(UserError, match="give image_size"):
-        oscar_regions(found._replace(image_size=None))
+    refuses("give image_size", oscar_regions, found._replace(image_size=None))
 
 
 class Shapes:
@@ -245,8 +245,7 @@ def test_every_truncation_of_a_pickle_is_refused(tmp_path):
     small = pickle.dumps({"a": torch.arange(3.0), "b": np.arange(4)}, protocol=3)
     for length in range(len(small)):
         path.write_bytes(small[:length])
-        with pytest.raises(UserError, match=r"cut\.pkl: not a complete pickle of arrays"):
-            load_arrays(path)
+        refuses(r"cut\.pkl: not a complete pickle of arrays", load_arrays, path)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +260,7 @@ def test_a_tensor_beyond_its_storage_is_refused(tmp_path, size, stride, offset):
 
     path = tmp_path / "beyond.pkl"
     path.write_bytes(pickle.dumps(Beyond(), protocol=3))
-    with pytest.raises(UserError, match="overlaps its storage"):
-        load_arrays(path)
+    refuses("overlaps its storage", load_arrays, path)
 
 
 NEW = np.zeros(0).__reduce__()[0]  # what a pickle calls for an empty array
@@ -321,16 +319,13 @@ def test_arrays_in_another_form_are_refused(tmp_path, value, reason):
     path = tmp_path / "other.pkl"
     path.write_bytes(pickle.dumps(value, 2))
     message = rf"other\.pkl: not a complete pickle of arrays \({reason}\); fetch it again"
-    with pytest.raises(UserError, match=message):
-        load_arrays(path)
+    refuses(message, load_arrays, path)
 
 
 def test_a_pickle_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"none\.pkl: no such file; check the path"):
-        load_arrays(tmp_path / "none.pkl")
+    refuses(r"none\.pkl: no such file; check the path", load_arrays, tmp_path / "none.pkl")
     (tmp_path / "folder.pkl").mkdir()
-    with pytest.raises(UserError, match=r"folder\.pkl: cannot be read .*; check the path"):
-        load_arrays(tmp_path / "folder.pkl")
+    refuses(r"folder\.pkl: cannot be read .*; check the path", load_arrays, tmp_path / "folder.pkl")
 
 
 @pytest.mark.parametrize(
@@ -347,22 +342,18 @@ def test_a_pickle_that_cannot_be_opened_is_named(tmp_path):
 )
 def test_wrong_x101_contents_are_named(tmp_path, change, message):
     write_x101(tmp_path, **change)
-    with pytest.raises(RegionError, match=rf"{ID}\.pkl.*{message}"):
-        X101Features(tmp_path).read(ID)
+    refuses(rf"{ID}\.pkl.*{message}", X101Features(tmp_path).read, ID, error=RegionError)
 
 
 def test_missing_and_broken_x101_files_are_named(tmp_path):
-    with pytest.raises(UserError, match="has none of the folders dev, test, train"):
-        X101Features(tmp_path)
+    refuses("has none of the folders dev, test, train", X101Features, tmp_path)
     path = write_x101(tmp_path)
     with pytest.raises(RegionError, match=r"none of dev, test, train has 1/40001235\.pkl"):
         X101Features(tmp_path).read(ID + 1)
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(RegionError, match="not a complete pickle of arrays"):
-        X101Features(tmp_path).read(ID)
+    refuses("not a complete pickle of arrays", X101Features(tmp_path).read, ID, error=RegionError)
     path.write_bytes(pickle.dumps([1, 2]))
-    with pytest.raises(RegionError, match="holds no dictionary"):
-        X101Features(tmp_path).read(ID)
+    refuses("holds no dictionary", X101Features(tmp_path).read, ID, error=RegionError)
 
 
 def vinvl(tmp_path, edit=lambda text: text, row=0, count=2):
@@ -428,8 +419,7 @@ def test_wrong_vinvl_files_are_named(tmp_path, edit, row, kind, message):
 
 def test_a_vinvl_picture_without_a_number(tmp_path):
     none = write_vinvl(tmp_path / "none.tsv", {"None": detections(1, 1595)})
-    with pytest.raises(RegionError, match="row 0: holds no regions; run the detector"):
-        VinVLFeatures({0: none}).read(0)
+    refuses("row 0: holds no regions; run the", VinVLFeatures({0: none}).read, 0, error=RegionError)
 
 
 def test_an_indexed_tsv_gives_each_row_its_columns(tmp_path):
@@ -456,8 +446,7 @@ def test_offsets_of_an_indexed_tsv_that_are_wrong(tmp_path, offsets, message):
     (tmp_path / "t.tsv").write_text("a\nb\n")
     if offsets:
         (tmp_path / "t.lineidx").write_text(offsets)
-    with pytest.raises(UserError, match=message):
-        IndexedTsv(tmp_path / "t.tsv")
+    refuses(message, IndexedTsv, tmp_path / "t.tsv")
 
 
 SOURCES = [
@@ -487,8 +476,7 @@ def test_a_sources_regions_for_vlp(tmp_path):
     np.testing.assert_allclose(places, baseline_positions(detections())[:2], atol=1e-5)
     assert found(picture(1)) is None
     assert found(RawSource("a picture of the question's")) is None
-    with pytest.raises(RegionError, match="picture 40001235"):
-        found(picture(2))
+    refuses("picture 40001235", found, picture(2), error=RegionError)
 
 
 def test_pictures_without_features_are_counted_up_to_a_limit(tmp_path):
@@ -499,8 +487,7 @@ def test_pictures_without_features_are_counted_up_to_a_limit(tmp_path):
     assert found(picture(2)) is None
     assert found(picture(2)) is None
     assert counted.names == ["40001235"]
-    with pytest.raises(RunError, match="2 pictures"):
-        counted.add("other", "no reason")
+    refuses("2 pictures", counted.add, "other", "no reason", error=RunError)
 
 
 def test_tags_are_class_names(tmp_path):
@@ -512,8 +499,7 @@ def test_tags_are_class_names(tmp_path):
     read = read_class_names(tmp_path / "names.txt", reader)
     assert tag_words(found, read) == ("class 5", "class 9", "class 5")
     assert tag_words(found._replace(words=("a", "b", "c"))) == ("a", "b", "c")
-    with pytest.raises(UserError, match="do not name their classes"):
-        tag_words(found)
+    refuses("do not name their classes", tag_words, found)
 
     classes = np.zeros((3, 1601), "f4")
     classes[:, 1600] = 9.0  # the background is no tag
@@ -523,8 +509,7 @@ def test_tags_are_class_names(tmp_path):
     tags = tagged.tags(tagged(picture(0))[1])
     assert tags.regions == ("class 7", "class 3", "class 7")
     assert tags.picture == ("class 7", "class 3")
-    with pytest.raises(UserError, match="need the detector's class names"):
-        regions(reader).tags(tagged(picture(0))[1])
+    refuses("need the detector's class names", regions(reader).tags, tagged(picture(0))[1])
     (tmp_path / "names.txt").write_text("one\n")
     with pytest.raises(UserError, match=r"names\.txt: 1 lines, .* detector's 1600 classes"):
         read_class_names(tmp_path / "names.txt", reader)
@@ -536,11 +521,9 @@ def test_ids_of_the_released_features(tmp_path):
     read = read_id_map(path)
     assert feature_ids(SOURCES, read) == [ID, None, ID + 1]
     assert feature_ids(SOURCES) == [30_000_005, None, 30_000_006]
-    with pytest.raises(UserError, match="source 30000006: the map of image ids lacks it"):
-        feature_ids(SOURCES, {30_000_005: ID})
+    refuses("source 30000006: the map of image ids lacks", feature_ids, SOURCES, {30_000_005: ID})
     for name in ("abc", "\N{SUPERSCRIPT TWO}", "9" * 5000):
         with pytest.raises(UserError, match=f"source {name}: a picture whose id is a number"):
             feature_ids([Source(id=name, modality="image", text="")])
     path.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UserError, match=r"map\.pkl: a dictionary of image id"):
-        read_id_map(path)
+    refuses(r"map\.pkl: a dictionary of image id", read_id_map, path)

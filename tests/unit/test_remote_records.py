@@ -27,6 +27,7 @@ from mmqa_jax.data.records.grid_records import GridRecords, write_grids
 from mmqa_jax.data.records.remote_records import RemoteRecords, RemoteShard
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from tests import streamed_batches
+from tests.refusals import refuses
 
 GS = f"gs://{object_store.BUCKET}"
 
@@ -173,8 +174,7 @@ def test_a_damaged_object_is_named(store, tmp_path, damage):
     else:
         store.put("file", damaged(store.path("file").read_bytes()))
     found = RemoteRecords([shard])
-    with pytest.raises(UserError, match=rf"^{GS}/file: .*{said}.*; copy the folder into the st"):
-        list(found)
+    refuses(rf"^{GS}/file: .*{said}.*; copy the folder into the st", list, found)
 
 
 def test_any_flipped_byte_of_the_index_is_noticed(store, tmp_path):
@@ -214,8 +214,7 @@ def test_files_of_other_layouts_are_refused(store, tmp_path):
 @pytest.mark.parametrize("given", ["lots", "-1", "inf", "nan"])
 def test_a_bound_that_is_no_number_is_refused(monkeypatch, given):
     monkeypatch.setenv("MMQA_STREAM_GIB", given)
-    with pytest.raises(UserError, match=f"MMQA_STREAM_GIB={given}: a number of GiB was expected"):
-        RemoteRecords([])
+    refuses(f"MMQA_STREAM_GIB={given}: a number of GiB was expected", RemoteRecords, [])
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import PIL.Image
 import pytest
 from report_pages import card_data, cards_of
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Material
 from mmqa_jax.evaluation import report, tables
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
+from tests.refusals import refuses
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 EVIL = "Is <script>alert('x')</script> & \"this\" a flag?"
@@ -333,8 +333,7 @@ def test_curves_are_read_from_metrics(tmp_path):
     assert set(report.read_curves(path, ["lr"])) == {"lr"}
     assert report.read_curves(tmp_path / "absent.jsonl") == {}
     path.write_text('{"step": 0, "loss": 1}\n{"loss": 1}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2"):
-        report.read_curves(path)
+    refuses(r"metrics\.jsonl, line 2", report.read_curves, path)
 
 
 def test_markdown_and_rich_show_the_same_cells():
@@ -368,7 +367,5 @@ def test_tables_name_scores_for_people_and_their_identifiers_below():
 
 
 def test_tables_of_other_questions_or_shapes_are_refused():
-    with pytest.raises(UserError, match="different questions"):
-        tables.answer_table("T", scores([1, 0], "ab"), scores([1], "a"))
-    with pytest.raises(ValueError, match="2 cells for 1 columns"):
-        tables.Table("T", ["a"], [["x", "y"]])
+    refuses("different questions", tables.answer_table, "T", scores([1, 0], "ab"), scores([1], "a"))
+    refuses("2 cells for 1 columns", tables.Table, "T", ["a"], [["x", "y"]], error=ValueError)

@@ -20,6 +20,7 @@ from mmqa_jax.data.atlas.pictures import svg_dir
 from mmqa_jax.data.formats.parquet import parquet_rows
 from mmqa_jax.data.formats.tables import read_table, write_spreadsheet
 from mmqa_jax.runs.corpora import prepare
+from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -109,8 +110,7 @@ def test_parquet_names_what_it_needs(without, tmp_path):
 
 def test_spreadsheets_name_what_they_need(without, tmp_path):
     without("openpyxl")
-    with pytest.raises(UserError, match=r"a\.xlsx: .*`pip install 'mmqa-jax\[xlsx\]'`"):
-        read_table(tmp_path / "a.xlsx", ["id"])
+    refuses(r"a\.xlsx: .*`pip install 'mmqa-jax\[xlsx\]'`", read_table, tmp_path / "a.xlsx", ["id"])
     with pytest.raises(UserError, match=r"b\.xlsx: .*`pip install 'mmqa-jax\[xlsx\]'`"):
         write_spreadsheet(tmp_path / "b.xlsx", ["id"], [[1]])
     assert not list(tmp_path.iterdir())
@@ -127,8 +127,7 @@ def test_spreadsheets_name_what_they_need(without, tmp_path):
 def test_atlas_names_what_it_needs(folder, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     message = rf"The package {package} is not installed; .*: pip install 'mmqa-jax\[atlas\]'"
-    with pytest.raises(UserError, match=message):
-        folder()
+    refuses(message, folder)
 
 
 def test_a_factbook_of_another_version(monkeypatch, tmp_path):
@@ -136,8 +135,7 @@ def test_a_factbook_of_another_version(monkeypatch, tmp_path):
     (tmp_path / "zz.json").write_text(json.dumps(code))
     monkeypatch.setattr(factbook, "factbook_dir", lambda: tmp_path)
     message = r"file zz\.json has no name of a country; install .*: pip install 'mmqa-jax\[atlas\]'"
-    with pytest.raises(UserError, match=message):
-        load_countries()
+    refuses(message, load_countries)
 
 
 def test_sources_on_disk_name_what_they_need(without, tmp_path):

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from openai_stub import Stub, said
 
 from mmqa_jax.cli import main
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message, Picture, Usage
@@ -30,6 +29,7 @@ from mmqa_jax.prompting.backends.cache import (
     request_key,
     restore,
 )
+from tests.refusals import refuses
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
@@ -217,16 +217,14 @@ def test_the_file_of_an_older_version_is_read(name, kept_in, tmp_path):
 def test_a_damaged_file_of_an_older_version_is_named_with_the_remedy(tmp_path):
     path = tmp_path / "cache"
     path.write_bytes(b"not a database at all, and long enough to be looked at " * 100)
-    with pytest.raises(UserError, match=rf"{path}: the response cache is damaged .*; delete this"):
-        ResponseCache(path)
+    refuses(rf"{path}: the response cache is damaged .*; delete this", ResponseCache, path)
 
     path.unlink()
     older_cache(path, {f"key {n}": "x" * 100 for n in range(2000)})
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xff" * (len(data) - 4096)  # all pages but the first
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"the response cache is damaged .*; delete this file and"):
-        ResponseCache(path).get("key 77")
+    refuses(r"the response cache is damaged .*; delete this", ResponseCache(path).get, "key 77")
 
 
 GOOD = {"text": "a", "tokens": [], "total": -1.0, "logprobs": None, "finish": "end"}
@@ -381,8 +379,7 @@ def test_the_folder_is_made_by_the_first_answer(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match=r"cannot be created there .*--cache .*parts\.llm"):
-        ResponseCache(tmp_path / "cache")
+    refuses(r"cannot be created there .*--cache .*parts\.llm", ResponseCache, tmp_path / "cache")
 
 
 def test_a_folder_that_denies_writing_is_named(tmp_path, monkeypatch):
@@ -391,8 +388,7 @@ def test_a_folder_that_denies_writing_is_named(tmp_path, monkeypatch):
     message = (
         r"cache: the response cache cannot be created there \(Permission denied\); name another"
     )
-    with pytest.raises(UserError, match=message):
-        ResponseCache(tmp_path / "cache")
+    refuses(message, ResponseCache, tmp_path / "cache")
 
 
 def test_what_is_no_cache_is_left_alone(tmp_path):
@@ -403,11 +399,8 @@ def test_what_is_no_cache_is_left_alone(tmp_path):
     before = foreign.read_bytes()
     Store(tmp_path / "journal", {"part": "reader"}).add({"q": 1})
     for place in (foreign, tmp_path, tmp_path / "journal"):
-        with pytest.raises(UserError, match="not a response cache of this version; name another"):
-            ResponseCache(place)
+        refuses("not a response cache of this version; name another", ResponseCache, place)
     (tmp_path / "journal" / "job.json").unlink()
-    with pytest.raises(UserError, match=r"jsonl: is a part of another run, or of another chunk"):
-        ResponseCache(tmp_path / "journal")
+    refuses(r"jsonl: is a part of another run, or of another", ResponseCache, tmp_path / "journal")
     assert foreign.read_bytes() == before
-    with pytest.raises(UserError, match=r"the response cache cannot be \w+ there"):
-        ResponseCache(foreign / "cache")
+    refuses(r"the response cache cannot be \w+ there", ResponseCache, foreign / "cache")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import tokenizers
 from mmqa_jax.data.atlas.factbook import load_countries
+from tests.refusals import refuses
 
 ODD_TEXTS = [
     'Côte d\'Ivoire (34°20′N): "naïve" façade - 0.2% of Åland!',
@@ -129,5 +129,4 @@ def test_words_of_the_first_texts_come_first(full, corpus):
 
 def test_tokens_that_the_pretrained_vocabulary_lacks_are_named(full):
     other = tokenizers.train_wordpiece(["Ouagadougou Yamoussoukro " * 5], 60, lowercase=True)
-    with pytest.raises(UserError, match=r"\d+ of its tokens are not in the pretrained vocabulary"):
-        tokenizers.vocabulary_rows(other, full)
+    refuses(r"\d+ of its tokens are not in the pretrained", tokenizers.vocabulary_rows, other, full)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.retrieval import score_rankings
+from tests.refusals import refuses
 
 GOLD = [{"a", "b"}, {"c"}, set(), {"d"}]
 RANKINGS = [["x", "a", "y", "b"], ["c"], ["a"], []]
@@ -66,8 +66,7 @@ def test_ndcg_compares_with_the_best_k_sources():
     ],
 )
 def test_bad_input(gold, rankings, ks, word):
-    with pytest.raises(UserError, match=word):
-        score_rankings(gold, rankings, ks)
+    refuses(word, score_rankings, gold, rankings, ks)
 
 
 def test_k_ends_with_the_longest_ranking():

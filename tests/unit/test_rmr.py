@@ -20,6 +20,7 @@ from mmqa_jax.prompting.backends import Chat
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
 from mmqa_jax.prompting.few_shot import load_template
 from mmqa_jax.runs.row import read_row
+from tests.refusals import refuses
 
 TRIPLETS = [
     Question(
@@ -96,8 +97,7 @@ def test_a_rationale_that_no_prompt_shows_is_refused():
     row = load_config(f"{ROOT}/configs/scienceqa/tables.py:smollm2_k1_lecture_solution", {})
     assert read_row(row).data.questions == 500
     row.options.template = "rmr.text"
-    with pytest.raises(UserError, match=r"options\.rationale=lecture_solution: .*rmr\.text"):
-        read_row(row)
+    refuses(r"options\.rationale=lecture_solution: .*rmr\.text", read_row, row)
 
 
 def test_the_answer_alone(library):

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.weights.formats.quantized import Matrix
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.quantization import read_rounding
+from tests.refusals import refuses
 
 OUT, IN = 48, 64
 FP8 = ml_dtypes.float8_e4m3fn
@@ -507,8 +507,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_known_or_does_not_fit_is_refused(name):
     settings, arrays, message = REFUSED[name]
-    with pytest.raises(UserError, match=message):
-        whole(settings, arrays)
+    refuses(message, whole, settings, arrays)
 
 
 def test_a_key_without_a_method_changes_nothing():

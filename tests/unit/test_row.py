@@ -13,7 +13,6 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.chunks import Part
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
@@ -23,6 +22,7 @@ from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row, RowData, Scoring, read_row
 from mmqa_jax.runs.run import run_row
 from mmqa_jax.runs.stages import Stage, answering
+from tests.refusals import refuses
 
 LEAST = {
     "row": "own",
@@ -77,11 +77,9 @@ def test_a_row_may_take_a_part_of_its_questions():
     assert all(fold_of(q.id, 2) == n for n, half in enumerate(halves) for q in half)
     assert sorted(q.id for half in halves for q in half) == sorted(q.id for q in whole)
     assert all(halves)
-    with pytest.raises(UserError, match=r"data\.fold=2: 0 to 1 was expected"):
-        RowData("data", "test", folds=2, fold=2)
+    refuses(r"data\.fold=2: 0 to 1 was expected", RowData, "data", "test", folds=2, fold=2)
     other = next(question for question in questions if fold_of(question.id, 2))
-    with pytest.raises(UserError, match=r"data\.fold=0: none of the 1 questions"):
-        rows[0].questions(Corpus([], [other]))
+    refuses(r"data\.fold=0: none of the 1 questions", rows[0].questions, Corpus([], [other]))
 
 
 def test_a_row_made_in_code_is_run_as_one_of_a_config(data, quiet, tmp_path):
@@ -97,8 +95,7 @@ def test_a_row_made_in_code_is_run_as_one_of_a_config(data, quiet, tmp_path):
     assert read_config(tmp_path / "made").parts.retriever.method == "bm25"
     changed = dataclasses.replace(read, options={"cited": 2})
     assert changed.config["options"] == {"cited": 2}
-    with pytest.raises(UserError, match=r"options\.cited \(1 there, 2 now\)"):
-        run_row(changed, tmp_path / "made")
+    refuses(r"options\.cited \(1 there, 2 now\)", run_row, changed, tmp_path / "made")
 
 
 def test_the_split_of_a_flag_is_recorded():
@@ -121,15 +118,13 @@ def test_the_split_of_a_flag_is_recorded():
     ],
 )
 def test_a_row_that_contradicts_itself_cannot_be_made(change, message):
-    with pytest.raises(UserError, match=message):
-        dataclasses.replace(SAME, **change)
+    refuses(message, dataclasses.replace, SAME, **change)
 
 
 def test_a_row_that_needs_spacy_is_refused_before_it_answers(monkeypatch):
     monkeypatch.setitem(sys.modules, "spacy", None)
     row = dataclasses.replace(SAME, scoring=Scoring("spacy"))
-    with pytest.raises(UserError, match=r"key scoring\.lemmatizer=spacy: .*run `pip install spacy"):
-        row.check_inputs()
+    refuses(r"key scoring\.lemmatizer=spacy: .*run `pip install spacy", row.check_inputs)
 
 
 @pytest.mark.parametrize(
@@ -155,8 +150,7 @@ def test_wrong_keys_and_values_are_refused_at_the_door(change, message):
                 section = section[name]
             with section.unlocked(), section.ignore_type():
                 section[last] = value
-    with pytest.raises(UserError, match=message):
-        read_row(config)
+    refuses(message, read_row, config)
 
 
 def test_the_smallest_value_of_an_option_is_that_of_its_annotation():
@@ -166,10 +160,8 @@ def test_the_smallest_value_of_an_option_is_that_of_its_annotation():
 
     assert prompted(shots=0, seed=0).options["shots"] == 0
     for name in ("shots", "seed"):
-        with pytest.raises(UserError, match=rf"options\.{name}=-1: at least 0 was expected"):
-            prompted(**{name: -1})
-    with pytest.raises(UserError, match=r"options\.max_new_tokens=0: at least 1 was expected"):
-        prompted(max_new_tokens=0)
+        refuses(rf"options\.{name}=-1: at least 0 was expected", prompted, **{name: -1})
+    refuses(r"options\.max_new_tokens=0: at least 1 was expected", prompted, max_new_tokens=0)
 
 
 @dataclasses.dataclass(frozen=True)

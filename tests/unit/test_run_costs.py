@@ -14,7 +14,6 @@ from cli_runs import mmqa
 
 from mmqa_jax.core import host
 from mmqa_jax.core.chips import GIB, TPUS
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops, traced_flops
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import MetricsWriter, check_wandb, read_metrics
@@ -25,6 +24,7 @@ from mmqa_jax.training.attempts import FILE, PHASES, Attempts, TimeSplit, goodpu
 from mmqa_jax.training.loop import CLOCK_COLUMNS, Throughput, tokens_of
 from mmqa_jax.training.optimizer import OptimizerOptions
 from mmqa_jax.training.profile import parse_steps
+from tests.refusals import refuses
 
 
 class Clock:
@@ -385,8 +385,7 @@ def test_a_damaged_curve_is_refused_with_its_line(tmp_path, damage):
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"step": 1, "time": 2.0}}\n{damage}\n{{"step": 2}}\n'
     )
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2: "):
-        read_metrics(tmp_path)
+    refuses(r"metrics\.jsonl, line 2: ", read_metrics, tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "time": 2.0}\n{"step": 2, "lo\xff')
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]  # cut short by a kill
 
@@ -404,8 +403,7 @@ def test_a_damaged_curve_is_refused_with_its_line(tmp_path, damage):
 )
 def test_ranges_that_cannot_be_traced(given, message):
     assert parse_steps("4:9", 20) == (4, 9)
-    with pytest.raises(UserError, match=message):
-        parse_steps(given, 20)
+    refuses(message, parse_steps, given, 20)
 
 
 class StubRun:
@@ -465,11 +463,9 @@ def test_weights_and_biases_that_does_not_start_or_is_not_there(wandb, tmp_path,
         raise wandb.errors.Error("api_key not configured (no-tty)\nmore")
 
     wandb.init = refuse
-    with pytest.raises(UserError, match=r"api_key not configured .*WANDB_MODE=off"):
-        MetricsWriter(tmp_path, wandb="mine")
+    refuses(r"api_key not configured .*WANDB_MODE=off", MetricsWriter, tmp_path, wandb="mine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--wandb=mine: .* pip install 'mmqa-jax\[wandb\]'"):
-        check_wandb("mine")
+    refuses(r"--wandb=mine: .* pip install 'mmqa-jax\[wandb\]'", check_wandb, "mine")
 
 
 def test_status_of_a_training_run(tmp_path):

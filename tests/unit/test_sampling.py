@@ -7,13 +7,12 @@ import json
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.batches.feed import BatchPlan, PlannedBatch, Table, batch_iterator, merge_rare
 from mmqa_jax.data.batches.packing import Bucket
+from tests.refusals import refuses
 
 SHAPES = [Bucket(0, 32), Bucket(0, 64), Bucket(1, 32)]
 BUCKETS = np.random.default_rng(7).choice([0, 1, 2], 103, p=[0.6, 0.3, 0.1])
@@ -167,7 +166,5 @@ def test_rare_buckets_join_the_next_longer_of_their_kind():
 
 
 def test_bad_input():
-    with pytest.raises(UserError, match="batch_size=0"):
-        plan(batch_size=0)
-    with pytest.raises(UserError, match="No example to train on"):
-        plan(np.zeros(0, int))
+    refuses("batch_size=0", plan, batch_size=0)
+    refuses("No example to train on", plan, np.zeros(0, int))

@@ -5,7 +5,6 @@ import shutil
 import numpy as np
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes import index as index_room
@@ -16,6 +15,7 @@ from mmqa_jax.retrieval.indexes.index import (
     load_index,
     scann_available,
 )
+from tests.refusals import refuses
 
 pytestmark = [
     pytest.mark.slow,
@@ -83,8 +83,7 @@ def test_without_scann(folder, embeddings, monkeypatch, capsys):
     found = load_index(folder, embeddings, "model").search(embeddings.vectors[:3], 1)[0]
     assert found.tolist() == [[0], [1], [2]]
     assert "searching exactly instead" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"--shard_rows: ScaNN .*; install `scan"):
-        build_shards(folder, embeddings, 1_500)
+    refuses(r"--shard_rows: ScaNN .*; install `scan", build_shards, folder, embeddings, 1_500)
 
 
 def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tmp_path):
@@ -95,8 +94,7 @@ def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tm
     before = (shards / "00001/manifest.json").stat().st_mtime_ns
     shutil.rmtree(shards / "00002")
     (copy / "manifest.json").unlink()
-    with pytest.raises(UserError, match="not found, a dense index was expected"):
-        load_index(copy, embeddings)
+    refuses("not found, a dense index was expected", load_index, copy, embeddings)
     held = ScannParameters(**read_json(shards / "00000/manifest.json")["parameters"])
     assert build_shards(copy, embeddings, 1_500, held)
     assert (shards / "00001/manifest.json").stat().st_mtime_ns == before
@@ -105,13 +103,10 @@ def test_killed_it_goes_on_and_a_damaged_shard_is_refused(folder, embeddings, tm
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=rf"00001: {file.name} is damaged"):
-        load_index(copy, embeddings)
+    refuses(rf"00001: {file.name} is damaged", load_index, copy, embeddings)
     assert build_shards(copy, embeddings, 1_500, held)
     other = Embeddings(embeddings.vectors, "model", "other")
-    with pytest.raises(UserError, match="corpus_fingerprint is 'corpus' but 'other' was expected"):
-        load_index(copy, other)
+    refuses("corpus_fingerprint is 'corpus' but 'other' was expected", load_index, copy, other)
     assert build_shards(copy, embeddings, 2_500, held)
     assert len(list(tmp_path.glob("index-shards-*"))) == 1
-    with pytest.raises(UserError, match="--shard_rows=99: a shard of ScaNN has at least 100"):
-        build_shards(copy, embeddings, 99)
+    refuses("--shard_rows=99: a shard of ScaNN has at least", build_shards, copy, embeddings, 99)

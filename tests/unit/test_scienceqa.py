@@ -16,9 +16,9 @@ from mmqa_jax.benchmarks.scienceqa import (
     scienceqa_columns,
     score_scienceqa,
 )
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -126,8 +126,7 @@ def test_the_hubs_parquet_holds_the_same_questions(raw, tmp_path):
     whole = pyarrow.parquet.read_table(path)
     for name in ("choices", "hint", "image", "subject", "grade"):
         pyarrow.parquet.write_table(whole.drop_columns([name]), path)
-        with pytest.raises(UserError, match=rf"test-.*\.parquet: has no column {name}"):
-            read_scienceqa(tmp_path / "hub")
+        refuses(rf"test-.*\.parquet: has no column {name}", read_scienceqa, tmp_path / "hub")
 
 
 def test_conversations_are_taken_apart():
@@ -138,10 +137,8 @@ def test_conversations_are_taken_apart():
         "Context: A. Smith says:\nA. no option\nWhich?",
         ("one", "two\nof them", "three"),
     )
-    with pytest.raises(ValueError, match="choices A, C"):
-        parse_conversation("Which?\nA. one\nC. two")
-    with pytest.raises(ValueError, match="no line"):
-        parse_conversation("Which?\nB. one")
+    refuses("choices A, C", parse_conversation, "Which?\nA. one\nC. two", error=ValueError)
+    refuses("no line", parse_conversation, "Which?\nB. one", error=ValueError)
 
 
 def test_conversations_add_the_test_questions_that_problems_lack(raw):
@@ -214,8 +211,7 @@ def test_an_answer_of_llavas_that_is_no_letter(answer, tmp_path):
     turns = [{"value": "Which?\nA. oak\nB. rose"}, {"value": answer}]
     path = tmp_path / "test_questions_all.json"
     path.write_text(json.dumps([{"id": "9", "conversations": turns}]))
-    with pytest.raises(UserError, match=r"all\.json, entry 1: .*conversation .*; fetch LLaVA's"):
-        read_scienceqa(tmp_path)
+    refuses(r"all\.json, entry 1: .*conversation .*; fetch LLaVA's", read_scienceqa, tmp_path)
 
 
 def test_a_table_whose_name_says_no_split(raw, tmp_path):
@@ -227,8 +223,7 @@ def test_a_table_whose_name_says_no_split(raw, tmp_path):
     message = (
         r"questions\.parquet: its name says no split; call it train-\*, validation-\*, test-\*\."
     )
-    with pytest.raises(UserError, match=message):
-        read_scienceqa(path)
+    refuses(message, read_scienceqa, path)
 
 
 # Scores

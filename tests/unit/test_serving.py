@@ -10,7 +10,6 @@ import test_embedder
 from tiny_corpus import PACKING, make_reader
 
 from mmqa_jax.core.config import auto, load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_DEVICE
 from mmqa_jax.core.serving import (
     AUTO,
@@ -24,6 +23,7 @@ from mmqa_jax.core.serving import (
 from mmqa_jax.data.batches.packing import Packer
 from mmqa_jax.inference.batches import rerank_pairs
 from mmqa_jax.tasks.registry import read_task
+from tests.refusals import refuses
 
 GIB = 2**30
 COST = RowCost("pairs", on_cpu=32, most=128, bytes=GIB / 64)
@@ -95,8 +95,7 @@ def test_auto_and_numbers_replace_each_other():
 
 @pytest.mark.parametrize("text", ["0", "-1", "all", "1.5", "", "1" * 5000])
 def test_other_batch_sizes_are_refused(text):
-    with pytest.raises(UserError, match=rf"--batch_size={text}: at least 1 .*, or auto; correct"):
-        read_batch_size(text)
+    refuses(rf"--batch_size={text}: at least 1 .*, or auto; correct", read_batch_size, text)
 
 
 def test_meshes_are_read():
@@ -104,8 +103,7 @@ def test_meshes_are_read():
     assert read_mesh("fsdp=4,tensor=2") == {"fsdp": 4, "tensor": 2}
     assert read_mesh("fsdp=-1") == {"fsdp": -1}
     for text in ("fsdp", "model=2", "fsdp=two", "", "fsdp=" + "2" * 5000):
-        with pytest.raises(UserError, match=rf"--mesh={text}: AXIS=SIZE"):
-            read_mesh(text)
+        refuses(rf"--mesh={text}: AXIS=SIZE", read_mesh, text)
 
 
 SMALLER = Serving(DEFAULT_DEVICE, 16, "pairs", smaller=(4, 8))

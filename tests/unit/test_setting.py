@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.examples.side_files import Captions
+from tests.refusals import refuses
 
 QUESTIONS = [Question("q", "val", "?", choices=("a", "b"))]
 
@@ -53,15 +54,12 @@ def test_without_rules_nothing_is_refused():
 )
 def test_questions_that_cannot_be_answered(flag, message):
     Setting(answer).check_questions("one", QUESTIONS)
-    with pytest.raises(UserError, match=message):
-        Setting(answer, **flag).check_questions("one", [Question("x", "test", "?")])
+    refuses(message, Setting(answer, **flag).check_questions, "one", [Question("x", "test", "?")])
 
 
 def test_its_own_rules():
-    with pytest.raises(UserError, match="refused"):
-        Setting(answer, rule_of_row=refuse).check_row({}, {})
-    with pytest.raises(UserError, match="refused"):
-        Setting(answer, rule_of_inputs=refuse).check_inputs(QUESTIONS, {}, {})
+    refuses("refused", Setting(answer, rule_of_row=refuse).check_row, {}, {})
+    refuses("refused", Setting(answer, rule_of_inputs=refuse).check_inputs, QUESTIONS, {}, {})
 
 
 def test_rules_see_all_options():

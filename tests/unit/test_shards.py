@@ -23,6 +23,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -109,8 +110,7 @@ def test_another_job_of_one_process_replaces_what_was_left(folder):
 def test_parts_of_another_job_are_refused(folder, shard, changes, message):
     assert run(folder, Shard(0, 2)) is None
     before = [path.read_bytes() for path in chunk_files(folder)]
-    with pytest.raises(UserError, match=rf"holds unfinished parts of another job: {message}"):
-        run(folder, shard, **changes)
+    refuses(rf"holds unfinished parts of another job: {message}", run, folder, shard, **changes)
     assert [path.read_bytes() for path in chunk_files(folder)] == before
     assert run(folder, Shard(1, 2)) == ROWS
     # A finished job makes room for another.
@@ -134,8 +134,7 @@ def test_a_part_without_rows(folder, value):
     record = read_job(folder)
     Store(folder, record.job).add({"00001": value}, alone=True)
     message = r"\.parts: part 1 does not hold rows; delete the folder and start the job again"
-    with pytest.raises(UserError, match=message):
-        read_parts(folder, record)
+    refuses(message, read_parts, folder, record)
 
 
 def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
@@ -153,8 +152,7 @@ def test_hosts_with_other_code_or_versions_are_refused(folder, monkeypatch):
 
 def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
     assert run(folder, Shard(0, 3)) is None
-    with pytest.raises(UserError, match=r"3 of 5 parts are missing: 1, 2, 4; .*--shard=1, 2 of 3"):
-        merge(folder)
+    refuses(r"3 of 5 parts are missing: 1, 2, 4; .*--shard=1, 2 of 3", merge, folder)
     run(folder, Shard(1, 3))
     run(folder, Shard(2, 3))
     assert merge(folder) == ROWS
@@ -164,19 +162,15 @@ def test_merging_names_what_is_missing_or_foreign(folder, tmp_path):
     for index in range(3):
         run(tmp_path / "other", Shard(index, 3), model="m2")
     third.write_bytes((tmp_path / "other" / third.name).read_bytes())
-    with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run"):
-        merge(folder)
+    refuses(r"00003\.jsonl: is a part of another run", merge, folder)
     # A part of another chunk of this run, and one that lost a row.
     third.write_bytes((folder / "00000.jsonl").read_bytes())
-    with pytest.raises(UserError, match=r"00003\.jsonl: is a part of another run, or of another"):
-        merge(folder)
+    refuses(r"00003\.jsonl: is a part of another run, or of another", merge, folder)
     third.write_bytes(kept.rpartition(b'{"item"')[0])
     again = r"delete it and start --shard=0 of 3 again, which computes it again\."
-    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged \(its SHA-256.*; {again}"):
-        merge(folder)
+    refuses(rf"00003\.jsonl: is damaged \(its SHA-256.*; {again}", merge, folder)
     third.write_bytes(b"\x00" * 9)
-    with pytest.raises(UserError, match=rf"00003\.jsonl: is damaged \(a line is not .*; {again}"):
-        merge(folder)
+    refuses(rf"00003\.jsonl: is damaged \(a line is not .*; {again}", merge, folder)
     third.unlink()
     rest = Counting()
     assert run(folder, Shard(0, 3), rest) == ROWS
@@ -189,10 +183,7 @@ def test_a_damaged_part_is_named_before_work_begins(folder):
     part = folder / "00001.jsonl"
     part.write_bytes(part.read_bytes().replace(b'"square": 36', b'"square": 37'))
     rest = Counting()
-    with pytest.raises(
-        UserError, match=r"00001\.jsonl: is damaged .*SHA-256.*delete it .*the command"
-    ):
-        run(folder, compute=rest)
+    refuses(r"00001\.jsonl: is damaged .*SHA-256.*delete it .*the", run, folder, compute=rest)
     assert rest.chunks == []
     part.unlink()
     assert run(folder, compute=rest) == ROWS
@@ -203,8 +194,7 @@ def test_a_deleted_job_file_loses_no_part(folder):
     with pytest.raises(KeyboardInterrupt):
         run(folder, compute=Counting(fail_at=3))
     (folder / HEAD).write_bytes((folder / HEAD).read_bytes()[:-9])
-    with pytest.raises(UserError, match=r"job\.json: is damaged; delete it, and the next start"):
-        run(folder)
+    refuses(r"job\.json: is damaged; delete it, and the next start", run, folder)
     (folder / HEAD).unlink()
     rest = Counting()
     assert run(folder, compute=rest) == ROWS
@@ -260,8 +250,7 @@ def test_parts_of_older_versions_are_refused(folder, tmp_path):
         lambda: merge(folder),
         lambda: job_status(find_job(tmp_path / "out.jsonl")),
     ):
-        with pytest.raises(UserError, match=r"\.parts: .* an older version .*, or dele"):
-            read()
+        refuses(r"\.parts: .* an older version .*, or dele", read)
     after = {path.name: path.read_bytes() for path in folder.iterdir()}
     assert after | {HEAD: b"", ".claim": b"", ".lock": b""} == before | {
         HEAD: b"", ".claim": b"", ".lock": b"",
@@ -292,8 +281,7 @@ def test_a_job_of_one_process_is_alone(folder):
     at_work = start(folder, 0, 1, kill_at=-2)
     assert at_work.stdout.readline() == "0\n"
     for shard in (WHOLE, Shard(0, 2)):
-        with pytest.raises(UserError, match=rf"process {at_work.pid} on .* is at work there"):
-            run(folder, shard)
+        refuses(rf"process {at_work.pid} on .* is at work there", run, folder, shard)
     at_work.kill()
     at_work.communicate()
     assert run(folder) == ROWS  # a killed process holds no lock
@@ -337,8 +325,7 @@ def test_which_shard(text, environment, shard):
     ],
 )
 def test_shards_that_there_are_not(text, environment, message):
-    with pytest.raises(UserError, match=message):
-        parse_shard(text, environment)
+    refuses(message, parse_shard, text, environment)
 
 
 def test_how_far_a_job_is(folder, tmp_path):
@@ -362,8 +349,7 @@ def test_how_far_a_job_is(folder, tmp_path):
         "folder": str(folder), "complete": False, "items": 25, "items_done": 20, "parts": 5,
         "parts_done": 4, "missing": [3], "rate": 15 / 20 + 5 / 2, "seconds_left": 2.0,
     }  # fmt: skip
-    with pytest.raises(UserError, match="nowhere: is not there, nor are parts of a job"):
-        find_job(tmp_path / "nowhere")
+    refuses("nowhere: is not there, nor are parts of a job", find_job, tmp_path / "nowhere")
 
 
 def test_clocks_that_jump_change_no_result(folder, tmp_path, monkeypatch):
@@ -380,8 +366,7 @@ def test_clocks_that_jump_change_no_result(folder, tmp_path, monkeypatch):
 
 def test_parts_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/parts: cannot be written or locked"):
-        run(tmp_path / "file" / "parts")
+    refuses(r"file/parts: cannot be written or locked", run, tmp_path / "file" / "parts")
     assert os.listdir(tmp_path) == ["file"]
 
 

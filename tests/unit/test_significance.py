@@ -8,8 +8,8 @@ import scipy.stats
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation import significance
+from tests.refusals import refuses
 
 
 def test_interval_agrees_with_scipy():
@@ -95,17 +95,13 @@ def test_permutation_p_values_are_uniform_under_the_null():
 
 @pytest.mark.parametrize("values", [[], [np.nan, 1.0], [[1.0, 2.0]]])
 def test_bad_scores_are_refused(values):
-    with pytest.raises(UserError, match="one finite score per question"):
-        significance.bootstrap_interval(values)
+    refuses("one finite score per question", significance.bootstrap_interval, values)
 
 
 def test_bad_settings_are_refused():
-    with pytest.raises(UserError, match="same questions"):
-        significance.paired_bootstrap([1.0], [1.0, 0.0])
-    with pytest.raises(UserError, match="confidence"):
-        significance.bootstrap_interval([1.0], confidence=95)
-    with pytest.raises(UserError, match="resamples"):
-        significance.bootstrap_interval([1.0], resamples=0)
+    refuses("same questions", significance.paired_bootstrap, [1.0], [1.0, 0.0])
+    refuses("confidence", significance.bootstrap_interval, [1.0], confidence=95)
+    refuses("resamples", significance.bootstrap_interval, [1.0], resamples=0)
 
 
 PAIRS = st.lists(st.tuples(*(st.integers(0, 4).map(lambda n: n / 4),) * 2), min_size=1, max_size=30)

@@ -29,6 +29,7 @@ from mmqa_jax.core.store import (
     write_head,
 )
 from mmqa_jax.runs.identity import of_folders
+from tests.refusals import refuses
 
 WHAT = {"model": "m1", "questions": 3}
 ADDED = {"q0": {"answer": "Zürich"}, "q1": [0.25, 1.5], "q2": None}
@@ -161,8 +162,7 @@ def test_results_that_are_alone_are_files_of_their_own(tmp_path):
         one["00004"]
     with pytest.raises(UserError, match=r"00004\.jsonl: is a part of another run, or of"):
         Store(tmp_path / "kept", WHAT, others="refuse").check()
-    with pytest.raises(ValueError, match="names no file"):
-        one.add({"../3": 1}, alone=True)
+    refuses("names no file", one.add, {"../3": 1}, alone=True, error=ValueError)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
@@ -221,10 +221,8 @@ def test_a_damaged_line_in_the_middle(folder, line):
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     before = file.read_bytes()
     message = r"\.jsonl: is damaged \(.*\); remove it, and its work is done again"
-    with pytest.raises(UserError, match=message):
-        Store(folder, WHAT).check()
-    with pytest.raises(UserError, match=message):
-        list(chunks_of(file))
+    refuses(message, Store(folder, WHAT).check)
+    refuses(message, list, chunks_of(file))
     assert file.read_bytes() == before
 
 
@@ -302,8 +300,7 @@ def test_what_is_no_file_is_refused(make, folder):
     path.symlink_to(only_file(folder)) if make == "link" else make(path)
     match = "is a symbolic link" if make == "link" else "is no file; delete it"
     for read in (lambda: Store(folder, WHAT), lambda: chunk_files(folder)):
-        with pytest.raises(UserError, match=f"00001.jsonl: {match}"):
-            read()
+        refuses(f"00001.jsonl: {match}", read)
 
 
 def test_a_head_that_is_damaged_or_missing(folder):
@@ -311,11 +308,9 @@ def test_a_head_that_is_damaged_or_missing(folder):
     assert read_head(folder) == {"job": WHAT, "shards": 3}
     text = (folder / HEAD).read_text()
     (folder / HEAD).write_text(text.replace('"shards": 3', '"shards": 4'))
-    with pytest.raises(UserError, match=r"job\.json: is damaged .*; delete it, and the next start"):
-        read_head(folder)
+    refuses(r"job\.json: is damaged .*; delete it, and the next start", read_head, folder)
     (folder / HEAD).write_text("[]")
-    with pytest.raises(UserError, match=r"job\.json: is damaged; delete it, and the next start"):
-        read_head(folder)
+    refuses(r"job\.json: is damaged; delete it, and the next start", read_head, folder)
     (folder / HEAD).unlink()
     with Store(folder, WHAT) as store:
         assert contents(store) == ADDED
@@ -336,8 +331,7 @@ def test_work_of_older_versions_is_refused(tmp_path):
     path = tmp_path / "reader-0.jsonl"
     check_no_older(path)
     path.write_text('{"fingerprint": "m"}\n')
-    with pytest.raises(UserError, match=r"reader-0\.jsonl: .* work of an older version"):
-        check_no_older(path)
+    refuses(r"reader-0\.jsonl: .* work of an older version", check_no_older, path)
 
 
 def test_a_full_disk(tmp_path):
@@ -379,8 +373,7 @@ def test_in_an_object_store(scheme, tmp_path, monkeypatch):
         last = chunk_files(one.folder)[-1]
         whole = last.read_bytes()
         last.write_bytes(whole[:-1])
-        with pytest.raises(UserError, match=r"\.jsonl: is damaged \(its end .*; remove it"):
-            Store(place, WHAT)
+        refuses(r"\.jsonl: is damaged \(its end .*; remove it", Store, place, WHAT)
         last.write_bytes(whole)
         other_run = Store(place, {"model": "m2"})
         assert [other_run.get(key) for key in ("q0", "00003")] == [None, None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.t5.config import PRESETS, T5Config
+from tests.refusals import refuses
 
 FLAN = {
     "model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_ff": 2048, "d_kv": 64,
@@ -63,5 +63,4 @@ def test_the_head_and_its_scale(family, entries, has_head, tied, scaled):
     ],
 )
 def test_what_is_not_known_is_refused_by_name(changes, message):
-    with pytest.raises(UserError, match=message):
-        T5Config.from_hf({**FLAN, **changes})
+    refuses(message, T5Config.from_hf, {**FLAN, **changes})

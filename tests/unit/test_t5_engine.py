@@ -13,6 +13,7 @@ from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding
 from mmqa_jax.prompting.backends.t5 import T5Backend
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 SIZES = T5Config(
     vocab_size=9, hidden=8, head_size=4, heads=2, mlp=8, encoder_layers=1, decoder_layers=1,
@@ -60,8 +61,7 @@ def test_beams_that_were_not_checked_are_refused_too():
 
 
 def test_end_tokens_are_the_models():
-    with pytest.raises(UserError, match="end token 9: expected 0 to 8; use the model's own"):
-        engine(1, 9)
+    refuses("end token 9: expected 0 to 8; use the model's own", engine, 1, 9)
 
 
 @pytest.mark.parametrize(

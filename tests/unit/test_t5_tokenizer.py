@@ -8,9 +8,9 @@ import sentencepiece
 import transformers
 from tiny_t5 import EXTRA, add_spiece, write_spiece
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from tests.refusals import refuses
 
 TEXTS = (
     "Which red is the sun of blue? Answer: sun-red, 3.",
@@ -130,5 +130,4 @@ def test_another_tokenizer_in_a_gguf_file_is_refused(key, place, value, message,
             entry.value[place] = value
 
     file = write_gguf(tmp_path / "a.gguf", folder, 200 + 256, change)
-    with pytest.raises(UserError, match=f"{message}.*--tokenizer"):
-        open_text_tokenizer(file)
+    refuses(f"{message}.*--tokenizer", open_text_tokenizer, file)

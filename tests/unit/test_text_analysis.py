@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.text_analysis import Analyzer, Vocabulary, split_words
 from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
+from tests.refusals import refuses
 
 FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
@@ -109,5 +109,4 @@ def test_stems_and_stop_words_of_a_language():
     ],
 )
 def test_languages_that_are_not_known(options, message):
-    with pytest.raises(UserError, match=message):
-        Analyzer(**options)
+    refuses(message, Analyzer, **options)

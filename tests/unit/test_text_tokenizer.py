@@ -16,6 +16,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.bundled import smollm2_path
+from tests.refusals import refuses
 
 # Some of it repeats so that merges are learned.
 CORPUS = [
@@ -129,8 +130,7 @@ def test_continuations_do_not_merge_into_the_prompt(tmp_path, model):
 def test_broken_and_foreign_files_are_one_sentence(tmp_path, model):
     folder = folder_with(tmp_path / "broken", model)
     (folder / "tokenizer.model").write_bytes(model.read_bytes()[:2000] + b"no vocabulary")
-    with pytest.raises(UserError, match=r"transformers cannot open its tokenizer .* --tokenizer"):
-        open_text_tokenizer(folder)
+    refuses(r"transformers cannot open its tokenizer .* --tokenizer", open_text_tokenizer, folder)
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer\.model"):
         open_text_tokenizer(tmp_path / "empty")
@@ -186,8 +186,7 @@ LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
 def test_files_that_are_no_tokenizer(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        open_text_tokenizer(tmp_path)
+    refuses(message, open_text_tokenizer, tmp_path)
 
 
 def test_code_of_a_model_is_not_run(tmp_path):
@@ -199,8 +198,7 @@ def test_code_of_a_model_is_not_run(tmp_path):
         "auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]},
     }
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    with pytest.raises(UserError, match="transformers cannot open its tokenizer"):
-        open_text_tokenizer(tmp_path)
+    refuses("transformers cannot open its tokenizer", open_text_tokenizer, tmp_path)
     assert not trace.exists()
 
 
@@ -295,10 +293,8 @@ def test_llama3_in_a_gguf_file(tmp_path):
         assert tokenizer.decode(want) == text
     assert tokens.index(whole) in tokenizer.encode("stay unmerged")
     other = write_gguf(tmp_path / "o.gguf", "gpt2", "chatglm-bpe", ["a"], [1])
-    with pytest.raises(UserError, match=r"pre-tokenizer is 'chatglm-bpe', .*--tokenizer"):
-        open_text_tokenizer(other)
-    with pytest.raises(UserError, match=r"absent\.gguf: no such file; check the path"):
-        open_text_tokenizer(tmp_path / "absent.gguf")
+    refuses(r"pre-tokenizer is 'chatglm-bpe', .*--tokenizer", open_text_tokenizer, other)
+    refuses(r"absent\.gguf: no such file; check the", open_text_tokenizer, tmp_path / "absent.gguf")
 
 
 def test_vocabulary_and_merges_of_a_class_that_the_folder_names(tmp_path):
@@ -382,8 +378,7 @@ def test_chat_template_of_smollm2_is_as_in_transformers():
 )
 def test_broken_templates_and_such_as_leave_the_sandbox_are_refused(tmp_path, template, message):
     chat_folder(tmp_path, template)
-    with pytest.raises(UserError, match=message):
-        open_text_tokenizer(tmp_path).template.render("q", TURNS)
+    refuses(message, open_text_tokenizer(tmp_path).template.render, "q", TURNS)
 
 
 # Tokens that stand beside tokenizer.json alone
@@ -454,8 +449,7 @@ def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path)
 )
 def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path):
     folder = bytes_alone(tmp_path, {"added_tokens_decoder": decoder})
-    with pytest.raises(UserError, match=message):
-        open_text_tokenizer(folder)
+    refuses(message, open_text_tokenizer, folder)
 
 
 @settings(

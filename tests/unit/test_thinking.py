@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Candidate, Result
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Usage
 from mmqa_jax.prompting.backends.cache import keep, restore
@@ -22,6 +21,7 @@ from mmqa_jax.prompting.backends.thinking import (
     with_thinking_tokens,
 )
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate
+from tests.refusals import refuses
 
 HARMONY = (
     "<|channel|>analysis<|message|>The manual<|end|><|start|>assistant<|channel|>analysis<|message|>"
@@ -116,8 +116,7 @@ def test_half_an_answer_says_why(message, finish, sentence):
 
 @pytest.mark.parametrize("content", [None, 3, [], [3]])
 def test_no_text_and_no_reason_is_malformed(content):
-    with pytest.raises(Malformed, match="no text"):
-        read_candidates(reply({"content": content}), False)
+    refuses("no text", read_candidates, reply({"content": content}), False, error=Malformed)
 
 
 def test_thoughts_are_kept_and_older_answers_are_read():
@@ -179,10 +178,7 @@ def test_the_option(text, thinking):
 
 @pytest.mark.parametrize("text", ["", "yes", "0", "-3", "1.5", "9" * 5000, "٣"])
 def test_other_values_are_refused(text):
-    with pytest.raises(
-        UserError, match=r"^--thinking=.*: expected auto, off, on, .* or the number"
-    ):
-        read_thinking(text, "--thinking")
+    refuses(r"^--thinking=.*: expected auto, off, on, .* or the", read_thinking, text, "--thinking")
 
 
 QWEN3 = (

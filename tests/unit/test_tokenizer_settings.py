@@ -8,9 +8,9 @@ import json
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import load_tokenizer
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from tests.refusals import refuses
 
 TEXTS = ["a cab", "<s>[INST] a cab [/INST] b</s><s>a", "", "a  b"]
 WORDS = ["Ärger in Köln 漢字", "[CLS] The café", "a"]
@@ -94,8 +94,7 @@ def test_settings_survive_a_tokenizer_that_is_saved(tmp_path):
     ],
 )
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, change, said):
-    with pytest.raises(UserError, match=said):
-        open_text_tokenizer(llama_folder(tmp_path / "model", change))
+    refuses(said, open_text_tokenizer, llama_folder(tmp_path / "model", change))
 
 
 def bert_folder(folder, settings, lowercase):

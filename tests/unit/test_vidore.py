@@ -12,9 +12,9 @@ import pytest
 from cli_runs import ROOT, done, mmqa, png
 
 from mmqa_jax.benchmarks.vidore import read_vidore, score_vidore
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -202,16 +202,14 @@ def test_malformed_files(raw, tmp_path, part, columns, words):
 
 def test_a_folder_that_lacks_a_part(raw):
     (raw / "qrels" / "test-00000-of-00001.parquet").unlink()
-    with pytest.raises(UserError, match=r"vidore_v3_hr/qrels: holds no \.parquet file; fetch the"):
-        read_vidore(raw)
+    refuses(r"vidore_v3_hr/qrels: holds no \.parquet file; fetch the", read_vidore, raw)
 
 
 def test_text_that_is_no_utf8_is_refused(raw):
     texts = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\1\0\0\0"), pa.py_buffer(b"\xff"))
     path = raw / "queries" / "test-00000-of-00001.parquet"
     pq.write_table(pa.table({"query_id": [0], "query": texts}), path)
-    with pytest.raises(UserError, match=r"\.parquet: cannot be read as Parquet \('utf-8' codec"):
-        read_vidore(raw)
+    refuses(r"\.parquet: cannot be read as Parquet \('utf-8' codec", read_vidore, raw)
 
 
 def test_a_row_group_that_lacks_rows_is_refused(raw, monkeypatch):
@@ -220,8 +218,7 @@ def test_a_row_group_that_lacks_rows_is_refused(raw, monkeypatch):
     monkeypatch.setattr(
         pq.ParquetFile, "read_row_group", lambda *args, **more: whole(*args, **more).slice(1)
     )
-    with pytest.raises(UserError, match=r"\(row group 0 has other rows than it says"):
-        read_vidore(raw)
+    refuses(r"\(row group 0 has other rows than it says", read_vidore, raw)
 
 
 def test_another_set_or_flag_is_refused(raw, tmp_path):

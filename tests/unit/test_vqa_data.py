@@ -20,6 +20,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece
 from mmqa_jax.models.mcan.sections import GridModel, RegionsModel
 from mmqa_jax.tasks.vqa import FoldedData, PictureFeaturesSection
+from tests.refusals import refuses
 
 GRID = GridModel(image="grid", trunk="minilm_l6", grid=2, image_features=3)
 REGIONS = RegionsModel(image="regions", word_features=4, region_features=3)
@@ -43,8 +44,7 @@ def test_vocabulary_counts_questions_not_annotators():
     assert make_vocabulary(questions, 1).answers == ("cat", "dog", "emu")
     extended = make_vocabulary(questions, 1, base=["dog", "zebra"])
     assert extended.answers == ("dog", "zebra", "cat", "emu")
-    with pytest.raises(UserError, match=r"answers\.min_questions=4: no answer"):
-        make_vocabulary(questions, 4)
+    refuses(r"answers\.min_questions=4: no answer", make_vocabulary, questions, 4)
 
 
 def test_vocabulary_files(tmp_path):
@@ -56,8 +56,7 @@ def test_vocabulary_files(tmp_path):
     assert read_vocabulary(tmp_path / "openvqa.json").answers == ("yes", "no")
     for text, told in (('["a", "a"]', "'a' appears twice"), ('{"a": 1}', "a list of answers")):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(UserError, match=told):
-            read_vocabulary(tmp_path / "bad.json")
+        refuses(told, read_vocabulary, tmp_path / "bad.json")
 
 
 def test_openvqas_words(tmp_path):
@@ -75,8 +74,7 @@ def test_openvqas_words(tmp_path):
     (tmp_path / "token_dict.json").write_text('{"PAD": 0, "UNK": 1, "CLS": 2, "cat": 3}')
     assert read_words(tmp_path / "token_dict.json").words == ("PAD", "UNK", "CLS", "cat")
     (tmp_path / "bad.json").write_text('["cat"]')
-    with pytest.raises(UserError, match="begins with PAD, UNK, CLS"):
-        read_words(tmp_path / "bad.json")
+    refuses("begins with PAD, UNK, CLS", read_words, tmp_path / "bad.json")
 
 
 def test_glove(tmp_path):
@@ -86,8 +84,7 @@ def test_glove(tmp_path):
         read_glove(tmp_path / "glove.txt", words), [[0, 0], [0, 0], [0, 0], [0.5, -1], [0, 0]]
     )
     (tmp_path / "glove.txt").write_text("cat 0.5 -1\nemu 1\n")
-    with pytest.raises(UserError, match=r"glove\.txt, line 2: a word and 2 numbers"):
-        read_glove(tmp_path / "glove.txt", words)
+    refuses(r"glove\.txt, line 2: a word and 2 numbers", read_glove, tmp_path / "glove.txt", words)
 
 
 def test_question_and_caption_are_a_pair(tokenizer):
@@ -137,8 +134,7 @@ def test_grids_of_another_shape(tmp_path):
     write_npz(tmp_path, 7, np.zeros((4, 4, 3), "f4"))
     features = open_features(PictureFeaturesSection(root=str(tmp_path)), GRID)
     message = r"000000000007\.npz: features of shape 4 x 4 x 3, the model takes 2 x 2 x 3; extract"
-    with pytest.raises(UserError, match=message):
-        features.batch([7])
+    refuses(message, features.batch, [7])
 
 
 def test_openvqas_regions(tmp_path):

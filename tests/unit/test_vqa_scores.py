@@ -14,11 +14,11 @@ from shared_data import SHARED, shared_benchmark
 from mmqa_jax.benchmarks import aokvqa, okvqa
 from mmqa_jax.benchmarks.aokvqa import read_aokvqa
 from mmqa_jax.benchmarks.okvqa import read_okvqa
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import answers
 from mmqa_jax.data.answers import normalize_answer
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import vqa
+from tests.refusals import refuses
 
 OKVQA, AOKVQA = SHARED / "okvqa", SHARED / "aokvqa"
 needs_data = pytest.mark.skipif(
@@ -172,10 +172,8 @@ def test_references_of_two_kinds_are_not_mixed():
         Question("1", "test", "?", answers=("a",) * 10),
         Question("2", "test", "?", answers=("a",), extra={"soft_labels": {"a": 1}}),
     ]
-    with pytest.raises(UserError, match="some questions have annotators' answers and some soft"):
-        okvqa.score_okvqa(questions, [])
-    with pytest.raises(UserError, match="none of the 1 questions has reference answers"):
-        okvqa.score_okvqa([Question("3", "test", "?")], [])
+    refuses("some questions have annotators' answers and some", okvqa.score_okvqa, questions, [])
+    refuses("none of the 1 questions has", okvqa.score_okvqa, [Question("3", "test", "?")], [])
 
 
 def test_okvqa_by_category():

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from mmqa_jax.benchmarks.vqav2 import GENOME, GENOME_ON_OKVQA_TEST, ON_OKVQA_TEST, read_vqav2
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answers import make_vocabulary
+from tests.refusals import refuses
 
 ANSWERS = ["yes"] * 7 + ["no"] * 3
 
@@ -73,13 +73,11 @@ def test_answers_to_other_questions_are_refused(folder):
         folder / "v2_OpenEnded_mscoco_val2014_questions.json",
         {"questions": [{"image_id": 42, "question": "Is it?", "question_id": 42000}]},
     )
-    with pytest.raises(UserError, match=r"v2_mscoco_val2014_annotations\.json: answers question"):
-        read_vqav2(folder)
+    refuses(r"v2_mscoco_val2014_annotations\.json: answers question", read_vqav2, folder)
 
 
 def test_an_empty_folder_says_what_to_put_there(tmp_path):
-    with pytest.raises(UserError, match=r"v2_OpenEnded_mscoco_train2014_questions\.json"):
-        read_vqav2(tmp_path)
+    refuses(r"v2_OpenEnded_mscoco_train2014_questions\.json", read_vqav2, tmp_path)
 
 
 def on_okvqa(folder):
@@ -96,8 +94,7 @@ def test_visual_genome_in_vqas_format(folder):
         for n, i in asked.items()
     ]
     write(folder / "VG_questions.json", {"questions": rows})
-    with pytest.raises(UserError, match=r"VG_annotations\.json: no such file"):
-        read_vqav2(folder)
+    refuses(r"VG_annotations\.json: no such file", read_vqav2, folder)
     write(folder / "VG_annotations.json", {"annotations": known})
     benchmark = read_vqav2(folder)
     found = {q.id: q for q in benchmark.questions}
@@ -120,8 +117,7 @@ def test_visual_genomes_official_files(folder):
         for n, keys in pictures
     ]
     write(folder / "question_answers.json", rows)
-    with pytest.raises(UserError, match=r"image_data\.json: no such file"):
-        read_vqav2(folder)
+    refuses(r"image_data\.json: no such file", read_vqav2, folder)
     coco = [{"image_id": n, "coco_id": of} for n, of in ((1, 9), (2, None), (3, 42))]
     write(folder / "image_data.json", coco)
     genome = {q.id: q for q in read_vqav2(folder).questions if q.id.startswith("vg")}
@@ -130,5 +126,4 @@ def test_visual_genomes_official_files(folder):
     }  # fmt: skip
     assert make_vocabulary(genome.values(), 3).targets(genome["vg7"]) == {0: 1.0}
     write(folder / "question_answers.json", [*rows, rows[0]])
-    with pytest.raises(UserError, match=r"question_answers\.json, entry 4: qa_id 7 is there twice"):
-        read_vqav2(folder)
+    refuses(r"question_answers\.json, entry 4: qa_id 7 is there twice", read_vqav2, folder)

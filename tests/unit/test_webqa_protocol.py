@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
 from mmqa_jax.evaluation.webqa import score_sources
 from mmqa_jax.papers import webqa
+from tests.refusals import refuses
 
 COUNT = 20  # candidates of each modality, above the cap of 16
 CORPUS = Corpus(
@@ -74,8 +73,7 @@ def test_a_cap_that_was_not_applied_is_noted():
 def test_oracle_sources_need_a_split_that_has_them():
     hidden = [question("a", split="test"), question("b", split="test")]
     message = r"the gold sources of all 2 questions of this split are hidden; choose .* val"
-    with pytest.raises(UserError, match=message):
-        webqa.SETTINGS["oracle"].check_questions("oracle", hidden)
+    refuses(message, webqa.SETTINGS["oracle"].check_questions, "oracle", hidden)
     webqa.SETTINGS["question_only"].check_questions("question_only", hidden)
     # A question without any among others has none to show.
     (first, second) = webqa.answer_oracle([question("c", ("t00",)), hidden[0]], Said())

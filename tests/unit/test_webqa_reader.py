@@ -14,6 +14,7 @@ from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.pictures.decode import PictureError, decode
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Material, Prediction, Source
 from mmqa_jax.runs.corpora import prepare_release
+from tests.refusals import refuses
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 
@@ -249,20 +250,18 @@ def test_lineidx_of_other_files(release):
     with pytest.raises(UserError, match=r"imgs.tsv, row 1: .*not that row's line") as error:
         webqa.ImagesTsv(tsv).read(1)
     assert not isinstance(error.value, PictureError)  # not one broken picture: wrong files
-    with pytest.raises(UserError, match=r"imgs.tsv, row 0: .*not that row's line"):
-        webqa.ImagesTsv(tsv).read(0)  # its end is wrong
+    refuses(
+        r"imgs.tsv, row 0: .*not that row's line", webqa.ImagesTsv(tsv).read, 0
+    )  # its end is wrong
     assert webqa.ImagesTsv(tsv).read(2) == png(COLORS[30000002])
     lineidx.write_text("\ufeff" + "".join(f"{offset}\r\n" for offset in offsets))
     assert webqa.ImagesTsv(tsv).read(0) == png(COLORS[30000000])
     lineidx.write_text("0\n1000\nabc\n")
-    with pytest.raises(UserError, match=r"imgs.lineidx, line 3: not a byte offset"):
-        webqa.ImagesTsv(tsv)
+    refuses(r"imgs.lineidx, line 3: not a byte offset", webqa.ImagesTsv, tsv)
     lineidx.write_text("0\n1000\n500\n")
-    with pytest.raises(UserError, match=r"imgs.lineidx, line 3: offset not above"):
-        webqa.ImagesTsv(tsv)
+    refuses(r"imgs.lineidx, line 3: offset not above", webqa.ImagesTsv, tsv)
     lineidx.write_text(f"{offsets[0]}\n{offsets[1]}\n")
-    with pytest.raises(UserError, match=r"imgs.tsv, row 2: .*has 2 rows"):
-        webqa.ImagesTsv(tsv).read(2)
+    refuses(r"imgs.tsv, row 2: .*has 2 rows", webqa.ImagesTsv(tsv).read, 2)
 
 
 def test_a_line_without_a_picture(release):
@@ -278,10 +277,8 @@ def test_cut_tsv(release):
     tsv.write_bytes(tsv.read_bytes()[: offsets[1] + 30])
     images = webqa.ImagesTsv(tsv)
     assert images.read(0) == png(COLORS[30000000])
-    with pytest.raises(PictureError, match="row 1: the file ends within it"):
-        images.read(1)
-    with pytest.raises(UserError, match="row 2: the file ends at byte"):
-        images.read(2)
+    refuses("row 1: the file ends within it", images.read, 1, error=PictureError)
+    refuses("row 2: the file ends at byte", images.read, 2)
 
 
 def test_a_cut_or_foreign_tsv_shows_before_anything_is_written(release, tmp_path):
@@ -289,14 +286,12 @@ def test_a_cut_or_foreign_tsv_shows_before_anything_is_written(release, tmp_path
     images = webqa.ImagesTsv(release / "imgs.tsv")
     images.check_ends(names)
     images.check_ends([])
-    with pytest.raises(UserError, match=r"row 5: .*has 3 rows"):
-        images.check_ends([*names, "images/30000005"])
+    refuses(r"row 5: .*has 3 rows", images.check_ends, [*names, "images/30000005"])
     tsv = release / "imgs.tsv"
     whole = tsv.read_bytes()
     offsets = list(map(int, (release / "imgs.lineidx").read_text().split()))
     tsv.write_bytes(whole[: offsets[1] + 30])
-    with pytest.raises(UserError, match=r"row 2: the file ends at byte \d+, before that row at"):
-        prepare_release(release, tmp_path / "out")
+    refuses(r"row 2: the file ends at byte \d+, before", prepare_release, release, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     tsv.write_bytes(whole[: offsets[2] + 30])  # one cut picture is a broken picture
     webqa.ImagesTsv(tsv).check_ends(names)
@@ -331,19 +326,16 @@ def test_counts_are_compared_with_the_published_ones(release):
 
 def test_missing_raw_files(release, tmp_path):
     (release / "imgs.lineidx").unlink()
-    with pytest.raises(UserError, match=r"imgs.lineidx: no such file"):
-        prepare_release(release, tmp_path / "out")
+    refuses(r"imgs.lineidx: no such file", prepare_release, release, tmp_path / "out")
     (release / "WebQA_train_val.json").unlink()
-    with pytest.raises(UserError, match=r"train_val.json: no such file"):
-        prepare_release(release, tmp_path / "out")
+    refuses(r"train_val.json: no such file", prepare_release, release, tmp_path / "out")
     assert not (tmp_path / "out" / "corpus.json").exists()
 
 
 def test_bad_json_is_named_with_its_line(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text('{\n "g1": {"Q": "a",\n "A": oops}\n}')
-    with pytest.raises(UserError, match=r"bad.json, line 3"):
-        webqa.read_release([path])
+    refuses(r"bad.json, line 3", webqa.read_release, [path])
 
 
 def change(key, value, datum="g1"):
@@ -373,18 +365,15 @@ def change(key, value, datum="g1"):
 def test_wrong_data_is_named(tmp_path, data, message):
     path = tmp_path / "data.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=r"data\.json.*" + message):
-        webqa.read_release([path])
+    refuses(r"data\.json.*" + message, webqa.read_release, [path])
 
 
 def test_repeated_guid(release, tmp_path):
     path = release / "WebQA_train_val.json"
-    with pytest.raises(UserError, match=r"Guid g1: the same Guid is in .*train_val\.json"):
-        webqa.read_release([path, path])
+    refuses(r"Guid g1: the same Guid is in .*train_val\.json", webqa.read_release, [path, path])
     twice = tmp_path / "twice.json"
     twice.write_text('{"g": {"Q": "a"}, "g": {"Q": "b"}}')
-    with pytest.raises(UserError, match=r"twice\.json: key 'g' appears twice"):
-        webqa.read_release([twice])
+    refuses(r"twice\.json: key 'g' appears twice", webqa.read_release, [twice])
 
 
 @pytest.mark.parametrize(
@@ -393,5 +382,4 @@ def test_repeated_guid(release, tmp_path):
 def test_wrong_submission(tmp_path, data):
     path = tmp_path / "submission.json"
     path.write_text(json.dumps(data))
-    with pytest.raises(UserError, match=r"submission\.json"):
-        webqa.parse_submission(read_json(path), path)
+    refuses(r"submission\.json", webqa.parse_submission, read_json(path), path)

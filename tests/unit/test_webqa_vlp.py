@@ -20,7 +20,6 @@ from tiny_checkpoints import CONFIGS as TINY
 from tiny_checkpoints import make_source
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
 from mmqa_jax.data.batches.packing import RawSource
@@ -44,6 +43,7 @@ from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted
 from mmqa_jax.weights.published import write_published
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -489,8 +489,7 @@ def test_wrong_clips_are_named(release, clip, change, message):
     for key, value in change.items():
         section, name = key.split(".")
         config[section][name] = value
-    with pytest.raises(UserError, match=message):
-        check_config(config)
+    refuses(message, check_config, config)
 
 
 def test_a_clip_of_other_sizes_or_another_model_is_named(release, clip, tmp_path):
@@ -499,10 +498,8 @@ def test_a_clip_of_other_sizes_or_another_model_is_named(release, clip, tmp_path
     config.pictures.size = 24
     differing = r"vision\.image_size 16 \(config: 24\), vision\.layers 3 \(config: 2\)"
     message = rf"features\.root=.*: this CLIP has {differing}; set"
-    with pytest.raises(UserError, match=message):
-        check_config(config)
+    refuses(message, check_config, config)
     record = json.loads((clip[0] / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**record, "format": "other"}))
     config.features.root = str(tmp_path)
-    with pytest.raises(UserError, match=r"model\.json: format is 'other', expected"):
-        check_config(config)
+    refuses(r"model\.json: format is 'other', expected", check_config, config)

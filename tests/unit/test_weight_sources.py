@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.formats.torch import TorchSource
 from mmqa_jax.weights.layouts import gguf_file, open_source
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TorchScript's
 
@@ -133,8 +133,7 @@ def test_files_cut_short_are_named(layout, tmp_path):
     said = "whole safetensors file" if layout == "safetensors" else "torch file of plain tensors"
     for size in (*range(0, len(data), 61), len(data) - 1):
         path.write_bytes(data[:size])
-        with pytest.raises(UserError, match=f"{path.name}: not a {said}"):
-            open_source(path)
+        refuses(f"{path.name}: not a {said}", open_source, path)
 
 
 def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path):
@@ -142,26 +141,21 @@ def test_a_file_cut_short_after_it_was_opened_is_named(tmp_path):
     source = open_source(path)
     last = max(source.specs(), key=lambda key: source._locations[key].offset)
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=rf"x\.safetensors, tensor '{last}': \d+ bytes are left"):
-        source.read(last)
+    refuses(rf"x\.safetensors, tensor '{last}': \d+ bytes are left", source.read, last)
     path.unlink()
-    with pytest.raises(UserError, match=r"x\.safetensors: cannot be read any more"):
-        source.read(last)
+    refuses(r"x\.safetensors: cannot be read any more", source.read, last)
 
 
 def test_folders_without_a_checkpoint_and_broken_indices(tmp_path):
-    with pytest.raises(UserError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        open_source(tmp_path)
+    refuses(r"neither model\.safetensors nor pytorch_model\.bin", open_source, tmp_path)
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = tmp_path / f"{name}.index.json"
         for content in ("[]", "{}", '{"weight_map": {}}', '{"weight_map": {"a": 3}}'):
             index.write_text(content)
             for path in (index, tmp_path):
-                with pytest.raises(UserError, match=rf"{name}\.index\.json: has no `weight_map`"):
-                    open_source(path)
+                refuses(rf"{name}\.index\.json: has no `weight_map`", open_source, path)
         index.unlink()
-        with pytest.raises(UserError, match=rf"{name}\.index\.json: no such file"):
-            open_source(index)
+        refuses(rf"{name}\.index\.json: no such file", open_source, index)
 
 
 @pytest.mark.filterwarnings("ignore")  # tracing warns of its own batch norm
@@ -199,8 +193,7 @@ def test_a_torchscript_archive_with_other_objects_is_refused(tmp_path):
         with zipfile.ZipFile(path, "w") as archive:
             archive.writestr("net/constants.pkl", b"")
             archive.writestr("net/data.pkl", pickle.dumps(content, protocol=2))
-        with pytest.raises(UserError, match=rf"net\.pt: not a torch file .* \({reason}.*; fetch"):
-            open_source(path)
+        refuses(rf"net\.pt: not a torch file .* \({reason}.*; fetch", open_source, path)
     assert not (tmp_path / "touched").exists()
 
 
@@ -213,27 +206,23 @@ def test_a_compressed_torchscript_archive_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, data in parts.items():
             archive.writestr(name, data)
-    with pytest.raises(UserError, match=r"net\.pt, net/data.*: is compressed, .*; save"):
-        open_source(path)
+    refuses(r"net\.pt, net/data.*: is compressed, .*; save", open_source, path)
 
 
 def test_a_torch_file_without_torch(tmp_path, monkeypatch):
     path = saved("torch", tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match=r"x\.pth: reading a torch file .* `pip install torch`, or"):
-        open_source(path)
+    refuses(r"x\.pth: reading a torch file .* `pip install torch`, or", open_source, path)
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path):
     folder = sharded(tmp_path, "model", ".safetensors", save_file)
     save_file(tensors(), folder / "model-1.safetensors")
-    with pytest.raises(UserError, match=r"tensor 'l.*' is in two of its files; keep one of them"):
-        open_source(folder)
+    refuses(r"tensor 'l.*' is in two of its files; keep one of them", open_source, folder)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"absent: cannot be read .*; check the path"):
-        gguf_file(tmp_path / "absent")
+    refuses(r"absent: cannot be read .*; check the path", gguf_file, tmp_path / "absent")
 
 
 @pytest.mark.filterwarnings("ignore")  # torch calls these kinds of tensors unfinished
@@ -247,8 +236,7 @@ def test_tensors_that_numpy_cannot_hold_are_named(tmp_path):
     )
     for tensor in odd:
         torch.save({"a": torch.ones(2), "odd": tensor}, path)
-        with pytest.raises(UserError, match=r"x\.pt, tensor 'odd': type torch\..* not supported"):
-            open_source(path)
+        refuses(r"x\.pt, tensor 'odd': type torch\..* not supported", open_source, path)
 
 
 def test_a_torch_archive_with_a_part_that_is_too_short_is_refused(tmp_path):
@@ -260,11 +248,9 @@ def test_a_torch_archive_with_a_part_that_is_too_short_is_refused(tmp_path):
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in parts.items():
             archive.writestr(name, data[:8] if name.endswith("data/0") else data)
-    with pytest.raises(UserError, match=r"x\.pt: a part of it should hold 16 bytes .* has 8"):
-        open_source(path)
+    refuses(r"x\.pt: a part of it should hold 16 bytes .* has 8", open_source, path)
     torch.save({1: torch.ones(4)}, path)
-    with pytest.raises(UserError, match="not a state dict"):
-        open_source(path)
+    refuses("not a state dict", open_source, path)
     torch.save({"a": torch.ones(3)._neg_view()}, path)
     np.testing.assert_array_equal(open_source(path).read("a"), [-1, -1, -1])
 

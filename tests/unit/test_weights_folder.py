@@ -26,6 +26,7 @@ from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted, is_weights_folder
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -135,8 +136,7 @@ ENCODER = dataclasses.asdict(BERT)
 def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path):
     record = describe_model(architecture("bert"), BERT, "float32") | changes
     (tmp_path / "model.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match=rf"model\.json{message}"):
-        read_record(tmp_path)
+    refuses(rf"model\.json{message}", read_record, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,7 @@ def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_read(model, options, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        convert(model, tmp_path / "absent", tmp_path / "out", **options)
+    refuses(message, convert, model, tmp_path / "absent", tmp_path / "out", **options)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +164,4 @@ def test_wrong_options_are_refused_before_anything_is_read(model, options, messa
 )
 def test_an_exports_config_that_does_not_fit_is_refused(stated, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"mmqa_jax": stated}))
-    with pytest.raises(UserError, match=rf"config\.json{message}"):
-        read_own_config(BertConfig, tmp_path)
+    refuses(rf"config\.json{message}", read_own_config, BertConfig, tmp_path)

@@ -22,6 +22,7 @@ from mmqa_jax.data.wikipedia.streams import InputFile, json_entries
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.verbs.region_features import open_pictures
+from tests.refusals import refuses
 
 # Two pages in the format of KILT's README, with headings and items of lists as its files have them.
 KILT = [
@@ -171,8 +172,7 @@ def test_a_passage_names_the_section_of_its_first_word():
     cut = sources_of(Article("1", "T", "u", [Section("", words)]), PassageOptions())
     assert [len(row.text.split()) for row in cut] == [100] * 12 + [34]
     assert " ".join(row.text for row in cut) == words
-    with pytest.raises(UserError, match="--passage_words=0"):
-        PassageOptions(0)
+    refuses("--passage_words=0", PassageOptions, 0)
 
 
 def test_infoseek(raw):
@@ -195,16 +195,14 @@ def test_infoseek(raw):
     pictures = open_pictures(raw.parent / "out")
     assert pictures.read("Q806/Q806563.jpg") == corpus.picture(0)
     (raw / "images/Q806/Q806563.jpg").unlink()
-    with pytest.raises(PictureError, match=r"Q806/Q806563\.jpg: is not in the corpus"):
-        pictures.read("Q806/Q806563.jpg")
+    refuses(r"Q806/Q806563\.jpg: is not in", pictures.read, "Q806/Q806563.jpg", error=PictureError)
     texts = corpus.of_rows(corpus.modality_rows("text"))
     assert [s.id for s in texts.sources] == list(texts.row) == ["Q806563#1", "Q42#1"]
     assert texts.row["Q42#1"] == 1
     assert "Q806563#picture1" not in texts.row
     assert not texts.image_mask().any()
     (raw / "images").rename(raw / "moved")
-    with pytest.raises(UserError, match=r"raw/images: the corpus's pictures .*; put it"):
-        open_corpus(raw.parent / "out")
+    refuses(r"raw/images: the corpus's pictures .*; put it", open_corpus, raw.parent / "out")
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["json", "zip"])
@@ -264,8 +262,7 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     monkeypatch.setattr(streams.InputFile.blocks, "__defaults__", (7,))
     assert dict(json_entries(InputFile(path))) == EVQA
     path.write_text(json.dumps(EVQA)[:-30])
-    with pytest.raises(UserError, match=r"x\.json: ends within"):
-        list(json_entries(InputFile(path)))
+    refuses(r"x\.json: ends within", list, json_entries(InputFile(path)))
 
 
 @pytest.mark.parametrize(
@@ -280,8 +277,7 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
 def test_files_that_are_no_json_object(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"x\.json: {message} the file again"):
-        list(json_entries(InputFile(path)))
+    refuses(rf"x\.json: {message} the file again", list, json_entries(InputFile(path)))
 
 
 def test_dpr_lines_are_those_of_csv(raw):
@@ -322,8 +318,7 @@ def test_a_file_of_another_kind_is_refused(raw):
         page = {"wikipedia_id": 1, "wikipedia_title": "T", **page}
         (raw / "kilt_knowledgesource.json").write_text(json.dumps(page) + "\n")
         match = "has no KILT's knowledge source; the first broken one: "
-        with pytest.raises(UserError, match=match):
-            prepare("kilt", raw, raw.parent / "out")
+        refuses(match, prepare, "kilt", raw, raw.parent / "out")
     assert not (raw.parent / "out").exists()
 
 
@@ -331,12 +326,10 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
     whole = gzip.compress(lines(KILT * 50))
     path = raw / "kilt_knowledgesource.json.gz"
     path.write_bytes(whole[:-20])
-    with pytest.raises(UserError, match=r"json\.gz: cannot be read .*fetch the file again"):
-        prepare("kilt", raw, raw.parent / "out")
+    refuses(r"json\.gz: cannot be read .*fetch the file", prepare, "kilt", raw, raw.parent / "out")
     monkeypatch.setattr(streams, "_ALLOWED", 1 << 20)
     path.write_bytes(gzip.compress(b"0" * (4 << 20)))
-    with pytest.raises(UserError, match="unpacks to more than 250 times its size"):
-        prepare("kilt", raw, raw.parent / "out")
+    refuses("unpacks to more than 250 times its size", prepare, "kilt", raw, raw.parent / "out")
 
 
 @pytest.mark.parametrize(
@@ -360,19 +353,15 @@ def test_zips_that_are_not_unpacked(tmp_path, names, field, value, message):
     data = bytearray(path.read_bytes())
     data[data.index(b"PK\x01\x02") + field] = value
     path.write_bytes(data)
-    with pytest.raises(UserError, match=rf"x\.json\.zip: {message}"):
-        InputFile(path)
+    refuses(rf"x\.json\.zip: {message}", InputFile, path)
 
 
 def test_what_the_folder_must_hold(raw):
-    with pytest.raises(UserError, match="has no file of DPR's passages"):
-        prepare("dpr", raw, raw.parent / "out")
+    refuses("has no file of DPR's passages", prepare, "dpr", raw, raw.parent / "out")
     for name in ("a-pages-articles1.xml", "b-pages-articles2.xml.bz2"):
         (raw / name).touch()
-    with pytest.raises(UserError, match="has 2 files of the articles of a dump"):
-        prepare("wikipedia", raw, raw.parent / "out")
-    with pytest.raises(UserError, match="--passage_words"):
-        prepare("dpr", raw, raw.parent / "out", passage_words=50)
+    refuses("has 2 files of the articles of a dump", prepare, "wikipedia", raw, raw.parent / "out")
+    refuses("--passage_words", prepare, "dpr", raw, raw.parent / "out", passage_words=50)
     with pytest.raises(UserError, match="--max_broken_pictures"):
         prepare("kilt", raw, raw.parent / "out", max_broken_pictures=3)
 
@@ -391,11 +380,9 @@ def test_pages_of_a_dump(tmp_path):
     assert {"datei", "kategorie", "file"} < set(reader.not_text)
     path = tmp_path / "cut.xml"
     path.write_text(DUMP[:-40])
-    with pytest.raises(UserError, match=r"cut\.xml: is no XML, or is cut"):
-        list(PageReader(InputFile(path)).pages())
+    refuses(r"cut\.xml: is no XML, or is cut", list, PageReader(InputFile(path)).pages())
     path.write_text('<!DOCTYPE x [<!ENTITY a "b">]><x>&a;</x>')
-    with pytest.raises(UserError, match="declares the entity 'a'"):
-        list(PageReader(InputFile(path)).pages())
+    refuses("declares the entity 'a'", list, PageReader(InputFile(path)).pages())
 
 
 def test_an_element_of_a_dump_that_does_not_end(tmp_path, monkeypatch):
@@ -403,8 +390,7 @@ def test_an_element_of_a_dump_that_does_not_end(tmp_path, monkeypatch):
     path.write_text(DUMP)
     monkeypatch.setattr(dump, "LONGEST_LINE", 20)
     message = r"dump\.xml: page '.*' has an element of more than 20 characters; this is no dump of"
-    with pytest.raises(UserError, match=message):
-        list(PageReader(InputFile(path)).pages())
+    refuses(message, list, PageReader(InputFile(path)).pages())
 
 
 def test_articles_of_a_dump(raw):

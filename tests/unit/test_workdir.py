@@ -14,6 +14,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts.distributed import multi_host_arguments
 from mmqa_jax.core.metrics import MetricsWriter, read_metrics
 from mmqa_jax.core.workdir import Workdir
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -60,28 +61,22 @@ def test_another_config_is_refused_and_nothing_changes(tmp_path):
     claim(tmp_path)
     before = (tmp_path / "config.json").read_bytes()
     other = {"seed": 1, "train": {"steps": 20, "rate": 0.1, "new": None}}
-    with pytest.raises(
-        UserError, match=r"train\.steps \(10 there, 20 now\), train\.new .*--workdir"
-    ):
-        claim(tmp_path, other)
+    refuses(r"train\.steps \(10 there, 20 now\), train\.new .*--workdir", claim, tmp_path, other)
     assert (tmp_path / "config.json").read_bytes() == before
 
 
 def test_paths_that_cannot_be_a_workdir_are_named(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        claim(tmp_path / "file" / "run")
+    refuses("cannot be written", claim, tmp_path / "file" / "run")
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json: is not a run's config"):
-        claim(tmp_path)
+    refuses(r"config\.json: is not a run's config", claim, tmp_path)
 
 
 def test_a_second_process_is_refused_until_the_first_is_dead(tmp_path):
     """And the time of the first, which was killed, counts."""
     process = hold(tmp_path)
     try:
-        with pytest.raises(UserError, match=rf"process {process.pid} on .* is writing into it"):
-            claim(tmp_path)
+        refuses(rf"process {process.pid} on .* is writing into it", claim, tmp_path)
         time.sleep(1.5)  # some heartbeats
     finally:
         process.kill()
@@ -107,8 +102,7 @@ def test_stages_run_once_and_failed_ones_again(tmp_path):
                     raise error
 
     error = ValueError("disk")
-    with pytest.raises(ValueError, match="disk"):
-        index(error)
+    refuses("disk", index, error, error=ValueError)
     assert not workdir.done("index")
     index()
     assert workdir.done("index")
@@ -172,11 +166,9 @@ def test_metrics_after_the_restored_step_are_dropped(tmp_path):
     events = [name for name in os.listdir(tmp_path) if name.startswith("events.out.tfevents")]
     assert events
     (tmp_path / "metrics.jsonl").write_text('{"step": 1\n{"step": 2}\n')
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line 1: not valid JSON"):
-        read_metrics(tmp_path)
+    refuses(r"metrics\.jsonl, line 1: not valid JSON", read_metrics, tmp_path)
     (tmp_path / "run" / "metrics.jsonl").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"metrics\.jsonl: is a folder, a file .*; move it away"):
-        read_metrics(tmp_path / "run")
+    refuses(r"metrics\.jsonl: is a folder, a file .*; move it away", read_metrics, tmp_path / "run")
 
 
 def test_other_processes_write_no_metrics(tmp_path, monkeypatch):

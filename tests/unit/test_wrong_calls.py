@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
@@ -24,6 +23,7 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import build_index
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.modality import ModalityClassifier
+from tests.refusals import refuses
 
 TEXTS = ["a red star", "the blue sea"]
 CORPUS = Corpus([Source(f"s{n}", "text", text) for n, text in enumerate(TEXTS)])
@@ -74,8 +74,7 @@ def test_texts_are_not_questions():
 
 @pytest.mark.parametrize("kind", ["auto", "exact", "scann", "mesh"])
 def test_an_array_is_no_embeddings(kind):
-    with pytest.raises(TypeError, match=r"ndarray was given.*Embeddings\(vectors, model_finger"):
-        build_index(EYE, kind)
+    refuses(r"ndarray was given.*Embeddings\(vectors,", build_index, EYE, kind, error=TypeError)
 
 
 @pytest.mark.parametrize("allowed", [np.arange(4), [True] * 4, np.ones(4)])
@@ -88,5 +87,4 @@ def test_allowed_rows_are_a_mask(allowed):
 
 
 def test_two_sources_with_one_id():
-    with pytest.raises(UserError, match="corpus: source id 's0' is there twice"):
-        Corpus([*CORPUS.sources, CORPUS.sources[0]])
+    refuses("corpus: source id 's0' is there twice", Corpus, [*CORPUS.sources, CORPUS.sources[0]])

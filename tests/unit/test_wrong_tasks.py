@@ -28,6 +28,7 @@ from mmqa_jax.tasks.solved_questions import OptionLikelihood
 from mmqa_jax.tasks.vqa import pretrained_answers, vqa_loader
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 TASKS = {
     "contrastive": "atlas/contrastive.py:runlocal",
@@ -153,8 +154,7 @@ def test_without_changes_none_is_refused(task):
     ],
 )
 def test_the_config_alone_is_wrong(task, changes, message):
-    with pytest.raises(UserError, match=message):
-        read_task(config_of(task, **changes)).check_sizes(files=False)
+    refuses(message, read_task(config_of(task, **changes)).check_sizes, files=False)
 
 
 # On a corpus
@@ -192,8 +192,7 @@ TOO_SMALL = {"model__changes__vocab_size": 40, "tokenizer": "letters"}
 def test_the_corpus_does_not_fit(task, changes, questions, message):
     described = read_task(config_of(task, data__dir="tiny", **changes))
     described.check_sizes(files=False)
-    with pytest.raises(UserError, match=message):
-        described.recipe(Corpus([], questions), LETTERS)
+    refuses(message, described.recipe, Corpus([], questions), LETTERS)
 
 
 @pytest.mark.parametrize(
@@ -209,8 +208,7 @@ def test_the_corpus_does_not_fit(task, changes, questions, message):
 )
 def test_a_tokenizer_that_is_none(task, tokenizer, message, tmp_path):
     described = read_task(config_of(task, tokenizer=tokenizer))
-    with pytest.raises(UserError, match=message):
-        described.make_tokenizer(Corpus([], [CHOICE]), tmp_path)
+    refuses(message, described.make_tokenizer, Corpus([], [CHOICE]), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -225,8 +223,7 @@ def test_what_the_weights_decide(base):
     message = (
         r"key model\.changes\.(?!dtype)\w+: the weights of init=.* decide it; change only dtype"
     )
-    with pytest.raises(UserError, match=message):
-        described.check_sizes(files=False)
+    refuses(message, described.check_sizes, files=False)
 
 
 def test_the_width_of_pictures_is_that_of_a_base_which_reads_them(tmp_path):
@@ -242,8 +239,7 @@ def test_the_width_of_pictures_is_that_of_a_base_which_reads_them(tmp_path):
     message = (
         r"key model\.changes\.features=7: init=.* reads vectors of 6 values; set it to that, or"
     )
-    with pytest.raises(UserError, match=message):
-        check(7)
+    refuses(message, check, 7)
 
 
 def test_another_models_tokenizer(base):
@@ -251,8 +247,7 @@ def test_another_models_tokenizer(base):
     described = read_task(config_of("llm", **changes))
     described.check_sizes()
     message = r"key tokenizer=letters: has 60 tokens, the model 40; name the model's own"
-    with pytest.raises(UserError, match=message):
-        described.recipe(Corpus([], [CHOICE]), LETTERS)
+    refuses(message, described.recipe, Corpus([], [CHOICE]), LETTERS)
 
 
 def test_a_question_that_fits_no_row_of_validation():
@@ -298,8 +293,7 @@ def test_a_vqa_run_of_other_sizes(captioned):
     described = read_task(config_of("vqa", init=captioned, model__fusion__flat_out=40))
     model = nnx.eval_shape(VQAObjective(described.model.config(40, 2)).outline)
     message = rf"config key init={captioned}: .*/merge/bias \[32\] \(config: \[40\]\).*; set the"
-    with pytest.raises(UserError, match=message):
-        vqa_loader(described, LETTERS, ANSWERS)(model)
+    refuses(message, vqa_loader(described, LETTERS, ANSWERS), model)
 
 
 def test_words_of_another_width(tmp_path):
@@ -311,8 +305,7 @@ def test_words_of_another_width(tmp_path):
     message = (
         rf"config key init={glove}: vectors of 2 values, the model has 300; set model\.word_fea"
     )
-    with pytest.raises(UserError, match=message):
-        vqa_loader(described, words, ANSWERS)(model)
+    refuses(message, vqa_loader(described, words, ANSWERS), model)
 
 
 # Weights of another kind
@@ -337,44 +330,37 @@ def test_weights_of_another_model(task, key, kind, captioned):
         rf"config key {key}={captioned}: holds a model of kind 'caption_mcan', {kind} was expected; "
         rf"convert one with `mmqa convert --model={kind}`"
     )
-    with pytest.raises(UserError, match=message):
-        described.check_sizes()
+    refuses(message, described.check_sizes)
 
 
 def test_a_language_model_that_is_none(captioned):
     message = rf"--model={captioned}: contains a caption_mcan; give a LLaMA, LLaVA, .* or T5"
-    with pytest.raises(UserError, match=message):
-        open_backend(captioned)
+    refuses(message, open_backend, captioned)
 
 
 def test_a_checkpoint_whose_config_is_none(tmp_path):
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json: is not an object; fetch the file again"):
-        open_backend(tmp_path)
+    refuses(r"config\.json: is not an object; fetch the file again", open_backend, tmp_path)
 
 
 def test_a_t5_with_fewer_tokens_than_its_tokenizer(small_t5, base):
     message = rf"--model={small_t5}: its tokenizer has 60 tokens, the model 40; name .* --tokenizer"
-    with pytest.raises(UserError, match=message):
-        open_backend(small_t5, tokenizer=base)
+    refuses(message, open_backend, small_t5, tokenizer=base)
 
 
 def test_a_reader_whose_config_is_of_another_task(base):
     config = load_config(f"{ROOT}/configs/atlas/answer.py:runlocal")
     message = r"key parts\.fusion_reader\.config: describes task answer; name a config of fusion_in"
-    with pytest.raises(UserError, match=message):
-        open_published_reader(base, "", config, Corpus([]))
+    refuses(message, open_published_reader, base, "", config, Corpus([]))
 
 
 def test_a_reader_that_is_no_t5(captioned, base):
     message = rf"{captioned}: holds no T5, .*; name a T5 and .* \(parts\.fusion_reader\.tokenizer\)"
-    with pytest.raises(UserError, match=message):
-        open_published_reader(captioned, str(base), config_of("fusion"), Corpus([]))
+    refuses(message, open_published_reader, captioned, str(base), config_of("fusion"), Corpus([]))
 
 
 def test_a_reader_with_fewer_tokens_than_its_tokenizer(small_t5, base):
     message = (
         rf"{small_t5}: holds .* one with fewer tokens than its tokenizer; name a T5 and its own"
     )
-    with pytest.raises(UserError, match=message):
-        open_published_reader(small_t5, str(base), config_of("fusion"), Corpus([]))
+    refuses(message, open_published_reader, small_t5, str(base), config_of("fusion"), Corpus([]))

@@ -11,6 +11,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.published_tokenizers import published_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer as TextsTokenizer
 from mmqa_jax.inference.cross_encoder import read_yes_no
+from tests.refusals import refuses
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 ROLE = '{{ messages | selectattr("role", "eq", "%s") | map(attribute="content") | first }}'
@@ -65,8 +66,7 @@ def test_tokenizers_that_a_qwen_does_not_have(words, of_bytes, message, tmp_path
 )
 def test_chat_templates_that_make_no_prompt_of_a_pair(template, message, tmp_path):
     write_reranker(tmp_path, template)
-    with pytest.raises(UserError, match=f"{tmp_path}: .*{message}"):
-        read_yes_no(tmp_path, "llama", tokenizer(*TURNS))
+    refuses(f"{tmp_path}: .*{message}", read_yes_no, tmp_path, "llama", tokenizer(*TURNS))
 
 
 def test_a_chat_template_of_the_two_roles(tmp_path):
