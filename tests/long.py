@@ -1,6 +1,6 @@
 """What takes an hour: `launch/test.sh long`, or python -m tests.long [NAME ...]
 
-Each item is a process with its log in --out. Prints the table that stands in tests/README.md; exit
+Each item is a process with its log in --out. Prints the table that stands in tests/RESULTS.md; exit
 code 1 if an item failed.
 """
 
