@@ -246,12 +246,9 @@ class TorchDetector:
         else:
             unscaled = torch.from_numpy(rois / np.float32(scale))
             per_class = decode(
-                deltas.view(len(rois), -1, 4),
-                unscaled[:, None],
-                (10, 10, 5, 5),
-                end_pixel=1,
+                deltas.view(len(rois), -1, 4), unscaled[:, None], (10, 10, 5, 5), end_pixel=1,
                 bounded=True,
-            )
+            )  # fmt: skip
             per_class = clip(per_class, *original).numpy()
             index, scores, labels, boxes = vlp_regions(per_class, probabilities, rule)
         attributes = None

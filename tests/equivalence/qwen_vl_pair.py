@@ -64,9 +64,7 @@ CASES = {
         {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 3},
         {
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1234.5,
-                "mrope_section": [1, 3, 2],
+                "rope_type": "default", "rope_theta": 1234.5, "mrope_section": [1, 3, 2],
             }
         },
         {},
@@ -77,9 +75,7 @@ CASES = {
         {**_SINCE_2_5, "window_size": 24, "fullatt_block_indexes": [1]},
         {
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1234.5,
-                "mrope_section": [2, 1, 3],
+                "rope_type": "default", "rope_theta": 1234.5, "mrope_section": [2, 1, 3],
             }
         },
         {},
@@ -87,24 +83,20 @@ CASES = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            **_SINCE_2_5,
-            "num_position_embeddings": 49,
-            "deepstack_visual_indexes": [0, 2],
+            **_SINCE_2_5, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2],
             "hidden_act": "gelu_pytorch_tanh",
         },
         {
             "head_dim": 16,
             "attention_bias": True,
             "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 4321.0,
-                "mrope_section": [3, 3, 2],
+                "rope_type": "default", "rope_theta": 4321.0, "mrope_section": [3, 3, 2],
                 "mrope_interleaved": True,
             },
         },
         {"tie_word_embeddings": True},
     ),
-}
+}  # fmt: skip
 CASES["qwen3_vl_moe"] = (
     "Qwen3VLMoe",
     CASES["qwen3_vl"][1],
@@ -158,12 +150,9 @@ def save_torch(
     name, vision, text, both = CASES[case]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
-        vision_config=_VISION | vision,
-        text_config=_TEXT | text | dict(more or {}),
-        attn_implementation="eager",
-        **both,
-        **tokens,
-    )
+        vision_config=_VISION | vision, text_config=_TEXT | text | dict(more or {}),
+        attn_implementation="eager", **both, **tokens,
+    )  # fmt: skip
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     theirs = randomize(theirs, 0, 0.05)
     theirs.save_pretrained(folder)

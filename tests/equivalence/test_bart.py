@@ -115,12 +115,10 @@ def batch():
 def run_torch(model, source, source_mask, target, target_mask, **more):
     with torch.no_grad():
         return model(
-            input_ids=torch.from_numpy(source),
-            attention_mask=torch.from_numpy(source_mask).long(),
+            input_ids=torch.from_numpy(source), attention_mask=torch.from_numpy(source_mask).long(),
             decoder_input_ids=torch.from_numpy(target),
-            decoder_attention_mask=torch.from_numpy(target_mask).long(),
-            **more,
-        )
+            decoder_attention_mask=torch.from_numpy(target_mask).long(), **more,
+        )  # fmt: skip
 
 
 def test_embeddings_layers_and_logits_equal(pair):

@@ -56,11 +56,9 @@ class Published(NamedTuple):
                     input_ids=src["input_ids"], attention_mask=src["attention_mask"], labels=labels
                 ).logits
                 loss = torch.nn.functional.nll_loss(
-                    logits.view(-1, logits.shape[-1]).log_softmax(dim=1),
-                    labels.view(-1),
-                    reduction="none",
-                    ignore_index=self.model.config.pad_token_id,
-                ).view(len(labels), -1)
+                    logits.view(-1, logits.shape[-1]).log_softmax(dim=1), labels.view(-1),
+                    reduction="none", ignore_index=self.model.config.pad_token_id,
+                ).view(len(labels), -1)  # fmt: skip
                 scores += (-loss.sum(dim=1) / tgt["attention_mask"].sum(dim=1)).tolist()
         return scores
 
@@ -92,11 +90,9 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ours(published):
     return fluency.BartScorer(
-        load_published("bart", published.folder),
-        fluency.load_bart_tokenizer(published.folder),
-        buckets=BUCKETS,
-        batch_tokens=48,
-    )
+        load_published("bart", published.folder), fluency.load_bart_tokenizer(published.folder),
+        buckets=BUCKETS, batch_tokens=48,
+    )  # fmt: skip
 
 
 def test_every_pair_scores_as_the_published_code_does(published, ours):

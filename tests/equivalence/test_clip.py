@@ -60,17 +60,12 @@ def pair(request, tmp_path_factory):
             "bos_token_id": 0,
         },
         vision_config={
-            "hidden_size": 40,
-            "intermediate_size": 72,
-            "num_hidden_layers": 4,
-            "num_attention_heads": 5,
-            "image_size": 30,
-            "patch_size": 6,
-            "hidden_act": activation,
+            "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 4,
+            "num_attention_heads": 5, "image_size": 30, "patch_size": 6, "hidden_act": activation,
             "layer_norm_eps": 2e-5,
         },
         projection_dim=28,
-    )
+    )  # fmt: skip
     theirs = randomize(transformers.CLIPModel(config), 0)
     folder = tmp_path_factory.mktemp("clip") / activation
     theirs.save_pretrained(folder)
@@ -258,9 +253,7 @@ def test_presets_have_the_published_sizes(name):
             "patch_size": {"vit_b_32": 32, "vit_b_16": 16}.get(name, 14),
             **(
                 {
-                    "hidden_size": 1024,
-                    "intermediate_size": 4096,
-                    "num_hidden_layers": 24,
+                    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
                     "num_attention_heads": 16,
                 }
                 if large
@@ -272,7 +265,7 @@ def test_presets_have_the_published_sizes(name):
             if large
             else {}
         ),
-    )
+    )  # fmt: skip
     with torch.device("meta"):
         theirs = transformers.CLIPModel(published)
     state = nnx.state(abstract(TwoTowers, config))

@@ -54,11 +54,9 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CLASSES = {
-    "llama": transformers.LlamaForCausalLM,
-    "bert": transformers.BertModel,
-    "clip": transformers.CLIPModel,
-    "bart": transformers.BartForConditionalGeneration,
-}
+    "llama": transformers.LlamaForCausalLM, "bert": transformers.BertModel,
+    "clip": transformers.CLIPModel, "bart": transformers.BartForConditionalGeneration,
+}  # fmt: skip
 
 
 def run(name: str, model: torch.nn.Module) -> list[torch.Tensor]:

@@ -47,12 +47,8 @@ COMMON = {
 }  # fmt: skip
 CASES = {
     "grouped, tied": {
-        "hidden_size": 48,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "intermediate_size": 80,
-        "tie_word_embeddings": True,
-        "rms_norm_eps": 3e-4,
+        "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
+        "intermediate_size": 80, "tie_word_embeddings": True, "rms_norm_eps": 3e-4,
         "rope_theta": 1234.5,
     },
     "one key head, llama3 scaling": {
@@ -64,12 +60,8 @@ CASES = {
         "hidden_act": "gelu_new",
         # Of the eight frequencies one is kept, two are interpolated, five divided.
         "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 50000.0,
-            "factor": 6.0,
-            "low_freq_factor": 0.5,
-            "high_freq_factor": 5.0,
-            "original_max_position_embeddings": 90,
+            "rope_type": "llama3", "rope_theta": 50000.0, "factor": 6.0, "low_freq_factor": 0.5,
+            "high_freq_factor": 5.0, "original_max_position_embeddings": 90,
         },
     },
     "all heads, biases, own head size, linear scaling": {
@@ -82,7 +74,7 @@ CASES = {
         "mlp_bias": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
     },
-}
+}  # fmt: skip
 
 
 @functools.cache

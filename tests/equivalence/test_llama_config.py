@@ -24,13 +24,9 @@ def test_rotary_frequencies_are_transformers(theta, scaling):
     """Within one rounding of float32, for the published head sizes."""
     for head_dim in (64, 128):
         config = LlamaConfig(
-            hidden=4 * head_dim,
-            heads=4,
-            kv_heads=4,
-            rope_theta=theta,
-            rope_scaling=scaling and RopeScaling(scaling, 8.0),
-            positions=131072,
-        )
+            hidden=4 * head_dim, heads=4, kv_heads=4, rope_theta=theta,
+            rope_scaling=scaling and RopeScaling(scaling, 8.0), positions=131072,
+        )  # fmt: skip
         theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(
             transformers.LlamaConfig(**config.to_hf())
         )

@@ -168,12 +168,9 @@ def make_pair(name: str, folder: Path) -> Pair:
     sizes = {key: x for key, x in TEXT.items() if hasattr(usual, key)}  # layer norms have others
     text = transformers.AutoConfig.for_model(case.decoder, **sizes | case.text)
     config = transformers.LlavaConfig(
-        vision_config=VISION[case.tower] | case.vision,
-        text_config=text,
-        image_token_index=IMAGE,
-        attn_implementation="eager",
-        **case.both,
-    )
+        vision_config=VISION[case.tower] | case.vision, text_config=text, image_token_index=IMAGE,
+        attn_implementation="eager", **case.both,
+    )  # fmt: skip
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     side = VISION[case.tower]["image_size"]
@@ -184,11 +181,9 @@ def make_pair(name: str, folder: Path) -> Pair:
         else SiglipImageProcessorPil(size=square)
     )
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=letters(bos=case.template == STRINGS),
-        bos_token="<s>",
-        eos_token="</s>",
+        tokenizer_object=letters(bos=case.template == STRINGS), bos_token="<s>", eos_token="</s>",
         additional_special_tokens=["<image>"],
-    )
+    )  # fmt: skip
     processor = transformers.LlavaProcessor(
         prepare,
         tokenizer,

@@ -36,36 +36,18 @@ from tests.refusals import refuses
 TOWER = "vision_tower.vision_model."
 # config.json of liuhaotian/llava-v1.5-7b, what concerns the model.
 PUBLISHED = {
-    "architectures": ["LlavaLlamaForCausalLM"],
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "image_aspect_ratio": "pad",
-    "initializer_range": 0.02,
-    "intermediate_size": 11008,
-    "max_position_embeddings": 4096,
-    "mm_hidden_size": 1024,
-    "mm_projector_type": "mlp2x_gelu",
-    "mm_use_im_patch_token": False,
-    "mm_use_im_start_end": False,
-    "mm_vision_select_feature": "patch",
-    "mm_vision_select_layer": -2,
-    "mm_vision_tower": "openai/clip-vit-large-patch14-336",
-    "model_type": "llava",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 32,
-    "pad_token_id": 0,
-    "pretraining_tp": 1,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "tie_word_embeddings": False,
-    "tokenizer_model_max_length": 2048,
-    "tokenizer_padding_side": "right",
-    "tune_mm_mlp_adapter": False,
-    "unfreeze_mm_vision_tower": False,
-    "use_mm_proj": True,
-    "vocab_size": 32000,
-}
+    "architectures": ["LlavaLlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+    "image_aspect_ratio": "pad", "initializer_range": 0.02, "intermediate_size": 11008,
+    "max_position_embeddings": 4096, "mm_hidden_size": 1024, "mm_projector_type": "mlp2x_gelu",
+    "mm_use_im_patch_token": False, "mm_use_im_start_end": False,
+    "mm_vision_select_feature": "patch", "mm_vision_select_layer": -2,
+    "mm_vision_tower": "openai/clip-vit-large-patch14-336", "model_type": "llava",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+    "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "tie_word_embeddings": False, "tokenizer_model_max_length": 2048,
+    "tokenizer_padding_side": "right", "tune_mm_mlp_adapter": False,
+    "unfreeze_mm_vision_tower": False, "use_mm_proj": True, "vocab_size": 32000,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

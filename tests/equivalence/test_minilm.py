@@ -31,11 +31,9 @@ from tests.refusals import refuses
 
 SENTENCES = [
     "Which country's flag shows a green cedar between two red stripes?",
-    "The capital of Burkina Faso is Ouagadougou.",
-    "Photosynthesis.",
-    "A man is eating a piece of bread, and the man is eating food; " * 8,
-    "Someone eats bread.",
-]
+    "The capital of Burkina Faso is Ouagadougou.", "Photosynthesis.",
+    "A man is eating a piece of bread, and the man is eating food; " * 8, "Someone eats bread.",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")

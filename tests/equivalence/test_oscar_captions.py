@@ -51,12 +51,9 @@ def written(result, row: int, n: int) -> list[int]:
 def test_greedy_captions(pair, captioner, many):
     labels, regions = many
     result = write_captions(
-        *nnx.split(pair.ours),
-        LAYOUT.prompt(labels, regions),
-        **TOKENS,
-        num_beams=1,
+        *nnx.split(pair.ours), LAYOUT.prompt(labels, regions), **TOKENS, num_beams=1,
         max_new_tokens=LONGEST - 1,
-    )
+    )  # fmt: skip
     result, found = jax.device_get(result), []
     for row, picture in enumerate(zip(labels, regions, strict=True)):
         expected, score = captioner.greedy(*picture)

@@ -112,13 +112,9 @@ MANIFESTS = {
 def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs a launcher to its end, with this interpreter's `python` and `mmqa`."""
     return subprocess.run(
-        ["bash", str(LAUNCH / name), *arguments],
-        cwd=ROOT,
-        env=env(**environment),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+        ["bash", str(LAUNCH / name), *arguments], cwd=ROOT, env=env(**environment),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
 
 
 def env(**more: str) -> dict[str, str]:

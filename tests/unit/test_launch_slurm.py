@@ -77,21 +77,16 @@ def slurm(tmp_path):
             env=os.environ
             | fake_devices(1)
             | {
-                "PATH": os.pathsep.join(path),
-                "PYTHONPATH": str(ROOT),
-                "MMQA_PROGRESS": "off",
-                "SLURM_SUBMIT_DIR": str(ROOT),
-                "SLURM_JOB_ID": str(free_job()),
-                "SLURM_NTASKS": "2",
-                "STUB_WAIT": "60",
-                "STUB_REQUEUED": str(tmp_path / "requeued"),
+                "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "MMQA_PROGRESS": "off",
+                "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(free_job()), "SLURM_NTASKS": "2",
+                "STUB_WAIT": "60", "STUB_REQUEUED": str(tmp_path / "requeued"),
             }
             | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-        )
+        )  # fmt: skip
         started.append(process)
         return process
 

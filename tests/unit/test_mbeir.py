@@ -18,24 +18,18 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 TEXTS = [
     {
-        "did": "2:1",
-        "txt": "the mask came out in 1985",
-        "img_path": None,
-        "modality": "text",
+        "did": "2:1", "txt": "the mask came out in 1985", "img_path": None, "modality": "text",
         "src_content": json.dumps({"snippet_id": "d5_1"}),
     },
     {"did": "2:2", "txt": "Bears are animals?", "modality": "text", "src_content": None},
-]
+]  # fmt: skip
 PICTURES = [
     {
-        "did": "2:7",
-        "txt": "a bear",
-        "img_path": "mbeir_images/webqa_images/30000007.jpg",
-        "modality": "image,text",
-        "src_content": json.dumps({"image_id": "30000007"}),
+        "did": "2:7", "txt": "a bear", "img_path": "mbeir_images/webqa_images/30000007.jpg",
+        "modality": "image,text", "src_content": json.dumps({"image_id": "30000007"}),
     },
     {"did": "7:3", "txt": None, "img_path": "mbeir_images/fiq/3.jpg", "modality": "image"},
-]
+]  # fmt: skip
 
 
 def query(qid: str, text: str | None, positives: list[str], **more: object) -> dict:

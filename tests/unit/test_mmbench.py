@@ -394,11 +394,9 @@ def test_broken_prediction_tables(raw, ours, tmp_path, refused):
     write_spreadsheet(path, ("index", "prediction"), [("x", "A")])
     refused(*flags, f"--predictions={path}", message=r"row 2: index is 'x'")
     refused(
-        "evaluate",
-        "mmbench",
-        f"--predictions={ours}",
+        "evaluate", "mmbench", f"--predictions={ours}",
         message=r"--references: is missing; name the",
-    )
+    )  # fmt: skip
     out = f"--submission={tmp_path / 'out.csv'}"
     refused(*flags, f"--predictions={ours}", out, message=r"name a file \.xlsx")
 

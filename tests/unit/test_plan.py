@@ -171,17 +171,11 @@ def test_weights_that_a_program_does_not_read_are_there():
 
 def test_a_config_is_planned_without_its_data():
     ended = mmqa(
-        "plan",
-        f"--config={ROOT}/configs/atlas/modality.py:runlocal",
-        "--config.data.dir=nowhere",
-        "--config.model.changes.hidden=16",
-        "--config.model.changes.layers=1",
-        "--config.model.changes.heads=2",
-        "--config.model.changes.mlp=16",
-        "--config.tokenizer=corpus:100",
-        "--only=train",
-        "--json",
-    )
+        "plan", f"--config={ROOT}/configs/atlas/modality.py:runlocal", "--config.data.dir=nowhere",
+        "--config.model.changes.hidden=16", "--config.model.changes.layers=1",
+        "--config.model.changes.heads=2", "--config.model.changes.mlp=16",
+        "--config.tokenizer=corpus:100", "--only=train", "--json",
+    )  # fmt: skip
     assert ended.code == 0, ended.err
     found = ended.value
     assert list(found) == [

@@ -75,14 +75,12 @@ class Counting:
             corner = rng.uniform(0, 5, (COUNT, 2))
             found.append(
                 DetectedRegions(
-                    (height, width),
-                    np.concatenate([corner, corner + 1], 1).astype("f4"),
+                    (height, width), np.concatenate([corner, corner + 1], 1).astype("f4"),
                     rng.normal(size=(COUNT, FEATURES)).astype("f4"),
-                    rng.uniform(size=COUNT).astype("f4"),
-                    np.arange(1, COUNT + 1, dtype="i4"),
+                    rng.uniform(size=COUNT).astype("f4"), np.arange(1, COUNT + 1, dtype="i4"),
                     rng.normal(size=(COUNT, CLASSES)).astype("f4"),
                 )
-            )
+            )  # fmt: skip
         return found
 
 

@@ -36,12 +36,9 @@ def names(lines: list[str]) -> set[str]:
 def for_pip(extras: str) -> list[str]:
     """What launch/setup.sh hands to pip."""
     ended = subprocess.run(
-        [sys.executable, "launch/requirements.py", extras],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        [sys.executable, "launch/requirements.py", extras], cwd=ROOT, capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
     return ended.stdout.splitlines()
 
 

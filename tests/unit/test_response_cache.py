@@ -33,13 +33,10 @@ from tests.refusals import refuses
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
-    Candidate,
-    text=st.text(),
-    tokens=st.lists(st.integers(0, 9)).map(tuple),
-    total=st.floats(),
+    Candidate, text=st.text(), tokens=st.lists(st.integers(0, 9)).map(tuple), total=st.floats(),
     logprobs=st.none() | st.lists(numbers).map(tuple),
     finish=st.sampled_from(["end", "stop", "length"]),
-)
+)  # fmt: skip
 scores = st.builds(
     Score, total=numbers, logprobs=st.lists(numbers, min_size=1).map(tuple), greedy=st.booleans()
 )

@@ -13,10 +13,8 @@ ODD_TEXTS = [
     'Côte d\'Ivoire (34°20′N): "naïve" façade - 0.2% of Åland!',
     "日本 means 'origin of the sun'; 서울 is the capital of 대한민국.",
     "pneumonoultramicroscopicsilicovolcanoconiosis " + "x" * 101 + " zyzzyva",
-    "emoji 🙂 and \u4dff outside the vocabulary",
-    "[SEP] [MASK] written in a text",
-    "",
-]
+    "emoji 🙂 and \u4dff outside the vocabulary", "[SEP] [MASK] written in a text", "",
+]  # fmt: skip
 
 
 def factbook(country_slice: slice) -> list[str]:

@@ -255,11 +255,9 @@ def test_gptq(bits, order, version):
         g_idx = np.random.default_rng(0).permutation(g_idx)
     arrays = {
         "a.qweight": np.ascontiguousarray(in_words(codes, bits).T),
-        "a.qzeros": in_words(zero.T - low, bits),
-        "a.scales": scale.T.astype(np.float16),
-        "a.g_idx": g_idx,
-        "a.bias": np.ones(OUT, np.float16),
-    }
+        "a.qzeros": in_words(zero.T - low, bits), "a.scales": scale.T.astype(np.float16),
+        "a.g_idx": g_idx, "a.bias": np.ones(OUT, np.float16),
+    }  # fmt: skip
     settings = GPTQ | {"bits": bits, "desc_act": order, "checkpoint_format": version}
     tensors = whole(settings | {"dynamic": {"-:.*lm_head": {}}}, arrays)
     assert tensors.keys() == {"a.weight", "a.bias"}
@@ -428,11 +426,9 @@ OF_GPTQ = {
 }
 NOTES = "a.weight.quant_state.bitsandbytes__nf4"
 OF_BNB = {
-    "a.weight": np.zeros((OUT * IN // 2, 1), np.uint8),
-    "a.weight.absmax": np.ones(OUT, np.float32),
-    "a.weight.quant_map": np.ones(16, np.float32),
-    NOTES: state(),
-}
+    "a.weight": np.zeros((OUT * IN // 2, 1), np.uint8), "a.weight.absmax": np.ones(OUT, np.float32),
+    "a.weight.quant_map": np.ones(16, np.float32), NOTES: state(),
+}  # fmt: skip
 EIGHT = {"group_1": {"weights": weights(8, "group", group_size=8)}}
 REFUSED = {
     "another method": ({"quant_method": "hqq"}, {}, "its quant_method 'hqq'; expected one of fp8"),

@@ -209,13 +209,9 @@ def test_queries_of_another_corpus_may_have_the_ids_of_examples(embedder, tmp_pa
         return q.image and EncodedPicture(b"q" + q.image.encode(), lambda: pixels(q))
 
     library = ExampleLibrary(
-        EXAMPLES,
-        Embedders(embedder, embedder, encoded),
-        of_queries=Embedders(embedder, embedder, shown),
-        same_ids=False,
-        folds=2,
-        cache=tmp_path,
-    )
+        EXAMPLES, Embedders(embedder, embedder, encoded),
+        of_queries=Embedders(embedder, embedder, shown), same_ids=False, folds=2, cache=tmp_path,
+    )  # fmt: skip
     expected = vectors(queries, "bimodal") @ vectors(EXAMPLES, "bimodal").T
     for row, shots in zip(expected, library.select(queries, 40, "bimodal"), strict=True):
         assert len(shots) == len(EXAMPLES)
@@ -279,14 +275,11 @@ def test_an_index_finds_what_products_do(embedder, tmp_path, kind, folds):
     asked = [*QUERIES, *EXAMPLES]
     exact, indexed = (
         ExampleLibrary(
-            EXAMPLES,
-            Embedders(embedder, embedder, encoded),
-            folds=folds,
-            index=index,
+            EXAMPLES, Embedders(embedder, embedder, encoded), folds=folds, index=index,
             cache=tmp_path,
         ).select(asked, 6, kind)
         for index in (None, scann())
-    )
+    )  # fmt: skip
     for query, one, other in zip(asked, exact, indexed, strict=True):
         similarities = [[shot.similarity for shot in shots] for shots in (one, other)]
         np.testing.assert_allclose(*similarities, atol=1e-6)

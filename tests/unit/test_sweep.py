@@ -73,13 +73,11 @@ def inputs(tmp_path_factory):
 
 def flags(inputs: Path, workdir: Path, *over: str) -> list[str]:
     values = {
-        "data.dir": inputs / "data",
-        "parts.llm.model": inputs / "llm",
-        "parts.llm.cache": "",
+        "data.dir": inputs / "data", "parts.llm.model": inputs / "llm", "parts.llm.cache": "",
         "parts.heuristics.candidates": inputs / "candidates.json",
         "parts.heuristics.examples": inputs / "examples.json",
         "parts.knowledge.data": inputs / "knowledge",
-    }
+    }  # fmt: skip
     config = f"--config={ROOT}/configs/okvqa/tables.py:smollm2_mavl"
     own = [f"--config.{key}={value}" for key, value in values.items()]
     return ["sweep", config, f"--workdir={workdir}", *own, *(over or OVER)]

@@ -13,14 +13,10 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from tests.refusals import refuses
 
 TEXTS = (
-    "Which red is the sun of blue? Answer: sun-red, 3.",
-    "",
-    "  two  spaces\nand a newline\ttab ",
+    "Which red is the sun of blue? Answer: sun-red, 3.", "", "  two  spaces\nand a newline\ttab ",
     "ﬁne ① Ｆｕｌｌ　width — “quotes” … ½",
-    "naïve café e\u0301 日本語 😀👍🏽 zero\u200bwidth soft\u00adhyphen",
-    "▁low ▁ x",
-    "e" * 60,
-)
+    "naïve café e\u0301 日本語 😀👍🏽 zero\u200bwidth soft\u00adhyphen", "▁low ▁ x", "e" * 60,
+)  # fmt: skip
 MARKED = ("red </s> blue<extra_id_0>green <extra_id_99>.", "<pad><unk> sea")  # special tokens
 
 

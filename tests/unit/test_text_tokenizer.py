@@ -26,13 +26,9 @@ CORPUS = [
     "===\nContext: a man rides a wave on a surfboard.\n===\nQ: what sport is this?\nA: surfing",
 ] * 3
 TEXTS = [
-    *CORPUS[:4],
-    "",
-    "unseen words, naïve é 漢字 😀\ttab",
-    "a  b   c    d ",
-    "line\n\nbreak\n",
+    *CORPUS[:4], "", "unseen words, naïve é 漢字 😀\ttab", "a  b   c    d ", "line\n\nbreak\n",
     "123 4567",
-]
+]  # fmt: skip
 BEGIN_WITH_A_SPACE = [" leading", "  two", " ", "   "]
 TURNS = [
     Message("user", ("What is this?",)),

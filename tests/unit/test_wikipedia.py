@@ -30,12 +30,9 @@ KILT = [
         "wikipedia_title": "Email marketing",
         "wikipedia_id": "1101759",
         "text": [
-            "Email marketing\n",
-            "Email marketing is the act of sending a message.\n",
-            "Section::::Types.\n",
-            "Section::::Types.:Transactional emails.\n",
-            "Transactional emails are triggered.\n",
-            "BULLET::::- First item\n",
+            "Email marketing\n", "Email marketing is the act of sending a message.\n",
+            "Section::::Types.\n", "Section::::Types.:Transactional emails.\n",
+            "Transactional emails are triggered.\n", "BULLET::::- First item\n",
         ],
         "anchors": [
             {"text": "message", "href": "Message", "paragraph_id": 1, "start": 1, "end": 2}
@@ -45,7 +42,7 @@ KILT = [
         "wikidata_info": {"wikidata_id": "Q1"},
     },
     {"wikipedia_title": "No text", "wikipedia_id": 7, "text": ["No text\n"], "anchors": []},
-]
+]  # fmt: skip
 
 WIKI6M = [
     {

@@ -31,21 +31,14 @@ from tests.drawn_weights import drawn
 from tests.refusals import refuses
 
 TASKS = {
-    "contrastive": "atlas/contrastive.py:runlocal",
-    "clip": "webqa/contrastive.py",
-    "siglip": "webqa/contrastive.py:siglip",
-    "vlp": "atlas/rerank.py:runlocal",
-    "answer": "atlas/answer.py:runlocal",
-    "on_clip": "webqa/vlp_select.py:clip_patches",
-    "examples": "scienceqa/rmr_retriever.py:runlocal",
-    "t5": "scienceqa/t5_finetune.py:runlocal",
-    "llm": "scienceqa/rmr_finetune.py:runlocal",
-    "fusion": "webqa/fusion_in_decoder.py:runlocal",
-    "vqa": "okvqa/mcan.py:runlocal",
-    "grid": "okvqa/mcan.py:head",
-    "regions": "okvqa/mcan.py:openvqa",
-    "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
-}
+    "contrastive": "atlas/contrastive.py:runlocal", "clip": "webqa/contrastive.py",
+    "siglip": "webqa/contrastive.py:siglip", "vlp": "atlas/rerank.py:runlocal",
+    "answer": "atlas/answer.py:runlocal", "on_clip": "webqa/vlp_select.py:clip_patches",
+    "examples": "scienceqa/rmr_retriever.py:runlocal", "t5": "scienceqa/t5_finetune.py:runlocal",
+    "llm": "scienceqa/rmr_finetune.py:runlocal", "fusion": "webqa/fusion_in_decoder.py:runlocal",
+    "vqa": "okvqa/mcan.py:runlocal", "grid": "okvqa/mcan.py:head",
+    "regions": "okvqa/mcan.py:openvqa", "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
+}  # fmt: skip
 
 
 def config_of(task: str, **changes):
