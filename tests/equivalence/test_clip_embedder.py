@@ -31,13 +31,11 @@ from tests.refusals import refuses
 
 SIDE, CONTEXT = 32, 20
 TEXTS = [
-    "A red flag",
-    '"What  COLOR has\tthe dome of St. Mary\'s, built in 1905?"',
+    "A red flag", '"What  COLOR has\tthe dome of St. Mary\'s, built in 1905?"',
     "Côte d'Ivoire &amp;amp; Österreich: naïve façade – 北京 🙂",
-    "they're we'll I'd don't it's you've",
-    "",
+    "they're we'll I'd don't it's you've", "",
     "a long question about the flag that goes on and on until CLIP has no more room for it " * 3,
-]
+]  # fmt: skip
 # Texts of which OpenAI's code makes others first (ftfy, HTML entities), and these.
 BROKEN = [
     "“the ﬂag” &lt;red&gt; in theâ€™s sun",

@@ -163,13 +163,9 @@ def test_roi_align(aligned, samples):
     features = np.random.default_rng(0).normal(size=(9, 13, 3)).astype("f4")
     boxes = random_boxes(12, 13 * 16, 9 * 16)
     want = roi_align(
-        torch.from_numpy(features.transpose(2, 0, 1).copy()),
-        boxes,
-        3,
-        1 / 16,
-        samples,
+        torch.from_numpy(features.transpose(2, 0, 1).copy()), boxes, 3, 1 / 16, samples,
         aligned=aligned,
-    )
+    )  # fmt: skip
     options = {"size": 3, "scale": 1 / 16, "samples": samples, "aligned": aligned}
     align = functools.partial(our_align, **options)
     for got in jax.jit(whole_and_padded, static_argnums=0)(align, features, boxes):
@@ -290,12 +286,9 @@ def test_convolutions(size, groups, options):
     options = {name: options[name] for name in ("stride", "dilation") if name in options}
     want = torch.nn.functional.conv2d(
         torch.from_numpy(x.transpose(0, 3, 1, 2).copy()),
-        torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()),
-        bias,
-        padding=options.get("dilation", 1) * (size - 1) // 2,
-        groups=groups,
-        **options,
-    )
+        torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()), bias,
+        padding=options.get("dilation", 1) * (size - 1) // 2, groups=groups, **options,
+    )  # fmt: skip
     np.testing.assert_allclose(compiled(conv, forward)(x), want.permute(0, 2, 3, 1), **LAYER)
 
 

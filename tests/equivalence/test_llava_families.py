@@ -185,13 +185,10 @@ def make_pair(name: str, folder: Path) -> Pair:
         additional_special_tokens=["<image>"],
     )  # fmt: skip
     processor = transformers.LlavaProcessor(
-        prepare,
-        tokenizer,
-        patch_size=VISION[case.tower]["patch_size"],
+        prepare, tokenizer, patch_size=VISION[case.tower]["patch_size"],
         vision_feature_select_strategy=case.both.get("vision_feature_select_strategy", "default"),
-        num_additional_image_tokens=int(case.tower == "clip"),
-        chat_template=case.template,
-    )
+        num_additional_image_tokens=int(case.tower == "clip"), chat_template=case.template,
+    )  # fmt: skip
     processor.save_pretrained(folder)
     return Pair(theirs, load_published("llava", folder, unroll=1), processor, folder)
 

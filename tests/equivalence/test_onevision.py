@@ -71,14 +71,11 @@ def pair(tmp_path_factory) -> Pair:
     torch.manual_seed(0)
     config = transformers.LlavaOnevisionConfig(
         vision_config=VISION["siglip"] | {"vision_use_head": False},
-        text_config=transformers.Qwen2Config(**TEXT),
-        image_token_index=IMAGE,
-        video_token_index=VIDEO,
-        image_grid_pinpoints=RESOLUTIONS,
-        vision_aspect_ratio="anyres_max_2",
-        projector_hidden_act="gelu_new",
+        text_config=transformers.Qwen2Config(**TEXT), image_token_index=IMAGE,
+        video_token_index=VIDEO, image_grid_pinpoints=RESOLUTIONS,
+        vision_aspect_ratio="anyres_max_2", projector_hidden_act="gelu_new",
         attn_implementation="eager",
-    )
+    )  # fmt: skip
     theirs = randomize(transformers.LlavaOnevisionForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     half = [0.5, 0.5, 0.5]
@@ -274,13 +271,9 @@ def test_answers_equal_generate(pair, given, backend):
         with torch.no_grad():
             want = pair.theirs.generate(
                 input_ids=torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                **theirs,
-                max_new_tokens=NEW,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=END,
-            )
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long), **theirs,
+                max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=END,
+            )  # fmt: skip
         assert found[name].prompt_tokens == len(ids), name
         assert list(found[name].candidates[0].tokens) == want[0, len(ids) :].tolist(), name
     programs = backend.engine._pictures._programs

@@ -208,12 +208,9 @@ def test_three_steps_with_the_sigmoid_loss(pair):
 
 TEXTS = [
     "A photo of a Cat!",
-    "  two   spaces,\tand a tab; the U.S.'s flag (1905) ▁ — ΟΔΟΣ İstanbul ﬁne 北京 🙂",
-    "",
-    "...",
-    "the quick brown fox jumps over the lazy dog " * 5,
-    "<unk> x </s> y",
-]
+    "  two   spaces,\tand a tab; the U.S.'s flag (1905) ▁ — ΟΔΟΣ İstanbul ﬁne 北京 🙂", "", "...",
+    "the quick brown fox jumps over the lazy dog " * 5, "<unk> x </s> y",
+]  # fmt: skip
 
 
 def same_tokens(ours, theirs, length, texts):

@@ -131,12 +131,9 @@ def gemma3(text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
     return transformers.Gemma3Config(
         text_config=sizes | {"head_dim": 12, "query_pre_attn_scalar": 9} | text,
         vision_config=VISION | {"layer_norm_eps": 3e-5, "vision_use_head": False} | vision,
-        mm_tokens_per_image=tokens,
-        boi_token_index=IMAGE,
-        image_token_index=IMAGE + 1,
-        eoi_token_index=IMAGE + 2,
-        attn_implementation="eager",
-    )
+        mm_tokens_per_image=tokens, boi_token_index=IMAGE, image_token_index=IMAGE + 1,
+        eoi_token_index=IMAGE + 2, attn_implementation="eager",
+    )  # fmt: skip
 
 
 def marked_processor(tokenizer: Any, side: int, tokens: int) -> Any:

@@ -340,11 +340,9 @@ def test_markdown_and_rich_show_the_same_cells():
     import rich.console
 
     table = tables.Table(
-        "T [bold]",
-        ["name", "n", "score"],
-        [["a|b", 1234, Interval(0.5, 0.25, 0.75)], ["[red]c", None, 0.1256]],
-        "A note.",
-    )
+        "T [bold]", ["name", "n", "score"],
+        [["a|b", 1234, Interval(0.5, 0.25, 0.75)], ["[red]c", None, 0.1256]], "A note.",
+    )  # fmt: skip
     markdown = tables.to_markdown(table)
     assert "| name | n | score |\n| --- | ---: | ---: |" in markdown
     assert "| a\\|b | 1,234 | 0.500 [0.250, 0.750] |" in markdown

@@ -56,14 +56,12 @@ def large() -> Looked:
     """5,000 questions, 1,000 of them in brief: what each filter shows, and how many questions are elements of the page."""
     cards = [
         Card(
-            f"question {n} ?",
-            [CardAnswer("", "blue", float(n % 3) / 2)],
-            f"cat{n % 10}",
+            f"question {n} ?", [CardAnswer("", "blue", float(n % 3) / 2)], f"cat{n % 10}",
             [("reference", "red")],
             details=[("prompt", f"Context: picture {n}.\n" + "Q: which color ?\nA: red\n\n" * 8)],
         )
         for n in range(4000)
-    ]
+    ]  # fmt: skip
     asked = [
         Question(f"q{n}", "", f"question {n} ?", category=f"cat{n % 10}") for n in range(4000, 5000)
     ]

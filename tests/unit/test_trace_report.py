@@ -18,12 +18,9 @@ from mmqa_jax.runs.traces import trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
 TRACE = {
-    "prompts": ["Q: one", "Q: two"],
-    "shots": [[{"id": "s1", "similarity": 0.5}], [{"id": "s2"}]],
-    "dropped_shots": 1,
-    "too_long": [],
-    "outputs": [{"text": " said", "logprob": -1.5}],
-}
+    "prompts": ["Q: one", "Q: two"], "shots": [[{"id": "s1", "similarity": 0.5}], [{"id": "s2"}]],
+    "dropped_shots": 1, "too_long": [], "outputs": [{"text": " said", "logprob": -1.5}],
+}  # fmt: skip
 QUESTIONS = [
     Question("q1", "val", EVIL, category="odd", answers=("red", "red", "blue")),
     Question(

@@ -39,44 +39,31 @@ def snippet(name, fact):
 def train_val():
     return {
         "g1": {
-            "Q": '"Is it red?"',
-            "A": ['"Yes, it is red."'],
-            "Keywords_A": '"Yes"',
-            "Qcate": "YesNo",
-            "split": "train",
-            "topic": "colors",
-            "Guid": "g1",
-            "img_posFacts": [image_fact(30000000)],
-            "img_negFacts": [image_fact(30000001)],
+            "Q": '"Is it red?"', "A": ['"Yes, it is red."'], "Keywords_A": '"Yes"',
+            "Qcate": "YesNo", "split": "train", "topic": "colors", "Guid": "g1",
+            "img_posFacts": [image_fact(30000000)], "img_negFacts": [image_fact(30000001)],
             "txt_posFacts": [],
             "txt_negFacts": [snippet("g1_0", "Grass is green."), snippet("g1_1", "Ice is cold.")],
         },
         "g2": {  # a text query: no img_posFacts, no Keywords_A; it repeats a snippet of g1
-            "Q": "What is grass?",
-            "A": ["Grass is green.", "It is green."],
-            "Qcate": "text",
-            "split": "val",
-            "Guid": "g2",
-            "hops": 2,
+            "Q": "What is grass?", "A": ["Grass is green.", "It is green."], "Qcate": "text",
+            "split": "val", "Guid": "g2", "hops": 2,
             "img_negFacts": [image_fact(30000002), image_fact(30000000)],
             "txt_posFacts": [snippet("g2_0", "Grass is green."), snippet("g2_1", "Snow is white.")],
             "txt_negFacts": [snippet("g2_2", "Snow is white."), snippet("g2_3", "Ice is cold.")],
         },
-    }
+    }  # fmt: skip
 
 
 def hidden_test():
     return {
         "g3": {
-            "Q": "What is hidden?",
-            "Qcate": "text",
-            "split": "test",
-            "Guid": "g3",
+            "Q": "What is hidden?", "Qcate": "text", "split": "test", "Guid": "g3",
             "img_Facts": [image_fact(30000001)],
             "txt_Facts": [snippet("g3_0", "Snow is white."), snippet("g3_1", "Coal is black.")],
         },
         "g4": {"Q": "No sources?", "Qcate": "text", "split": "test", "Guid": "g4"},
-    }
+    }  # fmt: skip
 
 
 def write_images(folder, pictures):
