@@ -378,21 +378,15 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
     assert metrics[0]["loss"] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"init": "minilm"}, r"init=minilm: model\.clip=vit_b_16 .*folder of `mmqa con"),
-        ({"model.vision.layers": 3}, r"this CLIP has vision\.layers 2 \(config: 3\); set"),
-        ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
-        ({"batches.query_length": 21}, r"batches\.query_length: .*the text tower reads at most 20"),
-        ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
-        ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
-        (
-            {"train.offload": "parameters", "tower_parts": 2},
-            r"train\.offload=parameters: .* set it to",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"init": "minilm"}, r"init=minilm: model\.clip=vit_b_16 .*folder of `mmqa con"),
+    ({"model.vision.layers": 3}, r"this CLIP has vision\.layers 2 \(config: 3\); set"),
+    ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
+    ({"batches.query_length": 21}, r"batches\.query_length: .*the text tower reads at most 20"),
+    ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
+    ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
+    ({"train.offload": "parameters", "tower_parts": 2}, r"train\.offload=parameters: .* set it to"),
+])  # fmt: skip
 def test_starts_that_are_refused(changes, message, converted, flags_corpus, tmp_path):
     config = start_config(converted, **changes)
     refuses(message, run_training, config, tmp_path / "run", flags_corpus)

@@ -263,17 +263,14 @@ def test_anchors_are_the_published_ones():
     assert grid[1, 2, 0].tolist() == [-84 + 32, -40 + 16, 99 + 32, 55 + 16]
 
 
-@pytest.mark.parametrize(
-    ("size", "groups", "options"),
-    [
-        (3, 16, {}),  # two blocks of eight groups of four channels
-        (3, 8, {"stride": 2}),
-        (3, 2, {}),  # as large as a block
-        (3, 1, {"dilation": 2}),
-        (1, 1, {"stride": 2}),
-        (7, 1, {"stride": 2, "use_bias": True}),
-    ],
-)
+@pytest.mark.parametrize(("size", "groups", "options"), [
+    (3, 16, {}),  # two blocks of eight groups of four channels
+    (3, 8, {"stride": 2}),
+    (3, 2, {}),  # as large as a block
+    (3, 1, {"dilation": 2}),
+    (1, 1, {"stride": 2}),
+    (7, 1, {"stride": 2, "use_bias": True}),
+])  # fmt: skip
 def test_convolutions(size, groups, options):
     conv = drawn(
         lambda: Conv(64, 64, size, ("embed", "mlp"), rngs=nnx.Rngs(), groups=groups, **options)

@@ -93,30 +93,21 @@ def test_a_published_checkpoint_has_transformers_bits(folder):
         np.testing.assert_array_equal(got, tensor.float().numpy(), err_msg=key)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"),
-            "lacks .*down_proj_scales",
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"), "lacks .*down_proj_scales"),
+    (lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"), "lacks .*down_proj_blocks"),
+    (
+        lambda x: x.update(
+            {
+                "model.layers.0.mlp.experts.gate_up_proj_scales": torch.zeros(
+                    (3, 64, 3), dtype=torch.uint8
+                )
+            }
         ),
-        (
-            lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"),
-            "lacks .*down_proj_blocks",
-        ),
-        (
-            lambda x: x.update(
-                {
-                    "model.layers.0.mlp.experts.gate_up_proj_scales": torch.zeros(
-                        (3, 64, 3), dtype=torch.uint8
-                    )
-                }
-            ),
-            r"gate_up_proj_blocks are .* \[E, out, groups\]",
-        ),
-        (lambda x: x.pop("model.layers.0.self_attn.sinks"), "sinks"),
-    ],
-)
+        r"gate_up_proj_blocks are .* \[E, out, groups\]",
+    ),
+    (lambda x: x.pop("model.layers.0.self_attn.sinks"), "sinks"),
+])  # fmt: skip
 def test_what_is_not_whole_is_refused(folder, tmp_path, change, message):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

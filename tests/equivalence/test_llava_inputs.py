@@ -91,16 +91,13 @@ def test_prompt_ids_are_the_originals():
 
 
 @pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        conversation([(question("a dog or a cat", 2), None)]),
-        "<image>a dog",
-        "a dog<image>",
-        "<image><image>",
-        "a dog or a cat",
-    ],
-)
+@pytest.mark.parametrize("prompt", [
+    conversation([(question("a dog or a cat", 2), None)]),
+    "<image>a dog",
+    "a dog<image>",
+    "<image><image>",
+    "a dog or a cat",
+])  # fmt: skip
 def test_ids_equal_the_originals_function(prompt, bos):
     """llava/mm_utils.py tokenizer_image_token, restated: BOS of each piece is cut but the first."""
     tokenizer = word_tokenizer(prompt, bos=bos)

@@ -278,19 +278,16 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
     np.testing.assert_allclose(got[..., tiny.WORDS :], mean, **LAYER)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"mm_projector_type": "linear"}, "mm_projector_type is 'linear', LLaVA-1.5's is 'mlp2x"),
-        ({"mm_vision_select_feature": "cls_patch"}, "mm_vision_select_feature is 'cls_patch'"),
-        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type is 'spatial_unpad'"),
-        ({"mm_use_im_start_end": True}, "mm_use_im_start_end is True"),
-        ({"s2": True}, "s2 is True"),
-        ({"model_type": "llava_mpt"}, "model_type is 'llava_mpt', expected 'llava' or"),
-        ({"mm_vision_tower": "google/siglip"}, "'google/siglip', whose sizes are not known here"),
-        ({"mm_hidden_size": 768}, "mm_hidden_size is 768, the vision tower's width 1024"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"mm_projector_type": "linear"}, "mm_projector_type is 'linear', LLaVA-1.5's is 'mlp2x"),
+    ({"mm_vision_select_feature": "cls_patch"}, "mm_vision_select_feature is 'cls_patch'"),
+    ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type is 'spatial_unpad'"),
+    ({"mm_use_im_start_end": True}, "mm_use_im_start_end is True"),
+    ({"s2": True}, "s2 is True"),
+    ({"model_type": "llava_mpt"}, "model_type is 'llava_mpt', expected 'llava' or"),
+    ({"mm_vision_tower": "google/siglip"}, "'google/siglip', whose sizes are not known here"),
+    ({"mm_hidden_size": 768}, "mm_hidden_size is 768, the vision tower's width 1024"),
+])  # fmt: skip
 def test_originals_of_another_kind_are_refused(changes, message):
     refuses(re.escape(message), original_config, PUBLISHED | changes, None, "here/config.json")
 
@@ -303,17 +300,14 @@ def test_a_siglip_of_which_another_layer_is_read_is_refused():
         original_config(PUBLISHED | changes, SiglipVisionConfig(), "here")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model_type": "llava_next"}, "model_type is 'llava_next', expected 'llava'"),
-        ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
-        ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
-        ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
-        ({"text_config": {"model_type": "mamba"}}, "text_config: model_type is 'mamba'"),
-        ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model_type": "llava_next"}, "model_type is 'llava_next', expected 'llava'"),
+    ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
+    ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
+    ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
+    ({"text_config": {"model_type": "mamba"}}, "text_config: model_type is 'mamba'"),
+    ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
+])  # fmt: skip
 def test_transformers_configs_of_another_kind_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         llava_config(llava_to_hf(llava_1_5_7b()) | changes, "here/config.json")

@@ -205,13 +205,10 @@ def open_config(published):
     return onevision_config({**{key: published[key] for key in keys}, "text_config": small})
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes"),
-    [
-        ("onevision_05b", (152000, 896, 4864, 24, 14, 2, True)),
-        ("onevision_7b", (152128, 3584, 18944, 28, 28, 4, False)),
-    ],
-)
+@pytest.mark.parametrize(("name", "sizes"), [
+    ("onevision_05b", (152000, 896, 4864, 24, 14, 2, True)),
+    ("onevision_7b", (152128, 3584, 18944, 28, 28, 4, False)),
+])  # fmt: skip
 def test_presets_have_the_published_sizes(name, sizes):
     """Every parameter's shape is that of transformers' model; of Qwen2's sizes as published."""
     keys = (

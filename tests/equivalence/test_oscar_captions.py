@@ -132,15 +132,12 @@ def test_one_compilation_per_shape(pair, many):
     assert write_captions._cache_size() == count
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_beams": 0}, "num_beams is 0: expected 1 to a third of the vocabulary, 13"),
-        ({"num_beams": 14}, "num_beams is 14"),
-        ({"max_new_tokens": 48}, "max_new_tokens is 48: expected 1 to 47"),
-        ({"length_penalty": -0.1}, r"length_penalty is -0\.1: expected 0 or more"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_beams": 0}, "num_beams is 0: expected 1 to a third of the vocabulary, 13"),
+    ({"num_beams": 14}, "num_beams is 14"),
+    ({"max_new_tokens": 48}, "max_new_tokens is 48: expected 1 to 47"),
+    ({"length_penalty": -0.1}, r"length_penalty is -0\.1: expected 0 or more"),
+])  # fmt: skip
 def test_bad_arguments_are_named(pair, many, change, message):
     with pytest.raises(UserError, match=message):
         write_captions(*nnx.split(pair.ours), LAYOUT.prompt(*many), **TOKENS, **change)

@@ -491,15 +491,12 @@ INTERNVL35_1B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "published"),
-    [
-        ("granite_docling_258m", GRANITE_DOCLING),
-        ("smolvlm2_256m", SMOLVLM2_256M),
-        ("internvl35_1b", INTERNVL35_1B),
-        ("gemma3_4b_vl", GEMMA3_4B),
-    ],
-)
+@pytest.mark.parametrize(("name", "published"), [
+    ("granite_docling_258m", GRANITE_DOCLING),
+    ("smolvlm2_256m", SMOLVLM2_256M),
+    ("internvl35_1b", INTERNVL35_1B),
+    ("gemma3_4b_vl", GEMMA3_4B),
+])  # fmt: skip
 def test_presets_have_the_published_sizes(name, published):
     """Every parameter's shape is that of transformers' model of the published config.json."""
     config = PRESETS[name]()

@@ -106,15 +106,12 @@ def prompt_of(length: int, context: str = "N/A", passages=FOUND):
     return few_shot(TEMPLATE, QUESTIONS[2], shots, fields, make, llm.check, passages=passages)
 
 
-@pytest.mark.parametrize(
-    ("context", "expected"),
-    [
-        ("N/A", "<Zzz?|Fact 0. Fact 1.>"),
-        ("", "<Zzz?|Fact 0. Fact 1.>"),
-        ("a cat", "<Zzz?|a cat. Fact 0. Fact 1.>"),
-        ("A hint!", "<Zzz?|A hint! Fact 0. Fact 1.>"),
-    ],
-)
+@pytest.mark.parametrize(("context", "expected"), [
+    ("N/A", "<Zzz?|Fact 0. Fact 1.>"),
+    ("", "<Zzz?|Fact 0. Fact 1.>"),
+    ("a cat", "<Zzz?|a cat. Fact 0. Fact 1.>"),
+    ("A hint!", "<Zzz?|A hint! Fact 0. Fact 1.>"),
+])  # fmt: skip
 def test_passages_follow_the_context(context, expected):
     made = prompt_of(10**6, context)
     assert made.text == f"[shot 0|{context}]\n[shot 1|{context}]\n{expected}"

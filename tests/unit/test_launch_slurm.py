@@ -150,13 +150,10 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):
     assert attempts[2] == "n2 0"
 
 
-@pytest.mark.parametrize(
-    ("task_0", "task_1", "restarted", "wanted"),
-    [
-        ("exec sleep 60", "exit 1", True, 0),  # it waits for the one that crashed, and is killed
-        ("exit 2", "exit 2", False, 2),  # the user's mistake: all see it
-    ],
-)
+@pytest.mark.parametrize(("task_0", "task_1", "restarted", "wanted"), [
+    ("exec sleep 60", "exit 1", True, 0),  # it waits for the one that crashed, and is killed
+    ("exit 2", "exit 2", False, 2),  # the user's mistake: all see it
+])  # fmt: skip
 def test_a_run_that_fails_starts_again_unless_the_input_is_wrong(
     slurm, tmp_path, task_0, task_1, restarted, wanted
 ):

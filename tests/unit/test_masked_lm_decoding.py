@@ -260,16 +260,13 @@ def test_one_compilation_per_shape(model):
     assert beam_search._cache_size() == count
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"num_beams": 0}, "num_beams is 0"),
-        ({"num_beams": 24}, "vocabulary size 23"),
-        ({"max_new_tokens": 19}, "expected 1 to 18"),
-        ({"token_type": 6, "max_new_tokens": 9}, "expected 0 to 5"),
-        ({"no_repeat_ngram": 1, "max_new_tokens": 9}, "expected 0 .repeats allowed. or 2 to"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_beams": 0}, "num_beams is 0"),
+    ({"num_beams": 24}, "vocabulary size 23"),
+    ({"max_new_tokens": 19}, "expected 1 to 18"),
+    ({"token_type": 6, "max_new_tokens": 9}, "expected 0 to 5"),
+    ({"no_repeat_ngram": 1, "max_new_tokens": 9}, "expected 0 .repeats allowed. or 2 to"),
+])  # fmt: skip
 def test_bad_arguments_are_named(model, change, message):
     with pytest.raises(UserError, match=message):
         beam_search(*nnx.split(model), batch(1, 0), mask_id=MASK, sep_id=SEP, **change)

@@ -24,23 +24,20 @@ def row(name: str, **changes):
     return load_config(f"{ROOT}/configs/okvqa/tables.py:{name}", changes)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("options.agents", "manager,senior,junior", r"options\.agents=\('manager', 'senior', 'jun"),
-        ("options.agents", "junior,junior,manager", r"junior, senior, manager at most once"),
-        ("options.agents", "boss", r"agents=\('boss',\): a tuple whose items are each one of junior"),
-        ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
-        ("options.votes", "1,2,-3", r"options\.votes"),
-        ("options.knowledge_template", "mavl.none", r"mavl\.none"),
-        ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
-        ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
-        ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
-        ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
-        ("parts.knowledge.max_words", "60", r"max_words=60: .* set options\.knowledge_words"),
-        ("options.knowledge_words", "120", r"knowledge_words=120: parts\.knowledge\.max_words cuts"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "value", "message"), [
+    ("options.agents", "manager,senior,junior", r"options\.agents=\('manager', 'senior', 'jun"),
+    ("options.agents", "junior,junior,manager", r"junior, senior, manager at most once"),
+    ("options.agents", "boss", r"agents=\('boss',\): a tuple whose items are each one of junior"),
+    ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
+    ("options.votes", "1,2,-3", r"options\.votes"),
+    ("options.knowledge_template", "mavl.none", r"mavl\.none"),
+    ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
+    ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
+    ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
+    ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
+    ("parts.knowledge.max_words", "60", r"max_words=60: .* set options\.knowledge_words"),
+    ("options.knowledge_words", "120", r"knowledge_words=120: parts\.knowledge\.max_words cuts"),
+])  # fmt: skip
 def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
     refuses(message, read_row, row("smollm2_mavl", **{key: value}))
 
@@ -60,13 +57,10 @@ def test_long_passages():
     read_row(row("smollm2_mavl", **uncut))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"votes": "1,-1,1"}, r"options\.votes=\(1\.0, -1\.0, 1\.0\): one number of at least 0"),
-        ({"folds": "1"}, r"options\.folds=1: .* give at least 2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"votes": "1,-1,1"}, r"options\.votes=\(1\.0, -1\.0, 1\.0\): one number of at least 0"),
+    ({"folds": "1"}, r"options\.folds=1: .* give at least 2"),
+])  # fmt: skip
 def test_revotes_that_are_refused_before_anything_is_opened(changes, message):
     with pytest.raises(UserError, match=message):
         read_row(row("smollm2_mavl_fitted", **{f"options.{k}": v for k, v in changes.items()}))

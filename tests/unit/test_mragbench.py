@@ -188,14 +188,11 @@ def test_official_lines_in_and_out(data, tmp_path):
     assert (ended.code, "line 1" in ended.err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"answer_choice": "E"}, ("row 1", "A to D")),
-        ({"scenario": ""}, ("row 1", "scenario")),
-        ({"id": "0"}, ("row 1", "twice")),
-    ],
-)
+@pytest.mark.parametrize(("change", "words"), [
+    ({"answer_choice": "E"}, ("row 1", "A to D")),
+    ({"scenario": ""}, ("row 1", "scenario")),
+    ({"id": "0"}, ("row 1", "twice")),
+])  # fmt: skip
 def test_malformed_files(tmp_path, change, words):
     write(tmp_path / "raw", [ROWS[0], {**ROWS[1], **change}])
     ended = mmqa("prepare", "mragbench", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")

@@ -112,21 +112,18 @@ def test_without_pictures_their_titles_stand(raw, tmp_path):
 
 
 # Values that the authors' baselines/evaluate.py (list_em, list_f1) gives.
-@pytest.mark.parametrize(
-    ("predicted", "gold", "em", "f1"),
-    [
-        (["the Mask"], ["Mask"], 1.0, 1.0),
-        (["twenty-one"], ["20 1"], 1.0, 1.0),
-        (["two"], ["2.0"], 1.0, 1.0),
-        (["1,000"], ["1000"], 1.0, 1.0),
-        (["in 1985"], ["in 1986"], 0.0, 0.0),
-        (["Bears", "Mask"], ["Mask", "Bears"], 1.0, 1.0),
-        (["Mask", "Mask"], ["Mask"], 0.0, 0.5),
-        (["Bad News"], ["The Bad News Bears", "Mask"], 0.0, 0.4),
-        ([""], ["Mask"], 0.0, 0.0),
-        (["the"], ["a"], 1.0, 1.0),
-    ],
-)
+@pytest.mark.parametrize(("predicted", "gold", "em", "f1"), [
+    (["the Mask"], ["Mask"], 1.0, 1.0),
+    (["twenty-one"], ["20 1"], 1.0, 1.0),
+    (["two"], ["2.0"], 1.0, 1.0),
+    (["1,000"], ["1000"], 1.0, 1.0),
+    (["in 1985"], ["in 1986"], 0.0, 0.0),
+    (["Bears", "Mask"], ["Mask", "Bears"], 1.0, 1.0),
+    (["Mask", "Mask"], ["Mask"], 0.0, 0.5),
+    (["Bad News"], ["The Bad News Bears", "Mask"], 0.0, 0.4),
+    ([""], ["Mask"], 0.0, 0.0),
+    (["the"], ["a"], 1.0, 1.0),
+])  # fmt: skip
 def test_scores_are_the_authors(predicted, gold, em, f1):
     assert (multimodalqa.list_em(predicted, gold), multimodalqa.list_f1(predicted, gold)) == (
         em,
@@ -192,31 +189,24 @@ def _with(key: str, value: object) -> str:
     return json.dumps({**QUESTIONS[0], "metadata": {**QUESTIONS[0]["metadata"], key: value}})
 
 
-@pytest.mark.parametrize(
-    ("name", "rows", "words"),
-    [
-        ("dev", ["[1]"], ("line 1", "an object")),
-        ("dev", ["{"], ("line 1",)),
-        ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
-        ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
-        ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
-        ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id 't1' is there twice")),
-        (
-            "texts",
-            [json.dumps({**TEXTS[0], "text": 5})],
-            ("line 1", "text is 5; text was expected"),
-        ),
-        (
-            "dev",
-            [json.dumps({**QUESTIONS[0], "metadata": 1})],
-            ("line 1", "metadata is 1; an object was expected"),
-        ),
-        ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
-        ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess'; one of the release's was")),
-        ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids is 't1'; a list of texts")),
-        ("dev", [_with("modalities", 5)], ("line 1", "modalities is 5; a list of texts")),
-    ],
-)
+@pytest.mark.parametrize(("name", "rows", "words"), [
+    ("dev", ["[1]"], ("line 1", "an object")),
+    ("dev", ["{"], ("line 1",)),
+    ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
+    ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
+    ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
+    ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id 't1' is there twice")),
+    ("texts", [json.dumps({**TEXTS[0], "text": 5})], ("line 1", "text is 5; text was expected")),
+    (
+        "dev",
+        [json.dumps({**QUESTIONS[0], "metadata": 1})],
+        ("line 1", "metadata is 1; an object was expected"),
+    ),
+    ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
+    ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess'; one of the release's was")),
+    ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids is 't1'; a list of texts")),
+    ("dev", [_with("modalities", 5)], ("line 1", "modalities is 5; a list of texts")),
+])  # fmt: skip
 def test_malformed_lines(raw, tmp_path, name, rows, words):
     packed = gzip.compress("".join(f"{row}\n" for row in rows).encode())
     (raw / f"MMQA_{name}.jsonl.gz").write_bytes(packed)

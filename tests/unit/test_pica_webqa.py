@@ -200,14 +200,11 @@ def test_captions_by_picture(tmp_path):
     assert [found.of_question(question) for question in asked] == ["a", "b", None, "c"]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("[]", "expected an object"),
-        ('{"7": {"captions": []}}', "captions.json, 7: holds no caption"),
-        ('{"7": {"pred_captions": []}}', "captions.json, 7: holds no caption"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ("[]", "expected an object"),
+    ('{"7": {"captions": []}}', "captions.json, 7: holds no caption"),
+    ('{"7": {"pred_captions": []}}', "captions.json, 7: holds no caption"),
+])  # fmt: skip
 def test_bad_captions(tmp_path, content, message):
     path = tmp_path / "captions.json"
     path.write_text(content)

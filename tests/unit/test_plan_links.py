@@ -28,33 +28,27 @@ def grid(*shape):
     return places
 
 
-@pytest.mark.parametrize(
-    ("shape", "chip", "ends"),
-    [
-        ((2, 4), V5E, (False, False)),
-        ((8, 16), V5E, (False, True)),
-        ((16, 16), TPUS["v6e"], (True, True)),
-        ((2, 2, 1), V5P, (False,) * 3),
-        ((2, 4, 4), V5P, (False,) * 3),
-        ((4, 4, 8), V5P, (True,) * 3),
-    ],
-)
+@pytest.mark.parametrize(("shape", "chip", "ends"), [
+    ((2, 4), V5E, (False, False)),
+    ((8, 16), V5E, (False, True)),
+    ((16, 16), TPUS["v6e"], (True, True)),
+    ((2, 2, 1), V5P, (False,) * 3),
+    ((2, 4, 4), V5P, (False,) * 3),
+    ((4, 4, 8), V5P, (True,) * 3),
+])  # fmt: skip
 def test_which_slices_wrap_around(shape, chip, ends):
     assert wraps(shape, chip) == ends
 
 
-@pytest.mark.parametrize(
-    ("group", "shape", "chip", "links"),
-    [
-        (grid(2, 4), (2, 4), V5E, 2),  # a corner
-        (grid(16, 16), (16, 16), V5E, 4),
-        (grid(1, 4), (2, 4), V5E, 1),  # a line's end
-        ([(0, n) for n in range(16)], (16, 16), V5E, 2),  # a ring
-        ([(0, 0), (0, 2)], (2, 4), V5E, 1),  # over the chip between them
-        (grid(4, 4, 4), (4, 4, 4), V5P, 6),
-        (grid(2, 2, 1), (2, 2, 1), V5P, 2),
-    ],
-)
+@pytest.mark.parametrize(("group", "shape", "chip", "links"), [
+    (grid(2, 4), (2, 4), V5E, 2),  # a corner
+    (grid(16, 16), (16, 16), V5E, 4),
+    (grid(1, 4), (2, 4), V5E, 1),  # a line's end
+    ([(0, n) for n in range(16)], (16, 16), V5E, 2),  # a ring
+    ([(0, 0), (0, 2)], (2, 4), V5E, 1),  # over the chip between them
+    (grid(4, 4, 4), (4, 4, 4), V5P, 6),
+    (grid(2, 2, 1), (2, 2, 1), V5P, 2),
+])  # fmt: skip
 def test_links_of_the_worst_placed_chip(group, shape, chip, links):
     assert fewest_links(group, shape, chip) == links
 
@@ -86,15 +80,12 @@ def test_a_mesh_lies_on_the_links_that_it_has():
     assert measured.placement(placed(data=8)).links is None
 
 
-@pytest.mark.parametrize(
-    ("kind", "inside", "across"),
-    [
-        # 16 GB over 4 x 16 chips: rings of the 16, then each sends its 1 GB to three other slices.
-        ("all-reduce", 2 * 15, 2 * 3 / 4),
-        ("all-gather", 15, 3 / 4),
-        ("reduce-scatter", 15, 3 / 4),
-    ],
-)
+@pytest.mark.parametrize(("kind", "inside", "across"), [
+    # 16 GB over 4 x 16 chips: rings of the 16, then each sends its 1 GB to three other slices.
+    ("all-reduce", 2 * 15, 2 * 3 / 4),
+    ("all-gather", 15, 3 / 4),
+    ("reduce-scatter", 15, 3 / 4),
+])  # fmt: skip
 def test_slices_exchange_what_each_chip_has_a_part_of(kind, inside, across):
     """By hand: Thakur et al., 2005, of a ring; what XLA makes of it is in test_slices_program.py."""
     one = Exchange(kind, "data", 64, 16e9, slices=4, links=2)
@@ -161,15 +152,12 @@ def test_an_encoder_of_a_pods_run_is_planned_on_one_host():
     assert program.mesh == {"data": 4, "fsdp": 1, "tensor": 1}
 
 
-@pytest.mark.parametrize(
-    ("mesh", "devices"),
-    [
-        ({}, 8),
-        ({"data": 1, "tensor": 16}, 16),  # fsdp is left at auto
-        ({"data": 2, "fsdp": 1, "tensor": 8}, 16),
-        ({"data": 1, "tensor": 8}, 8),
-    ],
-)
+@pytest.mark.parametrize(("mesh", "devices"), [
+    ({}, 8),
+    ({"data": 1, "tensor": 16}, 16),  # fsdp is left at auto
+    ({"data": 2, "fsdp": 1, "tensor": 8}, 16),
+    ({"data": 1, "tensor": 8}, 8),
+])  # fmt: skip
 def test_an_engine_spans_hosts_where_its_mesh_takes_all_devices(mesh, devices):
     changes = {f"model.mesh.{axis}": size for axis, size in mesh.items()}
     config = load_config("configs/prompt/default.py", changes)

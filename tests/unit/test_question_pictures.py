@@ -73,15 +73,12 @@ def test_slots(pictures):
     assert tuple(arrays["pixels"][2, 0, 0, 0]) == FLAGS["blue"]  # the first of two
 
 
-@pytest.mark.parametrize(
-    ("context", "captions"),
-    [
-        ("sources", ["Arvania is small.", "Flag of red.", "Arvania is small. Flag of blue. "
-                     "Flag of red.", "Flag of red.", "Lost. Flag of white."]),
-        ("pictures", ["", "Flag of red.", "Flag of blue. Flag of red.", "Flag of red.",
-                      "Lost. Flag of white."]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("context", "captions"), [
+    ("sources", ["Arvania is small.", "Flag of red.", "Arvania is small. Flag of blue. "
+                 "Flag of red.", "Flag of red.", "Lost. Flag of white."]),
+    ("pictures", ["", "Flag of red.", "Flag of blue. Flag of red.", "Flag of red.",
+                  "Lost. Flag of white."]),
+])  # fmt: skip
 def test_questions_that_bring_their_gold_sources(context, captions):
     brought = with_gold_sources(CORPUS, context).questions()
     assert [q.extra["caption"] for q in brought] == captions

@@ -43,22 +43,19 @@ def test_to_rankings_drops_padding():
     ]
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question_id": "q9", "sources": [], "scores": []}, "'q9' is not among the 2"),
-        (ROWS[0], "'q1' is ranked twice"),
-        ({"question_id": "q2", "sources": ["z"], "scores": [1]}, "'z' is not in the corpus"),
-        ({"question_id": "q2", "sources": ["a", "a"], "scores": [1, 0]}, "'a' is ranked twice"),
-        ({"question_id": "q2", "sources": ["a"], "scores": [1, 2]}, "1 sources but 2 scores"),
-        ({"question_id": "q2", "sources": ["a"], "scores": [float("nan")]}, "finite numbers"),
-        ({"question_id": "q2", "sources": ["a"], "scores": [True]}, "finite numbers"),
-        ({"question_id": "q2", "sources": [1], "scores": [1]}, "id strings"),
-        ({"question_id": 2, "sources": [], "scores": []}, "question_id must be a string"),
-        ({"question_id": "q2", "sources": []}, "expected"),
-        (["q2"], "expected"),
-    ],
-)
+@pytest.mark.parametrize(("row", "message"), [
+    ({"question_id": "q9", "sources": [], "scores": []}, "'q9' is not among the 2"),
+    (ROWS[0], "'q1' is ranked twice"),
+    ({"question_id": "q2", "sources": ["z"], "scores": [1]}, "'z' is not in the corpus"),
+    ({"question_id": "q2", "sources": ["a", "a"], "scores": [1, 0]}, "'a' is ranked twice"),
+    ({"question_id": "q2", "sources": ["a"], "scores": [1, 2]}, "1 sources but 2 scores"),
+    ({"question_id": "q2", "sources": ["a"], "scores": [float("nan")]}, "finite numbers"),
+    ({"question_id": "q2", "sources": ["a"], "scores": [True]}, "finite numbers"),
+    ({"question_id": "q2", "sources": [1], "scores": [1]}, "id strings"),
+    ({"question_id": 2, "sources": [], "scores": []}, "question_id must be a string"),
+    ({"question_id": "q2", "sources": []}, "expected"),
+    (["q2"], "expected"),
+])  # fmt: skip
 def test_bad_rows_are_named(tmp_path, row, message):
     path = write(tmp_path / "r.jsonl", [ROWS[0], row])
     with pytest.raises(UserError, match=message) as caught:

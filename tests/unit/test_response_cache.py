@@ -316,15 +316,12 @@ def test_a_damaged_answer_is_asked_for_again(tmp_path):
     assert (backend.asked, backend.usage.unreadable) == ([4], 1)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        Result(0, (Candidate("half \ud83d", (), math.nan, None, "end"),), 4, 0),
-        Result(0, (Candidate(b"bytes", (), math.nan, None, "end"),), 4, 0),
-        Result(0, (), 4, 0),
-        Result(0, (Candidate("a", (), math.nan, (math.nan, "b"), "end"),), 4, 0),
-    ],
-)
+@pytest.mark.parametrize("answer", [
+    Result(0, (Candidate("half \ud83d", (), math.nan, None, "end"),), 4, 0),
+    Result(0, (Candidate(b"bytes", (), math.nan, None, "end"),), 4, 0),
+    Result(0, (), 4, 0),
+    Result(0, (Candidate("a", (), math.nan, (math.nan, "b"), "end"),), 4, 0),
+])  # fmt: skip
 def test_what_cannot_be_written_is_a_failure_and_is_not_kept(answer, tmp_path):
     """The other answers come and are kept; a rerun asks for this one alone."""
     path = tmp_path / "cache"

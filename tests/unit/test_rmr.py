@@ -202,16 +202,13 @@ def test_the_fields_of_a_question():
     assert (open_question["letter"], open_question["answer"]) == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("It flies. The answer is A kite.", "a kite"),
-        ("a kite\nmore", "a kite"),
-        ("The answer is no. The answer is yes.", "yes"),
-        ("A", "a"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("It flies. The answer is A kite.", "a kite"),
+    ("a kite\nmore", "a kite"),
+    ("The answer is no. The answer is yes.", "yes"),
+    ("A", "a"),
+    ("", ""),
+])  # fmt: skip
 def test_short_answers(library, text, answer):
     """What follows the last `The answer is`, else the first line; never a choice."""
     assert short_answer(text) == answer
@@ -222,19 +219,16 @@ def test_short_answers(library, text, answer):
     assert "The answer is " in llm.seen[0].prompt
 
 
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        ("A cat is red. The answer is B.", "B"),
-        ("B", "B"),
-        ("(C)", "C"),
-        ("B.", "B"),
-        ("B. because", "B"),
-        ("D", "D"),  # of three choices: no letter, left to the scorer
-        ("The answer is two", "The answer is two"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "answer"), [
+    ("A cat is red. The answer is B.", "B"),
+    ("B", "B"),
+    ("(C)", "C"),
+    ("B.", "B"),
+    ("B. because", "B"),
+    ("D", "D"),  # of three choices: no letter, left to the scorer
+    ("The answer is two", "The answer is two"),
+    ("", ""),
+])  # fmt: skip
 def test_letters(library, text, answer):
     """A letter alone, which MMBench's and SEED-Bench's scorers read; never a choice."""
     llm = FakeLLM(lambda prompt: (text, -1.0))

@@ -135,22 +135,15 @@ def test_fp8_scales_that_are_exponents():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(
-    ("shape", "end", "settings"),
-    [
-        ((), "_scale_inv", FP8_TENSOR),
-        ((1,), "_scale", FP8_TENSOR),
-        ((OUT, 1), "_scale", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
-        ((OUT,), "_scale", FP8_TENSOR),
-        (
-            (),
-            "_scale",
-            {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "x"}},
-        ),
-        ((1,), "_scale", groups(weights(8, "tensor", "float"), "float-quantized")),
-        ((OUT, 1), "_scale", groups(weights(8, "channel", "float"), "naive-quantized")),
-    ],
-)
+@pytest.mark.parametrize(("shape", "end", "settings"), [
+    ((), "_scale_inv", FP8_TENSOR),
+    ((1,), "_scale", FP8_TENSOR),
+    ((OUT, 1), "_scale", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    ((OUT,), "_scale", FP8_TENSOR),
+    ((), "_scale", {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "x"}}),
+    ((1,), "_scale", groups(weights(8, "tensor", "float"), "float-quantized")),
+    ((OUT, 1), "_scale", groups(weights(8, "channel", "float"), "naive-quantized")),
+])  # fmt: skip
 def test_fp8_of_whole_matrices_and_rows(shape, end, settings):
     rows = OUT if OUT in shape else 1
     codes, scale, want = fp8(2, (rows, 1), (OUT // rows, IN))
@@ -161,15 +154,12 @@ def test_fp8_of_whole_matrices_and_rows(shape, end, settings):
     np.testing.assert_array_equal(tensors["a.weight"], want)
 
 
-@pytest.mark.parametrize(
-    ("block", "of_weights"),
-    [
-        ((1, IN), weights(8, "channel")),
-        ((1, 16), weights(8, "group", group_size=16)),
-        ((16, 32), weights(8, "block", block_structure=[16, 32])),
-        ((OUT, IN), weights(8, "tensor")),
-    ],
-)
+@pytest.mark.parametrize(("block", "of_weights"), [
+    ((1, IN), weights(8, "channel")),
+    ((1, 16), weights(8, "group", group_size=16)),
+    ((16, 32), weights(8, "block", block_structure=[16, 32])),
+    ((OUT, IN), weights(8, "tensor")),
+])  # fmt: skip
 @pytest.mark.parametrize("zeros", [None, (-9, 9)], ids=["symmetric", "asymmetric"])
 def test_compressed_tensors_of_eight_bits(block, of_weights, zeros):
     grid = OUT // block[0], IN // block[1]

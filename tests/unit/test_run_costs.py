@@ -333,25 +333,22 @@ def test_attempts_are_kept_through_a_kill(tmp_path):
 _GOOD = {"event": "start", "time": 5.0, "step": 3, "elapsed": 1, "seconds": {"compute": 2.0}}
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b'{"event": "save", "time": 5.0, "st',  # cut short by a crash
-        b"\x00\xff\xfe" * 40,
-        b"",
-        b"5",
-        b"[" * 100_000,
-        json.dumps({"event": "start"}).encode(),
-        *(
-            json.dumps(_GOOD | changed).encode()
-            for changed in (
-                {"step": "3"}, {"step": True}, {"step": -1}, {"step": 10**400}, {"time": None},
-                {"event": 1}, {"elapsed": float("nan")}, {"seconds": [1]},
-                {"seconds": {"compute": "1"}},
-            )
-        ),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("damage", [
+    b'{"event": "save", "time": 5.0, "st',  # cut short by a crash
+    b"\x00\xff\xfe" * 40,
+    b"",
+    b"5",
+    b"[" * 100_000,
+    json.dumps({"event": "start"}).encode(),
+    *(
+        json.dumps(_GOOD | changed).encode()
+        for changed in (
+            {"step": "3"}, {"step": True}, {"step": -1}, {"step": 10**400}, {"time": None},
+            {"event": 1}, {"elapsed": float("nan")}, {"seconds": [1]},
+            {"seconds": {"compute": "1"}},
+        )
+    ),
+])  # fmt: skip
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_a_damaged_record_of_attempts_stops_no_training(tmp_path, caplog, damage, where):
     good = [json.dumps(_GOOD).encode(), json.dumps(_GOOD | {"event": "save", "step": 5}).encode()]
@@ -390,17 +387,14 @@ def test_a_damaged_curve_is_refused_with_its_line(tmp_path, damage):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]  # cut short by a kill
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("5", "START:END was expected"),
-        ("a:b", "START:END was expected"),
-        ("3:-4", "START:END was expected"),
-        ("0:4", r"steps from 1 to 20 \(train\.steps\)"),
-        ("9:4", r"the first not behind the last"),
-        ("9:21", r"steps from 1 to 20"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ("5", "START:END was expected"),
+    ("a:b", "START:END was expected"),
+    ("3:-4", "START:END was expected"),
+    ("0:4", r"steps from 1 to 20 \(train\.steps\)"),
+    ("9:4", r"the first not behind the last"),
+    ("9:21", r"steps from 1 to 20"),
+])  # fmt: skip
 def test_ranges_that_cannot_be_traced(given, message):
     assert parse_steps("4:9", 20) == (4, 9)
     refuses(message, parse_steps, given, 20)

@@ -261,16 +261,13 @@ def test_a_foreign_page_learns_nothing_of_pictures(client):
     assert b"x-content-type-options: nosniff" in head
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "not valid JSON"),
-        (b'{"a": ' + b"9" * 5000 + b"}", "an integer of more than 4,300 digits"),
-        (b"[" * 200 + b"]" * 200, "nested more than 100 deep"),
-        (b"[1]", "no JSON object"),
-        (b"\xff", "UTF-8"),
-    ],
-)
+@pytest.mark.parametrize(("body", "words"), [
+    (b"{", "not valid JSON"),
+    (b'{"a": ' + b"9" * 5000 + b"}", "an integer of more than 4,300 digits"),
+    (b"[" * 200 + b"]" * 200, "nested more than 100 deep"),
+    (b"[1]", "no JSON object"),
+    (b"\xff", "UTF-8"),
+])  # fmt: skip
 def test_bodies_that_are_no_request(client, queued, body, words):
     status, text = client.ask(queued[0], body)
     assert (status, words in text, client.slow.begun) == (400, True, 0)

@@ -106,15 +106,12 @@ def test_a_gguf_files_own_sentinels_are_read(folder, tmp_path):
         assert ours.encode(text) == of_folder.encode(text), text
 
 
-@pytest.mark.parametrize(
-    ("key", "place", "value", "message"),
-    [
-        ("add_space_prefix", None, False, "add_space_prefix is not true"),
-        ("remove_extra_whitespaces", None, False, "remove_extra_whitespaces is not true"),
-        ("tokens", 2, "<unknown>", "first tokens are <pad>, </s>, <unknown>"),
-        ("token_type", 7, gguf.TokenType.USER_DEFINED, "has the added token"),
-    ],
-)
+@pytest.mark.parametrize(("key", "place", "value", "message"), [
+    ("add_space_prefix", None, False, "add_space_prefix is not true"),
+    ("remove_extra_whitespaces", None, False, "remove_extra_whitespaces is not true"),
+    ("tokens", 2, "<unknown>", "first tokens are <pad>, </s>, <unknown>"),
+    ("token_type", 7, gguf.TokenType.USER_DEFINED, "has the added token"),
+])  # fmt: skip
 def test_another_tokenizer_in_a_gguf_file_is_refused(key, place, value, message, folder, tmp_path):
     def change(metadata):
         # Written number by number, and not reached.

@@ -48,15 +48,12 @@ def llama_folder(folder, settings, model_type="llama"):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("kind", "model_type"),
-    [
-        ("LlamaTokenizer", "llama"),
-        ("LlamaTokenizerFast", "llama"),
-        ("LlamaTokenizer", "llava"),
-        ("PreTrainedTokenizerFast", "llama"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "model_type"), [
+    ("LlamaTokenizer", "llama"),
+    ("LlamaTokenizerFast", "llama"),
+    ("LlamaTokenizer", "llava"),
+    ("PreTrainedTokenizerFast", "llama"),
+])  # fmt: skip
 def test_llamas_settings_are_those_of_transformers(tmp_path, kind, model_type):
     from transformers import AutoTokenizer
 
@@ -86,13 +83,10 @@ def test_settings_survive_a_tokenizer_that_is_saved(tmp_path):
     assert again.fingerprint == opened.fingerprint
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"legacy": "no"}, "legacy is 'no', expected true, false or null"),
-        ({"split_special_tokens": True}, "split_special_tokens takes special tokens for plain"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ({"legacy": "no"}, "legacy is 'no', expected true, false or null"),
+    ({"split_special_tokens": True}, "split_special_tokens takes special tokens for plain"),
+])  # fmt: skip
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, change, said):
     refuses(said, open_text_tokenizer, llama_folder(tmp_path / "model", change))
 

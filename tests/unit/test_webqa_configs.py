@@ -61,20 +61,17 @@ def test_vlp_i_differs_from_vlp_in_its_questions_alone():
     }
 
 
-@pytest.mark.parametrize(
-    ("row", "changes"),
-    [
-        ("vlp_t", {"data.modality": "text", "train.steps": -(-17_812 * 11 // 128)}),
-        (
-            "q_only",
-            {
-                "batches.no_source_prob": 1.0,
-                "packing.picture_content": False,
-                "validate.sources": "none",
-            },
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "changes"), [
+    ("vlp_t", {"data.modality": "text", "train.steps": -(-17_812 * 11 // 128)}),
+    (
+        "q_only",
+        {
+            "batches.no_source_prob": 1.0,
+            "packing.picture_content": False,
+            "validate.sources": "none",
+        },
+    ),
+])  # fmt: skip
 def test_rows_without_pictures_differ_in_that_alone(row, changes):
     """No picture is shown, so that none of its features and shapes are there."""
     changed = differences("vlp_qa", row)

@@ -122,20 +122,17 @@ def test_the_approximation_of_questions_whose_keywords_are_hidden():
     assert (scores.n, scores.unscored) == (100, 0)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The Cat's  two-tone coat.", "cats twotone coat"),
-        ("Twenty dogs and 03 cats", "20 dogs and 3 cats"),
-        ("It is 3.5 m. Or 4.", "it is 3.5 m or 4"),
-        ("a point of an arrow", "point of arrow"),
-        ("The", "the"),  # a lone word keeps its article
-        ("A.", "a"),
-        ("?", "?"),  # a lone character keeps its punctuation
-        ("5", "5"),
-        ("", ""),
-    ],
-)
+@pytest.mark.parametrize(("text", "expected"), [
+    ("The Cat's  two-tone coat.", "cats twotone coat"),
+    ("Twenty dogs and 03 cats", "20 dogs and 3 cats"),
+    ("It is 3.5 m. Or 4.", "it is 3.5 m or 4"),
+    ("a point of an arrow", "point of arrow"),
+    ("The", "the"),  # a lone word keeps its article
+    ("A.", "a"),
+    ("?", "?"),  # a lone character keeps its punctuation
+    ("5", "5"),
+    ("", ""),
+])  # fmt: skip
 def test_normalization(text, expected):
     assert Normalizer("none")(text) == expected
 
@@ -146,28 +143,25 @@ def test_the_official_word_lists_keep_their_size_and_oddities():
     assert {"h", "xs", "crosse"} <= webqa.SHAPES
 
 
-@pytest.mark.parametrize(
-    ("category", "keywords", "answer", "accuracy", "exact"),
-    [
-        # Domains: F1 = 2PR / (P + R + 1e-5) over the domain's words, each once.
-        ("color", "red, white", "It is red, white and red.", 2 / 2.00001, 1),
-        ("color", "red white", "red white blue", 2 * (2 / 3) / (5 / 3 + 1e-5), 0),
-        ("color", "red white", "blue", 0, 0),
-        ("color", "no color word", "red", 0, 0),
-        ("YesNo", "No", "No, it does not.", 2 / 2.00001, 1),
-        ("YesNo", "Yes", "Yes and no", 2 * 0.5 / (1.5 + 1e-5), 0),
-        ("shape", "a circle", "The window is a Circle.", 2 / 2.00001, 1),
-        # Numbers keep repeats: P = 1/2, R = 1.
-        ("number", "two", "2 flags of 2", 2 * 0.5 / (1.5 + 1e-5), 1),
-        ("number", "two", "There are 2 flags", 2 / 2.00001, 1),
-        ("number", "3.5", "3.5", 0, 0),
-        # Otherwise recall of the keywords, repeats counted.
-        ("text", "Mount Everest", "the highest point is Mount Everest", 1, 1),
-        ("choose", "Saint Lucia", "Saint Helena", 0.5, 0),
-        ("Others", "dog dog", "one dog", 0.5, 0),
-        ("text", "Paris", "", 0, 0),
-    ],
-)
+@pytest.mark.parametrize(("category", "keywords", "answer", "accuracy", "exact"), [
+    # Domains: F1 = 2PR / (P + R + 1e-5) over the domain's words, each once.
+    ("color", "red, white", "It is red, white and red.", 2 / 2.00001, 1),
+    ("color", "red white", "red white blue", 2 * (2 / 3) / (5 / 3 + 1e-5), 0),
+    ("color", "red white", "blue", 0, 0),
+    ("color", "no color word", "red", 0, 0),
+    ("YesNo", "No", "No, it does not.", 2 / 2.00001, 1),
+    ("YesNo", "Yes", "Yes and no", 2 * 0.5 / (1.5 + 1e-5), 0),
+    ("shape", "a circle", "The window is a Circle.", 2 / 2.00001, 1),
+    # Numbers keep repeats: P = 1/2, R = 1.
+    ("number", "two", "2 flags of 2", 2 * 0.5 / (1.5 + 1e-5), 1),
+    ("number", "two", "There are 2 flags", 2 / 2.00001, 1),
+    ("number", "3.5", "3.5", 0, 0),
+    # Otherwise recall of the keywords, repeats counted.
+    ("text", "Mount Everest", "the highest point is Mount Everest", 1, 1),
+    ("choose", "Saint Lucia", "Saint Helena", 0.5, 0),
+    ("Others", "dog dog", "one dog", 0.5, 0),
+    ("text", "Paris", "", 0, 0),
+])  # fmt: skip
 def test_accuracy_and_exact_match_by_hand(category, keywords, answer, accuracy, exact):
     assert one_accuracy(category, keywords, answer) == (pytest.approx(accuracy, abs=1e-12), exact)
 
@@ -199,18 +193,15 @@ def test_missing_and_hidden_questions_are_counted():
     assert scores.counts == {"text": 2, "color": 1}
 
 
-@pytest.mark.parametrize(
-    ("category", "answer", "predicted", "expected"),
-    [
-        # F1 in the domain, without the epsilon of the official accuracy.
-        ("color", "It is red and white.", "red", 2 * 0.5 / 1.5),
-        ("YesNo", "No, it is not.", "No.", 1.0),
-        ("number", "There are two dogs.", "2", 1.0),
-        ("shape", "A circle.", "a square", 0.0),
-        # Otherwise recall of the answer's words: "it is in city of paris".
-        ("text", "It is in the city of Paris", "Paris city", 2 / 6),
-    ],
-)
+@pytest.mark.parametrize(("category", "answer", "predicted", "expected"), [
+    # F1 in the domain, without the epsilon of the official accuracy.
+    ("color", "It is red and white.", "red", 2 * 0.5 / 1.5),
+    ("YesNo", "No, it is not.", "No.", 1.0),
+    ("number", "There are two dogs.", "2", 1.0),
+    ("shape", "A circle.", "a square", 0.0),
+    # Otherwise recall of the answer's words: "it is in city of paris".
+    ("text", "It is in the city of Paris", "Paris city", 2 / 6),
+])  # fmt: skip
 def test_approximate_accuracy_by_hand(category, answer, predicted, expected):
     asked = [
         question("q", category, "TBD", answers=(answer, "another answer")),
@@ -251,13 +242,10 @@ def test_scores_of_the_same_questions_make_one_table():
     assert answer_table("T", answers).columns == ["category", "n", *columns[:2]]
 
 
-@pytest.mark.parametrize(
-    ("predictions", "words"),
-    [
-        ([Prediction("zz", "x")], ["prediction 1", "'zz'", "same split"]),
-        ([Prediction("a", "x"), Prediction("a", "y")], ["prediction 2", "'a'", "twice"]),
-    ],
-)
+@pytest.mark.parametrize(("predictions", "words"), [
+    ([Prediction("zz", "x")], ["prediction 1", "'zz'", "same split"]),
+    ([Prediction("a", "x"), Prediction("a", "y")], ["prediction 2", "'a'", "twice"]),
+])  # fmt: skip
 def test_unknown_and_repeated_ids_are_refused(predictions, words):
     asked = [question("a", keywords="k", positives=("s",))]
     for score in (score_answers, score_sources):

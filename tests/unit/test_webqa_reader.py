@@ -331,24 +331,21 @@ def change(key, value, datum="g1"):
     return data
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        ([1], r"one object of Guid -> question data was expected"),
-        ({"g1": 3}, r"Guid g1: an object was expected"),
-        (change("Q", None), r"Guid g1: Q is None; text was expected"),
-        (change("Q", 4), r"Guid g1: Q is 4; text was expected"),
-        (change("Qcate", "colour"), r"Guid g1: Qcate is 'colour'; one of YesNo"),
-        (change("split", "dev"), r"Guid g1: split is 'dev'"),
-        (change("Guid", "other"), r"Guid g1: its Guid field is 'other'"),
-        (change("A", [1]), r"Guid g1: A is \[1\]; a list of texts"),
-        (change("txt_negFacts", {}), r"Guid g1: txt_negFacts is {}; a list of objects"),
-        (change("txt_negFacts", [{"fact": "x"}]), r"txt_negFacts\[0\]: snippet_id is None; text"),
-        (change("img_posFacts", [{"caption": "x"}]), r"img_posFacts\[0\]: image_id is None"),
-        ({"g": {"Q": "Alone?", "split": "test"}}, r"list no facts, so the corpus is empty"),
-        ({}, r"list no facts, so the corpus is empty"),
-    ],
-)
+@pytest.mark.parametrize(("data", "message"), [
+    ([1], r"one object of Guid -> question data was expected"),
+    ({"g1": 3}, r"Guid g1: an object was expected"),
+    (change("Q", None), r"Guid g1: Q is None; text was expected"),
+    (change("Q", 4), r"Guid g1: Q is 4; text was expected"),
+    (change("Qcate", "colour"), r"Guid g1: Qcate is 'colour'; one of YesNo"),
+    (change("split", "dev"), r"Guid g1: split is 'dev'"),
+    (change("Guid", "other"), r"Guid g1: its Guid field is 'other'"),
+    (change("A", [1]), r"Guid g1: A is \[1\]; a list of texts"),
+    (change("txt_negFacts", {}), r"Guid g1: txt_negFacts is {}; a list of objects"),
+    (change("txt_negFacts", [{"fact": "x"}]), r"txt_negFacts\[0\]: snippet_id is None; text"),
+    (change("img_posFacts", [{"caption": "x"}]), r"img_posFacts\[0\]: image_id is None"),
+    ({"g": {"Q": "Alone?", "split": "test"}}, r"list no facts, so the corpus is empty"),
+    ({}, r"list no facts, so the corpus is empty"),
+])  # fmt: skip
 def test_wrong_data_is_named(tmp_path, data, message):
     path = tmp_path / "data.json"
     path.write_text(json.dumps(data))

@@ -355,21 +355,18 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
             assert [r["sources"] for r in rows_of(out)] == [r["sources"] for r in wanted]
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("{file}", "--cap=webqa"), r"--cap=webqa: .* use it with --candidates=restricted"),
-        (("restricted", "--similarity_weight=5"), r"no similarity is known .* `mmqa search`"),
-        (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
-        (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
-        (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
-        (("restricted", "--retriever=runs/c"), r"--retriever and --index need each other"),
-        (
-            ("all", "--retriever=runs/c", "--index=runs/i"),
-            r"--retriever: computes the similarity of a few",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (("{file}", "--cap=webqa"), r"--cap=webqa: .* use it with --candidates=restricted"),
+    (("restricted", "--similarity_weight=5"), r"no similarity is known .* `mmqa search`"),
+    (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
+    (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
+    (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
+    (("restricted", "--retriever=runs/c"), r"--retriever and --index need each other"),
+    (
+        ("all", "--retriever=runs/c", "--index=runs/i"),
+        r"--retriever: computes the similarity of a few",
+    ),
+])  # fmt: skip
 def test_flags_that_do_not_fit_the_candidates(
     flags, message, release, selector, reranked, refused, tmp_path
 ):
@@ -476,14 +473,11 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     assert scores[0] != scores[1]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
-        ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
-        ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
+    ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
+    ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
+])  # fmt: skip
 def test_wrong_clips_are_named(release, clip, change, message):
     config = clip_config(release, clip)
     for key, value in change.items():

@@ -225,16 +225,13 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
-        ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
-        ({"title": "\ud83d"}, "surrogates not allowed"),
-        ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
-        ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
+    ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
+    ({"title": "\ud83d"}, "surrogates not allowed"),
+    ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
+    ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
+])  # fmt: skip
 def test_an_entry_of_another_form_is_broken(raw, change, message):
     (raw / "images").mkdir()
     Image.new("RGB", (4, 4)).save(raw / "images" / "Adler_%C3%BC.jpg")
@@ -262,15 +259,12 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     refuses(r"x\.json: ends within", list, json_entries(InputFile(path)))
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"[1]", "a JSON object was expected; fetch"),
-        (b'{"a": "\xff"}', "is not UTF-8; fetch"),
-        (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
-        (b"{1: {}}", "ends within '1: {}}'; fetch"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"[1]", "a JSON object was expected; fetch"),
+    (b'{"a": "\xff"}', "is not UTF-8; fetch"),
+    (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
+    (b"{1: {}}", "ends within '1: {}}'; fetch"),
+])  # fmt: skip
 def test_files_that_are_no_json_object(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -329,18 +323,14 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
     refuses("unpacks to more than 250 times its size", prepare, "kilt", raw, raw.parent / "out")
 
 
-@pytest.mark.parametrize(
-    ("names", "field", "value", "message"),
-    [
-        ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
-        ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
-        ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
-        # Deflate64, which Windows takes for large files.
-        ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
-        ("a", 46, 0, r"cannot be (unpacked|read)"),
-    ],
-    ids=["two files", "version", "password", "method", "no name"],
-)
+@pytest.mark.parametrize(("names", "field", "value", "message"), [
+    ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
+    ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
+    ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
+    # Deflate64, which Windows takes for large files.
+    ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
+    ("a", 46, 0, r"cannot be (unpacked|read)"),
+], ids=["two files", "version", "password", "method", "no name"])  # fmt: skip
 def test_zips_that_are_not_unpacked(tmp_path, names, field, value, message):
     """`field` is a place in the first file's entry of the archive's directory."""
     path = tmp_path / "x.json.zip"
