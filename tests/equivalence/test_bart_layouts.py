@@ -53,11 +53,9 @@ def same(model, state_dict):
 def test_torch_layouts(large_cnn, tmp_path):
     tensors, config = large_cnn
     assert {k for k in tensors if "embed_tokens" in k or "shared" in k or "lm_head" in k} == {
-        "model.shared.weight",
-        "model.encoder.embed_tokens.weight",
-        "model.decoder.embed_tokens.weight",
-        "lm_head.weight",
-    }
+        "model.shared.weight", "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight", "lm_head.weight",
+    }  # fmt: skip
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     # BARTScore's file over a folder with other weights, then over the bare config.
     pth = tmp_path / "bart.pth"

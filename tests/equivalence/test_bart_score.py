@@ -219,14 +219,12 @@ def test_fluency_from_the_command_line(published, ours, tmp_path, capsys):
     official = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert official["scores"] == pytest.approx(
         {
-            "webqa_acc/no_lemma": 0.5,
-            "exact_match/no_lemma": 0.5,
-            "webqa_fl/official": own.mean(),
+            "webqa_acc/no_lemma": 0.5, "exact_match/no_lemma": 0.5, "webqa_fl/official": own.mean(),
             "webqa_fl/paper_eq1": wanted.scores["webqa_fl/paper_eq1"],
             "webqa_fl_acc/no_lemma": own[0] / 2,
         },
         abs=1e-5,
-    )
+    )  # fmt: skip
 
 
 def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):

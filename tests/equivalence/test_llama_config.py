@@ -53,10 +53,8 @@ def test_configs_of_both_transformers_versions():
     old["rope_scaling"] = {"factor": 4.0, "type": "linear"}
     assert LlamaConfig.from_hf(old).rope_scaling == RopeScaling("linear", 4.0)
     assert transformers.LlamaConfig(**presets.llama31_8b().to_hf()).rope_parameters == {
-        **scaling,
-        "rope_type": "llama3",
-        "rope_theta": 5e5,
-    }
+        **scaling, "rope_type": "llama3", "rope_theta": 5e5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("changes", "want"), [
@@ -70,22 +68,15 @@ def test_configs_of_both_transformers_versions():
     ({"dim": 4096, "n_heads": 32, "multiple_of": 256}, {"mlp": 11008}),
     (  # LLaMA-2 70B
         {
-            "dim": 8192,
-            "n_heads": 64,
-            "n_kv_heads": 8,
-            "multiple_of": 4096,
+            "dim": 8192, "n_heads": 64, "n_kv_heads": 8, "multiple_of": 4096,
             "ffn_dim_multiplier": 1.3,
         },
         {"mlp": 28672, "kv_heads": 8},
     ),
     (  # LLaMA-3 8B
         {
-            "dim": 4096,
-            "n_heads": 32,
-            "n_kv_heads": 8,
-            "multiple_of": 1024,
-            "ffn_dim_multiplier": 1.3,
-            "rope_theta": 500000.0,
+            "dim": 4096, "n_heads": 32, "n_kv_heads": 8, "multiple_of": 1024,
+            "ffn_dim_multiplier": 1.3, "rope_theta": 500000.0,
         },
         {"mlp": 14336, "kv_heads": 8},
     ),

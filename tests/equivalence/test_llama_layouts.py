@@ -136,16 +136,9 @@ def test_meta_files_whole_and_sharded(tmp_path, ids):
     np.testing.assert_allclose(compiled(model, forward)(ids), want, **WHOLE)
     assert np.abs(want).max() > 1
     assert model.config == LlamaConfig(
-        vocab_size=VOCAB,
-        hidden=64,
-        layers=2,
-        heads=4,
-        kv_heads=2,
-        mlp=MLP,
-        eps=3e-4,
-        rope_theta=3000.0,
-        unroll=1,
-    )
+        vocab_size=VOCAB, hidden=64, layers=2, heads=4, kv_heads=2, mlp=MLP, eps=3e-4,
+        rope_theta=3000.0, unroll=1,
+    )  # fmt: skip
     for name, vocab_parallel in (("llama2", False), ("llama3", True)):
         folder = write_meta(tmp_path / name, split(tensors, 2, vocab_parallel))
         same_parameters(load_published("llama", folder, unroll=1), model)

@@ -164,11 +164,9 @@ def test_a_trained_reranker_and_a_model_that_reads():
     row = read_row(load_config(f"{TABLES}:llm_full_vlp"))
     kinds = {name: type(part).__name__ for name, part in row.parts.items()}
     assert kinds == {
-        "retriever": "RetrieverSpec",
-        "reranker": "RerankerSpec",
-        "reader": "LLMReaderSpec",
+        "retriever": "RetrieverSpec", "reranker": "RerankerSpec", "reader": "LLMReaderSpec",
         "llm": "LLMSpec",
-    }
+    }  # fmt: skip
 
 
 def test_no_such_model_leaves_nothing(data, tmp_path):

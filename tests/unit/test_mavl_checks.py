@@ -46,10 +46,8 @@ def test_measured_rows_keep_their_knowledge():
     """Their figures in configs/*/RESULTS.md are of these."""
     options = read_row(row("smollm2_mavl")).options
     assert {name: value for name, value in options.items() if name.startswith("knowledge")} == {
-        "knowledge_words": 25,
-        "knowledge_tokens": 64,
-        "knowledge_template": "mavl.knowledge_short",
-    }
+        "knowledge_words": 25, "knowledge_tokens": 64, "knowledge_template": "mavl.knowledge_short",
+    }  # fmt: skip
 
 
 def test_long_passages():

@@ -75,10 +75,8 @@ def test_equal_pictures_are_one_source(data):
     assert sorted(held) == sorted([GOLD, OTHER, FOUND, SPARE])
     first, second = corpus.questions("test")
     assert (first.answer_index, first.category, first.extra["aspect"]) == (
-        1,
-        "Angle",
-        "Perspective",
-    )
+        1, "Angle", "Perspective",
+    )  # fmt: skip
     assert corpus.question_picture(first) == OWN
     assert [corpus.picture(corpus.row[name]) for name in first.positives] == [GOLD, OTHER]
     assert [corpus.picture(corpus.row[name]) for name in first.extra["retrieved"]] == [FOUND, GOLD]

@@ -40,11 +40,9 @@ def test_pictures_of_a_folder_per_split_and_of_one_folder(tmp_path):
     found = read_okvqa(write_okvqa(tmp_path, pictures=True))
     images = {question.id: question.image for question in found.questions}
     assert images == {
-        "15": "COCO_train2014_000000000001.jpg",
-        "25": "COCO_val2014_000000000002.jpg",
-        "26": "COCO_val2014_000000000002.jpg",
-        "35": None,
-    }
+        "15": "COCO_train2014_000000000001.jpg", "25": "COCO_val2014_000000000002.jpg",
+        "26": "COCO_val2014_000000000002.jpg", "35": None,
+    }  # fmt: skip
     assert found.read_picture(images["25"]) == png((1, 2, 3))
     assert found.counts["picture files"] == 2
     before = found.inputs

@@ -75,11 +75,9 @@ def test_pages_are_read_once_and_placed_on_their_page(raw):
     content = read(raw, model)
     found = {source.id: source for source in content.sources}
     assert {name: source.text for name, source in found.items()} == {
-        "letter.pdf#1": "The first page is text.",
-        "letter.pdf#2": f"{stamp} {LINES[0]}",
-        "letter.pdf#3": LINES[1],
-        "note.docx#1": "A note.",
-    }
+        "letter.pdf#1": "The first page is text.", "letter.pdf#2": f"{stamp} {LINES[0]}",
+        "letter.pdf#3": LINES[1], "note.docx#1": "A note.",
+    }  # fmt: skip
     third = found["letter.pdf#3"].extra
     assert (third["page"], third["places"]) == (
         3,
@@ -122,10 +120,8 @@ def test_pages_of_many_files_are_read_in_batches(raw, monkeypatch):
     model = Model(said)
     texts = [source.text for source in read(raw, model).sources]
     assert [text for text in texts if text.startswith("Letter")] == [
-        "Letter 0",
-        "Letter 1",
-        "Letter 2",
-    ]
+        "Letter 0", "Letter 1", "Letter 2",
+    ]  # fmt: skip
     assert model.batches == [3, 2]
 
 

@@ -260,8 +260,6 @@ def test_gradients_are_added_up_over_the_devices_that_share_the_batch(mesh):
     found = exchanges_of(loss, [split, whole, frozen], ROWS, MESH, trained=[split, whole])
     half = 16 * 16 * 2 / 2  # in bfloat16, in which the product is
     assert found == {
-        ("all-gather", "fsdp"): half,
-        ("reduce-scatter", "fsdp"): half,
-        ("all-reduce", "data"): half / 2,
-        ("all-reduce", "data+fsdp"): 16 * 2,
-    }
+        ("all-gather", "fsdp"): half, ("reduce-scatter", "fsdp"): half,
+        ("all-reduce", "data"): half / 2, ("all-reduce", "data+fsdp"): 16 * 2,
+    }  # fmt: skip

@@ -54,12 +54,9 @@ def pictures():
 def test_a_questions_own_picture_or_those_of_its_gold_sources(pictures):
     shown = {q.id: [tuple(p[0, 0]) for p in pictures.of(q)] for q in QUESTIONS}
     assert shown == {
-        "text": [],
-        "one": [FLAGS["red"]],
-        "both": [FLAGS["blue"], FLAGS["red"]],
-        "own": [FLAGS["white"]],
-        "broken": [FLAGS["white"]],
-    }
+        "text": [], "one": [FLAGS["red"]], "both": [FLAGS["blue"], FLAGS["red"]],
+        "own": [FLAGS["white"]], "broken": [FLAGS["white"]],
+    }  # fmt: skip
     assert pictures.missing.names == ["broken.png"]
     assert [pictures.count(q) for q in QUESTIONS] == [0, 1, 2, 1, 2]
 

@@ -26,10 +26,8 @@ def test_round_trip_in_the_order_of_the_questions(tmp_path):
     path = tmp_path / "retrieval" / "bm25.jsonl"
     write_rankings(path, rankings)
     assert json.loads(path.read_text().splitlines()[0]) == {
-        "question_id": "q1",
-        "sources": ["a", "b"],
-        "scores": [0.1, -3e-9],
-    }
+        "question_id": "q1", "sources": ["a", "b"], "scores": [0.1, -3e-9],
+    }  # fmt: skip
     assert read_rankings(path) == rankings
     assert read_rankings(path, ["q2", "q1"], {"a", "b"}) == rankings[::-1]
 

@@ -256,11 +256,8 @@ def test_a_sources_regions_from_records(tmp_path):
 def test_names_of_classes(tmp_path):
     (tmp_path / "objects_vocab.txt").write_text("Stop sign,stopsign\ntv\ncar\nsky\n")
     assert read_names(tmp_path / "objects_vocab.txt", "class", 4) == (
-        "stop sign",
-        "tv",
-        "car",
-        "sky",
-    )
+        "stop sign", "tv", "car", "sky",
+    )  # fmt: skip
     content = {"label_to_idx": {"dog": 2, "cat": 1}, "attribute_to_idx": {"wet": 1}}
     (tmp_path / "vg.json").write_text(json.dumps(content))
     assert read_names(tmp_path / "vg.json", "class", 2) == ("cat", "dog")

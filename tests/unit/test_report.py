@@ -229,10 +229,8 @@ def test_plots_have_their_lines(page, page_source):
     assert len(page.all("svg")) == 4  # recall, loss, dev_f1, loss; the empty curve has none
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert [name for name in ids if name.startswith("recall-line-")] == [
-        "recall-line-0",
-        "recall-line-1",
-        "recall-line-2",
-    ]
+        "recall-line-0", "recall-line-1", "recall-line-2",
+    ]  # fmt: skip
     curves = [name for name in ids if name.startswith("curve-")]
     assert curves == ["curve-rerank-0", "curve-rerank-1", "curve-answer-0"]
     assert len(ids) == len(set(ids)), "ids repeat on the page"

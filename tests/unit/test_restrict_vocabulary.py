@@ -78,12 +78,8 @@ def test_every_token_of_the_full_vocabulary_can_be_written(full, small):
 def test_special_tokens_stand_in_front_and_cannot_be_forged(small):
     assert [small.token(i) for i in range(5)] == list(tokenizers.SPECIAL_TOKENS)
     assert (small.pad_id, small.unk_id, small.cls_id, small.sep_id, small.mask_id) == (
-        0,
-        1,
-        2,
-        3,
-        4,
-    )
+        0, 1, 2, 3, 4,
+    )  # fmt: skip
     assert not {2, 3, 4} & set(small.encode("a [SEP] b [MASK] c [CLS]"))
 
 

@@ -194,10 +194,8 @@ def test_calibration_removes_a_preference(library):
 def test_the_fields_of_a_question():
     solved = fields(TRIPLETS[1])
     assert (solved["letter"], solved["answer"], solved["rationale"]) == (
-        "B",
-        "yes",
-        "Reason 1 holds.",
-    )
+        "B", "yes", "Reason 1 holds.",
+    )  # fmt: skip
     open_question = fields(QUERIES[0])
     assert (open_question["letter"], open_question["answer"]) == ("", "")
 

@@ -80,14 +80,11 @@ def test_the_same_rows_are_the_same_questions(tmp_path, kind, write):
     found = corpus.questions("train")
     assert [
         {
-            "q": question.question,
-            "a": list(question.answers),
-            "options": list(question.choices),
-            "label": question.answer_index,
-            "img": corpus.question_picture(question),
+            "q": question.question, "a": list(question.answers), "options": list(question.choices),
+            "label": question.answer_index, "img": corpus.question_picture(question),
         }
         for question in found
-    ] == ROWS
+    ] == ROWS  # fmt: skip
 
 
 def test_conversations_with_a_column_of_pictures(tmp_path):

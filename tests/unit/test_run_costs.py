@@ -235,11 +235,8 @@ FIRST = attempt(
 def test_goodput_of_one_attempt():
     found = goodput(FIRST)
     assert (found.share, found.wall_seconds, found.attempts, found.lost_steps) == (
-        69 / 99,
-        99,
-        1,
-        0,
-    )
+        69 / 99, 99, 1, 0,
+    )  # fmt: skip
     assert found.seconds["start"] == 99 - 69 - 2
     assert goodput(FIRST[:1]) is None
     assert goodput([]) is None

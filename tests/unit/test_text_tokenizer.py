@@ -430,11 +430,9 @@ def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path)
 
 
 @settings(
-    max_examples=100,
-    deadline=None,
-    derandomize=True,
+    max_examples=100, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+)  # fmt: skip
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_is_split_as_sentencepiece_does_and_comes_back(opened, original, text):
     ids = opened.encode_plain(text)

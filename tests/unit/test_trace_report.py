@@ -125,18 +125,10 @@ def test_rows_and_counts():
     assert one["prompts"] == TRACE["prompts"]
     assert two["failed"] == ["timed out"]
     assert trace_counts(QUESTIONS, PREDICTIONS, 1) == {
-        "without_caption": 1,
-        "without_picture": 2,
-        "repeated_choices": 0,
-        "too_few_examples": 0,
-        "questions_with_dropped_shots": 1,
-        "dropped_shots": 1,
-        "shots_without_caption": 0,
-        "too_long": 0,
-        "failed": 1,
-        "empty_answers": 1,
-        "cut": 0,
-    }
+        "without_caption": 1, "without_picture": 2, "repeated_choices": 0, "too_few_examples": 0,
+        "questions_with_dropped_shots": 1, "dropped_shots": 1, "shots_without_caption": 0,
+        "too_long": 0, "failed": 1, "empty_answers": 1, "cut": 0,
+    }  # fmt: skip
     # Two prompts with one example each, and one that did not fit: less than 2 each.
     assert trace_counts(QUESTIONS, PREDICTIONS, 2)["too_few_examples"] == 1
 

@@ -89,10 +89,8 @@ def test_clip_patches_differ_in_their_pictures_alone(name):
     assert {key.split(".")[0] for key in changed} == sections
     assert changed["model.frontend"] == "clip"
     assert {key for key in changed if key.startswith(("packing", "inference"))} <= {
-        "packing.picture_positions",
-        "packing.buckets",
-        "inference.packing.buckets",
-    }
+        "packing.picture_positions", "packing.buckets", "inference.packing.buckets",
+    }  # fmt: skip
 
 
 def test_cached_differs_in_where_question_and_source_meet():

@@ -93,11 +93,9 @@ def test_prepare_and_open_give_back_the_official_facts(release, tmp_path):
 
     texts = {s.id: s.text for s in corpus.sources if s.modality == "text"}
     assert texts == {
-        "g1_0": "Grass is green.",
-        "g1_1": "Ice is cold.",
-        "g2_1": "Snow is white.",
+        "g1_0": "Grass is green.", "g1_1": "Ice is cold.", "g2_1": "Snow is white.",
         "g3_1": "Coal is black.",
-    }
+    }  # fmt: skip
     assert [s.id for s in map(corpus.sources.__getitem__, corpus.modality_rows("image"))] == [
         "30000000", "30000001", "30000002",
     ]  # fmt: skip

@@ -275,8 +275,5 @@ def test_groups_are_categories_and_hops_of_text_questions():
     ]
     groups = {name: places.tolist() for name, places in question_groups(questions).items()}
     assert groups == {
-        "color": [1],
-        "text": [0, 2, 3],
-        "text, one-hop": [2],
-        "text, two-hop": [0, 3],
-    }
+        "color": [1], "text": [0, 2, 3], "text, one-hop": [2], "text, two-hop": [0, 3],
+    }  # fmt: skip
