@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -179,13 +178,6 @@ def letters() -> Tokenizer:
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
     tokenizer.decoder = decoders.Fuse()
     return tokenizer
-
-
-def encoded(picture: Image.Image) -> bytes:
-    """The picture as a PNG."""
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return file.getvalue()
 
 
 def pictures() -> list[Image.Image]:

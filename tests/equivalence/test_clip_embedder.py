@@ -1,6 +1,5 @@
 """CLIP as a retriever against transformers: tokens, and vectors of texts and pictures."""
 
-import io
 import json
 import shutil
 from pathlib import Path
@@ -27,6 +26,7 @@ from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.tasks.embedder import load_embedder, open_embedder
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 SIDE, CONTEXT = 32, 20
@@ -226,9 +226,7 @@ class Seen:
 def test_webqas_retriever_reads_as_its_authors_did(peer, published, converted):
     """CLIP_img_encodings.py and the notebook: alpha dropped after resizing, raw questions."""
     drawn = np.random.default_rng(0).integers(0, 256, (3 * SIDE, 2 * SIDE, 4), dtype=np.uint8)
-    encoded = io.BytesIO()
-    Image.fromarray(drawn).save(encoded, "PNG")
-    corpus = Corpus([Source("0", "image", "", image="0")], [], lambda name: encoded.getvalue())
+    corpus = Corpus([Source("0", "image", "", image="0")], [], lambda name: encoded(drawn))
     embedder, pictures = open_embedder(converted, corpus)
     scaled = Image.fromarray(drawn).resize((SIDE, 3 * SIDE // 2), Image.Resampling.BICUBIC)
     top = SIDE // 4
@@ -248,9 +246,7 @@ def test_questions_ask_by_their_picture_their_text_or_both(peer, published, conv
     pixels = {"0": picture(3), "1": picture(4)}
 
     def read(name):
-        encoded = io.BytesIO()
-        Image.fromarray(pixels[name]).save(encoded, "PNG")
-        return encoded.getvalue()
+        return encoded(pixels[name])
 
     sources = [Source(name, "image", "", image=name) for name in pixels]
     corpus = Corpus(sources, [], read)

@@ -17,7 +17,7 @@ import transformers
 from compare import WHOLE, compiled, forward, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
-from qwen_vl_pair import LETTERS, encoded
+from qwen_vl_pair import LETTERS
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
@@ -35,6 +35,7 @@ from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.published import load_published, write_published
+from tests.pictures import encoded, smooth
 
 pytestmark = pytest.mark.slow
 
@@ -230,11 +231,6 @@ def test_every_other_family(pair, tmp_path):
     test_checkpoints_go_both_ways(pair, tmp_path)
 
 
-def picture(width: int, height: int) -> Image.Image:
-    noise = np.random.default_rng(width).integers(0, 256, (9, 7, 3), np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BILINEAR)
-
-
 # Both towers, and a decoder that scales what comes of pictures; a template of strings.
 ANSWERING = ["CLIP with its class token, Mistral", "SigLIP without its first patch, Granite"]
 
@@ -244,7 +240,7 @@ def test_answers_equal_generate(pair):
     """Pictures within a conversation: pixels, template and tokens are the processor's."""
     theirs, ours, processor, folder = pair
     is_clip = ours.config.resize == "pad"  # transformers crops what we pad; a square is neither
-    shown = [picture(64, 64), picture(*((50, 50) if is_clip else (30, 71)))]
+    shown = [smooth((64, 64), 64), smooth((50, 50), 50) if is_clip else smooth((30, 71), 30)]
     asked = {"two": [*shown, "Is one larger?"], "one": [shown[1], "What?"], "none": ["Why?"]}
     sizes = EngineConfig(  # one segment: a program of each kind
         slots=2, length=160, buckets=(32,), prefill_tokens=64

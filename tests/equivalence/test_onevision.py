@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from pathlib import Path
@@ -16,7 +15,6 @@ import transformers
 from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
-from qwen_vl_pair import encoded
 from test_llava_families import PARTS, TEXT, VISION, letters
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
@@ -43,6 +41,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.pictures import encoded, smooth
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
@@ -94,11 +93,7 @@ def pair(tmp_path_factory) -> Pair:
 
 
 def pictures() -> list[Image.Image]:
-    made = []
-    for number, size in enumerate(SIZES):
-        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
-        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
-    return made
+    return [smooth(size, number) for number, size in enumerate(SIZES)]
 
 
 def torch_pictures(pair: Pair, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -139,10 +134,10 @@ def test_pixels(pair, tiled, given):
 def test_pictures_are_turned_as_exif_says(pair):
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
     upright = pictures()[1]
-    exif, packed = Image.Exif(), io.BytesIO()
+    exif = Image.Exif()
     exif[0x0112] = 6  # lies on its left side
-    upright.transpose(Image.Transpose.ROTATE_90).save(packed, "PNG", exif=exif)
-    phone, plain = Picture(packed.getvalue(), "one"), Picture(encoded(upright), "one")
+    turned = encoded(upright.transpose(Image.Transpose.ROTATE_90), exif=exif)
+    phone, plain = Picture(turned, "one"), Picture(encoded(upright), "one")
     for alone in (True, False):
         ours, want = form.read(Shown(phone, alone)), form.read(Shown(plain, alone))
         np.testing.assert_array_equal(ours.pixels, want.pixels)

@@ -22,6 +22,7 @@ from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.tasks.embedder import open_embedder
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
@@ -40,9 +41,7 @@ def png(number, mode="RGB"):
     width, height = SIZES[number]
     rng = np.random.default_rng(number)
     values = rng.integers(0, 256, (height, width, len(mode)), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(values, mode).save(file, "PNG")
-    return file.getvalue()
+    return encoded(Image.fromarray(values, mode))
 
 
 @pytest.fixture(scope="module", params=["siglip", "siglip2"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from compare import LAYER, WHOLE, copied
 from flax import nnx
-from qwen_vl_pair import CASES, IMAGE, Pair, encoded, make_pair, torch_inputs
+from qwen_vl_pair import CASES, IMAGE, Pair, make_pair, torch_inputs
 from qwen_vl_prompts import small_pictures
 
 from mmqa_jax.core.trees import flatten_named
@@ -21,6 +21,7 @@ from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.tasks.objectives import VisionLanguageObjective
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures
+from tests.pictures import encoded
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from compare import WHOLE
 from PIL import Image
-from qwen_vl_pair import encoded
 from qwen_vl_prompts import Published, make_published, says, small_pictures, write_json
 from safetensors.torch import load_file, save_file
 from tiny_encoders import texts
@@ -21,6 +20,7 @@ from mmqa_jax.data.pictures.decode import decode_to_pixels
 from mmqa_jax.data.pictures.resize import PictureShape
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.embedder import open_embedder
+from tests.pictures import encoded
 from tests.refusals import refuses
 from tests.unit.document_files import pdf
 

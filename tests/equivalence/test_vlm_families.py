@@ -23,7 +23,6 @@ import transformers
 from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
-from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import (
@@ -53,6 +52,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.pictures import encoded, smooth
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
@@ -235,11 +235,7 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def pictures() -> list[Image.Image]:
-    made = []
-    for number, size in enumerate(SIZES):
-        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
-        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
-    return made
+    return [smooth(size, number) for number, size in enumerate(SIZES)]
 
 
 class Prompt(NamedTuple):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from compare import WHOLE
 from PIL import Image
-from qwen_vl_pair import encoded
 from qwen_vl_prompts import Published, make_published, says, small_pictures, write_json
 from tiny_encoders import texts
 
@@ -16,6 +15,7 @@ from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import Side
 from mmqa_jax.tasks.rerank import open_reranker
+from tests.pictures import encoded
 
 pytestmark = pytest.mark.slow
 

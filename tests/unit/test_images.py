@@ -14,6 +14,7 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 from mmqa_jax.models.two_towers.network import normalize_pixels
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 
@@ -23,12 +24,6 @@ def noise(width, height, seed=0):
     y, x = np.mgrid[0:height, 0:width]
     waves = 127 + 90 * np.sin(x[..., None] / (3 + np.arange(3)) + y[..., None] / 7)
     return Image.fromarray(np.clip(waves + rng.normal(0, 30, waves.shape), 0, 255).astype(np.uint8))
-
-
-def encode(image, form="PNG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (100, 40), (41, 97), (333, 200), (20, 31), (225, 224)])
@@ -79,16 +74,16 @@ def test_alpha_lies_on_white():
     half.putpixel((1, 0), (0, 0, 0, 128))
     for form in ("PNG", "WEBP"):
         decoded = decode.decode(
-            encode(half, form, **({"lossless": True} if form == "WEBP" else {}))
+            encoded(half, form, **({"lossless": True} if form == "WEBP" else {}))
         )
         assert decoded.mode == "RGB"
         assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (127, 127, 127)]
     gray = Image.new("LA", (1, 1), (10, 0))
-    assert decode.decode(encode(gray)).getpixel((0, 0)) == (255, 255, 255)
+    assert decode.decode(encoded(gray)).getpixel((0, 0)) == (255, 255, 255)
     palette = Image.new("P", (2, 1))
     palette.putpalette([9, 9, 9, 200, 0, 0])
     palette.putpixel((1, 0), 1)
-    decoded = decode.decode(encode(palette, "GIF", transparency=0))
+    decoded = decode.decode(encoded(palette, "GIF", transparency=0))
     assert [decoded.getpixel((x, 0)) for x in (0, 1)] == [(255, 255, 255), (200, 0, 0)]
 
 
@@ -113,14 +108,14 @@ def clips_pixels(data, size):
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
 def test_dropped_alpha_is_clips(mode):
     """WebQA's CLIP (CLIP_img_encodings.py) gives preprocess the picture as Pillow opens it."""
-    data = encode(translucent(40, 64, mode), **({"transparency": 0} if mode == "P" else {}))
+    data = encoded(translucent(40, 64, mode), **({"transparency": 0} if mode == "P" else {}))
     dropped, white = (
         decode.decode_to_pixels(data, 16, "crop", alpha=alpha) for alpha in ("dropped", "white")
     )
     np.testing.assert_array_equal(dropped, clips_pixels(data, 16))
     np.testing.assert_array_equal(white, resize.to_pixels(decode.decode(data), 16, "crop"))
     assert np.abs(dropped.astype(int) - white).max() > 50
-    opaque = encode(noise(40, 64))
+    opaque = encoded(noise(40, 64))
     np.testing.assert_array_equal(
         *(
             decode.decode_to_pixels(opaque, 16, "crop", alpha=alpha)
@@ -132,7 +127,7 @@ def test_dropped_alpha_is_clips(mode):
 
 
 def test_stores_take_alpha_as_their_model_does():
-    data = encode(translucent(9, 9))
+    data = encoded(translucent(9, 9))
     corpus = Corpus([Source("0", "image", "", image="0")], [], lambda name: data)
     white, dropped = (PictureStore(corpus, 8, alpha=alpha) for alpha in ("white", "dropped"))
     np.testing.assert_array_equal(dropped.pixels(0), clips_pixels(data, 8))
@@ -147,7 +142,7 @@ def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
     def pixels(data, **options):
         return decode.decode_to_pixels(data, 32, "crop", alpha=alpha, **options)
 
-    large = encode(noise(200, 140), "JPEG")
+    large = encoded(noise(200, 140), "JPEG")
     whole, scaled = pixels(large), pixels(large, scaled=True)
     np.testing.assert_array_equal(whole, clips_pixels(large, 32))
     with Image.open(io.BytesIO(large)) as image:
@@ -155,23 +150,23 @@ def test_large_jpegs_may_be_decoded_at_a_fraction_of_their_size(alpha):
         assert image.size == (50, 35)
         np.testing.assert_array_equal(scaled, resize.to_pixels(image.convert("RGB"), 32, "crop"))
     assert 0 < np.abs(whole.astype(int) - scaled).mean() < 10
-    for data in (encode(noise(60, 200), "JPEG"), encode(noise(200, 140))):
+    for data in (encoded(noise(60, 200), "JPEG"), encoded(noise(200, 140))):
         np.testing.assert_array_equal(pixels(data), pixels(data, scaled=True))
 
 
 def test_other_modes():
     deep = Image.fromarray(np.array([[0, 0x8000, 0xFFFF]], np.uint16))
-    decoded = decode.decode(encode(deep))
+    decoded = decode.decode(encoded(deep))
     assert [decoded.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (128,) * 3, (255,) * 3]
     cmyk = Image.new("CMYK", (8, 8), (0, 255, 255, 0))
-    red, green, blue = decode.decode(encode(cmyk, "JPEG")).getpixel((4, 4))
+    red, green, blue = decode.decode(encoded(cmyk, "JPEG")).getpixel((4, 4))
     assert red > 200
     assert max(green, blue) < 60
 
 
 def test_truncated_jpeg_is_read_as_far_as_it_goes():
     whole = noise(64, 256)
-    data = encode(whole, "JPEG", quality=95)
+    data = encoded(whole, "JPEG", quality=95)
     full, half = decode.decode(data), decode.decode(data[: len(data) // 2])
     np.testing.assert_array_equal(np.asarray(half)[:80], np.asarray(full)[:80])
     decode.verify(data[: len(data) // 2])
@@ -185,7 +180,7 @@ def test_bytes_that_are_no_picture(data):
 
 def test_picture_file_of_the_user(tmp_path):
     path = tmp_path / "a.png"
-    path.write_bytes(encode(noise(5, 6)))
+    path.write_bytes(encoded(noise(5, 6)))
     data = decode.read_picture_file(path)
     np.testing.assert_array_equal(decode.decode(data, str(path)), noise(5, 6))
     path.write_text("I am a letter")
@@ -232,7 +227,7 @@ class Reader:
 
     def __call__(self, name):
         self.reads.append(name)
-        return b"rotten" if name == "bad" else encode(noise(9, 9, seed=int(name)))
+        return b"rotten" if name == "bad" else encoded(noise(9, 9, seed=int(name)))
 
 
 def store_of(count, **options):

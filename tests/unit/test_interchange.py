@@ -9,7 +9,6 @@ import shutil
 import tarfile
 
 import pytest
-from PIL import Image
 from shared_data import SHARED, require
 
 from mmqa_jax.core.errors import UserError
@@ -20,6 +19,7 @@ from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.pictures.tar import PictureTar
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.corpora import prepare_interchange
+from tests.pictures import plain
 from tests.refusals import refuses
 
 SOURCES = [
@@ -43,9 +43,7 @@ QUESTIONS = [
 
 
 def png(color=(255, 0, 0)):
-    buffer = io.BytesIO()
-    Image.new("RGB", (4, 3), color).save(buffer, "PNG")
-    return buffer.getvalue()
+    return plain(color, (4, 3))
 
 
 def write(folder, sources=SOURCES, questions=QUESTIONS):

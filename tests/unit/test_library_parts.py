@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-
 import numpy as np
 import pytest
 from cli_runs import ROOT
 from ml_collections import ConfigDict
-from PIL import Image
 from test_shots import FakeEmbedder
 
 from mmqa_jax.core.config import load_config
@@ -23,13 +20,12 @@ from mmqa_jax.runs.verbs.judging import run_judging
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.registry import check_config
+from tests.pictures import plain
 from tests.refusals import refuses
 
 
 def png(shade: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (3, 3), (shade, 2 * shade, 0)).save(file, "PNG")
-    return file.getvalue()
+    return plain((shade, 2 * shade, 0))
 
 
 def corpus_of(name: str, first: int, *, split: str = "train") -> Corpus:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import threading
 import time
 
@@ -22,6 +21,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture
 from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.engine import EngineBackend, read_ahead
+from tests.pictures import encoded
 
 
 def picture(number: int) -> Picture:
@@ -86,9 +86,7 @@ def test_closed_early_it_reads_no_further():
 
 def thin() -> Picture:
     """Only decoding shows that it cannot be used."""
-    encoded = io.BytesIO()
-    Image.new("L", (1, FREE_PIXELS // 12 + 1)).save(encoded, "PNG")
-    return Picture(encoded.getvalue(), "thin.png")
+    return Picture(encoded(Image.new("L", (1, FREE_PIXELS // 12 + 1))), "thin.png")
 
 
 def test_a_served_query_with_a_broken_picture_is_refused():

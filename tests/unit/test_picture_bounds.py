@@ -26,18 +26,13 @@ from mmqa_jax.data.pictures.resize import (
     resized_on_square,
     resized_part,
 )
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
 BICUBIC = Image.Resampling.BICUBIC
 MODES = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "LAB": 3, "RGBX": 4}
-
-
-def encode(image, form="PNG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
 
 
 def noise(rng, mode, width, height):
@@ -98,7 +93,7 @@ def test_thin_picture_of_a_crop_is_pillows(width, height, alpha):
     scaled = size * width, size * height
     left, top = (scaled[0] - size) // 2, (scaled[1] - size) // 2
     wanted = image.resize(scaled, BICUBIC).crop((left, top, left + size, top + size))
-    found = decode.decode_to_pixels(encode(image), size, "crop", alpha=alpha)
+    found = decode.decode_to_pixels(encoded(image), size, "crop", alpha=alpha)
     np.testing.assert_array_equal(found, wanted)
 
 
@@ -123,7 +118,7 @@ def flood(name):
 def animation():
     """600 frames of 900 x 900: 464 MiB for whoever keeps them."""
     three = [Image.new("P", (900, 900), 1 + n % 2) for n in range(3)]
-    file = encode(three[0], "GIF", save_all=True, append_images=three[1:], duration=10)
+    file = encoded(three[0], "GIF", save_all=True, append_images=three[1:], duration=10)
     start = b"!\xf9\x04"  # of each frame
     head, first, second, _ = file.split(start)
     animated = head + (start + first + start + second) * 300 + b";"
@@ -136,13 +131,13 @@ def animation():
 _WORTH = "more than the .* pixels that such a file may hold; give a smaller picture"
 _LONG = "too long and thin: .* cut it into parts"
 HOSTILE = {
-    "thin, 1 x 65,000": (encode(Image.new("RGB", (1, 65_000), (200, 10, 10))), "crop", 40, None),
-    "thin, 65,000 x 1": (encode(Image.new("RGB", (65_000, 1), (200, 10, 10))), "crop", 40, None),
-    "thin, padded": (encode(Image.new("RGB", (1, 30_000))), "llava", 300, None),
-    "long, padded": (encode(Image.new("RGB", (200, 20_000))), "llava", 200, None),
-    "long, 1 x 200,000, padded": (encode(Image.new("L", (1, 200_000))), "llava", 40, _LONG),
-    "long, squashed": (encode(Image.new("L", (1, 200_000))), "squash", 40, _LONG),
-    "thin palette": (encode(Image.new("P", (1, 65_000))), "palette", 40, _LONG),
+    "thin, 1 x 65,000": (encoded(Image.new("RGB", (1, 65_000), (200, 10, 10))), "crop", 40, None),
+    "thin, 65,000 x 1": (encoded(Image.new("RGB", (65_000, 1), (200, 10, 10))), "crop", 40, None),
+    "thin, padded": (encoded(Image.new("RGB", (1, 30_000))), "llava", 300, None),
+    "long, padded": (encoded(Image.new("RGB", (200, 20_000))), "llava", 200, None),
+    "long, 1 x 200,000, padded": (encoded(Image.new("L", (1, 200_000))), "llava", 40, _LONG),
+    "long, squashed": (encoded(Image.new("L", (1, 200_000))), "squash", 40, _LONG),
+    "thin palette": (encoded(Image.new("P", (1, 65_000))), "palette", 40, _LONG),
     "13,000 x 13,000 in 68 bytes": (png(13_000, 13_000), "crop", 40, _WORTH),
     "60,000 x 60,000": (png(60_000, 60_000), "crop", 40, "exceeds limit of 178956970 pixels"),
     "tEXt": (lambda: flood(b"zTXt"), "crop", 60, None),
@@ -192,7 +187,7 @@ def measured(tmp_path_factory):
     """What -> MiB that its decoding took, and what was said."""
     folder = tmp_path_factory.mktemp("hostile")
     small, cases = folder / "small.png", {}
-    small.write_bytes(encode(Image.new("RGB", (9, 9))))
+    small.write_bytes(encoded(Image.new("RGB", (9, 9))))
     for number, (what, (data, way, *_)) in enumerate(HOSTILE.items()):
         path = folder / str(number)
         path.write_bytes(data() if callable(data) else data)
@@ -219,7 +214,7 @@ def test_memory_is_bounded(what, measured):
 
 def test_the_bound_grows_with_the_file(monkeypatch):
     """What a file is worth: a flat picture that zlib packed a thousandfold is read."""
-    flat = encode(Image.new("L", (9_000, 4_000)))
+    flat = encoded(Image.new("L", (9_000, 4_000)))
     assert bounds.FREE_PIXELS < 9_000 * 4_000
     assert decode.decode_to_pixels(flat, 8, alpha="white").shape == (8, 8, 3)
     with pytest.raises(decode.PictureError, match="more than the"):
@@ -251,7 +246,7 @@ def test_pictures_of_a_table_are_read_one_by_one(tmp_path, monkeypatch):
     import pyarrow
     import pyarrow.parquet
 
-    picture = encode(Image.new("RGB", (9, 9))) + bytes(2**23)
+    picture = encoded(Image.new("RGB", (9, 9))) + bytes(2**23)
     rows = pyarrow.DictionaryArray.from_arrays([0] * 2_000, [picture])
     cells = pyarrow.StructArray.from_arrays([rows, pyarrow.array(["x"] * 2_000)], ["bytes", "path"])
     path = tmp_path / "train.parquet"

@@ -11,15 +11,10 @@ import pytest
 from PIL import Image, ImageCms, ImageOps, TiffImagePlugin
 
 from mmqa_jax.data.pictures import decode
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 WHITE = 255
-
-
-def encode(image, form="PNG", **options):
-    buffer = io.BytesIO()
-    image.save(buffer, form, **options)
-    return buffer.getvalue()
 
 
 def of(values, kind=np.uint8):
@@ -36,7 +31,7 @@ def palette(transparency=None, colors=((255, 0, 0), (0, 0, 200), (9, 9, 9)), bit
     for x in range(3):
         image.putpixel((x, 0), x)
     options = {} if transparency is None else {"transparency": transparency}
-    return encode(image, **options, **({} if bits is None else {"bits": bits}))
+    return encoded(image, **options, **({} if bits is None else {"bits": bits}))
 
 
 def png(rows, depth, kind, *chunks):
@@ -95,25 +90,25 @@ def gray(*values):
 
 def animation(form, **options):
     first, second = (Image.new("RGB", (3, 1), color) for color in ((200, 0, 0), (0, 0, 200)))
-    return encode(first, form, save_all=True, append_images=[second, second], **options)
+    return encoded(first, form, save_all=True, append_images=[second, second], **options)
 
 
 # What -> (encoded picture, its first pixels on white).
 READ = {
-    "1": (encode(of([[0, 1]], bool)), gray(0, 255)),
-    "L": (encode(of([[0, 7, 255]])), gray(0, 7, 255)),
-    "L, transparent color": (encode(of([[0, 7, 255]]), transparency=7), gray(0, 255, 255)),
-    "LA": (encode(merged("LA", [0, 0, 10], [255, 0, 128])), gray(0, 255, 132)),
+    "1": (encoded(of([[0, 1]], bool)), gray(0, 255)),
+    "L": (encoded(of([[0, 7, 255]])), gray(0, 7, 255)),
+    "L, transparent color": (encoded(of([[0, 7, 255]]), transparency=7), gray(0, 255, 255)),
+    "LA": (encoded(merged("LA", [0, 0, 10], [255, 0, 128])), gray(0, 255, 132)),
     "P": (palette(), [(255, 0, 0), (0, 0, 200), (9, 9, 9)]),
     "P, tRNS as bytes": (palette(b"\xff\x00\x80"), [(255, 0, 0), (255,) * 3, (132,) * 3]),
     "P, tRNS as index": (palette(1), [(255, 0, 0), (255,) * 3, (9, 9, 9)]),
     "P of 2 bits": (palette(b"\x00", bits=2), [(255,) * 3, (0, 0, 200), (9, 9, 9)]),
-    "RGB": (encode(of([[[1, 2, 3], [250, 0, 9]]])), [(1, 2, 3), (250, 0, 9)]),
+    "RGB": (encoded(of([[[1, 2, 3], [250, 0, 9]]])), [(1, 2, 3), (250, 0, 9)]),
     "RGB, transparent color": (
-        encode(of([[[1, 2, 3], [250, 0, 9]]]), transparency=(1, 2, 3)), [(255,) * 3, (250, 0, 9)],
+        encoded(of([[[1, 2, 3], [250, 0, 9]]]), transparency=(1, 2, 3)), [(255,) * 3, (250, 0, 9)],
     ),
     "RGBA": (
-        encode(merged("RGBA", [9, 9, 0], [8, 8, 0], [7, 7, 0], [255, 0, 128])),
+        encoded(merged("RGBA", [9, 9, 0], [8, 8, 0], [7, 7, 0], [255, 0, 128])),
         [(9, 8, 7), (255,) * 3, (127,) * 3],
     ),
     "PNG 1 bit, white transparent": (png([[0b10000000]], 1, 0, (b"tRNS", b"\0\1")), gray(*[255, 0] + [0] * 6)),
@@ -147,12 +142,12 @@ READ = {
         png([raw([0x1000, 0x2000, 0x3000, 0xFFFF, 1, 2, 3, 0], ">u2")], 16, 6),
         [(16, 32, 48), (255,) * 3],
     ),
-    "CMYK TIFF": (encode(merged("CMYK", [0, 255], [255, 0], [255, 0], [0, 0]), "TIFF"), [(255, 0, 0), (0, 255, 255)]),
+    "CMYK TIFF": (encoded(merged("CMYK", [0, 255], [255, 0], [255, 0], [0, 0]), "TIFF"), [(255, 0, 0), (0, 255, 255)]),
     "LAB TIFF": (
-        encode(Image.merge("LAB", [of([[138, 255]]), of([[209, 128]]), of([[198, 128]])]), "TIFF"),
+        encoded(Image.merge("LAB", [of([[138, 255]]), of([[209, 128]]), of([[198, 128]])]), "TIFF"),
         [(255, 0, 0), (255,) * 3],
     ),
-    "YCbCr TIFF": (encode(of([[[250, 0, 9]] * 8]).convert("YCbCr"), "TIFF"), [(250, 0, 9)]),
+    "YCbCr TIFF": (encoded(of([[[250, 0, 9]] * 8]).convert("YCbCr"), "TIFF"), [(250, 0, 9)]),
     "La TIFF": (tiff(bytes([64, 128, 0, 0]), 8, samples=2, extra=1), gray(191, 255)),
     "LA TIFF": (tiff(bytes([64, 128, 0, 0]), 8, samples=2, extra=2), gray(159, 255)),
     "RGBa TIFF": (tiff(bytes([64, 0, 0, 128]), 8, photometric=2, samples=4, extra=1), [(191, 127, 127)]),
@@ -178,7 +173,7 @@ READ = {
     "PGM of 16 bits, dark": (b"P5 2 1 65535\n" + raw([0, 255], ">u2"), gray(0, 0)),
     "PFM": (b"Pf 2 1 -1.0\n" + raw([0, 1], "<f4"), gray(0, 255)),
     "JPEG 2000 of 16 bits": (
-        encode(of([[0, 0x8000, 0xFFFF]] * 8, np.uint16), "JPEG2000", irreversible=False),
+        encoded(of([[0, 0x8000, 0xFFFF]] * 8, np.uint16), "JPEG2000", irreversible=False),
         gray(0, 128, 255),
     ),
     "FITS of 8 bits": (fits(8, bytes([0, 7, 255])), gray(0, 7, 255)),
@@ -187,7 +182,7 @@ READ = {
     "APNG, first frame": (animation("PNG"), [(200, 0, 0)]),
     "TIFF, first page": (animation("TIFF"), [(200, 0, 0)]),
     "WebP with alpha": (
-        encode(merged("RGBA", [9, 9], [8, 8], [7, 7], [255, 0]), "WEBP", lossless=True, exact=True),
+        encoded(merged("RGBA", [9, 9], [8, 8], [7, 7], [255, 0]), "WEBP", lossless=True, exact=True),
         [(9, 8, 7), (255,) * 3],
     ),
 }  # fmt: skip
@@ -207,7 +202,7 @@ REFUSED = {
     "PFM beyond 1": (b"Pf 2 1 -1.0\n" + raw([0, 12.5], "<f4"), "from 0 to 12.5"),
     "FITS 16 bits": (fits(16, raw([0, 999], ">i2")), "FITS with more than 8 bits .*; save it as PNG"),
     "FITS float": (fits(-32, raw([0, 1], ">f4")), "FITS with more than 8 bits .*; save it as PNG"),
-    "EPS, a program": (encode(of([[[1, 2, 3]]]), "EPS"), "unknown format"),
+    "EPS, a program": (encoded(of([[[1, 2, 3]]]), "EPS"), "unknown format"),
 }  # fmt: skip
 
 
@@ -275,7 +270,7 @@ def test_what_pillow_can_write_is_read_or_refused():
     for form in sorted(forms):
         for mode, image in pictures.items():
             try:
-                data = encode(image, form)
+                data = encoded(image, form)
             except (OSError, KeyError, ValueError, AttributeError):
                 continue  # not this mode
             if form in ("AVIF", "GIF", "WEBP") and mode in ("I;16", "I", "F"):
@@ -299,7 +294,7 @@ def test_what_pillow_can_write_is_read_or_refused():
 def jpegs_of_adobe():
     """CMYK as Adobe writes it, inverted with the marker that says so: Pillow's own writer does."""
     image = merged("CMYK", [0] * 8, [255] * 8, [255] * 8, [0] * 8).resize((8, 8))
-    data = encode(image, "JPEG", quality=100)
+    data = encoded(image, "JPEG", quality=100)
     assert b"Adobe" in data
     return data
 
@@ -321,7 +316,7 @@ def test_ordinary_pictures_are_pillows_own_bit_by_bit(mode, resize):
         if mode in ("L", "P", "CMYK", "1")
         else image.convert(mode)
     )
-    data = encode(image, "JPEG" if mode == "CMYK" else "PNG")
+    data = encoded(image, "JPEG" if mode == "CMYK" else "PNG")
     opened = Image.open(io.BytesIO(data))
     opened.load()
     plain = opened
@@ -342,7 +337,7 @@ def test_ordinary_pictures_are_pillows_own_bit_by_bit(mode, resize):
 def test_orientation_in_exif_is_not_applied():
     exif = Image.Exif()
     exif[0x0112] = 6
-    data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=exif)
+    data = encoded(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=exif)
     assert decode.decode(data).size == (8, 16)
 
 
@@ -353,7 +348,7 @@ def test_detectors_read_pictures_upright(orientation, form):
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = of(np.random.default_rng(orientation).integers(0, 256, (16, 8, 3)))
-    data = encode(image, form, exif=exif)
+    data = encoded(image, form, exif=exif)
     with Image.open(io.BytesIO(data)) as opened:
         wanted = ImageOps.exif_transpose(opened)
     found = decode.decode_upright(data)
@@ -362,7 +357,7 @@ def test_detectors_read_pictures_upright(orientation, form):
 
 
 def test_damaged_exif_turns_nothing():
-    data = encode(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40)
+    data = encoded(of([[[255, 0, 0]] * 8] * 16), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 40)
     assert decode.decode_upright(data).size == decode.upright_size_of(data) == (8, 16)
 
 
@@ -371,7 +366,7 @@ def test_lab_is_d50_to_srgb():
     image = Image.merge("LAB", [of([[150]]), of([[100]]), of([[180]])])
     lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
     wanted = ImageCms.profileToProfile(image, lab, srgb, outputMode="RGB").getpixel((0, 0))
-    found = decode.decode(encode(image, "TIFF")).getpixel((0, 0))
+    found = decode.decode(encoded(image, "TIFF")).getpixel((0, 0))
     np.testing.assert_allclose(found, wanted, atol=1)
 
 

@@ -1,12 +1,10 @@
 """Pictures written by several threads, and gone on with after a kill: the same bytes in the end."""
 
-import io
 import os
 import textwrap
 from pathlib import Path
 
 import pytest
-from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import open_corpus
@@ -14,6 +12,7 @@ from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
 from tests.forks import OwnForkServer
+from tests.pictures import plain
 from tests.refusals import refuses
 
 COUNT, SHARD = 22, 4
@@ -22,9 +21,7 @@ QUESTIONS = [Question("q", "test", "Which?", positives=("s1",))]
 
 
 def png(level):
-    buffer = io.BytesIO()
-    Image.new("RGB", (3 + level, 3), (level, 7, 9)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return plain((level, 7, 9), (3 + level, 3))
 
 
 def number_of(name):

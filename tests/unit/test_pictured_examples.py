@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from mmqa_jax.prompting.examples.training import encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 TOKENIZER = TextTokenizer(pictured_letters(), ChatTemplate(PICTURED), (END,))
@@ -141,10 +141,9 @@ def test_pictures_are_turned_as_transformers_turns_them(orientation, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = orientation
     Image.fromarray(pixels).save(tmp_path / "phone.png", exif=exif)
-    packed = io.BytesIO()
-    load_image(str(tmp_path / "phone.png")).save(packed, "PNG")
+    packed = encoded(load_image(str(tmp_path / "phone.png")))
     phone, turned = (
-        Picture(data, "one") for data in ((tmp_path / "phone.png").read_bytes(), packed.getvalue())
+        Picture(data, "one") for data in ((tmp_path / "phone.png").read_bytes(), packed)
     )
     assert FORMAT.shape(phone) == FORMAT.shape(turned)
     np.testing.assert_array_equal(FORMAT.read(Shown(phone, True)), FORMAT.read(Shown(turned, True)))

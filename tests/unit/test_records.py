@@ -1,26 +1,23 @@
 """ArrayRecord through TFDS: the same corpus back, whole or not at all, without TensorFlow."""
 
-import io
 import json
 import pickle
 import subprocess
 import sys
 
 import pytest
-from PIL import Image
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Source
+from tests.pictures import plain
 from tests.refusals import refuses
 
 
 def png(level):
-    buffer = io.BytesIO()
-    Image.new("RGB", (3, 3), (level % 256, 7, 9)).save(buffer, "PNG")
-    return buffer.getvalue()
+    return plain((level % 256, 7, 9))
 
 
 def corpus_of(size):

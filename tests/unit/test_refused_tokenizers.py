@@ -8,6 +8,7 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, processors
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer, load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import minilm_tokenizer
@@ -107,4 +108,5 @@ NO_PROMPT = "its chat template makes no prompt of an instruction, texts and pict
 def test_chat_templates_that_make_no_prompt(tmp_path, template, message):
     folder = save(tmp_path, tokens="abc", settings={"chat_template": template})
     tokenizer = load_encoder_tokenizer(folder, 9, pairs=False)
-    refuses(message, PictureChat(folder, tokenizer, 3).encode, "b", [MARKS[0], None], [["c"]], [9])
+    with pytest.raises(UserError, match=message):
+        PictureChat(folder, tokenizer, 3).encode("b", [MARKS[0], None], [["c"]], [9])

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 import pytest
 from cli_runs import ROOT
-from PIL import Image
 from tiny_checkpoints import CONFIGS
 
 from mmqa_jax.core.config import load_config
@@ -37,6 +35,7 @@ from mmqa_jax.tasks import vlp
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
+from tests import pictures
 from tests.refusals import refuses
 
 FEATURES, CLASSES, COUNT = 2048, 1601, 3
@@ -44,9 +43,7 @@ FEATURES, CLASSES, COUNT = 2048, 1601, 3
 
 def encoded(seed: int) -> bytes:
     values = np.random.default_rng(seed).integers(0, 256, (5, 7, 3), np.uint8)
-    made = io.BytesIO()
-    Image.fromarray(values).save(made, "png")
-    return made.getvalue()
+    return pictures.encoded(values)
 
 
 class Counting:

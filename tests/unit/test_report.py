@@ -15,6 +15,7 @@ from mmqa_jax.data.schema import Material
 from mmqa_jax.evaluation import report, tables
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
@@ -62,9 +63,7 @@ class Page(html.parser.HTMLParser):
 
 
 def picture(color, size=(640, 480), kind="PNG"):
-    buffer = io.BytesIO()
-    PIL.Image.new("RGB", size, color).save(buffer, kind)
-    return buffer.getvalue()
+    return encoded(PIL.Image.new("RGB", size, color), kind)
 
 
 def scores(values, categories):

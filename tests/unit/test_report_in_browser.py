@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import io
 import json
 import re
 import shutil
@@ -16,7 +15,6 @@ import subprocess
 from typing import Any, NamedTuple
 
 import pytest
-from PIL import Image
 
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.report import (
@@ -29,6 +27,7 @@ from mmqa_jax.evaluation.report import (
     render_report,
 )
 from mmqa_jax.evaluation.tables import Table
+from tests.pictures import plain
 
 BROWSER = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
@@ -88,9 +87,7 @@ def large() -> Looked:
 
 def full() -> Looked:
     """Something of everything."""
-    picture = io.BytesIO()
-    Image.new("RGB", (9, 9), (200, 0, 0)).save(picture, "PNG")
-    source = CardSource("s", "a dot", picture=picture.getvalue(), rank=1, cited=[0])
+    source = CardSource("s", "a dot", picture=plain((200, 0, 0), (9, 9)), rank=1, cited=[0])
     answer = CardAnswer("full", "red", 1.0, {"webqa_acc": 1.0})
     data = ReportData(
         "full",
@@ -100,7 +97,13 @@ def full() -> Looked:
         recall={"clip": {1: 0.2, 10: 0.5}},
         stages=[("train", 60.0)],
         cards=[
-            Card("Which color ?", [answer], "color", sources=[source], picture=picture.getvalue())
+            Card(
+                "Which color ?",
+                [answer],
+                "color",
+                sources=[source],
+                picture=plain((200, 0, 0), (9, 9)),
+            )
         ],
     )
     return Looked(data, 'tell(document.getElementById("card-count").textContent);')

@@ -221,7 +221,8 @@ def test_a_damaged_line_in_the_middle(folder, line):
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     before = file.read_bytes()
     message = r"\.jsonl: is damaged \(.*\); remove it, and its work is done again"
-    refuses(message, Store(folder, WHAT).check)
+    with pytest.raises(UserError, match=message):
+        Store(folder, WHAT).check()
     refuses(message, list, chunks_of(file))
     assert file.read_bytes() == before
 

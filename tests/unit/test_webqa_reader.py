@@ -1,7 +1,6 @@
 """Official WebQA files in, the same facts out: reader, imgs.tsv, prepare, submission."""
 
 import base64
-import io
 import json
 
 import pytest
@@ -14,15 +13,11 @@ from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.pictures.decode import PictureError, decode
 from mmqa_jax.data.schema import SPLITS, WEBQA_CATEGORIES, Material, Prediction, Source
 from mmqa_jax.runs.corpora import prepare_release
+from tests.pictures import encoded
+from tests.pictures import plain as png
 from tests.refusals import refuses
 
 COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
-
-
-def png(color, size=(5, 4)):
-    buffer = io.BytesIO()
-    Image.new("RGB", size, color).save(buffer, "PNG")
-    return buffer.getvalue()
 
 
 def image_fact(number):
@@ -69,9 +64,9 @@ def hidden_test():
 def write_images(folder, pictures):
     """imgs.tsv and imgs.lineidx of {image_id: base64 bytes}, a row each."""
     offsets, lines = [], b""
-    for number, encoded in pictures.items():
+    for number, content in pictures.items():
         offsets.append(len(lines))
-        lines += str(number).encode() + b"\t" + encoded + b"\n"
+        lines += str(number).encode() + b"\t" + content + b"\n"
     (folder / "imgs.tsv").write_bytes(lines)
     (folder / "imgs.lineidx").write_text("".join(f"{offset}\n" for offset in offsets))
 
@@ -222,9 +217,8 @@ def test_broken_pictures_are_counted_named_and_limited(release, tmp_path):
 
 def test_truncated_png_is_read_as_far_as_it_goes():
     whole = Image.effect_noise((64, 64), 80).convert("RGB")
-    buffer = io.BytesIO()
-    whole.save(buffer, "PNG")
-    half = decode(buffer.getvalue()[: len(buffer.getvalue()) // 2])
+    data = encoded(whole)
+    half = decode(data[: len(data) // 2])
     assert half.getpixel((3, 3)) == whole.getpixel((3, 3))
 
 
@@ -235,9 +229,8 @@ def test_lineidx_of_other_files(release):
     with pytest.raises(UserError, match=r"imgs.tsv, row 1: .*not that row's line") as error:
         webqa.ImagesTsv(tsv).read(1)
     assert not isinstance(error.value, PictureError)  # not one broken picture: wrong files
-    refuses(
-        r"imgs.tsv, row 0: .*not that row's line", webqa.ImagesTsv(tsv).read, 0
-    )  # its end is wrong
+    # Its end is wrong.
+    refuses(r"imgs.tsv, row 0: .*not that row's line", webqa.ImagesTsv(tsv).read, 0)
     assert webqa.ImagesTsv(tsv).read(2) == png(COLORS[30000002])
     lineidx.write_text("\ufeff" + "".join(f"{offset}\r\n" for offset in offsets))
     assert webqa.ImagesTsv(tsv).read(0) == png(COLORS[30000000])

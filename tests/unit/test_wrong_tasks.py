@@ -137,7 +137,8 @@ def test_without_changes_none_is_refused(task):
     ("llm", {"init": ""}, r"key init=: no such file or folder; name a LLaMA as .*, or scratch"),
 ])  # fmt: skip
 def test_the_config_alone_is_wrong(task, changes, message):
-    refuses(message, read_task(config_of(task, **changes)).check_sizes, files=False)
+    with pytest.raises(UserError, match=message):
+        read_task(config_of(task, **changes)).check_sizes(files=False)
 
 
 # On a corpus
