@@ -111,6 +111,9 @@ def randomize(model: torch.nn.Module, seed: int, scale: float = 0.1) -> torch.nn
         for parameter in model.parameters():
             if parameter.ndim:
                 parameter.add_(scale * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():  # of experts, which are published
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
+                buffer.add_(scale * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -25,6 +25,7 @@ QK_NORMS = ("none", "head", "whole", "rotated")
 NORMS = ("before", "after", "both")
 PICTURE_SIGHTS = ("causal", "both", "near")
 NORM_KINDS = ("rms", "layer", "biased_layer")
+ROUTERS = ("softmax", "sigmoid")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,9 @@ class LlamaConfig:
     of these add up to 1; with `weighted_input` they are sigmoids, which multiply what an expert
     gets in place of what it gives. A `shared_expert` of that width sees every token, gated by one
     number if `shared_gate`. Layers without experts ("plain") have an MLP of width `plain_mlp`.
+    `router` makes probabilities of its scores, of which those of the chosen experts are weights,
+    multiplied by `expert_weight`; with `choice_bias` a number of each expert, which training leaves
+    as it is, is added where experts are chosen.
     `experts_beside` is the width of experts that stand beside an MLP of width `mlp`, and what each
     of both gives is normed before the sum (Gemma 4).
 
@@ -154,6 +158,9 @@ class LlamaConfig:
     growth: tuple[float, ...] = ()
     weighted_input: bool = False
     plain_mlp: int | None = None
+    router: str = "softmax"
+    choice_bias: bool = False
+    expert_weight: float = 1.0
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -191,6 +198,7 @@ class LlamaConfig:
         check_known("model.norms", self.norms, NORMS)
         check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
         check_known("model.norm_kind", self.norm_kind, NORM_KINDS)
+        check_known("model.router", self.router, ROUTERS)
         if self.parallel and self.norms != "before":
             raise UserError('model.parallel needs model.norms "before"; correct one of them.')
         if self.experts and not self.gated_mlp:
@@ -429,6 +437,10 @@ _GPT_OSS |= {"gate_limit": 7.0, "active_experts": 4, "normed_experts": True}
 _GPT_OSS["rope_scaling"] = RopeScaling(
     "yarn", 32.0, original_positions=4096, attention_factor=yarn_factor(32.0), truncate=False
 )
+_GLM45 = {"family": "glm4_moe", "vocab_size": 151552, "heads": 96, "kv_heads": 8, "head_dim": 128}
+_GLM45 |= {"positions": 131072, "rope_theta": 1e6, "attention_bias": True, "out_bias": False}
+_GLM45 |= {"rotary_fraction": 0.5, "active_experts": 8, "normed_experts": True}
+_GLM45 |= {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
 _QWEN35 = {"family": "qwen3_5_text", "qk_norm": "head", "unit_norms": True, "gated": True}
 _QWEN35 |= {"head_dim": 256, "rotary_fraction": 0.25, "eps": 1e-6, "rope_theta": 1e7}
 _QWEN35 |= {"vocab_size": 248320, "positions": 262144}
@@ -585,6 +597,15 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "glm4_9b": _published(
         family="glm4", vocab_size=151552, layers=40, kv_heads=2, mlp=13696, positions=32768,
         norms="both", attention_bias=True, out_bias=False, rotary_fraction=0.5,
+    ),
+    "glm45_air": _published(  # and GLM-4.6V, GLM-4.5V without their towers
+        **_GLM45, hidden=4096, layers=46, mlp=1408, experts=128, shared_expert=1408,
+        plain_mlp=10944, kinds=("plain",) + ("full",) * 45,
+    ),
+    "glm46": _published(  # 355 B; GLM-4.5 has 131,072 positions
+        **_GLM45 | {"positions": 202752}, hidden=5120, layers=92, mlp=1536, experts=160,
+        shared_expert=1536, plain_mlp=12288, kinds=("plain",) * 3 + ("full",) * 89,
+        qk_norm="head", expert_weight=2.5,
     ),
     "command_r7b": _published(
         family="cohere2", vocab_size=256000, layers=32, kv_heads=8, mlp=14336, positions=132096,

@@ -112,6 +112,8 @@ class Experts(nnx.Module):
         self.up = grouped(config.hidden, width, ("embed", None))
         self.down = grouped(width, config.hidden, (None, "embed"))
         self.router_bias = param(rngs, zeros_init, (count,), (None,)) if config.mlp_bias else None
+        of_choice = zeros_init, (count,), (None,)
+        self.choice_bias = param(rngs, *of_choice) if config.choice_bias else None
         if config.experts_beside:
             self.router_scale = param(rngs, ones_init, (config.hidden,), ("embed",))
             self.expert_scale = param(rngs, ones_init, (count,), (None,))
@@ -195,9 +197,18 @@ class Experts(nnx.Module):
         if self.config.weighted_input:
             weights, chosen = jax.lax.top_k(logits, self.config.active_experts)
             return chosen, jax.nn.sigmoid(weights)
-        weights, chosen = jax.lax.top_k(jax.nn.softmax(logits, -1), self.config.active_experts)
+        by_scores = jax.nn.sigmoid if self.config.router == "sigmoid" else jax.nn.softmax
+        scores = by_scores(logits)
+        if self.choice_bias is None:
+            weights, chosen = jax.lax.top_k(scores, self.config.active_experts)
+        else:
+            bias = jax.lax.stop_gradient(self._of_layer("choice_bias", layer))
+            _, chosen = jax.lax.top_k(scores + bias, self.config.active_experts)
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.config.normed_experts:
             weights = weights / weights.sum(-1, keepdims=True)
+        if self.config.expert_weight != 1:
+            weights = weights * self.config.expert_weight
         if self.config.experts_beside:
             weights = weights * self._of_layer("expert_scale", layer)[chosen]
         return chosen, weights

@@ -162,6 +162,8 @@ class Family:
       tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
       constants: how tensors' names end that its code keeps beside its parameters -> their only
         value.
+      dense_first: its key that says how many of its first layers have an MLP of `intermediate_size`
+        in the place of experts; "": all have experts.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
       experts_across: whether they keep these (E, in, out), with gate and up "in turn" or as
         "halves"; "": (E, out, in). Those in turn may be rounded (`weights.formats.mxfp4`).
@@ -187,6 +189,7 @@ class Family:
     neighbours: bool = False
     tensors: Mapping[str, str] = _none()
     constants: Mapping[str, float] = _none()
+    dense_first: str = ""
     experts_paired: bool = False
     experts_across: str = ""
 
@@ -513,6 +516,41 @@ FAMILIES: Mapping[str, Family] = {
             "post_self_attn_layernorm": "post_attention_layernorm",
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },
+    ),
+    "glm4_moe": Family(
+        title="GLM-4.5, 4.6 and 4.7",
+        architecture="Glm4MoeForCausalLM",
+        keys=kinds(
+            size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
+            integer="first_k_dense_replace n_shared_experts",
+            flag="attention_bias norm_topk_prob use_qk_norm",
+            number="routed_scaling_factor",
+        ),
+        defaults={
+            "vocab_size": 151552,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "rms_norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            "moe_intermediate_size": 1408,
+            "num_experts_per_tok": 8,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+            "norm_topk_prob": True,
+        },
+        computes={
+            **{"router": "sigmoid", "choice_bias": True},
+            **{"shared_gate": False, "out_bias": False},
+        },
+        harmless=(*_BALANCING, "num_nextn_predict_layers", "num_mtp_layers"),
+        fixed={"n_group": (1,), "topk_group": (1,)},
+        names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
+        partial=True,
+        dense_first="first_k_dense_replace",
+        tensors={"mlp.shared_experts.": "mlp.shared_expert."},
     ),
     "smollm3": Family(
         title="SmolLM3",

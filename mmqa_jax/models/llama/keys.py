@@ -99,7 +99,12 @@ _COMPUTED = {  # tensors that the model computes
     "gguf": rf"^({ROPE_FACTORS}|rope_factors_(short|long)\.weight)$",
 }
 
-PROPOSING = r"^mtp\."  # tensors of layers that propose tokens, which are no part of the model
+
+def proposing(config: LlamaConfig) -> tuple[str, ...]:
+    """The keys of layers that propose tokens, which are no part of the model."""
+    if "num_nextn_predict_layers" in FAMILIES[config.family].harmless:
+        return (rf"^model\.layers\.{config.layers}\.",)
+    return (r"^mtp\.",) if config.delta else ()
 
 
 LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
@@ -195,6 +200,8 @@ def _layer_rules(
         )
         key, experts = f"{layer}{keys[_LAYOUTS.index(layout)]}", f"{path}experts/"
         rules.append(Rule(f"{key}.weight", f"{experts}{ours[0]}", SWAPPED))
+        if part == "router" and config.choice_bias:
+            rules.append(Rule(f"{key}.e_score_correction_bias", f"{experts}choice_bias"))
         if config.mlp_bias:
             rules.append(Rule(f"{key}.bias", f"{experts}{ours[1]}"))
     if config.activation in LEARNED:
@@ -240,7 +247,7 @@ def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.tied else ()
     if layout != "transformers":
         tied = ()
-    ignore = (_COMPUTED[layout], *([PROPOSING] if config.delta else []))
+    ignore = (_COMPUTED[layout], *proposing(config))
     return KeyMap(llama_rules(config, layout), ignore=ignore, tied=tied)
 
 

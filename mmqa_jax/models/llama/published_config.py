@@ -54,6 +54,7 @@ _PLAIN = {
     "side": ("hidden_size_per_layer_input", None),
     "chunk": ("attention_chunk_size", None),
     "shared_expert": ("shared_expert_intermediate_size", None),
+    "expert_weight": ("routed_scaling_factor", 1.0),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -156,6 +157,12 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
     if "attention_chunk_size" in read:
         fields |= _of_llama4(value, fields, where)
+    elif "use_qk_norm" in read:
+        fields["qk_norm"] = "head" if value("use_qk_norm", False) else "none"
+    if "n_shared_experts" in read:
+        fields["shared_expert"] = value("n_shared_experts", 1) * fields["mlp"] or None
+    if family.dense_first:
+        fields |= _dense_first(value, family, fields, where)
     if "sliding_window" in read:
         slides = _slides(family, value, read, fields, where)
         window = value("sliding_window")
@@ -314,6 +321,23 @@ def _layer_kinds(value: Any, fields: Mapping[str, Any], where: str) -> tuple[str
     return tuple(names[one] for one in types)
 
 
+def _dense_first(
+    value: Any, family: Family, fields: Mapping[str, Any], where: str
+) -> dict[str, Any]:
+    """The fields of a mixture whose first layers have one MLP in the place of experts."""
+    layers, count = fields["layers"], value(family.dense_first)
+    if not 0 <= count < layers:
+        raise UserError(
+            f"{where}: {family.dense_first} is {count}, expected less than the {layers} layers; "
+            "use a checkpoint of these."
+        )
+    kinds = fields.get("kinds") or ("full",) * layers
+    plain = tuple("plain" if kind == "full" else f"plain_{kind}" for kind in kinds[:count])
+    return (
+        {"kinds": plain + kinds[count:], "plain_mlp": value("intermediate_size")} if plain else {}
+    )
+
+
 def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of Llama 4's own keys. Layers that rotate see chunks, the others all."""
     layers, rotated = fields["layers"], fields["rotated"]
@@ -426,13 +450,20 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published |= {key: getattr(config.delta, ours) for ours, key in DELTA_KEYS.items()}
         types = {"linear": LINEAR, "full": FULL}
         published["layer_types"] = [types[kind] for kind in config.kinds]
+    if "n_shared_experts" in read:
+        published["n_shared_experts"] = (config.shared_expert or 0) // config.mlp
+    if family.dense_first:
+        published[family.dense_first] = sum(kind.startswith("plain") for kind in config.kinds)
+        published["intermediate_size"] = config.plain_mlp or config.mlp
+    if "use_qk_norm" in read:
+        published["use_qk_norm"] = config.qk_norm != "none"
     if "attention_chunk_size" in read:
         by, tokens = config.growth or (
             family.defaults["attn_scale"],
             family.defaults["floor_scale"],
         )
-        published |= {"use_qk_norm": config.qk_norm == "rotated", "attn_scale": by}
-        published |= {"attn_temperature_tuning": bool(config.growth), "floor_scale": tokens}
+        published |= {"attn_scale": by, "floor_scale": tokens}
+        published["attn_temperature_tuning"] = bool(config.growth)
         kinds = config.kinds or ("full",) * config.layers
         published["moe_layers"] = [number for number, kind in enumerate(kinds) if kind == "full"]
         if config.plain_mlp:

@@ -25,8 +25,8 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.expert_tensors import experts_paired
 from mmqa_jax.models.llama.keys import (
-    PROPOSING,
     llama_rules,
+    proposing,
     to_published_tensors,
     to_rule_tensors,
 )
@@ -271,7 +271,7 @@ def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
             rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
             rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.llama.tied else ()
-    ignore = (r"rotary_(pos_)?emb\.inv_freq$", *([PROPOSING] if config.llama.delta else []))
+    ignore = (r"rotary_(pos_)?emb\.inv_freq$", *proposing(config.llama))
     return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
 
 
