@@ -44,12 +44,9 @@ LENGTH = 560  # short prompts hide mistakes in positions
 UNIT = 8
 
 _VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "patch_size": 4,
+    "depth": 3, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 321.0},
-}
+}  # fmt: skip
 _SINCE_2_5 = {"intermediate_size": 44, "out_hidden_size": 48}
 _TEXT = {
     "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -109,13 +106,9 @@ CASES["qwen3_5"] = (
     "Qwen3_5",
     {**_SINCE_2_5, "num_position_embeddings": 49},
     {
-        "head_dim": 32,
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 12,
+        "head_dim": 32, "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
         "rope_parameters": {
             "rope_type": "default", "rope_theta": 4321.0, "partial_rotary_factor": 0.5,
             "mrope_section": [4, 2, 2], "mrope_interleaved": True,

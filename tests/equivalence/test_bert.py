@@ -45,21 +45,14 @@ CONFIG = BertConfig(
 
 def torch_config(config: BertConfig) -> transformers.BertConfig:
     return transformers.BertConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden,
-        num_hidden_layers=config.layers,
-        num_attention_heads=config.heads,
-        intermediate_size=config.mlp,
-        max_position_embeddings=config.positions,
-        type_vocab_size=config.types,
-        layer_norm_eps=config.eps,
-        hidden_act=config.activation,
-        hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout,
-        initializer_range=0.2,
+        vocab_size=config.vocab_size, hidden_size=config.hidden, num_hidden_layers=config.layers,
+        num_attention_heads=config.heads, intermediate_size=config.mlp,
+        max_position_embeddings=config.positions, type_vocab_size=config.types,
+        layer_norm_eps=config.eps, hidden_act=config.activation, hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout, initializer_range=0.2,
         attn_implementation="eager",
         pad_token_id=None,  # torch drops the gradient of a padding row
-    )
+    )  # fmt: skip
 
 
 def batch(config: BertConfig, rows=5, length=23):

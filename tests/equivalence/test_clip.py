@@ -46,18 +46,12 @@ def pair(request, tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.CLIPConfig(
         text_config={
-            "vocab_size": 99,
-            "hidden_size": 48,
-            "intermediate_size": 80,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "max_position_embeddings": 21,
-            "hidden_act": activation,
+            "vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "max_position_embeddings": 21, "hidden_act": activation,
             "layer_norm_eps": 3e-5,
             # 2 stands for "largest id" in transformers; the other branch looks for the id.
             "eos_token_id": 2 if activation == "gelu" else EOS,
-            "pad_token_id": 1,
-            "bos_token_id": 0,
+            "pad_token_id": 1, "bos_token_id": 0,
         },
         vision_config={
             "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 4,

@@ -25,15 +25,9 @@ SIZES = {
 }  # fmt: skip
 # What the config.json of openai/gpt-oss-20b has beside its sizes.
 PUBLISHED = {
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "attention_dropout": 0.0,
-    "experts_per_token": 4,
-    "hidden_act": "silu",
-    "initial_context_length": 4096,
-    "initializer_range": 0.02,
-    "max_position_embeddings": 131072,
-    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
+    "experts_per_token": 4, "hidden_act": "silu", "initial_context_length": 4096,
+    "initializer_range": 0.02, "max_position_embeddings": 131072, "model_type": "gpt_oss",
     "output_router_logits": False,
     "quantization_config": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
@@ -44,11 +38,8 @@ PUBLISHED = {
         "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
         "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
     },
-    "rope_theta": 150000,
-    "router_aux_loss_coef": 0.9,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "use_cache": True,
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "use_cache": True,
 }  # fmt: skip
 
 

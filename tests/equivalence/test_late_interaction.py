@@ -55,11 +55,9 @@ def native(name, folder, *, expansion=None, skipped=(), prompts=None, mean=False
     mask = MultiVectorMask(skiplist_words=list(skipped))
     modules = [encoder, *dense, mask, Normalize(module_input_name="token_embeddings")]
     model = MultiVectorEncoder(
-        modules=modules,
-        device="cpu",
-        prompts=prompts,
+        modules=modules, device="cpu", prompts=prompts,
         similarity_fn_name="meanmaxsim" if mean else None,
-    )
+    )  # fmt: skip
     model.save_pretrained(str(folder))
 
 

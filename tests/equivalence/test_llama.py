@@ -52,12 +52,8 @@ CASES = {
         "rope_theta": 1234.5,
     },
     "one key head, llama3 scaling": {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 1,
-        "intermediate_size": 56,
-        "rms_norm_eps": 2e-5,
-        "hidden_act": "gelu_new",
+        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "intermediate_size": 56, "rms_norm_eps": 2e-5, "hidden_act": "gelu_new",
         # Of the eight frequencies one is kept, two are interpolated, five divided.
         "rope_parameters": {
             "rope_type": "llama3", "rope_theta": 50000.0, "factor": 6.0, "low_freq_factor": 0.5,
@@ -65,13 +61,8 @@ CASES = {
         },
     },
     "all heads, biases, own head size, linear scaling": {
-        "hidden_size": 40,
-        "num_attention_heads": 5,
-        "num_key_value_heads": 5,
-        "head_dim": 14,
-        "intermediate_size": 72,
-        "attention_bias": True,
-        "mlp_bias": True,
+        "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 14,
+        "intermediate_size": 72, "attention_bias": True, "mlp_bias": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
     },
 }  # fmt: skip

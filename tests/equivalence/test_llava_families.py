@@ -91,31 +91,22 @@ CASES = {
         "clip", {}, "qwen2", {"tie_word_embeddings": True}, {"vision_feature_layer": -1}
     ),
     "SigLIP, Gemma 2": Case(
-        "siglip",
-        {},
-        "gemma2",
-        {"head_dim": 12, "sliding_window": 41, "query_pre_attn_scalar": 20},
+        "siglip", {}, "gemma2", {"head_dim": 12, "sliding_window": 41, "query_pre_attn_scalar": 20},
         {"vision_feature_select_strategy": "full"},
     ),
     "SigLIP without its head, LLaMA-3": Case(
-        "siglip",
-        {"vision_use_head": False},
-        "llama",
-        {"rope_parameters": LLAMA3},
+        "siglip", {"vision_use_head": False}, "llama", {"rope_parameters": LLAMA3},
         {"vision_feature_select_strategy": "full"},
     ),
     "SigLIP without its first patch, Granite": Case(  # it scales what comes of pictures too
-        "siglip",
-        {"vision_use_head": False},
-        "granite",
+        "siglip", {"vision_use_head": False}, "granite",
         {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "logits_scaling": 0.5},
-        {"vision_feature_layer": -1},
-        STRINGS,
+        {"vision_feature_layer": -1}, STRINGS,
     ),
     "SigLIP, Phi-3": Case(
         "siglip", {}, "phi3", {"sliding_window": None}, {"vision_feature_select_strategy": "full"}
     ),
-}
+}  # fmt: skip
 TOKENS = (26, 25, 16, 16, 15, 16)  # of a picture
 # The other families: a CLIP, and the sizes that this vocabulary and width need.
 MORE: dict[str, dict[str, Any]] = {

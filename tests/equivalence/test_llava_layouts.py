@@ -184,9 +184,7 @@ def test_original_and_transformers_configs_are_the_presets():
     )
     # config.json of llava-hf/llava-1.5-7b-hf, of its text only what differs from defaults.
     published = {
-        "model_type": "llava",
-        "image_token_index": 32000,
-        "projector_hidden_act": "gelu",
+        "model_type": "llava", "image_token_index": 32000, "projector_hidden_act": "gelu",
         "text_config": {
             "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
             "vocab_size": 32064,
@@ -196,8 +194,7 @@ def test_original_and_transformers_configs_are_the_presets():
             "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
             "patch_size": 14, "projection_dim": 768, "vocab_size": 32000,
         },
-        "vision_feature_layer": -2,
-        "vision_feature_select_strategy": "default",
+        "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
     }  # fmt: skip
     assert llava_config(published) == sizes
     del published["vision_config"]  # transformers' default

@@ -40,9 +40,7 @@ CONFIG = network.MCANOpenVQAConfig(
         hidden=24, heads=3, mlp=40, layers=3, flat_mlp=20, glimpses=2, flat_out=36, eps=1e-3,
         unroll=1,
     ),
-    word_features=14,
-    region_features=18,
-    answers=13,
+    word_features=14, region_features=18, answers=13,
 )  # fmt: skip
 
 

@@ -84,12 +84,9 @@ def pair(request, tmp_path_factory) -> Pair:
     text, vision, both = CASES[request.param]
     torch.manual_seed(0)
     config = transformers.Mistral3Config(
-        text_config=TEXT | text,
-        vision_config={"model_type": "pixtral", **TOWER, **vision},
-        image_token_index=IMAGE,
-        attn_implementation="eager",
-        **both,
-    )
+        text_config=TEXT | text, vision_config={"model_type": "pixtral", **TOWER, **vision},
+        image_token_index=IMAGE, attn_implementation="eager", **both,
+    )  # fmt: skip
     theirs = randomize(transformers.Mistral3ForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     processor = PixtralImageProcessorPil(size={"longest_edge": LONGEST}, patch_size=4)
@@ -265,12 +262,8 @@ def test_sizes_of_any_picture_are_the_processors(height):
 
 
 SMALL31 = {
-    "model_type": "mistral3",
-    "image_token_index": 10,
-    "multimodal_projector_bias": False,
-    "projector_hidden_act": "gelu",
-    "spatial_merge_size": 2,
-    "vision_feature_layer": -1,
+    "model_type": "mistral3", "image_token_index": 10, "multimodal_projector_bias": False,
+    "projector_hidden_act": "gelu", "spatial_merge_size": 2, "vision_feature_layer": -1,
     "text_config": {
         "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
         "intermediate_size": 32768, "max_position_embeddings": 131072, "model_type": "mistral",

@@ -79,11 +79,9 @@ def pair(tmp_path_factory) -> Pair:
     theirs.save_pretrained(folder)
     half = [0.5, 0.5, 0.5]
     processor = LlavaOnevisionImageProcessorPil(
-        size={"height": SIDE, "width": SIDE},
-        image_grid_pinpoints=RESOLUTIONS,
-        image_mean=half,
+        size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=RESOLUTIONS, image_mean=half,
         image_std=half,
-    )
+    )  # fmt: skip
     processor.save_pretrained(folder)
     tokenizer = letters(bos=False)
     tokenizer.add_special_tokens(["<video>"])

@@ -81,12 +81,9 @@ class Case(NamedTuple):
 def idefics3(kind: str, vision: dict[str, Any], **both: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")
     return config(
-        text_config={"model_type": "llama", **TEXT},
-        vision_config=VISION | vision,
-        image_token_id=IMAGE,
-        attn_implementation="eager",
-        **both,
-    )
+        text_config={"model_type": "llama", **TEXT}, vision_config=VISION | vision,
+        image_token_id=IMAGE, attn_implementation="eager", **both,
+    )  # fmt: skip
 
 
 def rows_processor(tokenizer: Any, side: int, longest: int, tokens: int) -> Any:
@@ -151,8 +148,7 @@ CASES = {
     "gemma3": Case(
         lambda: gemma3(
             {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"]},
-            {"image_size": 24, "patch_size": 3},
-            16,
+            {"image_size": 24, "patch_size": 3}, 16,
         ),
         lambda tokenizer: marked_processor(tokenizer, 24, 16),
     ),
@@ -163,8 +159,7 @@ CASES = {
     "internvl": Case(
         lambda: internvl(
             {"image_size": 24, "patch_size": 4, "attention_bias": True},
-            {"model_type": "qwen3", "head_dim": 10},
-            downsample_ratio=0.5,
+            {"model_type": "qwen3", "head_dim": 10}, downsample_ratio=0.5,
             tie_word_embeddings=False,
         ),
         lambda tokenizer: ratio_processor(tokenizer, 24, 9, max_patches=7),
@@ -172,9 +167,7 @@ CASES = {
     "internvl, 6B's tower": Case(
         lambda: internvl(
             {"image_size": 24, "patch_size": 3, "norm_type": "rms_norm", "use_qk_norm": True},
-            {"model_type": "qwen2"},
-            downsample_ratio=0.25,
-            projector_hidden_act="gelu_new",
+            {"model_type": "qwen2"}, downsample_ratio=0.25, projector_hidden_act="gelu_new",
             vision_feature_layer=-2,
         ),
         lambda tokenizer: ratio_processor(tokenizer, 24, 4, min_patches=2, max_patches=5),
@@ -187,14 +180,12 @@ CASES = {
     ),
     "idefics3, a tile": Case(
         lambda: idefics3(
-            "Idefics3",
-            {"image_size": 28, "patch_size": 3, "hidden_act": "gelu"},
-            scale_factor=3,
+            "Idefics3", {"image_size": 28, "patch_size": 3, "hidden_act": "gelu"}, scale_factor=3,
             tie_word_embeddings=True,
         ),
         lambda tokenizer: rows_processor(tokenizer, 28, 27, 9),
     ),
-}
+}  # fmt: skip
 
 
 class Pair(NamedTuple):
@@ -353,11 +344,9 @@ def test_answers_equal_generate(pair):
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
         given = processor(
-            images=[one for one in parts if not isinstance(one, str)] or None,
-            text=text,
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
+            images=[one for one in parts if not isinstance(one, str)] or None, text=text,
+            return_tensors="pt", add_special_tokens=False,
+        )  # fmt: skip
         with torch.no_grad():
             want = theirs.generate(
                 **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
@@ -409,11 +398,8 @@ def test_what_a_plan_compiles(pair):
 
 
 GRANITE_DOCLING = {
-    "model_type": "idefics3",
-    "image_token_id": 100270,
-    "scale_factor": 4,
-    "tie_word_embeddings": True,
-    "vocab_size": 100352,
+    "model_type": "idefics3", "image_token_id": 100270, "scale_factor": 4,
+    "tie_word_embeddings": True, "vocab_size": 100352,
     "text_config": {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64,
         "hidden_act": "silu", "hidden_size": 576, "intermediate_size": 1536,
@@ -430,9 +416,7 @@ GRANITE_DOCLING = {
     },
 }  # fmt: skip
 SMOLVLM2_256M = {
-    "model_type": "smolvlm",
-    "image_token_id": 49190,
-    "scale_factor": 4,
+    "model_type": "smolvlm", "image_token_id": 49190, "scale_factor": 4,
     "tie_word_embeddings": False,
     "text_config": {
         "head_dim": 64, "hidden_size": 576, "intermediate_size": 1536, "is_llama_config": True,
@@ -448,12 +432,8 @@ SMOLVLM2_256M = {
     },
 }  # fmt: skip
 GEMMA3_4B = {
-    "model_type": "gemma3",
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "image_token_index": 262144,
-    "initializer_range": 0.02,
-    "mm_tokens_per_image": 256,
+    "model_type": "gemma3", "boi_token_index": 255999, "eoi_token_index": 256000,
+    "image_token_index": 262144, "initializer_range": 0.02, "mm_tokens_per_image": 256,
     "text_config": {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
         "num_hidden_layers": 34, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
@@ -466,11 +446,8 @@ GEMMA3_4B = {
     },
 }  # fmt: skip
 INTERNVL35_1B = {
-    "model_type": "internvl",
-    "image_token_id": 151671,
-    "image_seq_length": 256,
-    "downsample_ratio": 0.5,
-    "projector_hidden_act": "gelu",
+    "model_type": "internvl", "image_token_id": 151671, "image_seq_length": 256,
+    "downsample_ratio": 0.5, "projector_hidden_act": "gelu",
     "text_config": {
         "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "head_dim": 128,
         "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072,

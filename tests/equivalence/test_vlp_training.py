@@ -174,12 +174,10 @@ def test_updates_are_the_originals(x101, config):
     wanted = their_updates(theirs, adam, [[data] for data in batches], loss_of)
     task = (RerankObjective if config == "vlp_select" else AnswerObjective)(sizes)
     got = our_updates(
-        task,
-        x101.ours,
-        at_one_rate(optimizer_section(f"webqa/{config}.py")),
+        task, x101.ours, at_one_rate(optimizer_section(f"webqa/{config}.py")),
         [{**data, "inputs": VLPInputs(**data["inputs"])} for data in batches],
         lambda state: export(state, dataclasses.replace(vlp_key_map(sizes), tied=())),
-    )
+    )  # fmt: skip
     same_updates(got, wanted, zero=NO_GRADIENT)
 
 

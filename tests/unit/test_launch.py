@@ -79,34 +79,29 @@ SPEC = ("spec", "replicatedJobs", 0, "template", "spec")
 POD = ("template", "spec")
 MANIFESTS = {
     "jobset-tpu": {
-        (*SPEC, "completions"): 64,
-        (*SPEC, "parallelism"): 64,
+        (*SPEC, "completions"): 64, (*SPEC, "parallelism"): 64,
         (*SPEC, *POD, "nodeSelector", "cloud.google.com/gke-tpu-topology"): "16x16",
         (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         (*SPEC, *POD, "containers", 0, "resources", "limits", "google.com/tpu"): 4,
     },
     "jobset-gpu": {
-        (*SPEC, "completions"): 2,
-        (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        (*SPEC, "completions"): 2, (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         (*SPEC, *POD, "containers", 0, "resources", "limits", "nvidia.com/gpu"): 8,
         (*SPEC, *POD, "containers", 0, "env", 0): {
-            "name": "JAX_COORDINATOR_ADDRESS",
-            "value": "mmqa-host-0-0.mmqa:8476",
+            "name": "JAX_COORDINATOR_ADDRESS", "value": "mmqa-host-0-0.mmqa:8476",
         },
         (*SPEC, *POD, "containers", 0, "env", 1): {"name": "JAX_NUM_PROCESSES", "value": "2"},
         # Of which that address is made.
-        ("metadata", "name"): "mmqa",
-        ("spec", "network", "subdomain"): "mmqa",
+        ("metadata", "name"): "mmqa", ("spec", "network", "subdomain"): "mmqa",
         ("spec", "replicatedJobs", 0, "name"): "host",
     },
     "indexed-job-inference": {
-        ("spec", "completions"): 64,
-        ("spec", *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        ("spec", "completions"): 64, ("spec", *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         ("spec", *POD, "containers", 0, "env", 0): {"name": "JOB_COMPLETIONS", "value": "64"},
     },
     "ray_cluster": {("spec", "entrypoint"): " ".join((*EMBED, "--engine=ray"))},
     "skypilot": {("num_nodes",): 2, ("file_mounts", "/runs", "source"): "gs://runs"},
-}
+}  # fmt: skip
 
 
 def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:

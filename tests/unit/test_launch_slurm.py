@@ -72,8 +72,7 @@ def slurm(tmp_path):
 
     def start(*command: str, **environment: str) -> subprocess.Popen:
         process = subprocess.Popen(
-            ["bash", str(copy), *command],
-            cwd=tmp_path,
+            ["bash", str(copy), *command], cwd=tmp_path,
             env=os.environ
             | fake_devices(1)
             | {
@@ -82,10 +81,7 @@ def slurm(tmp_path):
                 "STUB_WAIT": "60", "STUB_REQUEUED": str(tmp_path / "requeued"),
             }
             | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
         started.append(process)
         return process

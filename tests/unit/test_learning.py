@@ -24,15 +24,10 @@ BOUNDS = {
 SIZES = {
     "tokenizer": "corpus:2000",
     "data.split": "val",  # 21 questions, to be learnt by heart
-    "model.changes.hidden": 64,
-    "model.changes.mlp": 128,
-    "batches.batch_size": 12,
-    "train.log_every": 10,
-    "train.checkpoint_every": 0,
-    "train.optimizer.learning_rate": 0.002,
-    "augment.entities": 0.0,
-    "augment.palette": 0.0,
-}
+    "model.changes.hidden": 64, "model.changes.mlp": 128, "batches.batch_size": 12,
+    "train.log_every": 10, "train.checkpoint_every": 0, "train.optimizer.learning_rate": 0.002,
+    "augment.entities": 0.0, "augment.palette": 0.0,
+}  # fmt: skip
 OF_TASK = {
     "contrastive": {
         "model.changes.layers": 1, "model.vision.embed_dim": 64, "model.vision.layers": 1,

@@ -33,9 +33,7 @@ CONFIG = VLPConfig(
         vocab_size=23, hidden=16, layers=2, heads=2, mlp=24, positions=32, types=6, eps=1e-5,
         unroll=1,
     ),
-    region_features=7,
-    region_positions=5,
-    visual_hidden=(),
+    region_features=7, region_positions=5, visual_hidden=(),
 )  # fmt: skip
 
 

@@ -87,14 +87,11 @@ def feed(rows=None, **more) -> FeedConfig:
 
 def batches_of(rows=None):
     return example_batches(
-        [[one] for one in EXAMPLES],
-        [1.0],
-        feed(rows),
-        shapes=[Bucket(0, 2)],
+        [[one] for one in EXAMPLES], [1.0], feed(rows), shapes=[Bucket(0, 2)],
         bucket_of=lambda one: 0,
         make=lambda own, bucket: {"ids": np.stack([one.tokens for one in own])},
         members=MEMBERS,
-    )
+    )  # fmt: skip
 
 
 def taken(batches, count):

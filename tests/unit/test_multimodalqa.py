@@ -26,9 +26,7 @@ TEXTS = [
 ]
 TABLES = [
     {
-        "id": "b1",
-        "title": "Ben Piazza",
-        "url": "u",
+        "id": "b1", "title": "Ben Piazza", "url": "u",
         "table": {
             "table_name": "Filmography",
             "header": [{"column_name": "Year"}, {"column_name": "Title"}],
@@ -38,7 +36,7 @@ TABLES = [
             ],
         },
     }
-]
+]  # fmt: skip
 IMAGES = [{"id": "i1", "title": "Bears", "url": "u", "path": "i1.png"}]
 
 

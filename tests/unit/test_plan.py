@@ -266,11 +266,8 @@ def test_a_program_is_compiled_for_a_tpu():
         lambda: step.trace(weights, x),
         {"data": 4},
         lambda: flops,
-        shard_bytes(weights),
-        arguments=(weights, x),
-        weights=weights,
-        trained=weights,
-    )
+        shard_bytes(weights), arguments=(weights, x), weights=weights, trained=weights,
+    )  # fmt: skip
     row = Planned.of(compile_program(program), slice_.chip).row()
     assert row["fits"]
     assert row["flops"] == flops / 4

@@ -38,12 +38,10 @@ def test_a_row_is_the_sum_of_its_parts(row):
     made = row.to_json()
     work = {part["name"]: part["work"] for part in made["parts"]}
     assert work == {
-        "embed sources": SOURCES,
-        "embed questions": QUESTIONS,
-        "search": QUESTIONS,
+        "embed sources": SOURCES, "embed questions": QUESTIONS, "search": QUESTIONS,
         "rerank": QUESTIONS * 20,  # options.top_k
         "answer": QUESTIONS,
-    }
+    }  # fmt: skip
     assert [part["name"] for part in made["parts"] if part["once"]] == ["embed sources"]
     hours = sum(part["hours_bound"] for part in made["parts"] if not part["once"])
     v5e = made["chips"]["v5e"]

@@ -14,10 +14,7 @@ def host(name="a", **changes):
     return {
         "host": name,
         "versions": {"python": "3.11.7", "jax": "0.10.2", "code": "c0de"},
-        "kind": "TPU v5 lite",
-        "devices": 4,
-        "slice": 0,
-        "memory": [[15 * 2**30, 16 * 2**30]] * 4,
+        "kind": "TPU v5 lite", "devices": 4, "slice": 0, "memory": [[15 * 2**30, 16 * 2**30]] * 4,
         "disk": {"error": "", "shared": True, "write_mb": 900.0, "read_mb": 2000.0},
         "sum": {"right": True, "gb": 90.0, "mib": 256},
         "data_mb": 700.0,

@@ -59,17 +59,11 @@ def write(folder, found, facts=FACTS, shard=2, part=Shard(0, 1), encode=None, **
         ]
 
     return write_records(
-        folder,
-        REGIONS,
-        {name: name for name in found},
-        encode or packed,
+        folder, REGIONS, {name: name for name in found}, encode or packed,
         about={"facts": dataclasses.asdict(facts)},
-        broken=more.pop("broken", BrokenPictures(len(found))),
-        facts=[facts.model],
-        shard=shard,
-        part=part,
-        **more,
-    )
+        broken=more.pop("broken", BrokenPictures(len(found))), facts=[facts.model], shard=shard,
+        part=part, **more,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])

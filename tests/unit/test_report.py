@@ -79,12 +79,9 @@ def full_report():
     oracle = scores([1, 1, 0.5, 1, 0], categories)
     constant = scores([0.5, 0.5, 0.5, 0, 0], categories)
     return report.ReportData(
-        title="Atlas <1>",
-        description="What it is.",
-        notice="Numbers are not WebQA's.",
+        title="Atlas <1>", description="What it is.", notice="Numbers are not WebQA's.",
         materials=[Material("Pictures: OpenMoji", "https://openmoji.org", "CC BY-SA 4.0")],
-        facts={"device": "cpu"},
-        headline={"accuracy": 0.7},
+        facts={"device": "cpu"}, headline={"accuracy": 0.7},
         tables=[
             tables.answer_table("Setting: oracle", oracle, constant),
             tables.retrieval_table("Retrieval", {"bm25": {1: 0.25, 20: 0.5}}, {"reranked": 0.75}),
@@ -98,10 +95,8 @@ def full_report():
         stages=[("prepare", 5.04), ("train", 125.0)],
         cards=[
             report.Card(
-                EVIL,
-                [report.CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
-                "YesNo",
-                [("reference", "No <b>.")],
+                EVIL, [report.CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
+                "YesNo", [("reference", "No <b>.")],
                 [
                     report.CardSource(
                         "s1", "Flag of A", "A", picture("blue"), False, 1, 0.9, [0], True
@@ -116,7 +111,7 @@ def full_report():
         bars={
             "webqa_acc/no_lemma": [report.Bar("<a>", Interval(0.5, 0.4, 0.6), "./a/report.html")]
         },
-    )
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -242,14 +242,11 @@ POISON = {
 ROWS = {
     **{name: json.dumps(value) for name, value in POISON.items()},
     "another checksum": json.dumps({"candidates": [GOOD], "prompt_tokens": 4, "crc32": 1}),
-    "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}",
-    "cut": '{"candidates": [{"te',
-    "empty": "",
-    "no UTF-8": b"\xff\xfe{}",
-    "a huge integer": '{"candidates": [], "prompt_tokens": ' + "1" * 5000 + "}",
-    "no text": 7,
+    "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}", "cut": '{"candidates": [{"te',
+    "empty": "", "no UTF-8": b"\xff\xfe{}",
+    "a huge integer": '{"candidates": [], "prompt_tokens": ' + "1" * 5000 + "}", "no text": 7,
     "bytes of zeros": bytes(300),
-}
+}  # fmt: skip
 
 
 NO_JSON = ("half a character", "no UTF-8", "bytes of zeros")  # which a store would not take

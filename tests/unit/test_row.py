@@ -25,23 +25,15 @@ from mmqa_jax.runs.stages import Stage, answering
 from tests.refusals import refuses
 
 LEAST = {
-    "row": "own",
-    "system": "webqa",
-    "setting": "retrieve_full_scale",
-    "dataset": "corpus",
+    "row": "own", "system": "webqa", "setting": "retrieve_full_scale", "dataset": "corpus",
     "data": {"dir": "data", "split": "test"},
     "parts": {"retriever": {"method": "bm25"}},
     "options": {"cited": 1},
-}
+}  # fmt: skip
 SAME = Row(
-    "own",
-    "webqa",
-    "retrieve_full_scale",
-    "corpus",
-    RowData("data", "test"),
-    {"retriever": RetrieverSpec("bm25")},
-    {"cited": 1},
-)
+    "own", "webqa", "retrieve_full_scale", "corpus", RowData("data", "test"),
+    {"retriever": RetrieverSpec("bm25")}, {"cited": 1},
+)  # fmt: skip
 QUESTIONS = [Question(str(n), "test", f"Question {n}?") for n in range(5)]
 
 
@@ -183,12 +175,9 @@ def stage_of(log: list) -> Stage:
     turns = {"llm": "last", "retriever": "model", "captions": "file"}
     parts = {name: Named(name, log, turn) for name, turn in turns.items()}
     return Stage(
-        {"verb": "test"},
-        parts,
-        answer,
-        {"numbers": range(10, 15)},
+        {"verb": "test"}, parts, answer, {"numbers": range(10, 15)},
         lambda files: log.append(dict(files)),
-    )
+    )  # fmt: skip
 
 
 def test_files_are_opened_and_checked_before_models(tmp_path):

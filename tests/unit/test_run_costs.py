@@ -225,11 +225,9 @@ def attempt(*rows):
 
 
 FIRST = attempt(
-    ("start", 0, 0, 0, 0, 0),
-    ("save", 50, 10, 50, 30, 1),
-    ("save", 90, 20, 90, 60, 2),
+    ("start", 0, 0, 0, 0, 0), ("save", 50, 10, 50, 30, 1), ("save", 90, 20, 90, 60, 2),
     ("step", 99, 23, 99, 69, 2),  # killed after this
-)
+)  # fmt: skip
 
 
 def test_goodput_of_one_attempt():

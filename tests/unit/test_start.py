@@ -46,10 +46,7 @@ def test_every_program_of_a_second_start_is_in_the_cache(fresh_cache, tmp_path):
                 **os.environ, "MMQA_CACHE": str(fresh_cache), "MMQA_PROGRESS": "off",
                 "JAX_PLATFORMS": "cpu",
             },
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
+            capture_output=True, text=True, timeout=300, check=True,
         )  # fmt: skip
         return tuple(json.loads(ended.stdout.splitlines()[-1]))
 

@@ -25,13 +25,10 @@ def llama_folder(folder, settings, model_type="llama"):
     tokens += ["▁", "a", "b", "c", *_PIECES]
     tokenizer = Tokenizer(
         models.BPE(
-            {token: row for row, token in enumerate(tokens)},
-            _MERGES,
-            fuse_unk=True,
-            byte_fallback=True,
-            unk_token="<unk>",
+            {token: row for row, token in enumerate(tokens)}, _MERGES, fuse_unk=True,
+            byte_fallback=True, unk_token="<unk>",
         )
-    )
+    )  # fmt: skip
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )

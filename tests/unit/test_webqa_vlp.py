@@ -53,19 +53,13 @@ NO_FEATURES = NO_FILE, NOT_NUMBERS = 30_000_004, 30_000_005
 VISION = dataclasses.asdict(TINY["clip"].vision)  # 16 pixels, patches of 8
 # One static shape, few regions: compiling is what costs here.
 SMALL = {
-    "tokenizer": "corpus:200",
-    "model.changes.hidden": 32,
-    "model.changes.layers": 1,
-    "model.changes.heads": 2,
-    "model.changes.mlp": 32,
-    "packing.buckets": "((2,64),)",
-    "packing.max_question_tokens": 20,
-    "packing.max_answer_tokens": 20,
+    "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,
+    "model.changes.heads": 2, "model.changes.mlp": 32, "packing.buckets": "((2,64),)",
+    "packing.max_question_tokens": 20, "packing.max_answer_tokens": 20,
     "packing.max_pair_tokens": 30,
     "batches.batch_size": 8,  # in parts of 4
-    "batches.threads": 0,
-    "train.steps": 4,
-}
+    "batches.threads": 0, "train.steps": 4,
+}  # fmt: skip
 SMALL_QA = {
     "inference.packing.buckets": "((2,64),)", "inference.packing.max_question_tokens": 20,
     "inference.max_new_tokens": 3, "inference.num_beams": 2,

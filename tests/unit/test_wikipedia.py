@@ -61,15 +61,13 @@ WIKI6M = [
 URL = "https://en.wikipedia.org/wiki/Golden_eagle"
 EVQA = {
     URL: {
-        "title": "Golden eagle",
-        "section_titles": ["Golden eagle", "Diet", "Empty"],
+        "title": "Golden eagle", "section_titles": ["Golden eagle", "Diet", "Empty"],
         "section_texts": ["It is a bird of prey.", "It eats hares { and } foxes.", ""],
         "image_urls": [
             "https://upload.wikimedia.org/a/Adler_%C3%BC.jpg",
             "https://upload.wikimedia.org/a/Missing.png",
         ],
-        "image_reference_descriptions": ["An eagle in Tirol", ""],
-        "image_section_indices": [1, 0],
+        "image_reference_descriptions": ["An eagle in Tirol", ""], "image_section_indices": [1, 0],
         "url": URL,
     },
     "https://en.wikipedia.org/wiki/Ghost": {
@@ -77,7 +75,7 @@ EVQA = {
         **{"image_urls": [], "image_reference_descriptions": [], "image_section_indices": []},
         "url": "https://en.wikipedia.org/wiki/Ghost",
     },
-}
+}  # fmt: skip
 
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="de">
   <siteinfo><base>https://de.wikipedia.org/wiki/Wikipedia:Hauptseite</base>
