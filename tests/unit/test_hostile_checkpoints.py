@@ -63,31 +63,20 @@ def checkpoints(tmp_path_factory):
     *(
         (family, path, 10**9, rf"{path.rpartition('/')[2]} is 1000000000, {FEW}")
         for family, path in (
-            ("clip", "vision_config/num_hidden_layers"),
-            ("clip", "text_config/num_hidden_layers"),
-            ("siglip", "vision_config/num_hidden_layers"),
-            ("bert", "num_hidden_layers"),
-            ("oscar", "num_hidden_layers"),
-            ("bart", "encoder_layers"),
-            ("bart", "decoder_layers"),
-            ("t5", "num_layers"),
-            ("t5", "num_decoder_layers"),
-            ("multimodal_t5", "num_layers"),
-            ("llama", "num_hidden_layers"),
-            ("llava", "text_config/num_hidden_layers"),
-            ("onevision", "vision_config/num_hidden_layers"),
-            ("qwen_vl", "vision_config/depth"),
+            ("clip", "vision_config/num_hidden_layers"), ("clip", "text_config/num_hidden_layers"),
+            ("siglip", "vision_config/num_hidden_layers"), ("bert", "num_hidden_layers"),
+            ("oscar", "num_hidden_layers"), ("bart", "encoder_layers"), ("bart", "decoder_layers"),
+            ("t5", "num_layers"), ("t5", "num_decoder_layers"), ("multimodal_t5", "num_layers"),
+            ("llama", "num_hidden_layers"), ("llava", "text_config/num_hidden_layers"),
+            ("onevision", "vision_config/num_hidden_layers"), ("qwen_vl", "vision_config/depth"),
             ("qwen_vl", "vision_config/spatial_merge_size"),
         )
     ),
     *(
         (family, path, 2**40, rf"{path.rpartition('/')[2]} is 1099511627776, {HUGE}")
         for family, path in (
-            ("bert", "hidden_size"),
-            ("clip", "text_config/vocab_size"),
-            ("t5", "d_ff"),
-            ("llama", "head_dim"),
-            ("llama", "max_position_embeddings"),
+            ("bert", "hidden_size"), ("clip", "text_config/vocab_size"), ("t5", "d_ff"),
+            ("llama", "head_dim"), ("llama", "max_position_embeddings"),
         )
     ),
     ("detector", "mmqa_jax/config/backbone/blocks/1", 9999, STAGES),

@@ -263,24 +263,20 @@ _TASK1 = "query/test/mbeir_webqa_task1_test.jsonl"
     (_POOL, PICTURES, ("mbeir_webqa_task1", "line 1", "none of the positives")),
     ("query/test/mbeir_webqa_task1_test.jsonl", WEBQA1 * 2, ("line 2", "2:1", "twice")),
     (
-        "query/test/mbeir_webqa_task2_test.jsonl",
-        [query("2:5", "?", ["2:7"])],
+        "query/test/mbeir_webqa_task2_test.jsonl", [query("2:5", "?", ["2:7"])],
         ("line 1", "judges nothing for 2:5"),
     ),
     (
-        "query/test/mbeir_webqa_task1_test.jsonl",
-        [query("2:1", "?", ["7:3"])],
+        "query/test/mbeir_webqa_task1_test.jsonl", [query("2:1", "?", ["7:3"])],
         ("line 1", "no prompt for 2, text, image"),
     ),
     (
-        _TASK1,
-        [query("2:1", "?", "2:1")],
+        _TASK1, [query("2:1", "?", "2:1")],
         ("line 1", "pos_cand_list is '2:1'; a list of ids", "fetch"),
     ),
     (_TASK1, [query("2:1", 5, ["2:1"])], ("line 1", "query_txt is 5; text was", "fetch")),
     (
-        _TASK1,
-        [query("7:2", "", ["2:7"], query_modality="image")],
+        _TASK1, [query("7:2", "", ["2:7"], query_modality="image")],
         ("line 1", "asks from 'image' to 'image,text', no task of M-BEIR; fetch"),
     ),
 ])  # fmt: skip
@@ -293,8 +289,7 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
 
 @pytest.mark.parametrize(("name", "text", "message"), [
     (
-        "qrels/test/mbeir_webqa_task2_test_qrels.txt",
-        "2:4 0 2:7 1 2\n2:4 0 2:7\n",
+        "qrels/test/mbeir_webqa_task2_test_qrels.txt", "2:4 0 2:7 1 2\n2:4 0 2:7\n",
         r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
     ),
     (
@@ -303,8 +298,7 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
         r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
     ),
     (
-        "instructions/query_instructions.tsv",
-        f"{HEADER}text\ttext\tWebQA\t2",
+        "instructions/query_instructions.tsv", f"{HEADER}text\ttext\tWebQA\t2",
         r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",
     ),
 ])  # fmt: skip

@@ -32,13 +32,11 @@ DISK = {"error": "", "shared": True, "write_mb": 900.0, "read_mb": 2000.0}
 @pytest.mark.parametrize(("verdict", "state", "text"), [
     (preflight.check_alike(other()), "ok", "jax 0.10.2, .* alike in 2 processes"),
     (
-        preflight.check_alike(other(versions=VERSIONS | {"jax": "0.10.1"})),
-        "FAIL",
+        preflight.check_alike(other(versions=VERSIONS | {"jax": "0.10.1"})), "FAIL",
         "jax is 0.10.2 on a but 0.10.1 on b",
     ),
     (
-        preflight.check_alike(other(versions=VERSIONS | {"libtpu": "0.0.42"})),
-        "FAIL",
+        preflight.check_alike(other(versions=VERSIONS | {"libtpu": "0.0.42"})), "FAIL",
         "libtpu is none on a but 0.0.42 on b",
     ),
     (preflight.check_devices(other(), 8), "ok", "8 x TPU v5 lite in 2 processes"),

@@ -42,13 +42,11 @@ HARMONY = (
     # gpt-oss: with and without special tokens, a tool's header, tokens that ran out
     (f"{HARMONY}Every 14 days [1].", "The manual\nsays 14.", "Every 14 days [1]."),
     (
-        f"{HARMONY}A <|channel|> is a part.<|return|>",
-        "The manual\nsays 14.",
+        f"{HARMONY}A <|channel|> is a part.<|return|>", "The manual\nsays 14.",
         "A <|channel|> is a part.",
     ),
     (
-        "analysisThe manual says 14.assistantfinalEvery 14 days.",
-        "The manual says 14.",
+        "analysisThe manual says 14.assistantfinalEvery 14 days.", "The manual says 14.",
         "Every 14 days.",
     ),
     ("analysis of water: clean", "", "analysis of water: clean"),
@@ -57,8 +55,7 @@ HARMONY = (
     (
         "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=f.g "
         "<|constrain|>json<|message|>{}<|call|>",
-        "a\n{}",
-        "",
+        "a\n{}", "",
     ),
 ])  # fmt: skip
 def test_the_answer_is_without_thoughts(text, thoughts, answer):

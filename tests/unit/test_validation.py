@@ -282,14 +282,12 @@ def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
 
 @pytest.mark.parametrize(("task", "changes", "message"), [
     (
-        "rerank",
-        {"validate.split": "val"},
+        "rerank", {"validate.split": "val"},
         r"validate\.split=val: .*no such questions with gold sources; .*evaluate_every to 0",
     ),
     ("answer", {"validate.split": "dev"}, r"validate\.split=dev: .* questions with keywords"),
     (
-        "contrastive",
-        {"validate.metric": "recall@3"},
+        "contrastive", {"validate.metric": "recall@3"},
         r"validate\.metric='recall@3': one of recall@1, .* was expected; did you mean",
     ),
     ("rerank", {"validate.questions": -1}, r"validate\.questions=-1: at least 0 was"),

@@ -177,15 +177,13 @@ def test_a_row_reads_the_text_of_pages(raw, tmp_path):
     ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.inf]}, ("row 0", "is inf; a")),
     ("queries", {"query_id": [""], "query": ["a"]}, ("row 0", "query_id is ''; a number or")),
     (
-        "corpus",
-        {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
+        "corpus", {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
         ("row 1", "corpus_id 'vidore_v3_hr/0' is there twice"),
     ),
     ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
     ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),
     (
-        "queries",
-        {"query_id": [0], "query": ["a"], "language": [["french"]]},
+        "queries", {"query_id": [0], "query": ["a"], "language": [["french"]]},
         ("row 0", "language is ['french']; text was expected; fetch"),
     ),
     ("corpus", {"corpus_id": [0]}, ("no column image",)),

@@ -16,9 +16,7 @@ IVORY = "Côte d'Ivoire exports cocoa (40% of the world's supply), gold and crud
     # Accents, apostrophes and percentages are the source's.
     ("cote d ' ivoire exports cocoa .", [IVORY], [], "Côte d'Ivoire exports cocoa."),
     (
-        "cocoa ( 40 % of the world ' s supply ) .",
-        [IVORY],
-        [],
+        "cocoa ( 40 % of the world ' s supply ) .", [IVORY], [],
         "Cocoa (40% of the world's supply).",
     ),
     # A capital that only starts a sentence is no part of the word.

@@ -85,8 +85,7 @@ def test_without_changes_none_is_refused(task):
         for buckets in ((32,), (32, 64))
     ),
     (
-        "vqa",
-        {"model__answer_embeddings": True, "init": "minilm"},
+        "vqa", {"model__answer_embeddings": True, "init": "minilm"},
         r"key model\.fusion\.flat_out=32: .* MiniLM's vectors of 384 values; set it to that, or",
     ),
     ("vqa", {"batches__lengths": (16, 600)}, r"lengths=\(16, 600\): .* 3 to 512 .*; change"),
@@ -102,16 +101,11 @@ def test_without_changes_none_is_refused(task):
         (task, {key: value}, rf"key {key.replace('__', '.')}={value}: at least \d was expected")
         for task, key, value in (
             ("contrastive", "batches__query_length", 2),
-            ("contrastive", "batches__num_negatives", -1),
-            ("examples", "batches__length", 2),
-            ("examples", "batches__candidates", 0),
-            ("llm", "examples__shots", -1),
-            ("vlp", "batches__choices_per_question", 0),
-            ("vlp", "batches__slack", -1),
-            ("answer", "batches__max_sources", -1),
-            ("answer", "masking__max_pred", 0),
-            ("answer", "masking__keyword_weight", -1.0),
-            ("on_clip", "features__slots", 0),
+            ("contrastive", "batches__num_negatives", -1), ("examples", "batches__length", 2),
+            ("examples", "batches__candidates", 0), ("llm", "examples__shots", -1),
+            ("vlp", "batches__choices_per_question", 0), ("vlp", "batches__slack", -1),
+            ("answer", "batches__max_sources", -1), ("answer", "masking__max_pred", 0),
+            ("answer", "masking__keyword_weight", -1.0), ("on_clip", "features__slots", 0),
         )
     ),
     *(
@@ -121,10 +115,8 @@ def test_without_changes_none_is_refused(task):
     *(
         (task, {key: share}, rf"{key.replace('__', '.')}={share}: a share .*; ch")
         for task, key in (
-            ("vlp", "batches__alike_share"),
-            ("vlp", "batches__second_hop_prob"),
-            ("answer", "batches__distractor_prob"),
-            ("answer", "batches__no_source_prob"),
+            ("vlp", "batches__alike_share"), ("vlp", "batches__second_hop_prob"),
+            ("answer", "batches__distractor_prob"), ("answer", "batches__no_source_prob"),
             ("answer", "masking__mask_prob"),
         )
         for share in (-0.5, 1.5)
