@@ -31,6 +31,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flags.add(parser, "download")
     parser.add_argument("--out", required=True, help="folder for the embeddings")
+    parser.add_argument(
+        "--tokens",
+        choices=("float16", "int8", "binary", "none"),
+        help="of a late-interaction encoder: how the vectors of tokens are stored, by which MaxSim "
+        "ranks; none: its fixed vectors alone (int8)",
+    )
+    parser.add_argument(
+        "--pool",
+        type=int,
+        metavar="N",
+        help="of a late-interaction encoder: a source keeps about one vector for N tokens (1)",
+    )
     flags.add_devices(parser, "sources")
     flags.add_shard(parser, "sources", _CHUNK)
     parser.add_argument(
@@ -68,5 +80,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         chunk=arguments.chunk,
         engine=flags.engine(arguments),
         overwrite=arguments.overwrite,
+        tokens=arguments.tokens,
+        pool=arguments.pool,
         options=options,
     )

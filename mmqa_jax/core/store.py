@@ -188,8 +188,9 @@ class Store:
 
         Args:
           values: JSON values or NumPy arrays.
-          alone: one result in a file of its own, which its key names, such as 00003. Processes that
-            compute the same one write the same file, and whether it is there is seen by its name.
+          alone: a file of its own, which the first key names, such as 00003. Processes that compute
+            the same results write the same file, and whether it is there is seen by its name; the
+            other keys are known once the first one was read.
           notes: what to say about the chunk (`chunks_of`).
 
         Raises:
@@ -200,7 +201,7 @@ class Store:
         content, index = _chunk_bytes(self._job, values, notes or {})
         self._make_folder()
         if alone or in_store(self.folder):
-            (name,) = values if alone else (self._next_object(),)
+            name = next(iter(values)) if alone else self._next_object()
             if alone and not _is_alone(f"{name}{_SUFFIX}"):
                 raise ValueError(f"{name} names no file")
             file, start = f"{name}{_SUFFIX}", 0
@@ -342,7 +343,7 @@ class Store:
                 within_damage = False
                 at = opened.tell()
                 keys = [key for key, _, _ in head["results"]]
-                is_named = not alone or keys == [file.removesuffix(_SUFFIX)]
+                is_named = not alone or keys[:1] == [file.removesuffix(_SUFFIX)]
                 if head["job"] != self._job or not is_named:
                     if self._others == "refuse":
                         self._refuse(
@@ -474,7 +475,7 @@ def _is_name(name: str) -> bool:
 
 
 def _is_alone(file: str) -> bool:
-    """Whether a file holds one result, whose key is its name."""
+    """Whether a file holds one chunk, whose first key is its name."""
     return file.removesuffix(_SUFFIX).isdecimal()
 
 

@@ -45,6 +45,10 @@ class DenseRetriever:
         # The vectors that were searched for last, and their rows and scores [n, k].
         self._last_search = None, (np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
 
+    def over(self, corpus: Corpus, index: Any) -> DenseRetriever:
+        """The same retriever over another corpus and its index."""
+        return type(self)(corpus, self.embedder, index, self.pictures, self.asks)
+
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
         """The `top_k` sources of the whole collection for every question, best first."""
         return self._nearest(questions, self._embed(questions), top_k)
@@ -91,9 +95,15 @@ class DenseRetriever:
         if self.asks == "picture":
             vectors = self._embed_pictures(pixels)
         else:
-            vectors = self.embedder.embed_questions([q.question for q in questions], pixels)
+            vectors = self._vectors([q.question for q in questions], pixels)
         self._last = asked, vectors
         return vectors
+
+    def _vectors(
+        self, texts: Sequence[str], pixels: Sequence[np.ndarray | None] | None
+    ) -> np.ndarray:
+        """Questions as the index takes them."""
+        return self.embedder.embed_questions(texts, pixels)
 
     def _embed_pictures(self, pixels: Sequence[np.ndarray | None]) -> np.ndarray:
         """Unit vectors of pictures; of none zeros, which `_rankings` leaves out."""

@@ -37,6 +37,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.models.two_towers.config import BlockConfig
 from mmqa_jax.retrieval import embeddings
+from mmqa_jax.retrieval.token_vectors import TokenFormat
 
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
@@ -140,6 +141,7 @@ class Embedder:
         self._encode_source = make_encode_source(graphdef)
         self.dim = self._dim(state)
         self._fingerprint = fingerprint
+        self._stored_tokens: tuple[TokenFormat, int] | None = None  # of late interaction
 
     def _dim(self, state: Any) -> int:
         """The values of a vector."""
@@ -271,6 +273,7 @@ class Embedder:
                 dim=self.dim,
                 model_fingerprint=self.fingerprint,
                 corpus_fingerprint=corpus.fingerprint,
+                tokens=self._stored_tokens,
                 shard_rows=shard_rows,
                 part=part or (jax.process_index(), jax.process_count()),
                 overwrite=overwrite,

@@ -1,5 +1,7 @@
 """Embeddings of a whole corpus on disk: written shard by shard, resumable, memory-mapped.
 
+A late-interaction encoder's have the vectors of all tokens beside them (token_vectors.py).
+
 While the job runs, `folder` contains `manifest.json` and `shards-JOB/00000.jsonl`, ... (a
 core.store); a job killed at any point resumes with the missing shards. Several processes, on
 several hosts with a shared disk, may share a job: each writes every n-th shard, and the last to
@@ -18,10 +20,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32, Int
+from jaxtyping import Float32, Int, Int64, UInt8
 
 from mmqa_jax.core.checkpoints.checksums import check_sums, digest, read_sums, write_sums
 from mmqa_jax.core.chunks import MOST_PARTS, JobRecord, named
@@ -34,8 +36,11 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.shards import PartState, Unfinished
 from mmqa_jax.core.store import Store, check_no_link
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
+from mmqa_jax.retrieval.token_vectors import TokenFormat, TokenVectors
 
 _ARRAY = "embeddings.npy"
+_TOKENS, _TOKEN_ENDS = "tokens.npy", "token_ends.npy"
+_FILES = (_ARRAY, _TOKENS, _TOKEN_ENDS)
 _ALIGNMENT = 64  # bytes, of XLA's arrays
 _WHAT = "embeddings of a corpus"
 _VERB = "mmqa embed"
@@ -51,11 +56,27 @@ class Embeddings:
       vectors: float32[n, D], usually memory-mapped.
       model_fingerprint: of the encoder that made them; queries must come from the same one.
       corpus_fingerprint: of the corpus, whose rows these are.
+      tokens: the vectors of the sources' tokens, of a late-interaction encoder.
     """
 
     vectors: Float32[np.ndarray, "n D"]
     model_fingerprint: str
     corpus_fingerprint: str
+    tokens: TokenVectors | None = None
+
+
+class EmbeddedRows(NamedTuple):
+    """Embedded sources.
+
+    Attributes:
+      vectors: of the sources.
+      codes: the bytes of all their tokens' vectors (TokenFormat); None: they are not stored.
+      counts: the tokens of each source.
+    """
+
+    vectors: Float32[np.ndarray, "n D"]
+    codes: UInt8[np.ndarray, "T W"] | None = None
+    counts: Int64[np.ndarray, " n"] | None = None
 
 
 def open_embeddings(
@@ -73,25 +94,59 @@ def open_embeddings(
     if not manifest.get("complete"):
         raise UserError(f"{folder}: the embedding job did not finish; run `{_VERB}` again.")
     _check_sizes(folder, manifest)
-    file = local_copy(as_path(folder) / _ARRAY)
-    vectors = _load(file, (manifest["rows"], manifest["dim"]))
-    if vectors is None:
+    vectors = _open_array(folder, _ARRAY, np.float32, (manifest["rows"], manifest["dim"]))
+    tokens = _open_tokens(folder, manifest) if manifest.get("tokens") else None
+    check_sums(folder, {MANIFEST, *([] if in_store(as_path(folder)) else _FILES)}, remedy=_REMEDY)
+    return Embeddings(
+        vectors, manifest["model_fingerprint"], manifest["corpus_fingerprint"], tokens
+    )
+
+
+def _open_tokens(folder: str | os.PathLike, manifest: dict[str, Any]) -> TokenVectors:
+    """The tokens' vectors that a manifest says are there."""
+    try:
+        stored = dict(manifest["tokens"])
+        dim, number = stored.pop("dim"), stored.pop("number")
+        form = TokenFormat(**stored)
+        shape = number, form.width(dim)
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{folder}/{_ARRAY}: missing or damaged, float32 "
-            f"[{manifest['rows']}, {manifest['dim']}] was expected; {_REMEDY}."
+            f"{folder}/{MANIFEST}: tokens is {manifest['tokens']}, a precision, pool, dim and "
+            f"number were expected; {_REMEDY}."
+        ) from error
+    ends = _open_array(folder, _TOKEN_ENDS, np.int64, (manifest["rows"],))
+    if ends[-1] != number or (np.diff(ends, prepend=0) < 0).any():
+        raise UserError(f"{folder}/{_TOKEN_ENDS}: does not fit {_TOKENS}; {_REMEDY}.")
+    return TokenVectors(_open_array(folder, _TOKENS, np.uint8, shape), ends, dim, form)
+
+
+def _open_array(
+    folder: str | os.PathLike, name: str, dtype: type, shape: tuple[int, ...]
+) -> np.ndarray:
+    """A memory-mapped array of finished embeddings; of an object store its copy on this host."""
+    file = local_copy(as_path(folder) / name)
+    array = _load(file, shape, dtype)
+    if array is None:
+        raise UserError(
+            f"{folder}/{name}: missing or damaged, {np.dtype(dtype)} {list(shape)} was expected; "
+            f"{_REMEDY}."
         )
-    _check_files(as_path(folder), file)
-    return Embeddings(vectors, manifest["model_fingerprint"], manifest["corpus_fingerprint"])
+    if in_store(as_path(folder)):
+        expected = (read_sums(folder) or {}).get(name)
+        if expected is not None and digest(file) != expected:
+            raise UserError(f"{folder}/{name}: is damaged; {_REMEDY}.")
+    return array
 
 
 def write_embeddings(
     folder: str | os.PathLike,
-    embed_rows: Callable[[range], np.ndarray],
+    embed_rows: Callable[[range], np.ndarray | EmbeddedRows],
     *,
     rows: int,
     dim: int,
     model_fingerprint: str,
     corpus_fingerprint: str,
+    tokens: tuple[TokenFormat, int] | None = None,
     shard_rows: int = 4096,
     part: tuple[int, int] = (0, 1),
     overwrite: bool = False,
@@ -102,6 +157,7 @@ def write_embeddings(
     Args:
       embed_rows: embeds a range of rows, float32[len(range), dim]; called once per shard.
       rows, dim: size of the whole result.
+      tokens: how the tokens' vectors in EmbeddedRows are stored, and their values each.
       shard_rows: rows per shard, the most work that a kill can lose.
       part: (i, n): this process writes the shards i, i + n, i + 2n, ... of a job shared by n.
       overwrite: start over if `folder` holds embeddings of another model or corpus.
@@ -124,6 +180,8 @@ def write_embeddings(
         "model_fingerprint": model_fingerprint,
         "corpus_fingerprint": corpus_fingerprint,
     }
+    if tokens is not None:
+        job["tokens"] = {**dataclasses.asdict(tokens[0]), "dim": tokens[1]}
     with _locked(folder):
         earlier = _readable_manifest(folder)
         if earlier is not None and not overwrite:
@@ -137,9 +195,11 @@ def write_embeddings(
     for number in range(mine, len(spans), parts):
         span = spans[number]
         if not _is_whole(shards, number, (len(span), dim)):
-            vectors = np.asarray(embed_rows(span), np.float32)
-            _check_finite(vectors, span)
-            shards.add({_key(number): vectors}, alone=True)
+            embedded = embed_rows(span)
+            if not isinstance(embedded, EmbeddedRows):
+                embedded = EmbeddedRows(np.asarray(embedded, np.float32))
+            _check_finite(embedded.vectors, span)
+            shards.add(_shard_values(number, embedded), alone=True)
         done += len(span)
         if on_progress is not None:
             on_progress(done, total)
@@ -200,6 +260,8 @@ def _job_of(manifest: dict[str, Any]) -> tuple[dict[str, Any], int]:
     """The job of a manifest, and how many processes share it."""
     more = ("complete", "parts")
     job = {key: value for key, value in manifest.items() if key not in more}
+    if isinstance(tokens := job.get("tokens"), dict):  # their number is of the result
+        job["tokens"] = {key: value for key, value in tokens.items() if key != "number"}
     return job, manifest.get("parts", 1)
 
 
@@ -211,6 +273,15 @@ def _spans(job: dict[str, Any]) -> list[range]:
 
 def _key(number: int) -> str:
     return f"{number:05d}"
+
+
+def _shard_values(number: int, embedded: EmbeddedRows) -> dict[str, np.ndarray]:
+    """What a shard's file holds, by key."""
+    key = _key(number)
+    values = {key: embedded.vectors}
+    if embedded.codes is not None:
+        values |= {f"{key} codes": embedded.codes, f"{key} counts": embedded.counts}
+    return values
 
 
 def _open_shards(folder: Path, job: dict[str, Any]) -> Store:
@@ -231,23 +302,47 @@ def _missing(folder: Path, job: dict[str, Any]) -> list[int]:
 
 
 def _join(folder: Path, job: dict[str, Any]) -> None:
-    """Concatenates the shards into one array, with one shard in memory at a time."""
-    with atomic_write(folder / _ARRAY, "wb") as file:
-        header = {"descr": "<f4", "fortran_order": False, "shape": (job["rows"], job["dim"])}
+    """Concatenates the shards into one array each, with one shard in memory at a time."""
+    _join_array(folder, job, _ARRAY, "", "<f4", (job["rows"], job["dim"]))
+    manifest, files = {**job, "complete": True}, [_ARRAY]
+    if "tokens" in job:
+        shards, spans = _open_shards(folder, job), _spans(job)
+        counts = [_part(shards, number, " counts") for number in range(len(spans))]
+        ends = np.cumsum(np.concatenate(counts))
+        width = _part(shards, 0, " codes").shape[1]
+        _join_array(folder, job, _TOKENS, " codes", "|u1", (int(ends[-1]), width))
+        with atomic_write(folder / _TOKEN_ENDS, "wb") as file:
+            np.save(file, ends)
+        manifest["tokens"] = {**job["tokens"], "number": int(ends[-1])}
+        files += [_TOKENS, _TOKEN_ENDS]
+    content = manifest_bytes(manifest)
+    write_sums(folder, files, coming={MANIFEST: content})
+    with atomic_write(folder / MANIFEST, "wb") as file:
+        file.write(content)
+
+
+def _join_array(
+    folder: Path, job: dict[str, Any], name: str, column: str, dtype: str, shape: tuple[int, ...]
+) -> None:
+    """Writes one array of all shards' arrays under the key with `column` behind it."""
+    with atomic_write(folder / name, "wb") as file:
+        header = {"descr": dtype, "fortran_order": False, "shape": shape}
         np.lib.format.write_array_header_1_0(file, header)
         shards = _open_shards(folder, job)
         for number in range(len(_spans(job))):
-            rows = shards.get(_key(number))
-            if rows is None:
-                raise UserError(
-                    f"{shards.folder}/{_key(number)}.jsonl: is damaged; delete it, and the next "
-                    f"start of `{_VERB}` computes it again."
-                )
-            file.write(np.ascontiguousarray(rows).data)
-    manifest = manifest_bytes({**job, "complete": True})
-    write_sums(folder, [_ARRAY], coming={MANIFEST: manifest})
-    with atomic_write(folder / MANIFEST, "wb") as file:
-        file.write(manifest)
+            file.write(np.ascontiguousarray(_part(shards, number, column)).data)
+
+
+def _part(shards: Store, number: int, column: str) -> np.ndarray:
+    """An array of a shard; UserError where it is damaged."""
+    key = _key(number)
+    array = None if shards.get(key) is None else shards.get(f"{key}{column}")
+    if array is None:
+        raise UserError(
+            f"{shards.folder}/{key}.jsonl: is damaged; delete it, and the next start of `{_VERB}` "
+            "computes it again."
+        )
+    return array
 
 
 def _finish(folder: Path) -> Embeddings:
@@ -260,7 +355,7 @@ def _finish(folder: Path) -> Embeddings:
 
 def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
     manifest = _readable_manifest(folder)
-    if manifest != {**job, "complete": True}:
+    if manifest is None or _job_of(manifest)[0] != job or not manifest.get("complete"):
         return False
     shape = (job["rows"], job["dim"])
     file = folder / _ARRAY
@@ -287,15 +382,18 @@ def _readable_manifest(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def _refuse_other_job(folder: Path, found: dict[str, Any], job: dict[str, Any], parts: int) -> None:
-    shared = parts > 1 or found.get("parts", 1) > 1
-    for key, value in job.items():
+def _refuse_other_job(
+    folder: Path, earlier: dict[str, Any], job: dict[str, Any], parts: int
+) -> None:
+    shared = parts > 1 or earlier.get("parts", 1) > 1
+    earlier, _ = _job_of(earlier)
+    for key in {**job, **earlier}:
         # Another shard size gives the same result, but processes must agree on the shards; how many
         # they are does not matter.
-        if found.get(key) != value and (shared or key != "shard_rows"):
+        if earlier.get(key) != job.get(key) and (shared or key != "shard_rows"):
             raise UserError(
-                f"{folder / MANIFEST}: holds embeddings with {key} {found.get(key)!r}, this job's "
-                f"is {value!r}; name another --out or give --overwrite."
+                f"{folder / MANIFEST}: holds embeddings with {key} {earlier.get(key)!r}, this "
+                f"job's is {job.get(key)!r}; name another --out or give --overwrite."
             )
 
 
@@ -321,22 +419,13 @@ def _has_size(path: Path, shape: tuple[int, int]) -> bool:
     return stored_shape == shape and dtype == np.float32 and is_long
 
 
-def _load(path: Path, shape: tuple[int, int]) -> np.ndarray | None:
+def _load(path: Path, shape: tuple[int, ...], dtype: type = np.float32) -> np.ndarray | None:
     """The memory-mapped array at `path`, None if it is missing, damaged or of another shape."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-    return array if array.shape == shape and array.dtype == np.float32 else None
-
-
-def _check_files(folder: Path, array: Path) -> None:
-    """UserError if a file is not the one that was written; `array` may be a copy on this host."""
-    check_sums(folder, {MANIFEST, *([] if in_store(folder) else [_ARRAY])}, remedy=_REMEDY)
-    if in_store(folder):
-        expected = (read_sums(folder) or {}).get(_ARRAY)
-        if expected is not None and digest(array) != expected:
-            raise UserError(f"{folder}/{_ARRAY}: is damaged; {_REMEDY}.")
+    return array if array.shape == shape and array.dtype == dtype else None
 
 
 def _check_sizes(folder: str | os.PathLike, manifest: dict[str, Any]) -> None:

@@ -2,12 +2,13 @@
 
 MUVERA (Dhulipala et al. 2024, "Multi-Vector Retrieval via Fixed Dimensional Encodings", section 2)
 makes one vector of a text's many, whose product with that of a question is close to MaxSim. So the
-indexes that are here find candidates, and `mmqa rerank` with the same encoder ranks them by MaxSim
-itself (inference/late_interaction.py).
+indexes that are here find candidates, and MaxSim ranks them (indexes/max_sim.py), by the tokens'
+vectors that `mmqa embed` stored (token_vectors.py).
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +22,10 @@ from flax import nnx
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
-from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.mesh import fetch, state_shardings
 from mmqa_jax.core.serving import AUTO, BatchSize, Serving, loading_mesh
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer, special_tokens, text_inputs
 from mmqa_jax.models.common.array_layout import restacked
@@ -35,9 +38,13 @@ from mmqa_jax.models.encoders.late_interaction import (
 from mmqa_jax.models.encoders.text_encoders import check_padding
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.two_towers.network import l2_normalize
+from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, batches_by_length
-from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
+from mmqa_jax.retrieval.embeddings import BROKEN, EmbeddedRows, check_finite
+from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
+from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, pool_tokens
 
 
 class Side(NamedTuple):
@@ -176,14 +183,17 @@ class FixedVectors:
 
 
 @functools.lru_cache(maxsize=8)  # encoders of one config share their programs
-def make_encode_fixed(
+def make_encode_tokens(
     graphdef: nnx.GraphDef, fixed: FixedVectors, is_question: bool
 ) -> jax.stages.Wrapped:
-    """The jitted encoder: (state, ids, attended, scored [B, L]) -> fixed vectors [B, values]."""
+    """The jitted encoder: (state, ids, attended, scored [B, L]) -> fixed vectors [B, values], and
+    the tokens' vectors [B, L, D]."""
 
-    def encode(state: Any, ids: jax.Array, mask: jax.Array, scored: jax.Array) -> jax.Array:
+    def encode(
+        state: Any, ids: jax.Array, mask: jax.Array, scored: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         vectors = nnx.merge(graphdef, restacked(state))(ids, mask)
-        return fixed.of(vectors, scored, is_question)
+        return fixed.of(vectors, scored, is_question), vectors
 
     return jax.jit(encode)
 
@@ -203,14 +213,22 @@ class LateInteractionEmbedder(Embedder):
     ):
         self._sides = {name: side_of(recipe, tokenizer, positions, name) for name in _SIDES}
         self._programs = {
-            name: make_encode_fixed(graphdef, fixed, name == "query") for name in _SIDES
+            name: make_encode_tokens(graphdef, fixed, name == "query") for name in _SIDES
         }
-        self._fixed = fixed
+        self._fixed, self.mean = fixed, recipe.mean
         super().__init__(
             graphdef, state, tokenizer, image_size=0, recipe=f"{recipe} {fixed}", **options
         )
 
+    def store_tokens(self, form: TokenFormat) -> None:
+        """Lets `embed_sources` store the vectors of tokens, too."""
+        self._stored_tokens = form, self.token_dim
+
     def _dim(self, state: Any) -> int:
+        row = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
+        mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
+        program = self._programs["document"]
+        self.token_dim = jax.eval_shape(program, state, row, mask, mask)[1].shape[-1]
         return self._fixed.size
 
     def embed_questions(
@@ -223,19 +241,56 @@ class LateInteractionEmbedder(Embedder):
         """Fixed vectors of sources; `prompt` is that of the encoder's folder in any case."""
         return self._embed(texts, "document")
 
+    def embed_source_tokens(self, texts: Sequence[str]) -> list[Float32[np.ndarray, "tokens D"]]:
+        """The vectors of the scored tokens of each source's text."""
+        tokens: list[np.ndarray] = [np.zeros((0, self.token_dim), np.float32)] * len(texts)
+        for places, _, of_batch in self.encode_tokens(texts, "document"):
+            for place, vectors in zip(places, of_batch, strict=True):
+                tokens[place] = vectors
+        return tokens
+
     def _embed(self, texts: Sequence[str], name: str) -> np.ndarray:
         check_several(texts, "Embedder.embed_texts")
         vectors = np.zeros((len(texts), self.dim), np.float32)
-        self._collect(self._batches(texts, name), vectors, "texts")
+        self._collect(self._fixed_batches(texts, name), vectors, "texts")
         check_finite(vectors, "embedder: the texts", BROKEN)
         return vectors
 
-    def _source_batches(self, texts, pictured, read) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        return self._batches(texts, "document")
+    def _embed_rows(
+        self, corpus: Corpus, pictures: Any, rows: Sequence[int], pool: concurrent.futures.Executor
+    ) -> np.ndarray | EmbeddedRows:
+        if self._stored_tokens is None:
+            return super()._embed_rows(corpus, pictures, rows, pool)
+        form, _ = self._stored_tokens
+        texts = [self.text_of(corpus.sources[row]) for row in rows]
+        vectors = np.zeros((len(rows), self.dim), np.float32)
+        codes: list[np.ndarray] = [np.zeros(0)] * len(rows)
+        for places, fixed, tokens in self.encode_tokens(texts, "document"):
+            vectors[places] = fixed
+            merged = pool.map(lambda vectors: pool_tokens(vectors, form.pool), tokens)
+            for place, of_source in zip(places, merged, strict=True):
+                codes[place] = form.encode(of_source)
+        counts = np.array(list(map(len, codes)), np.int64)
+        return EmbeddedRows(vectors, np.concatenate(codes), counts)
 
-    def _batches(self, texts: Sequence[str], name: str) -> Iterator[tuple[np.ndarray, jax.Array]]:
+    def _source_batches(self, texts, pictured, read) -> Iterator[tuple[np.ndarray, jax.Array]]:
+        return self._fixed_batches(texts, "document")
+
+    def _fixed_batches(
+        self, texts: Sequence[str], name: str
+    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         for places, *rows in encoded(texts, self._sides[name], self.tokenizer, self.serving):
-            yield places, self._call(self._programs[name], *self._put(*rows))
+            yield places, self._call(self._programs[name], *self._put(*rows))[0]
+
+    def encode_tokens(
+        self, texts: Sequence[str], name: str
+    ) -> Iterator[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]:
+        """Batches of texts of the side `name`, "query" or "document": places in `texts`, fixed
+        vectors [B, values], and the vectors [tokens, D] of each text's scored tokens."""
+        for places, *rows in encoded(texts, self._sides[name], self.tokenizer, self.serving):
+            fixed, tokens = map(fetch, self._call(self._programs[name], *self._put(*rows)))
+            tokens = [of_text[scored] for of_text, scored in zip(tokens, rows[-1], strict=True)]
+            yield places, fixed[: len(places)], tokens[: len(places)]
 
 
 _SIDES = ("query", "document")
@@ -255,6 +310,35 @@ def open_token_encoder(
     )
     check_padding(folder, tokenizer.pad_id)
     return model, tokenizer, recipe
+
+
+class MaxSimRetriever(DenseRetriever):
+    """A DenseRetriever by a late-interaction encoder, over a MaxSimIndex."""
+
+    def _vectors(self, texts: Sequence[str], pixels: Any) -> np.ndarray:
+        fixed = np.zeros((len(texts), self.embedder.dim), np.float32)
+        tokens: list[np.ndarray] = [np.zeros((0, self.embedder.token_dim), np.float32)] * len(texts)
+        for places, of_batch, tokens_of_batch in self.embedder.encode_tokens(texts, "query"):
+            fixed[places] = of_batch
+            for place, of_query in zip(places, tokens_of_batch, strict=True):
+                tokens[place] = of_query
+        return pack_queries(fixed, tokens, self.embedder.mean)
+
+
+def dense_retriever(
+    corpus: Corpus, embedder: Embedder, index: Any, pictures: PictureStore, asks: Asks = "both"
+) -> DenseRetriever:
+    """The retriever of an embedder over an index of its vectors; MaxSim ranks what is found by
+    those of a late-interaction encoder."""
+    if not isinstance(embedder, LateInteractionEmbedder):
+        return DenseRetriever(corpus, embedder, index, pictures, asks)
+    if not isinstance(index, MaxSimIndex):
+        tokens = index.embeddings.tokens
+        if tokens is None:
+            texts = [embedder.text_of(source) for source in corpus.sources]
+            tokens = TextTokens(embedder.embed_source_tokens, texts, embedder.token_dim)
+        index = MaxSimIndex(index, tokens)
+    return MaxSimRetriever(corpus, embedder, index, pictures, asks)
 
 
 def load_late_interaction_embedder(

@@ -35,6 +35,7 @@ from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, HybridSearch, ScoreFusion
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
@@ -329,7 +330,7 @@ def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
     if note := _not_read(corpus, embedder, texts):
         print(f"--encoder={encoder}: {note}", file=sys.stderr)
     embeddings = Embeddings(vectors, embedder.fingerprint, corpus.fingerprint)
-    return DenseRetriever(corpus, embedder, ExactIndex(embeddings), pictures)
+    return dense_retriever(corpus, embedder, ExactIndex(embeddings), pictures)
 
 
 def _not_read(corpus: Corpus, embedder: Any, texts: Sequence[str]) -> str:

@@ -305,7 +305,7 @@ def open_dense(
     `exact` refuses an index that searches approximately; `one_shape` is for a few questions, see
     in_one_shape of tasks/vlp.py.
     """
-    from mmqa_jax.retrieval.dense import DenseRetriever
+    from mmqa_jax.retrieval.late_interaction import dense_retriever
     from mmqa_jax.tasks.embedder import open_embedder
 
     embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
@@ -315,7 +315,7 @@ def open_dense(
             f"{index}: searches approximately, but parts.retriever.index_kind=exact; run `mmqa "
             "index --kind=exact` over its embeddings."
         )
-    return DenseRetriever(corpus, embedder, loaded, pictures, asks)
+    return dense_retriever(corpus, embedder, loaded, pictures, asks)
 
 
 def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
@@ -370,7 +370,6 @@ def retrievers_over(
     """
     from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
     from mmqa_jax.retrieval.bm25.webqa import WebQABM25Retriever
-    from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.fusion import HybridSearch, RankFusion, ScoreFusion
     from mmqa_jax.retrieval.modality import ModalityIndex, one_modality
 
@@ -384,7 +383,7 @@ def retrievers_over(
             retrievers.append(BM25Retriever(subset, on_disk))
     if dense is not None and modality is not None:
         view = ModalityIndex(dense.index, corpus.modality_rows(modality))
-        dense = DenseRetriever(subset, dense.embedder, view, dense.pictures, dense.asks)
+        dense = dense.over(subset, view)
     if dense is not None:
         retrievers.append(dense)
 
@@ -583,9 +582,9 @@ def _no_passages(spec: KnowledgeSpec) -> str:
 
 def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
     """Dense retrieval over the texts of all sources, or over an index."""
-    from mmqa_jax.retrieval.dense import DenseRetriever
     from mmqa_jax.retrieval.embeddings import Embeddings
     from mmqa_jax.retrieval.indexes.exact import ExactIndex
+    from mmqa_jax.retrieval.late_interaction import dense_retriever
 
     if spec.index:
         return open_dense(home, spec.text_model, spec.index)
@@ -603,7 +602,7 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
         lambda rows: embedder.embed_passages([texts[row] for row in rows]),
     )
     embeddings = Embeddings(vectors, embedder.fingerprint, home.fingerprint)
-    return DenseRetriever(home, embedder, ExactIndex(embeddings), pictures)
+    return dense_retriever(home, embedder, ExactIndex(embeddings), pictures)
 
 
 @dataclasses.dataclass(frozen=True)

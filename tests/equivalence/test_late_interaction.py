@@ -22,7 +22,9 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.inference.late_interaction import LateInteractionReranker
 from mmqa_jax.models.encoders.late_interaction import read_late_interaction
-from mmqa_jax.retrieval.late_interaction import FixedVectors
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.late_interaction import FixedVectors, dense_retriever
+from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.refusals import refuses
 
@@ -191,6 +193,29 @@ def test_fixed_vectors_of_an_encoder_are_those_of_its_tokens(folder):
     ):
         assert got.shape == (len(vectors), embedder.dim) == (len(vectors), 20 * 16 * 16)
         np.testing.assert_allclose(got, fixed.of(vectors, scored, is_question), **WHOLE)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_search_ranks_by_max_sim(folder, stored, tmp_path, sentence_transformers):
+    """Tokens that were stored as float16, or are encoded when they are candidates."""
+    theirs = sentence_transformers.MultiVectorEncoder(str(folder), device="cpu")
+    want = theirs.similarity(theirs.encode_query(QUERIES), theirs.encode_document(PASSAGES)).numpy()
+    corpus = corpus_of_lists(PASSAGES, None, None, None)
+    embedder, pictures = open_embedder(folder, corpus, {"batch_size": 4})
+    if stored:
+        embedder.store_tokens(TokenFormat("float16"))
+    embeddings = embedder.embed_sources(corpus, pictures, tmp_path)
+    assert (embeddings.tokens is not None) == stored
+    retriever = dense_retriever(corpus, embedder, ExactIndex(embeddings), pictures)
+    questions = [Question(str(n), "", text) for n, text in enumerate(QUERIES)]
+    names = [source.id for source in corpus.sources]
+    for row, ranking in enumerate(retriever.search(questions, len(PASSAGES))):
+        scores = want[row][[names.index(name) for name in ranking.sources]]
+        np.testing.assert_allclose(ranking.scores, scores, atol=2e-3)
+        assert len(set(ranking.sources)) == len(PASSAGES)
+    own = [Ranking(question.id, (names[3], names[1]), (0.0, 0.0)) for question in questions]
+    for row, ranking in enumerate(retriever.search_within(questions, own)):
+        np.testing.assert_allclose(ranking.scores, np.sort(want[row][[1, 3]])[::-1], atol=2e-3)
 
 
 REFUSED = [

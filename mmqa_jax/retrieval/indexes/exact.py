@@ -20,7 +20,7 @@ from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 
 INDEX_WHAT = "a dense index"  # in the manifest of every kind of index
-_SHARE = 0.25  # of a device's free memory, for blocks: readers and encoders may come after them
+SHARE = 0.25  # of a device's free memory, for blocks: readers and encoders may come after them
 
 
 class DenseIndex:
@@ -147,7 +147,7 @@ class ExactIndex(DenseIndex):
     @functools.cached_property
     def _room(self) -> float:
         """Bytes of the device for blocks; no limit on a CPU."""
-        return _SHARE * free_bytes(jax.local_devices()[0])
+        return SHARE * free_bytes(jax.local_devices()[0])
 
     def _mask(self, start: int, scored: int, allowed: np.ndarray | None) -> jax.Array:
         """Which rows of the block from `start` may be returned: those before `scored` were."""

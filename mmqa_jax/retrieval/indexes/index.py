@@ -37,11 +37,13 @@ from mmqa_jax.retrieval.indexes.exact import (
     check_wrapped,
     index_manifest,
 )
+from mmqa_jax.retrieval.indexes.max_sim import KIND as MAX_SIM
+from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex
 from mmqa_jax.retrieval.indexes.mesh import MeshIndex
 from mmqa_jax.retrieval.indexes.milvus import FLAT_ROWS, GRAPH
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
 
-Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx"]
+Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx", "maxsim"]
 KINDS = get_args(Kind)
 _ON_MESH = ("mesh", "mesh_approx")
 _VERB = "mmqa index"
@@ -192,6 +194,13 @@ def build_index(
         )
     if kind in _ON_MESH:
         return MeshIndex(embeddings, approximate=kind == "mesh_approx")
+    if kind == MAX_SIM:
+        if embeddings.tokens is None:
+            raise UserError(
+                "index: --kind=maxsim needs the vectors of tokens; run `mmqa embed` with a "
+                "late-interaction encoder, and not with --tokens=none."
+            )
+        return MaxSimIndex(ExactIndex(embeddings), embeddings.tokens, exhaustive=True)
     if kind == "exact" or not scann_or_note(kind):
         return ExactIndex(embeddings)
     return ScannIndex.build(embeddings, parameters)
@@ -230,8 +239,8 @@ def load_index(
     check_manifest(folder, manifest, expected, _VERB)
     if manifest["kind"] == IN_SHARDS:
         return _open_shards(folder, embeddings, manifest)
-    if manifest["kind"] in _ON_MESH:
-        return MeshIndex(embeddings, approximate=manifest["kind"] == "mesh_approx")
+    if manifest["kind"] in (*_ON_MESH, MAX_SIM):
+        return build_index(embeddings, manifest["kind"])
     if manifest["kind"] == "exact" or not scann_or_note("auto"):
         return ExactIndex(embeddings)
     parameters, searcher = load_scann(folder, manifest)

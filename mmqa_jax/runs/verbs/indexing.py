@@ -54,7 +54,9 @@ from mmqa_jax.retrieval.indexes.index import (
     recall_against,
 )
 from mmqa_jax.retrieval.indexes.milvus import ingest, open_milvus
+from mmqa_jax.retrieval.late_interaction import LateInteractionEmbedder
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
+from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder
@@ -71,12 +73,15 @@ def embed(
     chunk: int = 1024,
     overwrite: bool = False,
     engine: Engine | None = None,
+    tokens: str | None = None,
+    pool: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Embeds every source of a corpus; continues an interrupted job, or computes a shard of it.
 
     `data`, `model` and `out` may be in an object store; `overwrite` replaces embeddings of another
-    model or corpus; an engine computes the chunks instead of this process; `options`: see
+    model or corpus; an engine computes the chunks instead of this process; `tokens` and `pool`: how
+    a late-interaction encoder's tokens are stored, see TokenFormat, or "none"; `options`: see
     tasks.embedder.open_embedder.
     """
     check_chunk(chunk)
@@ -87,6 +92,7 @@ def embed(
 
         def open_one() -> Callable[[int], None]:
             embedder, pictures = open_embedder(local_copy(model), corpus, options)
+            _store_tokens(embedder, tokens, pool)
 
             def embed_part(number: int) -> None:
                 embedder.embed_sources(
@@ -100,6 +106,7 @@ def embed(
         write_json(out / "embed.json", {"data": str(data), "model": str(model)})
         return merge_embeddings(out)
     embedder, pictures = open_embedder(local_copy(model), corpus, options)
+    _store_tokens(embedder, tokens, pool)
     with Progress("Embedding sources", len(corpus), "sources") as progress:
         embeddings = embedder.embed_sources(
             corpus,
@@ -119,6 +126,18 @@ def embed(
         return {**result, "waiting_for_other_shards": True}
     print(f"{len(corpus):,} sources x {embedder.dim}: {out}")
     return result
+
+
+def _store_tokens(embedder: Any, precision: str | None, pool: int | None) -> None:
+    """Makes a late-interaction encoder store its tokens' vectors, unless `precision` is "none"."""
+    if isinstance(embedder, LateInteractionEmbedder):
+        if precision != "none":
+            embedder.store_tokens(TokenFormat(precision or "int8", 1 if pool is None else pool))
+    elif precision is not None or pool is not None:
+        raise UserError(
+            "--tokens and --pool: --model has one vector a text, and no late interaction; leave "
+            "them out."
+        )
 
 
 def _missing(folder: Path, count: int) -> list[int]:

@@ -1,0 +1,205 @@
+"""Search by MaxSim over the tokens' vectors of late interaction.
+
+Candidates are found by fixed vectors (MUVERA) in any index, and ranked by MaxSim itself; or every
+source is ranked so, on all devices. A query is one row: its fixed vector, and behind it the vectors
+of its tokens, zeros where it has fewer, which add nothing to MaxSim.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Float32, Int32, UInt8
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import fetch, make_mesh
+from mmqa_jax.core.serving import free_bytes
+from mmqa_jax.retrieval.indexes.exact import SHARE, check_embeddings, index_manifest
+from mmqa_jax.retrieval.manifest import replace_folder
+from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
+from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, TokenVectors
+
+KIND = "maxsim"
+_CANDIDATES = 200  # of fixed vectors, which MaxSim ranks
+_ENCODED = 32  # the same where nobody stored their tokens
+_TOGETHER = 64  # candidates of a program's call
+_LENGTHS = 64  # lengths of sources are padded to multiples of it
+_BLOCK = 1 << 16  # tokens of a device that are scored at once
+
+
+def pack_queries(
+    fixed: Float32[np.ndarray, "n F"], tokens: Sequence[Float32[np.ndarray, "t D"]], mean: bool
+) -> Float32[np.ndarray, "n width"]:
+    """Queries as MaxSimIndex takes them; `mean` divides by the number of a query's tokens."""
+    most = max((len(of_query) for of_query in tokens), default=0)
+    dim = tokens[0].shape[1] if tokens else 0
+    padded = np.zeros((len(tokens), most, dim), np.float32)
+    for row, of_query in enumerate(tokens):
+        padded[row, : len(of_query)] = of_query / max(len(of_query), 1) if mean else of_query
+    return np.concatenate([fixed, padded.reshape(len(tokens), most * dim)], axis=1)
+
+
+class MaxSimIndex:
+    """Ranks sources by MaxSim; see the module.
+
+    Args:
+      candidates: an index over the sources' fixed vectors.
+      tokens: the vectors of their tokens.
+      exhaustive: whether every source is scored, and not candidates alone.
+    """
+
+    def __init__(
+        self, candidates: Any, tokens: TokenVectors | TextTokens, *, exhaustive: bool = False
+    ):
+        check_embeddings(candidates.embeddings)
+        self.embeddings, self.tokens = candidates.embeddings, tokens
+        self.is_exact = exhaustive
+        self.kind = KIND if exhaustive else candidates.kind
+        self._candidates = candidates
+        self._on_device: dict[int, tuple[jax.Array, jax.Array]] = {}  # number of a block -> it
+
+    def __len__(self) -> int:
+        return len(self.embeddings.vectors)
+
+    def search(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """See DenseIndex; queries are those of `pack_queries`."""
+        check_top_k(top_k, len(self), allowed, "index")
+        fixed, _ = self._split(queries)
+        if self.is_exact:
+            return self._search_all(queries, top_k, allowed)
+        available = len(self) if allowed is None else int(np.count_nonzero(allowed))
+        usual = _CANDIDATES if isinstance(self.tokens, TokenVectors) else _ENCODED
+        most = min(available, max(usual, 2 * top_k))
+        rows, _ = self._candidates.search(fixed, most, allowed)
+        return self.search_within(queries, rows, top_k)
+
+    def search_within(
+        self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
+    ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
+        """See DenseIndex.search_within."""
+        _, tokens = self._split(queries)
+        best = np.full((len(tokens), top_k), -1, np.int32)
+        scores = np.full((len(tokens), top_k), -np.inf, np.float32)
+        for number, (query, candidates) in enumerate(zip(tokens, rows, strict=True)):
+            candidates = candidate_rows(candidates, len(self), "index")
+            of_query = self._scores(query, candidates)
+            order = np.argsort(-of_query, kind="stable")[:top_k]
+            best[number, : len(order)] = np.asarray(candidates)[order]
+            scores[number, : len(order)] = of_query[order]
+        return best, scores
+
+    def save(self, folder: Any) -> None:
+        """Writes what `load_index` opens, of an index that scores every source."""
+        with replace_folder(folder, index_manifest(self.embeddings, KIND)):
+            pass
+
+    def _split(self, queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The fixed vectors [n, F] of packed queries, and their tokens' vectors [n, Q, D]."""
+        size = self.embeddings.vectors.shape[1]
+        if queries.ndim != 2 or (queries.shape[1] - size) % self.tokens.dim:
+            raise UserError(
+                f"index: queries of shape {queries.shape} are no fixed vectors of {size} and "
+                f"tokens of {self.tokens.dim} values; embed them with the index's encoder."
+            )
+        return queries[:, :size], queries[:, size:].reshape(len(queries), -1, self.tokens.dim)
+
+    def _scores(self, query: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """MaxSim of a query's tokens [Q, D] and the sources in `rows`: float32 [rows]."""
+        scores = np.empty(len(rows), np.float32)
+        for start in range(0, len(rows), _TOGETHER):
+            codes, counts = _padded(self.tokens.rows(rows[start : start + _TOGETHER]), _TOGETHER)
+            part = _score(query[None], codes, counts, self.tokens.format, self.tokens.dim)
+            scores[start : start + _TOGETHER] = np.asarray(part)[0, : len(rows) - start]
+        return scores
+
+    def _search_all(
+        self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Scores every source, block by block; equal scores in row order."""
+        _, tokens = self._split(queries)
+        best = np.full((len(queries), 0), -1, np.int32)
+        scores = np.zeros((len(queries), 0), np.float32)
+        for rows, codes, counts in self._all_blocks():
+            part = fetch(_score(tokens, codes, counts, self.tokens.format, self.tokens.dim))
+            part = part[:, : len(rows)]
+            if allowed is not None:
+                part = np.where(allowed[rows], part, -np.inf)
+            best = np.concatenate([best, np.broadcast_to(rows, part.shape)], axis=1)
+            scores = np.concatenate([scores, part], axis=1)
+            order = np.lexsort((best, -scores), axis=1)[:, :top_k]
+            best = np.take_along_axis(best, order, 1)
+            scores = np.take_along_axis(scores, order, 1)
+        return best, scores
+
+    def _all_blocks(self) -> Iterator[tuple[np.ndarray, jax.Array, jax.Array]]:
+        """Rows of similar length, their tokens' bytes [B, L, W] split over all devices, and their
+        counts; blocks stay on the devices while they fit into a share of their memory."""
+        mesh = make_mesh({"data": len(jax.devices())})
+        split = NamedSharding(mesh, PartitionSpec("data"))
+        room = SHARE * free_bytes(jax.local_devices()[0]) * mesh.size
+        room -= sum(codes.nbytes for codes, _ in self._on_device.values())
+        for number, rows in enumerate(self._block_rows(mesh.size)):
+            block = self._on_device.get(number)
+            if block is None:
+                a_device = 1 << (-(-len(rows) // mesh.size) - 1).bit_length()  # few programs
+                padded = _padded(self.tokens.rows(rows), a_device * mesh.size)
+                block = jax.device_put(padded, split)
+                if block[0].nbytes <= room:
+                    self._on_device[number] = block
+                    room -= block[0].nbytes
+            yield rows, *block
+
+    def _block_rows(self, devices: int) -> list[np.ndarray]:
+        """All rows in blocks of similar length, of about _BLOCK tokens a device with padding."""
+        counts = self.tokens.counts()
+        order = np.argsort(counts, kind="stable")
+        lengths = -(-np.maximum(counts[order], 1) // _LENGTHS) * _LENGTHS
+        blocks, start = [], 0
+        while start < len(order):
+            stop = int(np.searchsorted(lengths, lengths[start], side="right"))
+            stop = min(stop, start + max(1, _BLOCK // int(lengths[start])) * devices)
+            blocks.append(np.sort(order[start:stop]).astype(np.int32))
+            start = stop
+        return blocks
+
+
+def _padded(
+    sources: Sequence[UInt8[np.ndarray, "tokens W"]], size: int
+) -> tuple[UInt8[np.ndarray, "size L W"], Int32[np.ndarray, " size"]]:
+    """The bytes of sources' tokens, padded to `size` sources and one of few lengths; the counts."""
+    counts = np.zeros(size, np.int32)
+    counts[: len(sources)] = [len(codes) for codes in sources]
+    length = -(-max(int(counts.max(initial=1)), 1) // _LENGTHS) * _LENGTHS
+    codes = np.zeros((size, length, sources[0].shape[1]), np.uint8)
+    for row, of_source in enumerate(sources):
+        codes[row, : len(of_source)] = of_source
+    return codes, counts
+
+
+@functools.partial(jax.jit, static_argnames=("form", "dim"))
+def _score(
+    queries: jax.Array, codes: jax.Array, counts: jax.Array, form: TokenFormat, dim: int
+) -> jax.Array:
+    """MaxSim of queries' tokens [n, Q, D] and sources' bytes [B, L, W]: float32 [n, B].
+
+    A source without tokens has the smallest float32. One query at a time, so that its products
+    [Q, B, L] stay in fast memory.
+    """
+    vectors = form.decode(codes, dim)  # [B, L, D]
+    least = jnp.finfo(jnp.float32).min
+    is_token = jnp.arange(codes.shape[1]) < counts[:, None]  # [B, L]
+
+    def of_query(query: jax.Array) -> jax.Array:
+        products = jnp.einsum("qd,bld->bql", query, vectors, precision="highest")
+        best = jnp.where(is_token[:, None], products, least).max(-1)  # [B, Q]
+        return jnp.where(counts > 0, best.sum(-1), least)
+
+    return jax.lax.map(of_query, queries)

@@ -1,0 +1,148 @@
+"""The vectors of all tokens of a corpus, as `mmqa embed` keeps them for late interaction.
+
+A source's tokens may be merged first (`pool_tokens`), and each vector is rounded to a few bytes
+(`TokenFormat`). Files have one row of bytes a token; the tokens of a source lie together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float32, Int64, UInt8
+from scipy.cluster import hierarchy
+from scipy.spatial.distance import squareform
+
+from mmqa_jax.core.errors import UserError
+
+Precision = Literal["float16", "int8", "binary"]
+_PROTECTED = 1  # tokens at the beginning of a text that are not merged: [CLS]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenFormat:
+    """How the vectors of a source's tokens are stored.
+
+    Attributes:
+      precision: `float16`; `int8`, with a float16 scale for each vector; or `binary`, the sign of
+        each value.
+      pool: a source keeps about one vector for so many tokens; 1: all of them.
+    """
+
+    precision: Precision = "int8"
+    pool: int = 1
+
+    def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            raise UserError(
+                f"--tokens={self.precision}: is no precision of tokens' vectors; use one of "
+                f"{', '.join(get_args(Precision))}."
+            )
+        if self.pool < 1:
+            raise UserError(f"--pool={self.pool}: must be 1 or more, the tokens of one vector.")
+
+    def width(self, dim: int) -> int:
+        """The bytes of a vector of `dim` values."""
+        return {"float16": 2 * dim, "int8": dim + 2, "binary": -(-dim // 8)}[self.precision]
+
+    def encode(self, vectors: Float32[np.ndarray, "T D"]) -> UInt8[np.ndarray, "T W"]:
+        """The bytes of each vector."""
+        if self.precision == "binary":
+            return np.packbits(vectors > 0, axis=1)
+        if self.precision == "float16":
+            return vectors.astype("<f2").view(np.uint8)
+        scales = np.maximum(np.abs(vectors).max(1, keepdims=True) / 127, 1e-6).astype("<f2")
+        whole = np.clip(np.rint(vectors / scales.astype(np.float32)), -127, 127).astype(np.int8)
+        return np.concatenate([whole.view(np.uint8), scales.view(np.uint8)], axis=1)
+
+    def decode(self, codes: jax.Array, dim: int) -> Float32[jax.Array, "... D"]:
+        """The vectors that bytes [..., W] stand for; those of signs have the length 1."""
+        if self.precision == "binary":
+            signs = jnp.unpackbits(codes, axis=-1, count=dim).astype(jnp.float32)
+            return (2 * signs - 1) * np.float32(dim**-0.5)
+        if self.precision == "float16":
+            return _float16(codes.reshape(*codes.shape[:-1], dim, 2))
+        whole = jax.lax.bitcast_convert_type(codes[..., :dim], jnp.int8)
+        return whole.astype(jnp.float32) * _float16(codes[..., None, dim:])
+
+
+def _float16(pairs: jax.Array) -> jax.Array:
+    """The values of pairs of bytes [..., 2], which little-endian float16 have."""
+    return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenVectors:
+    """The tokens' vectors of every source of a corpus, by row.
+
+    Attributes:
+      codes: usually memory-mapped; `format` says what they stand for.
+      ends: behind each source's last token.
+      dim: the values of a vector.
+    """
+
+    codes: UInt8[np.ndarray, "T W"]
+    ends: Int64[np.ndarray, " n"]
+    dim: int
+    format: TokenFormat
+
+    def counts(self) -> Int64[np.ndarray, " n"]:
+        """How many tokens each source has."""
+        return np.diff(self.ends, prepend=0)
+
+    def rows(self, rows: Sequence[int]) -> list[UInt8[np.ndarray, "tokens W"]]:
+        """The bytes of the tokens of the sources in these rows."""
+        starts = [int(self.ends[row - 1]) if row else 0 for row in rows]
+        return [self.codes[start : self.ends[row]] for start, row in zip(starts, rows, strict=True)]
+
+
+class TextTokens:
+    """TokenVectors of few sources that nobody stored: they are encoded when they are asked for.
+
+    Args:
+      encode: texts of sources -> the vectors of their tokens, float32 [tokens, D] each.
+      texts: of the sources, by row.
+      dim: the values of a vector.
+    """
+
+    format = TokenFormat("float16")
+
+    def __init__(
+        self,
+        encode: Callable[[Sequence[str]], Sequence[np.ndarray]],
+        texts: Sequence[str],
+        dim: int,
+    ):
+        self._encode, self._texts, self.dim = encode, texts, dim
+        self._codes: dict[int, np.ndarray] = {}
+
+    def rows(self, rows: Sequence[int]) -> list[UInt8[np.ndarray, "tokens W"]]:
+        """See TokenVectors."""
+        missing = [row for row in dict.fromkeys(rows) if row not in self._codes]
+        encoded = self._encode([self._texts[row] for row in missing]) if missing else ()
+        for row, vectors in zip(missing, encoded, strict=True):
+            self._codes[row] = self.format.encode(vectors)
+        return [self._codes[row] for row in rows]
+
+
+def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.ndarray, "t D"]:
+    """Merges unit vectors that are alike into T // pool means of length 1, the first token apart.
+
+    Ward's clusters of 1 - cosine (Clavié et al. 2024, "Reducing the Footprint of Multi-Vector
+    Retrieval"), as sentence-transformers' HierarchicalTokenPooling.
+    """
+    protected, merged = vectors[:_PROTECTED], vectors[_PROTECTED:]
+    clusters = max(len(merged) // pool, 1)
+    if clusters >= len(merged):
+        return vectors
+    distances = squareform(np.clip(1 - merged @ merged.T, 0, 2), checks=False)
+    tree = hierarchy.linkage(distances, method="ward")
+    _, cluster = np.unique(hierarchy.fcluster(tree, clusters, "maxclust"), return_inverse=True)
+    means = np.zeros((cluster.max() + 1, vectors.shape[1]), np.float32)
+    np.add.at(means, cluster, merged)
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    return np.concatenate([protected, means])
