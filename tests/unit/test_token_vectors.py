@@ -98,7 +98,7 @@ def test_every_source_by_max_sim(precision, mean):
         np.testing.assert_allclose(scores, np.take_along_axis(ranked, order, 1), rtol=1e-5)
     own = [[5, 9, 0, 77], [], [149]]
     rows, scores = index.search_within(packed, own, 5)
-    assert rows[0].tolist() == sorted(own[0], key=lambda row: -want[0, row]) + [-1]
+    assert rows[0].tolist() == [*sorted(own[0], key=lambda row: -want[0, row]), -1]
     assert rows[1:].tolist() == [[-1] * 5, [149] + [-1] * 4]
     np.testing.assert_allclose(scores[2, 0], want[2, 149], rtol=1e-5)
 

@@ -20,7 +20,7 @@ from jaxtyping import Float32, Int32, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, make_mesh
 from mmqa_jax.core.serving import free_bytes
-from mmqa_jax.retrieval.indexes.exact import SHARE, check_embeddings, index_manifest
+from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, TokenVectors
@@ -57,7 +57,6 @@ class MaxSimIndex:
     def __init__(
         self, candidates: Any, tokens: TokenVectors | TextTokens, *, exhaustive: bool = False
     ):
-        check_embeddings(candidates.embeddings)
         self.embeddings, self.tokens = candidates.embeddings, tokens
         self.is_exact = exhaustive
         self.kind = KIND if exhaustive else candidates.kind
@@ -65,7 +64,7 @@ class MaxSimIndex:
         self._on_device: dict[int, tuple[jax.Array, jax.Array]] = {}  # number of a block -> it
 
     def __len__(self) -> int:
-        return len(self.embeddings.vectors)
+        return len(self._candidates)
 
     def search(
         self, queries: np.ndarray, top_k: int, allowed: np.ndarray | None = None
