@@ -51,7 +51,7 @@ from mmqa_jax.models.llama.experts import multiplies_by_kernel
 from mmqa_jax.models.llama.gated_delta import state_shapes
 from mmqa_jax.models.llama.layer_kinds import FullLayers
 from mmqa_jax.models.llama.network import Llama, stacks, unstack_layers
-from mmqa_jax.models.llama.quantize import quantize_weights
+from mmqa_jax.models.llama.quantize import FORMS, hold_form, quantize_weights
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
@@ -372,26 +372,37 @@ class _Cost:
     def weights(self, tensor: int, kind: str | None = None) -> float:
         """Bytes of a device's part of a copy split over `tensor`; `kind` is engine.weights."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
+        of_dense, of_expert = self._of_numbers(kind or self.sizes.weights)
         mixing = self._of_places(
             lambda layer: (
                 dataclasses.replace(layer, kv_heads=_kv_heads(layer, tensor, layer.heads)).mixing
             )
         )
-        matrices = mixing + self._of_places(lambda layer: layer.mlp_numbers(layer.experts))
+        dense = mixing + self._of_places(lambda layer: layer.mlp_numbers(None))
+        matrices = dense * of_dense + self._experts() * of_expert
         tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
-        of_matrix = 1 if (kind or self.sizes.weights) == "int8" else size
         of_draft = self.draft.weights(tensor, kind) if self.draft else 0
-        return (matrices * of_matrix + tables * size) / tensor + of_draft
+        return (matrices + tables * size) / tensor + of_draft
+
+    def _of_numbers(self, kind: str) -> tuple[float, float]:
+        """Bytes of a number of a layer's matrices, of experts' and of others."""
+        size = np.dtype(_numpy(self.model.dtype)).itemsize
+        if kind not in FORMS:
+            return (1, 1) if kind == "int8" else (size, size)
+        form = FORMS[kind]
+        return (size if form.experts_alone and self.model.experts else form.bytes), form.bytes
+
+    def _experts(self) -> float:
+        """Numbers of all experts' matrices."""
+        return self._of_places(
+            lambda layer: layer.mlp_numbers(layer.experts) - layer.mlp_numbers(None)
+        )
 
     def copy(self, tensor: int, chip: Chip) -> SplitCopy:
         """Returns what one call reads of a copy of the weights that is split over `tensor`."""
         model, size = self.model, np.dtype(_numpy(self.model.dtype)).itemsize
         head = model.vocab_size * model.hidden * size / tensor
-        of_matrix = 1 if self.sizes.weights == "int8" else size
-        experts = self._of_places(
-            lambda layer: layer.mlp_numbers(layer.experts) - layer.mlp_numbers(None)
-        )
-        experts *= of_matrix / tensor
+        experts = self._experts() * self._of_numbers(self.sizes.weights)[1] / tensor
         return SplitCopy(
             dataclasses.replace(model, kv_heads=_kv_heads(model, tensor, model.heads)),
             chip,
@@ -413,7 +424,7 @@ class _Cost:
     def loading(self, tensor: int, fsdp: int) -> float:
         """The most bytes while the weights are loaded: to be rounded to int8 (see quantize.py), all
         are there, and the largest matrices of all layers twice."""
-        held = self.held(tensor, fsdp, "given")
+        held = self.held(tensor, fsdp, None if self.sizes.weights in FORMS else "given")
         if self.sizes.weights != "int8":
             return held
         return held + self.model.layers * self._of_mlp() / (tensor * fsdp)
@@ -582,7 +593,8 @@ def repeat_key_heads(model: Llama, mesh: Mesh | None, rules: Rules = DEFAULT_RUL
         if layer.config.recurrent or layer.config.kv_heads == before:
             continue
         linears = [getattr(layer, name) for name in "kv" if name in layer.config.linears]
-        parameters = [x for linear in linears for x in (linear.kernel, linear.bias)]
+        names = ("kernel", "scale", "zero", "bias")  # two of them of rounded ones
+        parameters = [getattr(linear, name, None) for linear in linears for name in names]
         if layer.config.qk_norm == "whole":  # the mean over repeated heads is the same
             parameters.append(layer.k_norm.scale)
         for parameter in parameters:
@@ -629,7 +641,7 @@ def engine_programs(
 
     Args:
       config: parameters are in its compute dtype.
-      sizes: of the engine, whose weights are "given" or "int8".
+      sizes: of the engine, whose weights are "given", "int8" or one of `FORMS`.
       mesh: of real devices, or of `jax.experimental.topologies`.
       columns: how far the longest sequence reaches; None is `sizes.length`. A prompt's chunk is
         the last of such a sequence.
@@ -649,6 +661,8 @@ def engine_programs(
             unstack_layers(model)
         if sizes.weights == "int8":
             quantize_weights(model)
+        elif sizes.weights in FORMS:
+            hold_form(model, FORMS[sizes.weights])
         return model
 
     model = nnx.eval_shape(build)

@@ -35,11 +35,12 @@ from mmqa_jax.decoding.speculation import MOST, kept_tokens, proposals
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama, for_length, last_token, layer_traits
+from mmqa_jax.models.llama.quantize import FORMS
 from mmqa_jax.models.qwen_vl.network import spread
 
 _PAGE = 128  # columns: a multiple of a TPU's lanes
 CACHE_TYPES = ("float32", "bfloat16", "int8")
-WEIGHT_TYPES = ("given", "int8")
+WEIGHT_TYPES = ("given", "int8", "published", *FORMS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +53,11 @@ class EngineConfig:
     or the largest bucket where that is less or does not fit. Prompts are encoded in chunks of the
     sizes `buckets`, `prefill_tokens` tokens of several prompts at a time; prompts share their
     common prefix in steps of the larger of page and largest bucket. `cache_dtype` None is the
-    model's, float32 on a CPU; `weights` "given" keeps the model's. `scan_layers` compiles one layer
-    instead of all; None does so on a TPU, where it costs no copies. A step takes `speculate` tokens
-    of a slot, of which all but the first are proposed, see speculation.py.
+    model's, float32 on a CPU; `weights` "given" keeps the model's, "int8" rounds them,
+    "published" keeps a rounded checkpoint's codes (of one of `FORMS`, which `mmqa plan` takes).
+    `scan_layers` compiles one layer instead of all; None does so on a TPU, where it costs no
+    copies. A step takes `speculate` tokens of a slot, of which all but the first are proposed,
+    see speculation.py.
 
     `exact`: an answer's bits do not depend on what else is served, nor on slots (two or more for
     each copy of the weights), length, pages and `prefill_tokens`; else on a CPU its last bits may.

@@ -251,8 +251,13 @@ def shard_bytes(tree: Any, *, on_host: bool = False) -> float:
         if (getattr(sharding, "memory_kind", None) == "pinned_host") != on_host:
             continue
         shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
-        total += math.prod(shape) * leaf.dtype.itemsize
+        total += math.prod(shape) * _bytes(leaf.dtype)
     return total
+
+
+def _bytes(dtype: Any) -> float:
+    """Bytes of a number on a device, where two of 4 bits share one."""
+    return 0.5 if dtype.name in ("int4", "float4_e2m1fn") else dtype.itemsize
 
 
 def tree_bytes(tree: Any) -> float:

@@ -57,6 +57,7 @@ _EXPONENT = {
     "bfloat16": (np.uint16, 0x7F80),
     "float32": (np.uint32, 0x7F800000),
     "float64": (np.uint64, 0x7FF0000000000000),
+    "float8_e4m3fn": (np.uint8, 0x7F),  # has NaN alone, by all bits
 }
 _BLOCK = 2**16  # values looked at together, so that the copies stay small
 
@@ -194,7 +195,9 @@ class KeyMap:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Assignment:
+class Assignment:
+    """A tensor of a checkpoint, and the place that it fills in a parameter."""
+
     source_key: str
     slot: tuple[int, ...]  # leading indices into the parameter; () is the whole
     transform: Transform
@@ -269,12 +272,12 @@ def load_into(state: nnx.State, key_map: KeyMap, source: TensorSource) -> nnx.St
     Returns:
       A new state: each filled parameter with the dtype and sharding of the one it replaces.
     """
-    return _filled(state, plan_loading(_named(state), key_map, source), source)
+    return _filled(state, plan_loading(named(state), key_map, source), source)
 
 
 def check_fits(state: nnx.State, key_map: KeyMap, source: TensorSource) -> None:
     """Raises UserError where a checkpoint does not fit shapes; see `load_into`."""
-    plan_loading(_named(state), key_map, source, shapes_stay=True)
+    plan_loading(named(state), key_map, source, shapes_stay=True)
 
 
 def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None:
@@ -283,7 +286,7 @@ def load_model(model: nnx.Module, key_map: KeyMap, source: TensorSource) -> None
     What they held is forgotten once the checkpoint is known to fit, so that the model is in memory
     once. They may be shapes (nnx.eval_shape); fresh ones then stay shapes.
     """
-    plan = plan_loading(_named(nnx.state(model)), key_map, source, shapes_stay=True)
+    plan = plan_loading(named(nnx.state(model)), key_map, source, shapes_stay=True)
     nnx.update(model, _filled(forget(model, plan.__contains__), plan, source))
 
 
@@ -308,18 +311,19 @@ def forget(model: nnx.Module, which: Callable[[str], bool]) -> nnx.State:
     return state
 
 
-def _named(state: nnx.State) -> dict[str, Any]:
+def named(state: nnx.State) -> dict[str, Any]:
+    """Parameters by name (`layers/query/kernel`)."""
     return {_join(path): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
 def _filled(
-    state: nnx.State, plan: Mapping[str, Sequence[_Assignment]], source: TensorSource
+    state: nnx.State, plan: Mapping[str, Sequence[Assignment]], source: TensorSource
 ) -> nnx.State:
     filled = []
     for path, leaf in nnx.to_flat_state(state):
         assignments = plan.get(_join(path))
         if assignments:
-            leaf = leaf.replace(_fill(leaf.get_value(), assignments, source))
+            leaf = leaf.replace(read_parameter(leaf.get_value(), assignments, source))
         filled.append((path, leaf))
     return nnx.from_flat_state(filled)
 
@@ -387,7 +391,7 @@ def export(state: nnx.State, key_map: KeyMap) -> Iterator[tuple[str, np.ndarray]
 
 def plan_loading(
     leaves: Mapping[str, Any], key_map: KeyMap, source: TensorSource, *, shapes_stay: bool = False
-) -> dict[str, list[_Assignment]]:
+) -> dict[str, list[Assignment]]:
     """Matches every source key with its parameter; raises UserError listing what does not fit.
 
     Args:
@@ -415,7 +419,7 @@ def plan_loading(
         elif alias in keys:
             keys[original] = keys.pop(alias)
 
-    plan: dict[str, dict[tuple[int, ...], _Assignment]] = {}
+    plan: dict[str, dict[tuple[int, ...], Assignment]] = {}
     for renamed, key in keys.items():
         if any(re.search(pattern, renamed) for pattern in key_map.ignore):
             continue
@@ -441,7 +445,7 @@ def plan_loading(
         if slot in slots:
             offend("two keys for one parameter", f"{slots[slot].source_key} and {key}")
             continue
-        slots[slot] = _Assignment(key, slot, rule.transform)
+        slots[slot] = Assignment(key, slot, rule.transform)
         wanted = value.shape[len(slot) :]
         got = _shape_after(rule.transform, specs[key])
         if got != wanted:
@@ -498,7 +502,7 @@ def _equal(source: TensorSource, first: str, second: str) -> bool:
     return np.array_equal(source.read(first), source.read(second))
 
 
-def read_assigned(assignment: _Assignment, source: TensorSource) -> np.ndarray:
+def read_assigned(assignment: Assignment, source: TensorSource) -> np.ndarray:
     """The tensor of one slot of a parameter, in our layout and the checkpoint's dtype."""
     tensor = source.read(assignment.source_key)
     if not all_finite(tensor):
@@ -509,7 +513,10 @@ def read_assigned(assignment: _Assignment, source: TensorSource) -> np.ndarray:
     return np.asarray(assignment.transform.forward(tensor))
 
 
-def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) -> jax.Array:
+def read_parameter(
+    value: Any, assignments: Sequence[Assignment], source: TensorSource
+) -> jax.Array:
+    """Reads a parameter, of the shape, type and sharding of `value`."""
     sharding = getattr(value, "sharding", None)
     if _is_one_cpu(sharding):  # the array is built where it stays, and cast as it is written
         whole = aligned_empty(value.shape, value.dtype)
@@ -517,7 +524,7 @@ def _fill(value: Any, assignments: Sequence[_Assignment], source: TensorSource) 
             whole[assignment.slot] = read_assigned(assignment, source)
         return jax.device_put(whole, sharding)
 
-    def placed(assignment: _Assignment, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    def placed(assignment: Assignment, sharding: jax.sharding.Sharding | None) -> jax.Array:
         tensor = read_assigned(assignment, source).astype(value.dtype, copy=False)
         if sharding is None:
             return jax.device_put(tensor)

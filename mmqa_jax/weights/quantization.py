@@ -1,13 +1,17 @@
 """What the `quantization_config` of a published config.json says, read or refused by name.
 
 It names the method that rounded the checkpoint's matrices; `formats.quantized` makes them whole as
-they are read. Activations, which some of these methods round as well, stay as they are.
+they are read, or gives their codes. Activations, which some of these methods round as well, stay as
+they are.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -139,6 +143,12 @@ def _of_group(weights: Any, kind: Any, where: str) -> Layout:
     )
 
 
+def _mxfp4(settings: Mapping[str, Any], where: str) -> list[Layout]:
+    """gpt-oss's experts."""
+    check_keys(settings, where, read=(), harmless=(*_NOTES, "dequantize"))
+    return [float4(32, "_blocks", scale="_scales")]
+
+
 def _modelopt(settings: Mapping[str, Any], where: str) -> list[Layout]:
     algorithms = {
         "FP8": [plain((0, 0))],
@@ -236,7 +246,21 @@ METHODS: Mapping[str, Callable[[Mapping[str, Any], str], list[Layout]]] = {
     "awq": _awq,
     "gptq": _gptq,
     "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
 }
+
+_part: contextvars.ContextVar[str] = contextvars.ContextVar("part", default="whole")
+
+
+@contextlib.contextmanager
+def reading(part: str) -> Iterator[None]:
+    """Within it checkpoints are opened for a `part` of their matrices, see `whole_matrices`: what
+    renames, splits and stacks whole matrices does the same to codes, scales and zeros."""
+    token = _part.set(part)
+    try:
+        yield
+    finally:
+        _part.reset(token)
 
 
 def read_rounding(published: Any, where: str) -> tuple[Any, Callable[[TensorSource], TensorSource]]:
@@ -255,13 +279,11 @@ def read_rounding(published: Any, where: str) -> tuple[Any, Callable[[TensorSour
     if settings is None or settings == {}:
         return published, lambda source: source
     method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if method == "mxfp4":  # which gpt-oss's own entry reads
-        return published, lambda source: source
     if not isinstance(method, str) or method not in METHODS:
         raise UserError(
             f"{where}: quantization_config is {str(settings)[:60]!r}, its quant_method {method!r}; "
-            f"expected one of {', '.join(METHODS)}, or mxfp4 of a gpt-oss: use one of these, "
-            "or one without it."
+            f"expected one of {', '.join(METHODS)}: use a checkpoint of one of these, or one "
+            "without it."
         )
     where = f"{where}, quantization_config"
     layouts = METHODS[method](settings, where)
@@ -270,4 +292,6 @@ def read_rounding(published: Any, where: str) -> tuple[Any, Callable[[TensorSour
     dtype = named.get("dtype") or named.get("torch_dtype")
     dtype = np.dtype(dtype if dtype in _DTYPES else "bfloat16")
     whole = {key: value for key, value in published.items() if key != "quantization_config"}
-    return whole, lambda source: whole_matrices(source, layouts, dtype, where)
+    return whole, functools.partial(
+        whole_matrices, layouts=layouts, dtype=dtype, where=where, part=_part.get()
+    )

@@ -967,13 +967,6 @@ REFUSED = [
     ("gpt_oss", {"swiglu_alpha": 1.5}, r"swiglu_alpha is 1\.5"),
     ("gpt_oss", {"swiglu_limit": 0.0}, r"gate_limit is 0\.0: expected a number above 0"),
     ("gpt_oss", {"mlp_bias": False}, "key 'mlp_bias'"),
-    ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "of 'fp8', expected mxfp4"),
-    ("gpt_oss", {"quantization_config": "mxfp4"}, "quantization_config is of 'mxfp4'"),
-    (
-        "gpt_oss",
-        {"quantization_config": {"quant_method": "mxfp4", "block": 16}},
-        "'block' of quantization_config",
-    ),
     (
         "qwen3_5_text",
         {"layer_types": ["sliding_attention"] * 2},

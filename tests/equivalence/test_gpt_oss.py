@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
+from compare import WHOLE, compiled
+from decoder_pair import run_torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
+from test_decoder_families import layers_and_logits, tokens, whole_texts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from mmqa_jax.models.llama.codes import load_in_codes
 from mmqa_jax.models.llama.config import PRESETS, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
-from mmqa_jax.weights.formats.mxfp4 import decode
+from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published
+from mmqa_jax.weights.quantization import read_rounding
 from tests.refusals import refuses
 
 SIZES = {
@@ -46,8 +52,11 @@ PUBLISHED = {
 def test_every_byte_with_every_scale_is_transformers_number():
     scales = np.repeat(np.arange(256, dtype=np.uint8), 16).reshape(1, 256, 16)
     blocks = np.broadcast_to(np.arange(256, dtype=np.uint8), (1, 256, 256)).reshape(1, 256, 16, 16)
-    got = decode(blocks, scales)  # [1, 256, 512]
-    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales)).swapaxes(1, 2)
+    source = ArraySource({"a_blocks": blocks, "a_scales": scales})
+    settings = {"quantization_config": {"quant_method": "mxfp4"}}
+    got = read_rounding(settings, "config.json")[1](source).read("a")  # [1, 512, 256]
+    want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
+    got = np.ascontiguousarray(got)
     np.testing.assert_array_equal(got.view(np.int16), want.contiguous().view(torch.int16).numpy())
 
 
@@ -84,9 +93,20 @@ def test_a_published_checkpoint_has_transformers_bits(folder):
         np.testing.assert_array_equal(got, tensor.float().numpy(), err_msg=key)
 
 
+def test_experts_in_codes_multiply_as_transformers_whole_ones(folder):
+    ours = load_in_codes("llama", folder, unroll=1)
+    assert ours.layers.experts.up.kernels.dtype == jnp.float4_e2m1fn
+    theirs = transformers.GptOssForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    )
+    ids = tokens(1, 60)
+    _, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
+    np.testing.assert_allclose(got, run_torch(theirs.eval(), ids), **WHOLE)
+
+
 @pytest.mark.parametrize(("change", "message"), [
-    (lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"), "lacks .*down_proj_scales"),
-    (lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"), "lacks .*down_proj_blocks"),
+    (lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"), "down_proj_blocks has no tensor _scales"),
+    (lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"), "down_proj_scales"),
     (
         lambda x: x.update(
             {
@@ -95,7 +115,7 @@ def test_a_published_checkpoint_has_transformers_bits(folder):
                 )
             }
         ),
-        r"gate_up_proj_blocks are .* \[E, out, groups\]",
+        r"gate_up_proj_scales has the shape \(3, 64, 3\)",
     ),
     (lambda x: x.pop("model.layers.0.self_attn.sinks"), "sinks"),
 ])  # fmt: skip

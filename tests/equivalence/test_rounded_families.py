@@ -4,17 +4,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import torch
 import transformers
 from compare import WHOLE, compiled, forward, randomize
 from decoder_pair import run_torch
+from flax import nnx
 from safetensors.torch import load_file, save_file
 from test_decoder_families import CASES, COMMON, layers_and_logits, tokens, whole_texts
 from test_mistral3 import IMAGE, TEXT, TOWER
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
+from mmqa_jax.models.llama.codes import load_in_codes
 from mmqa_jax.weights.published import load_published
 
 SIZE = 8
@@ -40,9 +43,10 @@ def test_ministral3_is_read_as_published(tmp_path):
     assert len(saved) > 20
     rewrite(tmp_path, saved, {"activation_scheme": "static", "weight_block_size": None})
     theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    ours = load_published("mistral3", tmp_path, unroll=1)
     ids = np.random.default_rng(0).integers(0, 60, (1, 40))
-    np.testing.assert_allclose(compiled(ours, forward)(ids), run_torch(theirs, ids), **WHOLE)
+    for load in (load_published, load_in_codes):
+        ours = load("mistral3", tmp_path, unroll=1)
+        np.testing.assert_allclose(compiled(ours, forward)(ids), run_torch(theirs, ids), **WHOLE)
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, Any]) -> None:
@@ -77,7 +81,11 @@ def test_fp8_is_read_as_transformers_reads_it(name, tmp_path):
         saved |= {key + end: part for end, part in parts.items()}
     rewrite(tmp_path, saved, {"activation_scheme": "dynamic", "weight_block_size": [SIZE, SIZE]})
     theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    ours = load_published("llama", tmp_path, unroll=1)
     ids = tokens(1, 60)
-    _, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
-    np.testing.assert_allclose(got, run_torch(theirs, ids), **WHOLE)
+    want = run_torch(theirs, ids)
+    for load in (load_published, load_in_codes):
+        ours = load("llama", tmp_path, unroll=1)
+        _, got = compiled(ours, layers_and_logits)(*whole_texts(ids))
+        np.testing.assert_allclose(got, want, **WHOLE)
+    in_codes = [x for x in jax.tree.leaves(nnx.state(ours)) if x.dtype == jax.numpy.float8_e4m3fn]
+    assert len(in_codes) == 7

@@ -21,7 +21,7 @@ from mmqa_jax.models.llama.expert_tensors import experts_apart, experts_together
 from mmqa_jax.models.llama.experts import Experts, reached
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama, unstack_layers
-from mmqa_jax.models.llama.quantize import QuantizedGroupedLinear, quantize_weights
+from mmqa_jax.models.llama.quantize import QuantizedGroupedLinear, quantize_weights, round_matrix
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from tests.drawn_weights import drawn
 
@@ -186,7 +186,7 @@ def test_int8_experts_are_close_and_their_router_is_not_rounded():
     kernels = np.random.default_rng(0).normal(size=(8, 32, 24)).astype("f")
     linear = mixture().gate
     linear.kernels[...] = kernels
-    rounded = QuantizedGroupedLinear(linear)
+    rounded = QuantizedGroupedLinear(linear, round_matrix(linear.kernels[...], -2, 8))
     x = np.random.default_rng(1).normal(size=(8, 5, 32)).astype("f")
     sizes, group = np.array([5] * 8, np.int32), np.repeat(np.arange(8, dtype=np.int32), 5)
 

@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from mmqa_jax.models.llama.codes import load_in_codes
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.network import unstack_layers
 from mmqa_jax.weights.formats.quantized import Matrix
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published
-from mmqa_jax.weights.quantization import read_rounding
+from mmqa_jax.weights.quantization import read_rounding, reading
 from tests.refusals import refuses
 
 OUT, IN = 48, 64
@@ -32,7 +35,33 @@ def whole(settings, arrays, dtype="float32"):
     tensors = {key: source.read(key) for key in source.specs()}
     for key, spec in source.specs().items():
         assert (tensors[key].shape, tensors[key].dtype) == (spec.shape, spec.dtype), key
+    if dtype == "float32":
+        check_parts(published, arrays, tensors)
     return tensors
+
+
+def check_parts(published, arrays, tensors):
+    """The codes, scales and zeros of matrices that may stay in codes make the same matrices."""
+    parts = {}
+    for part in ("codes", "scale", "zero"):
+        with reading(part):
+            source = read_rounding(published, "config.json")[1](ArraySource(arrays))
+        parts[part] = {key: source.read(key) for key in source.specs()}
+        specs = source.specs()
+        assert all(
+            specs[key] == jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in parts[part].items()
+        )
+    for key, wanted in tensors.items():
+        codes, scale, zero = (parts[part][key] for part in parts)
+        if codes.dtype == wanted.dtype:  # is whole
+            np.testing.assert_array_equal(codes, wanted)
+            continue
+        has_zero = zero.dtype == np.int8
+        numbers = codes.astype(np.float32)
+        axis = -2 if scale.shape[-2] < codes.shape[-2] else -1
+        spread = lambda x: np.repeat(x.astype(np.float32), codes.shape[axis] // x.shape[axis], axis)  # noqa: B023, E731
+        numbers = (numbers - (spread(zero) if has_zero else 0)) * spread(scale)
+        np.testing.assert_array_equal(numbers, wanted)
 
 
 def in_words(numbers, bits, order=None):
@@ -468,6 +497,7 @@ REFUSED = {
     "compressed: a type that no group has": (
         FOUR, WORDS | {"b.weight": BLOCKS}, "b.weight is float8_e4m3fn, which .* does not name",
     ),
+    "mxfp4: a key": ({"quant_method": "mxfp4", "block": 16}, {}, "the key 'block'"),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "W4A8"}, {}, "quant_algo is 'W4A8'"),
     "awq: bits": (AWQ | {"bits": 3}, {}, "bits is 3"),
     "awq: another packing": (AWQ | {"version": "gemv"}, {}, "version is 'gemv', expected gemm"),
@@ -537,3 +567,17 @@ def test_a_llama_of_four_bits_opens_as_its_whole_matrices(tmp_path):
     )
     tokens = np.arange(12)[None]
     np.testing.assert_array_equal(ours(tokens), theirs(tokens))
+    in_codes = load_in_codes("llama", tmp_path / "rounded", unroll=1)
+    np.testing.assert_array_equal(in_codes(tokens), theirs(tokens))
+    whole_layer, of_codes = (
+        load("llama", tmp_path / name, unroll=1, layers_apart=True).layers[0]
+        for load, name in ((load_published, "whole"), (load_in_codes, "rounded"))
+    )
+    unstack_layers(in_codes)
+    for name in config.linears:
+        linears = [getattr(one, name) for one in (whole_layer, of_codes, in_codes.layers[0])]
+        assert [x.kernel.dtype for x in linears] == ["float32", "int4", "int4"]
+        x = rng.normal(size=(2, 3, linears[0].kernel.shape[1])).astype(np.float32)
+        wanted, *got = (linear(x) for linear in linears)
+        for one in got:
+            np.testing.assert_array_equal(one, wanted)

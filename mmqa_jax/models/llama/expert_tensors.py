@@ -18,13 +18,12 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.formats import mxfp4
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
 _ONE = re.compile(r"(.*\.experts\.)(\d{1,4})\.((?:gate|up|down)_proj\.weight)")
 _STACKED = re.compile(r"(.*\.experts\.)((?:gate|up|down)_proj\.weight)")
 _BOTH, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
-_IN_TURN = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
+_IN_TURN = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias)")
 
 
 def experts_together(source: TensorSource, experts: int) -> TensorSource:
@@ -96,7 +95,7 @@ def experts_paired(source: TensorSource) -> TensorSource:
 
 def experts_by_linear(source: TensorSource, *, in_turn: bool) -> TensorSource:
     """The tensors of a checkpoint that keeps `gate_up_proj` (E, in, out), `down_proj`, and their
-    biases (E, out), rounded or not, with each linear of all experts as one.
+    biases (E, out), with each linear of all experts as one.
 
     in_turn: every other column is gate's; else the first half are.
     """
@@ -108,23 +107,16 @@ def experts_by_linear(source: TensorSource, *, in_turn: bool) -> TensorSource:
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         stem, linear, kind = part[1], part[2], part[3]
-        if kind == "_scales":
-            mxfp4.check_pair(source, f"{stem}{linear}")
-            continue
         read = functools.partial(source.read, key)
         if kind == "":
             spec = jax.ShapeDtypeStruct((spec.shape[0], *spec.shape[:0:-1]), spec.dtype)
             read = functools.partial(lambda read: read().swapaxes(1, 2), read)
-        elif kind == "_blocks":
-            spec = mxfp4.check_pair(source, f"{stem}{linear}")
         half = spec.shape[1] // 2
         halves = {"gate": slice(half), "up": slice(half, None)}
         if in_turn:
             halves = {"gate": slice(0, None, 2), "up": slice(1, None, 2)}
         for name, rows in halves.items() if linear == "gate_up_proj" else [("down", slice(None))]:
             of_name = functools.partial(lambda read, rows: read()[:, rows], read, rows)
-            if kind == "_blocks":
-                of_name = functools.partial(mxfp4.read, source, f"{stem}{linear}", rows)
             shape = (spec.shape[0], len(range(*rows.indices(spec.shape[1]))), *spec.shape[2:])
             ours = f"{stem}{name}_proj.{'bias' if kind == '_bias' else 'weight'}"
             tensors[ours] = jax.ShapeDtypeStruct(shape, spec.dtype), of_name

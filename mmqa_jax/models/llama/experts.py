@@ -321,6 +321,9 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
     if not multiplies_by_kernel(config, platform(), tokens):
         return layers, None
+    gate = layers.experts.gate
+    if gate.scale is not None and (gate.scale.ndim == 4 or gate.kernels.dtype != jnp.int8):
+        return layers, None  # in a published form, which the kernel does not read
     layers = nnx.merge(*nnx.split(layers))  # one of this trace
     experts, layers.experts = layers.experts, None
     return layers, experts

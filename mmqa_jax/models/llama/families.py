@@ -166,7 +166,7 @@ class Family:
         in the place of experts; "": all have experts.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
       experts_across: whether they keep these (E, in, out), with gate and up "in turn" or as
-        "halves"; "": (E, out, in). Those in turn may be rounded (`weights.formats.mxfp4`).
+        "halves"; "": (E, out, in).
     """
 
     title: str

@@ -769,13 +769,18 @@ def unstack_layers(model: Llama) -> None:
     model.layers = nnx.List(layer for period in zip(*of_places, strict=True) for layer in period)
 
 
+_TURNED = ("kernel", "scale", "zero")
+
+
 def _unstacked(stack: nnx.Module) -> list[LlamaLayer]:
     graphdef, state = nnx.split(stack)
     state = nnx.to_flat_state(state)
     layers: list[list] = [[] for _ in range(state[0][1].shape[0])]
+    kernels = {path[:-1]: stack.ndim for path, stack in state if path[-1] == "kernel"}
     for path, stack in state:
         value, names = stack.get_value(), stack.get_metadata()["out_sharding"][1:]
-        transposed = path[-1] == "kernel"
+        # A kernel, and what has its axes: scales and zeros of groups of a rounded one's inputs.
+        transposed = path[-1] in _TURNED and kernels.get(path[:-1]) == stack.ndim
         names = names[::-1] if transposed else names
         for number, layer in enumerate(layers):
             of_layer = _take_layer(value, number, transposed)
@@ -786,7 +791,10 @@ def _unstacked(stack: nnx.Module) -> list[LlamaLayer]:
     for layer in unstacked:
         for owner, name in layer.each_linear():
             linear = getattr(owner, name)
-            setattr(owner, name, TransposedLinear(linear.kernel, linear.bias))
+            if isinstance(linear, Linear):
+                setattr(owner, name, TransposedLinear(linear.kernel, linear.bias))
+            else:
+                linear.inputs = 1  # of a rounded one, see quantize.py
     return unstacked
 
 

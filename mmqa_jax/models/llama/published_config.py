@@ -21,7 +21,6 @@ from mmqa_jax.models.llama.families import (
 )
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
-from mmqa_jax.weights.formats.mxfp4 import check_quantization
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
 # family has those of `_COMMON` and its own `keys`.
@@ -92,8 +91,6 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             "experts (router_aux_loss_coef), and this one does not; set output_router_logits to "
             "false there to train and answer without."
         )
-    if family.experts_across == "in turn":
-        check_quantization(published.pop("quantization_config", None), where)
     check_keys(
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )

@@ -4,18 +4,22 @@ LLM.int8()'s absmax quantization (Dettmers et al. 2022, section 2.1) of the weig
 per output in 8 bits, one for each 64 inputs of an output in 4 (QLoRA's block size, Dettmers et al.
 2023). 8 bits are half of bfloat16's memory; the product itself runs in the compute dtype: XLA fuses
 the conversion of the weights into it on GPU and TPU, but not on CPU, where this saves memory and
-costs time.
+costs time. Matrices that a checkpoint itself holds in codes are read as such by `codes.py`.
 """
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from mmqa_jax.models.common.layers import Linear, TransposedLinear, product
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.common.layers import Linear, Names, TransposedLinear, product
 from mmqa_jax.models.llama.experts import (
     GroupedLinear,
     batched_product,
@@ -27,6 +31,29 @@ from mmqa_jax.models.llama.network import Llama, stacks
 _GROUP = 64  # inputs that share a scale in 4 bits
 
 
+class Rounded(NamedTuple):
+    """A linear's matrix in codes; see `rounded_product`."""
+
+    kernel: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None = None
+
+    def parameters(self, names: Names, axis: int) -> list[nnx.Param | None]:
+        """Kernel, scale and zero as parameters; `names`: of the kernel's axes, of which `axis` is
+        that of the inputs."""
+        outputs = tuple(name for n, name in enumerate(names) if n != len(names) + axis)
+        return [
+            None
+            if array is None
+            else nnx.Param(
+                array,
+                out_sharding=names if array.ndim == len(names) else outputs,
+                eager_sharding=False,
+            )
+            for array in self
+        ]
+
+
 class QuantizedLinear(nnx.Module):
     """y = x @ kernel * scale (+ bias); see `rounded_product`.
 
@@ -34,70 +61,158 @@ class QuantizedLinear(nnx.Module):
     linears all have a leading axis of layers.
     """
 
-    def __init__(self, linear: Linear | TransposedLinear, bits: int = 8):
+    def __init__(self, linear: Linear | TransposedLinear, rounded: Rounded):
         names = linear.kernel.get_metadata()["out_sharding"]
-        self.inputs = int(isinstance(linear, TransposedLinear))  # the kernel's axis, of one layer
-        axis = self.inputs - 2
-        kernel, scale = _round(linear.kernel[...], axis, bits)
-        of_scale = names
-        if bits == 8:
-            of_scale = tuple(name for n, name in enumerate(names) if n != len(names) + axis)
-        self.kernel = nnx.Param(kernel, out_sharding=names, eager_sharding=False)
-        self.scale = nnx.Param(scale, out_sharding=of_scale, eager_sharding=False)
+        self.inputs = input_axis(linear)
+        self.kernel, self.scale, self.zero = rounded.parameters(names, self.inputs - 2)
         self.bias = linear.bias
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        y = rounded_product(x, self.kernel[...], self.scale[...], self.inputs)
+        rounded = self.kernel[...], self.scale[...], self.inputs, _array(self.zero)
+        y = rounded_product(x, *rounded, _fused(x.dtype))
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
-def rounded_product(x: jax.Array, kernel: jax.Array, scale: jax.Array, axis: int = 0) -> jax.Array:
+def input_axis(linear: Linear | TransposedLinear) -> int:
+    """The axis of the inputs in the kernel of one layer."""
+    return int(isinstance(linear, TransposedLinear))
+
+
+def _array(parameter: nnx.Param | None) -> jax.Array | None:
+    return None if parameter is None else parameter[...]
+
+
+def rounded_product(
+    x: jax.Array,
+    kernel: jax.Array,
+    scale: jax.Array,
+    axis: int = 0,
+    zero: jax.Array | None = None,
+    inside: jnp.dtype = jnp.float32,
+) -> jax.Array:
     """x [..., in] times a rounded matrix: [..., out] in x's dtype.
 
     Args:
-      kernel: int8 or int4 [in, out], or [out, in] with `axis` 1, which is that of the inputs.
-      scale: float32 [out]; or with the kernel's axes, for groups of inputs.
+      kernel: codes of 4 or 8 bits [in, out], or [out, in] with `axis` 1, which is that of the
+        inputs.
+      scale: [out]; or with the kernel's axes, for groups of inputs.
+      zero: int8, taken from codes; only beside groups, in their shape.
+      inside: the type in which groups' matrices are computed.
     """
     if scale.ndim == kernel.ndim:
-        return product(x, unrounded(kernel, scale, axis - 2).astype(x.dtype), axis)
+        matrix = unrounded(kernel, scale, axis - 2, zero, inside)
+        return product(x, matrix.astype(x.dtype), axis)
     return (product(x, kernel.astype(x.dtype), axis) * scale).astype(x.dtype)
 
 
-def unrounded(kernel: jax.Array, scale: jax.Array, axis: int = -2) -> jax.Array:
-    """The matrices that a rounded kernel [..., in, out] stands for, float32.
+def _fused(dtype: jnp.dtype) -> jnp.dtype:
+    """The type in which a matrix is computed that is multiplied in `dtype`: XLA on TPU computes it
+    inside the product if that is one type; what is rounded from float32 goes to main memory."""
+    return dtype if platform() == "tpu" else jnp.float32
+
+
+def unrounded(
+    kernel: jax.Array,
+    scale: jax.Array,
+    axis: int = -2,
+    zero: jax.Array | None = None,
+    dtype: jnp.dtype = jnp.float32,
+) -> jax.Array:
+    """The matrices that a rounded kernel [..., in, out] stands for, computed in `dtype`.
 
     axis: that of the inputs.
     """
     axis %= kernel.ndim
     if scale.ndim < kernel.ndim:
-        return kernel.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+        return kernel.astype(dtype) * jnp.expand_dims(scale.astype(dtype), axis)
     groups = scale.shape[axis]
     shape = (*kernel.shape[:axis], groups, -1, *kernel.shape[axis + 1 :])
-    apart = kernel.astype(jnp.float32).reshape(shape) * jnp.expand_dims(scale, axis + 1)
-    return apart.reshape(kernel.shape)
+    apart = kernel.astype(dtype).reshape(shape)
+    if zero is not None:
+        apart = apart - jnp.expand_dims(zero.astype(dtype), axis + 1)
+    return (apart * jnp.expand_dims(scale.astype(dtype), axis + 1)).reshape(kernel.shape)
 
 
 class QuantizedGroupedLinear(nnx.Module):
-    """A GroupedLinear with int8 kernels [E, in, out] and float32 scale [E, out]."""
+    """A GroupedLinear with rounded kernels [E, in, out] and scale [E, out], or of groups of inputs
+    [E, groups, out], perhaps with zeros."""
 
-    def __init__(self, linear: GroupedLinear):
+    def __init__(self, linear: GroupedLinear, rounded: Rounded):
         names = linear.kernels.get_metadata()["out_sharding"]
-        kernels, scale = _round(linear.kernels[...], -2, 8)
-        self.kernels = nnx.Param(kernels, out_sharding=names, eager_sharding=False)
-        of_scale = (*names[:-2], names[-1])
-        self.scale = nnx.Param(scale, out_sharding=of_scale, eager_sharding=False)
+        self.kernels, self.scale, self.zero = rounded.parameters(names, -2)
         self.bias = linear.bias
 
     def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
         """See GroupedLinear."""
-        y = grouped_product(rows, self.kernels[...].astype(rows.dtype), sizes)
-        y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
+        y = grouped_product(rows, self._factors(rows.dtype), sizes)
+        if not self._by_groups:
+            y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
         return jnp.where((group < len(sizes))[:, None], with_bias(y, self.bias, group), 0)
 
     def of_all(self, x: jax.Array) -> jax.Array:
         """See GroupedLinear."""
-        y = batched_product(x, self.kernels[...].astype(x.dtype))
-        return with_bias((y * self.scale[...][:, None]).astype(x.dtype), self.bias)
+        y = batched_product(x, self._factors(x.dtype))
+        if not self._by_groups:
+            y = (y * self.scale[...][:, None]).astype(x.dtype)
+        return with_bias(y, self.bias)
+
+    @property
+    def _by_groups(self) -> bool:
+        return self.scale.ndim == self.kernels.ndim
+
+    def _factors(self, dtype: jnp.dtype) -> jax.Array:
+        """What rows are multiplied by, [E, in, out]."""
+        if not self._by_groups:
+            return self.kernels[...].astype(dtype)
+        rounded = self.kernels[...], self.scale[...], -2, _array(self.zero)
+        return unrounded(*rounded, _fused(dtype)).astype(dtype)
+
+
+class Form(NamedTuple):
+    """How checkpoints hold their matrices, for sizes and programs without one.
+
+    Attributes:
+      codes: their type.
+      group: inputs that share a scale.
+      scale: the type of scales.
+      zero: whether there are zeros.
+      experts_alone: whether a mixture's other matrices are not rounded.
+    """
+
+    codes: jnp.dtype
+    group: int
+    scale: jnp.dtype = jnp.float32
+    zero: bool = False
+    experts_alone: bool = False
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of a number of a matrix, with its share of scales and zeros."""
+        shared = jnp.dtype(self.scale).itemsize + self.zero
+        return jax.dtypes.itemsize_bits(self.codes) / 8 + shared / self.group
+
+    def rounded(self, kernel: jax.Array, axis: int) -> Rounded:
+        """A kernel's parts, of zeros; `axis` is that of the inputs."""
+        axis %= kernel.ndim
+        inputs = kernel.shape[axis]
+        groups = inputs // math.gcd(inputs, self.group)
+        shape = (*kernel.shape[:axis], groups, *kernel.shape[axis + 1 :])
+        zero = jnp.zeros(shape, jnp.int8) if self.zero else None
+        return Rounded(jnp.zeros(kernel.shape, self.codes), jnp.zeros(shape, self.scale), zero)
+
+
+FORMS = {  # FP8 in blocks, AWQ's and GPTQ's groups, gpt-oss's experts
+    "fp8": Form(jnp.float8_e4m3fn, 128),
+    "int4": Form(jnp.int4, 128, zero=True),
+    "mxfp4": Form(jnp.float4_e2m1fn, 32, jnp.bfloat16, experts_alone=True),
+}
+
+
+def hold_form(model: Llama, form: Form) -> None:
+    """Gives a model of shapes the matrices of a checkpoint of this form, in place."""
+    _replace_matrices(
+        model, lambda kernel, axis, _: form.rounded(kernel, axis), dense=not form.experts_alone
+    )
 
 
 def quantize_weights(model: Llama, bits: int = 8) -> None:
@@ -108,15 +223,27 @@ def quantize_weights(model: Llama, bits: int = 8) -> None:
     The embedding table, the output head, the norms and routers stay as they are: the head's
     rounding would directly change the log-probabilities, a router's the choice of experts.
     """
+    _replace_matrices(model, round_matrix, bits)
+
+
+def _replace_matrices(
+    model: Llama, rounded: Callable[[jax.Array, int, int], Rounded], bits: int = 8, *, dense=True
+) -> None:
+    """Replaces matrices by what `rounded` makes of a kernel, its axis of inputs and the bits.
+
+    dense: whether those of a mixture that are not experts' are replaced, too.
+    """
     unstacked = isinstance(model.layers, nnx.List)
     for layer in model.layers if unstacked else stacks(model.layers):
-        for owner, name in layer.each_linear():
+        for owner, name in layer.each_linear() if dense or not layer.config.experts else ():
             linear = getattr(owner, name)
-            setattr(owner, name, QuantizedLinear(linear, bits))
+            made = rounded(linear.kernel[...], input_axis(linear) - 2, bits)
+            setattr(owner, name, QuantizedLinear(linear, made))
             _free(linear.kernel)
         for name in ("gate", "up", "down") if layer.config.experts else ():
             grouped = getattr(layer.experts, name)
-            setattr(layer.experts, name, QuantizedGroupedLinear(grouped))
+            made = rounded(grouped.kernels[...], -2, 8)
+            setattr(layer.experts, name, QuantizedGroupedLinear(grouped, made))
             _free(grouped.kernels)
 
 
@@ -126,12 +253,12 @@ def _free(kernel: nnx.Param) -> None:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _round(kernel: jax.Array, axis: int, bits: int) -> tuple[jax.Array, jax.Array]:
-    """The kernel rounded, and its scales; `axis` is that of the inputs."""
+def round_matrix(kernel: jax.Array, axis: int, bits: int) -> Rounded:
+    """The kernel rounded; `axis` is that of the inputs."""
     if bits == 8:
         largest = jnp.abs(kernel).max(axis=axis, keepdims=True)
         scale = jnp.maximum(largest, 1e-30).astype(jnp.float32) / 127
-        return jnp.round(kernel / scale).astype(jnp.int8), scale.squeeze(axis)
+        return Rounded(jnp.round(kernel / scale).astype(jnp.int8), scale.squeeze(axis))
     axis %= kernel.ndim
     inputs = kernel.shape[axis]
     group = _GROUP if inputs % _GROUP == 0 else inputs
@@ -139,4 +266,4 @@ def _round(kernel: jax.Array, axis: int, bits: int) -> tuple[jax.Array, jax.Arra
     apart = kernel.reshape(shape)
     scale = jnp.maximum(jnp.abs(apart).max(axis=axis + 1), 1e-30).astype(jnp.float32) / 7
     rounded = jnp.round(apart / jnp.expand_dims(scale, axis + 1))
-    return rounded.astype(jnp.int4).reshape(kernel.shape), scale
+    return Rounded(rounded.astype(jnp.int4).reshape(kernel.shape), scale)

@@ -32,7 +32,9 @@ from mmqa_jax.decoding.sizes import (
     tower_bytes,
 )
 from mmqa_jax.decoding.slot_runner import EngineConfig, check_draft, scans
+from mmqa_jax.models.llama.codes import load_in_codes, published_form
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.quantize import FORMS
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.prompting.backends.engine import EngineBackend
@@ -123,6 +125,16 @@ def open_backend(
     pictures = shape if family.sees else None
     llama = shape.llama if family.sees else shape
     dtype = _dtype(config)
+    load = _load
+    if engine.get("weights") in ("published", *FORMS):
+        form = "" if is_weights_folder(path) else published_form(kind, path)
+        if engine["weights"] not in ("published", form) or not form:
+            raise UserError(
+                f"engine.weights={engine['weights']}: {path} holds no matrices in codes of 4 or 8 "
+                f"bits that can be multiplied so{form and f', but {form}'}; leave it out, or take "
+                "a checkpoint as it was published in FP8, MXFP4, AWQ, GPTQ or compressed-tensors."
+            )
+        engine["weights"], load = form, _load_in_codes
     for folder in map(Path, (adapters or {}).values()):
         if not folder.is_dir():
             raise UserError(f"{folder}: no such folder; name that of a LoRA run, or of PEFT.")
@@ -163,7 +175,7 @@ def open_backend(
             print(f"{path.name}: {sizes.reason}", file=sys.stderr)
         mesh = sizes.mesh() if len(sizes.devices) > 1 else None
         apart = bool(family.layers_apart) and not scans(sizes.engine, mesh)
-        model = _load(kind, path, dtype, mesh, apart)
+        model = load(kind, path, dtype, mesh, apart)
         options = {"end_ids": text.end_ids, "config": sizes.engine, "mesh": mesh}
         if draft is not None:
             apart = bool(architecture(draft.kind).layers_apart) and apart
@@ -313,6 +325,10 @@ def _config_of(kind: str, path: Path) -> Any:
     if is_weights_folder(path):
         return read_record(path).config
     return architecture(kind).open(path).config
+
+
+def _load_in_codes(kind: str, path: Path, dtype: str, mesh: Mesh | None, apart: bool) -> nnx.Module:
+    return load_in_codes(kind, path, mesh=mesh, param_dtype=dtype, layers_apart=apart, dtype=dtype)
 
 
 def _load(kind: str, path: Path, dtype: str, mesh: Mesh | None, apart: bool) -> nnx.Module:

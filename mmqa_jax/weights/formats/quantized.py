@@ -3,11 +3,13 @@
 FP8 (DeepSeek, Qwen, Mistral, Meta), compressed-tensors (vLLM), ModelOpt (NVIDIA), AWQ, GPTQ and
 bitsandbytes keep a code for each number, and for blocks of numbers a scale and perhaps a zero; a
 number is (value of its code - zero) * scale. This module computes that in float32, one matrix at a
-time and a block of rows at a time, and rounds it to the type that is asked for.
+time and a block of rows at a time, and rounds it to the type that is asked for. Or it gives codes,
+scales and zeros as tensors of their own (`Held`), for a model that multiplies by them.
 
 Layouts: compressed_tensors/compressors and quantization/lifecycle/forward.py, AutoAWQ
 awq/utils/packing_utils.py, AutoGPTQ qlinear (zeros are one less in its version 1), bitsandbytes
-functional.py (QuantState), transformers integrations/finegrained_fp8.py, fbgemm_fp8.py.
+functional.py (QuantState), transformers integrations/finegrained_fp8.py, fbgemm_fp8.py, mxfp4.py
+(gpt-oss).
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import ml_dtypes
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.formats.mxfp4 import MAGNITUDES
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 
 _BLOCK = 2**18  # numbers that are made whole together, so that they stay in a core's cache
@@ -71,6 +73,31 @@ class Matrix(NamedTuple):
             numbers[block] = values
         return (numbers.T if self.is_turned else numbers).reshape(shape)
 
+    def part(self, name: str, held: Held) -> np.ndarray:
+        """Codes [out, in], or scales or zeros [out, groups], in the types that `held` says."""
+        rows, columns = self.size
+        if name == "codes":
+            whole = np.empty(self.size, held.dtype)
+            step = max(1, _BLOCK // columns)
+            for first in range(0, rows, step):
+                block = slice(first, min(rows, first + step))
+                whole[block] = self.codes(block) - np.float32(held.offset)
+            return whole.T if self.is_turned else whole
+        grid = self.scale if name == "scale" else self.zero - np.float32(held.offset)
+        if self.is_turned:
+            return grid[self.row[:: held.group]].T.astype(held.type_of(name))
+        grid = grid[self.row]
+        if grid.shape[1] > 1:
+            column = self.column
+            column = np.arange(columns) // column if isinstance(column, int) else column
+            if (column != np.repeat(column[:: held.group], held.group)).any():
+                raise UserError(
+                    "quantization_config: desc_act is false, and a g_idx has inputs of a group "
+                    "apart; leave engine.weights=published out, with which matrices stay in codes."
+                )
+            grid = grid[:, column[:: held.group]]
+        return np.broadcast_to(grid, (rows, columns // held.group)).astype(held.type_of(name))
+
     def _spread(self, grid: np.ndarray, block: slice) -> np.ndarray:
         """A grid's values at each number of a block of rows, or what broadcasts to them."""
         grid = grid[self.row[block]]
@@ -97,6 +124,10 @@ class Parts:
         if part not in self.keys:
             self.unfit(part, f"has no {part} beside it")
         return tuple(self._specs[self.keys[part]].shape)
+
+    def dtype(self, part: str) -> str:
+        """The name of the type of a part that is there."""
+        return self._specs[self.keys[part]].dtype.name
 
     def read(self, part: str) -> np.ndarray:
         """Reads a part that is there."""
@@ -128,7 +159,47 @@ class Parts:
         )
 
 
-Opened = tuple[tuple[int, ...], Callable[[], Matrix]]  # a matrix's shape, and what reads it
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A matrix that stays in its codes.
+
+    Attributes:
+      dtype: of the codes, which lie in the matrix's own shape.
+      group: inputs that share a scale; it divides them.
+      offset: what is taken from codes and zeros, so that integers are signed.
+      zero: whether zeros differ from the offset.
+      scale: the type of scales.
+    """
+
+    dtype: np.dtype
+    group: int
+    offset: int = 0
+    zero: bool = False
+    scale: str = "float32"
+
+    @classmethod
+    def of(cls, dtype: Any, columns: int, group: int, **more: Any) -> Held:
+        """For a matrix of so many inputs, of which `group` (0: all) share a scale, the last may be
+        fewer."""
+        return cls(np.dtype(dtype), math.gcd(columns, group or columns), **more)
+
+    def type_of(self, part: str) -> np.dtype:
+        """The type of `codes`, `scale` or `zero`."""
+        return self.dtype if part == "codes" else np.dtype(self.scale if part == "scale" else "i1")
+
+    def spec(self, part: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        """Shape and type of a part of a matrix of this shape [..., out, in]."""
+        width = shape[-1] if part == "codes" else shape[-1] // self.group
+        return jax.ShapeDtypeStruct((*shape[:-1], width), self.type_of(part))
+
+
+class Opened(NamedTuple):
+    """A matrix whose headers were read: its shape, what reads it, and how it may stay in codes
+    (None: it may not)."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Matrix]
+    held: Held | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +213,8 @@ class Layout:
       parts: what stands beside them -> how its name ends in the place of `codes`, or otherwise.
       needed: the parts without which there is no matrix.
       open: reads shapes, and refuses what does not fit.
+      whole: how the name of the whole matrix ends in the place of `codes`.
+      turned: whether the whole matrix of that name is the other way, [..., in, out].
     """
 
     codes: str
@@ -149,6 +222,8 @@ class Layout:
     parts: Mapping[str, tuple[str, ...]]
     needed: tuple[str, ...]
     open: Callable[[Parts], Opened]
+    whole: str = "weight"
+    turned: bool = False
 
     def parts_of(self, key: str, source: TensorSource, specs: Mapping[str, Any]) -> Parts | None:
         """The parts of the matrix whose codes `key` names; None: `key` names no codes."""
@@ -237,7 +312,11 @@ def plain(block: tuple[int, int], ends: tuple[str, ...] = ("_scale",), dtypes=FL
             return Matrix(lambda part: _values(codes[part]), codes.shape, grids.pop("scale"), row,
                           column, **grids)  # fmt: skip
 
-        return shape, read
+        held = Held.of(
+            parts.dtype("codes"), columns, block[1], zero="zero" in parts.keys,
+            scale="bfloat16" if parts.dtype("scale") == "bfloat16" else "float32",
+        )  # fmt: skip
+        return Opened(shape, read, held)
 
     return Layout("", dtypes, {"scale": ends, "zero": ("_zero_point",)}, ("scale",), opened)
 
@@ -281,10 +360,14 @@ def packed(bits: int, group: int, *, symmetric: bool) -> Layout:
                 shape, scale, np.arange(shape[0]), column, zero,
             )  # fmt: skip
 
-        return shape, read
+        held = Held.of(_INTEGERS[bits], shape[1], group, offset=half, zero="zero" in parts.keys)
+        return Opened(shape, read, None if "g_idx" in parts.keys else held)
 
     needed = ("scale",) if symmetric else ("scale", "zero")
     return Layout("weight_packed", ("int32",), ends, needed, opened)
+
+
+_INTEGERS = {2: ml_dtypes.int4, 4: ml_dtypes.int4, 8: np.int8}  # that hold so many bits
 
 
 def _indexes(parts: Parts, groups: int) -> np.ndarray:
@@ -295,21 +378,33 @@ def _indexes(parts: Parts, groups: int) -> np.ndarray:
     return indexes
 
 
-_FLOAT4 = np.float32([*MAGNITUDES, *(-x for x in MAGNITUDES)])  # the highest bit is a sign
+# Of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3): a sign, two bits of exponent, one of
+# mantissa.
+_FLOAT4 = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 
 
-def float4(group: int, codes: str, further: str = "", *, divides: bool = False) -> Layout:
+def float4(
+    group: int, codes: str, further: str = "", *, scale: str = "weight_scale", divides: bool = False
+) -> Layout:
     """Two floats of four bits a byte, the lower bits first; `group` columns share a scale.
 
     Args:
       group: see above.
-      codes: see Layout.
+      codes: see Layout; of `_blocks` the bytes of a group have an axis of their own, and the whole
+        matrices lie the other way (gpt-oss).
       further: how the name of a scale of all ends; "": there is none, and scales are exponents.
+      scale: how the name of scales ends.
       divides: whether scales are divided by it, or multiplied.
     """
+    in_blocks = codes == "_blocks"
 
     def opened(parts: Parts) -> Opened:
-        shape = (*parts.shape("codes")[:-1], 2 * parts.shape("codes")[-1])
+        of_codes = parts.shape("codes")
+        if in_blocks:
+            if len(of_codes) != 4 or 2 * of_codes[-1] != group:
+                parts.unfit("codes", f"has the shape {of_codes}, expected [E, out, groups, 16]")
+            of_codes = (*of_codes[:2], of_codes[2] * of_codes[3])
+        shape = (*of_codes[:-1], 2 * of_codes[-1])
         grid = _grid(shape, (1, group))
         parts.check("scale", grid)
         if further:
@@ -327,10 +422,14 @@ def float4(group: int, codes: str, further: str = "", *, divides: bool = False) 
                 group,
             )  # fmt: skip
 
-        return shape, read
+        held = Held.of(
+            ml_dtypes.float4_e2m1fn, shape[-1], group, scale="float32" if further else "bfloat16"
+        )
+        return Opened(shape, read, held)
 
-    parts = {"scale": ("weight_scale",), **({"further": (further,)} if further else {})}
-    return Layout(codes, ("uint8", "int8"), parts, tuple(parts), opened)
+    parts = {"scale": (scale,), **({"further": (further,)} if further else {})}
+    whole = "" if in_blocks else "weight"
+    return Layout(codes, ("uint8", "int8"), parts, tuple(parts), opened, whole, in_blocks)
 
 
 def awq(group: int) -> Layout:
@@ -356,7 +455,8 @@ def awq(group: int) -> Layout:
             size = rows, grid[1]
             return Matrix(lambda part: in_order(words[part]), size, scale, row, 1, zero, True)
 
-        return (grid[1], rows), read
+        held = Held.of(ml_dtypes.int4, rows, max(group, 0), offset=8, zero=True)
+        return Opened((grid[1], rows), read, held)
 
     ends = {"zero": ("qzeros",), "scale": ("scales",)}
     return Layout("qweight", ("int32",), ends, ("zero", "scale"), opened)
@@ -394,7 +494,8 @@ def gptq(bits: int, group: int, zero_shift: int, *, needs_g_idx: bool) -> Layout
                 shape, scale, np.arange(rows), column, zero,
             )  # fmt: skip
 
-        return shape, read
+        held = Held.of(_INTEGERS[bits], shape[1], max(group, 0), offset=2 ** (bits - 1), zero=True)
+        return Opened(shape, read, None if needs_g_idx else held)
 
     ends = {"zero": ("qzeros",), "scale": ("scales",), "g_idx": ("g_idx",)}
     needed = ("zero", "scale", *(("g_idx",) if needs_g_idx else ()))
@@ -433,7 +534,7 @@ def _of_blocks(parts: Parts) -> Opened:
             (blocks, size), np.float32(scale)[:, None], np.arange(blocks), size,
         )  # fmt: skip
 
-    return shape, read
+    return Opened(shape, read)
 
 
 def _by_absmax(parts: Parts) -> Opened:
@@ -448,7 +549,7 @@ def _by_absmax(parts: Parts) -> Opened:
         rows = np.arange(shape[0])
         return Matrix(lambda part: _values(codes[part]), shape, scale, rows, shape[1])
 
-    return shape, read
+    return Opened(shape, read, Held.of(np.int8, shape[1], 0))
 
 
 _STATE = "weight.quant_state.bitsandbytes__"
@@ -477,7 +578,7 @@ BITSANDBYTES = (
 
 
 def whole_matrices(
-    source: TensorSource, layouts: list[Layout], dtype: np.dtype, where: str
+    source: TensorSource, layouts: list[Layout], dtype: np.dtype, where: str, part: str = "whole"
 ) -> TensorSource:
     """The tensors of a checkpoint under the names of an unrounded one; headers only are read.
 
@@ -486,6 +587,8 @@ def whole_matrices(
       layouts: how its matrices may be kept; the one that a matrix's tensors fit is its own.
       dtype: of the matrices that are made whole. Other tensors keep theirs.
       where: what messages call the place that says so.
+      part: "whole", or what is read in place of matrices that may stay in codes: their `codes`,
+        `scale` or `zero` (which those without zeros lack), see `Held`.
     """
     specs, taken = source.specs(), set()
     tensors: dict[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]] = {}
@@ -494,13 +597,10 @@ def whole_matrices(
         of_layouts = [(layout, parts) for layout, parts in of_layouts if parts is not None]
         if not of_layouts:
             continue
-        layout, parts, (shape, read) = _opened(of_layouts)
-        name = key.removesuffix(layout.codes) + "weight" if layout.codes else key
+        layout, parts, matrix = _opened(of_layouts)
+        name = key.removesuffix(layout.codes) + layout.whole if layout.codes else key
         taken |= {*parts.keys.values()}
-        tensors[name] = (
-            jax.ShapeDtypeStruct(shape, dtype),
-            functools.partial(lambda read, shape: read().whole(shape, dtype), read, shape),
-        )
+        tensors[name] = _as(part, matrix, dtype, layout.turned)
     if not tensors:
         raise UserError(
             f"{where} says that matrices are rounded, and none of {source.name} is; take it out of "
@@ -520,6 +620,28 @@ def whole_matrices(
     return DerivedSource(source.name, tensors)
 
 
+def _as(
+    part: str, matrix: Opened, dtype: np.dtype, turned: bool
+) -> tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]:
+    """Spec and reader of a whole matrix, or of a part of one that stays in its codes."""
+    held = matrix.held
+    if part == "whole" or held is None or (part == "zero" and not held.zero):
+        spec = jax.ShapeDtypeStruct(matrix.shape, dtype)
+
+        def read() -> np.ndarray:
+            return matrix.read().whole(matrix.shape, dtype)
+    else:
+        spec = held.spec(part, matrix.shape)
+
+        def read() -> np.ndarray:
+            return matrix.read().part(part, held).reshape(spec.shape)
+
+    if not turned:
+        return spec, read
+    shape = (*spec.shape[:-2], spec.shape[-1], spec.shape[-2])
+    return jax.ShapeDtypeStruct(shape, spec.dtype), lambda: read().swapaxes(-1, -2)
+
+
 def _opened(candidates: list[tuple[Layout, Parts]]) -> tuple[Layout, Parts, Opened]:
     """The only one of several layouts that a matrix's tensors fit."""
     fitting, first = [], None
@@ -534,6 +656,6 @@ def _opened(candidates: list[tuple[Layout, Parts]]) -> tuple[Layout, Parts, Open
             first = first or error
     if not fitting:
         raise first
-    if len({shape for _, _, (shape, _) in fitting}) > 1:
+    if len({matrix.shape for _, _, matrix in fitting}) > 1:
         parts.unfit("codes", "has tensors of several config_groups, by their shapes")
     return fitting[0]
