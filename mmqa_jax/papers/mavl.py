@@ -35,6 +35,7 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import few_shot
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Query
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
+from mmqa_jax.prompting.backends.thinking import split_thoughts
 from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, seeded
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
@@ -292,6 +293,7 @@ def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
       reading: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
         too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
     """
+    text = split_thoughts(text)[1]
     named = _NAMED.findall(text)
     if reading == "lenient":
         spelled = _SPELLED.findall(text)

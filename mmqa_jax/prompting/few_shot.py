@@ -365,7 +365,10 @@ def output_record(text: str | None, logprob: float) -> dict[str, Any]:
 
 def outputs_record(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """What trace.jsonl keeps of several outputs."""
-    return [output_record(candidate.text, candidate.total) for candidate in candidates]
+    return [
+        output_record(one.text, one.total) | ({"thinking": one.thinking} if one.thinking else {})
+        for one in candidates
+    ]
 
 
 # Few-shot prompts: templates as TOML beside the systems that use them.

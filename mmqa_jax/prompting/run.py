@@ -141,7 +141,7 @@ def _answer(
         def answer(asked: range) -> Part:
             of_chunk = lines[asked.start : asked.stop]
             answers, reasons, _ = answer_all(
-                served, [line.request for line in of_chunk], checked=True
+                served, [line.request for line in of_chunk], checked=True, thoughts_apart=False
             )
             return Part([_row(line, answers, reasons) for line in of_chunk])
 

@@ -202,6 +202,13 @@ class ChatTemplate:
             self.source, self.tokens, name=self._name, shield=shield, thinking=self._thinking
         )
 
+    @functools.cached_property
+    def thought_marks(self) -> dict[str, bool]:
+        """How `ThoughtStream` reads what a model says behind its prompts."""
+        asked = self.render("", [Message("user", "?")])
+        opened = asked.rstrip().endswith(("<think>", "<thinking>"))
+        return {"opened": opened, "channels": "<|channel|>" in self.source}
+
     def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
         """The prompt; see ChatFormat. The template says what stands for a picture."""
         return self.written(request_id, map(self.fields, messages))

@@ -14,6 +14,7 @@ from mmqa_jax.data.documents.ocr import PageReader, PageText
 from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached
+from mmqa_jax.prompting.backends.thinking import thoughts_apart
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 from mmqa_jax.weights.registry import nouns
 
@@ -62,7 +63,7 @@ def _read(llm: Cached, pictures: Sequence[bytes]) -> list[PageText]:
             texts[number] = PageText("", str(error))
     failed = len(llm.failures)
     for result in llm.answer(queries):
-        best = result.candidates[0]
+        best = thoughts_apart(result).candidates[0]
         is_cut = best.finish == "length"
         problem = f"its first {len(best.tokens):,} tokens alone are read" if is_cut else ""
         texts[result.id] = PageText(best.text or "", problem)

@@ -29,12 +29,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Source
 from mmqa_jax.decoding.online import Closed, Pending, QueueFull, TextStream
-from mmqa_jax.decoding.requests import Candidate, Scores, Scoring, Tokenizer
+from mmqa_jax.decoding.requests import Candidate, Result, Scores, Scoring, Tokenizer
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Picture, Query, openai_requests
 from mmqa_jax.prompting.backends.openai_requests import read_picture
 from mmqa_jax.prompting.backends.served import ServedModel
+from mmqa_jax.prompting.backends.thinking import ThoughtStream, with_thinking_tokens
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.serve import ServeOptions, door
 from mmqa_jax.serve.systems import Asking, Parts
@@ -118,16 +119,18 @@ class OpenAIApi:
             )
         pending = await asyncio.to_thread(lambda: visit.works(model.submit(query)))
         result = await asyncio.wrap_future(pending.future)
+        result = with_thinking_tokens(result, model.backend.tokenizer.decode)
         choices = []
         for draw, candidate in enumerate(result.candidates):
             logprobs = None
             if asked.form.logprobs:
                 tokens = tokens_of(candidate, top=asked.form.top)
                 logprobs = chat_logprobs(tokens, model.backend.tokenizer)
-            choices.append(_chat_choice(draw, candidate.text or "", candidate.finish, logprobs))
+            split = _thought_stream(model).push(candidate.text or "", is_last=True)
+            choices.append(_chat_choice(draw, *split, candidate.finish, logprobs))
         new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
         self._metrics.tokens(result.prompt_tokens, new_tokens)
-        usage = usage_of(result.prompt_tokens, new_tokens)
+        usage = usage_of(result.prompt_tokens, new_tokens, _thinking_tokens(result))
         return JSONResponse(Envelope("chat.completion", asked.model).whole(choices, usage))
 
     async def embeddings(self, request: Request) -> Response:
@@ -181,7 +184,7 @@ class OpenAIApi:
             parts = _system_pieces(asking, pieces, envelope, visit)
             return StreamingResponse(parts, media_type="text/event-stream")
         row = await asyncio.wrap_future(asking.future)
-        choice = _chat_choice(0, row["answer"], "end", None)
+        choice = _chat_choice(0, "", row["answer"], "end", None)
         return JSONResponse(envelope.whole([choice], None, sources=row["sources"]))
 
     async def _streamed(
@@ -203,7 +206,7 @@ class OpenAIApi:
         tokenizer = model.backend.tokenizer
 
         async def events() -> AsyncIterator[str]:
-            begun: set[int] = set()
+            begun: dict[int, ThoughtStream] = {}
             try:
                 async for draw, text, token, finish in pieces.of(pending, visit):
                     logprobs = None
@@ -212,10 +215,15 @@ class OpenAIApi:
                     elif form.logprobs:
                         logprobs = completion_logprobs([token], tokenizer, top=form.top)
                     if is_chat and draw not in begun:
-                        begun.add(draw)
+                        begun[draw] = _thought_stream(model)
                         yield _event(envelope.piece([_delta(draw, "", role="assistant")]))
-                    if text or logprobs:
-                        yield _event(envelope.piece([choice(draw, text, logprobs=logprobs)]))
+                    thoughts = {}
+                    if is_chat:
+                        thought, text = begun[draw].push(text, is_last=bool(finish))
+                        thoughts = {"thoughts": thought} if thought else {}
+                    if text or thoughts or logprobs:
+                        piece = choice(draw, text, logprobs=logprobs, **thoughts)
+                        yield _event(envelope.piece([piece]))
                     if finish:
                         last = choice(draw, None if is_chat else "", finish_of(finish))
                         yield _event(envelope.piece([last]))
@@ -223,7 +231,9 @@ class OpenAIApi:
                 new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
                 self._metrics.tokens(result.prompt_tokens, new_tokens)
                 if form.usage:
-                    yield _event(envelope.piece([], usage_of(result.prompt_tokens, new_tokens)))
+                    result = with_thinking_tokens(result, tokenizer.decode) if is_chat else result
+                    counts = result.prompt_tokens, new_tokens, _thinking_tokens(result)
+                    yield _event(envelope.piece([], usage_of(*counts)))
                 yield _DONE
             except Exception as error:
                 yield _event(door.refusal(error).to_json())
@@ -374,12 +384,24 @@ def _listener(
     return on_token
 
 
+def _thought_stream(model: ServedModel) -> ThoughtStream:
+    template = model.backend.tokenizer.template
+    return ThoughtStream(**({} if template is None else template.thought_marks))
+
+
+def _thinking_tokens(result: Result) -> int:
+    return sum(candidate.thinking_tokens or 0 for candidate in result.candidates)
+
+
 def _chat_choice(
-    index: int, text: str, finish: str, logprobs: dict[str, Any] | None
+    index: int, thoughts: str, text: str, finish: str, logprobs: dict[str, Any] | None
 ) -> dict[str, Any]:
+    """A message as vLLM's reasoning parsers write it: thoughts apart, no content without answer."""
+    content = {"content": text or None, "reasoning_content": thoughts}
+    content = content if thoughts else {"content": text}
     return {
         "index": index,
-        "message": {"role": "assistant", "content": text, "refusal": None},
+        "message": {"role": "assistant", **content, "refusal": None},
         "logprobs": logprobs,
         "finish_reason": finish_of(finish),
     }
@@ -392,9 +414,12 @@ def _delta(
     *,
     role: str | None = None,
     logprobs: dict[str, Any] | None = None,
+    thoughts: str = "",
 ) -> dict[str, Any]:
     delta: dict[str, Any] = {} if role is None else {"role": role}
-    if text is not None:
+    if thoughts:
+        delta["reasoning_content"] = thoughts
+    if text is not None and (text or not thoughts):
         delta["content"] = text
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
 
@@ -446,10 +471,12 @@ class Envelope:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
 
-def usage_of(prompt: int, completion: int) -> dict[str, int]:
-    """Numbers of tokens."""
+def usage_of(prompt: int, completion: int, thinking: int = 0) -> dict[str, Any]:
+    """Numbers of tokens; of the completion's those of thoughts, where there are some."""
     total = prompt + completion
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+    counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": total}
+    of_thoughts = {"completion_tokens_details": {"reasoning_tokens": thinking}}
+    return counts | (of_thoughts if thinking else {})
 
 
 def finish_of(finish: str) -> str:

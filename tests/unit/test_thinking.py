@@ -7,15 +7,18 @@ import json
 import pytest
 
 from mmqa_jax.decoding.requests import Candidate, Result
+from mmqa_jax.papers.mavl import parse_plan
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Usage
 from mmqa_jax.prompting.backends.cache import keep, restore
 from mmqa_jax.prompting.backends.openai_replies import Malformed, read_candidates, read_usage
 from mmqa_jax.prompting.backends.thinking import (
     ROOM,
     Thinking,
+    ThoughtStream,
     read_answer,
     read_thinking,
     split_thoughts,
+    thoughts_apart,
     thoughts_of,
     why_empty,
     with_thinking_tokens,
@@ -29,7 +32,7 @@ HARMONY = (
 )
 
 
-@pytest.mark.parametrize(("text", "thoughts", "answer"), [
+TEXTS = pytest.mark.parametrize(("text", "thoughts", "answer"), [
     (" Paris.\n", "", "Paris."),
     ("<think>\nFrance, so\n</think>\n\nParis.", "France, so", "Paris."),
     ("<thinking>France</thinking>Paris.", "France", "Paris."),
@@ -58,8 +61,36 @@ HARMONY = (
         "a\n{}", "",
     ),
 ])  # fmt: skip
+
+
+@TEXTS
 def test_the_answer_is_without_thoughts(text, thoughts, answer):
     assert split_thoughts(text) == (thoughts, answer)
+
+
+@TEXTS
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_pieces_are_split_as_the_whole(text, thoughts, answer, size):
+    """And a text without thoughts comes as it is."""
+    channels = "<|" in text or text.startswith("analysisThe")
+    stream = ThoughtStream(opened=text.startswith("France"), channels=channels)
+    pieces = [text[n : n + size] for n in range(0, len(text), size)] or [""]
+    given = [stream.push(one, is_last=n == len(pieces) - 1) for n, one in enumerate(pieces)]
+    got = tuple("".join(column) for column in zip(*given, strict=True))
+    assert got == ((thoughts, answer) if thoughts or answer != text.strip() else ("", text))
+
+
+@TEXTS
+def test_prompted_systems_get_the_answer(text, thoughts, answer):
+    """Of every completion, as `answer_all` gives them."""
+    result = thoughts_apart(Result("q", (Candidate(text, (), -1.0, None, "stop"),), 3, 0))
+    trace: dict = {}
+    assert ((result.text or "").strip(), read_answer(result.candidates[0], trace)) == (answer,) * 2
+    assert trace == ({"thinking": [thoughts]} if thoughts else {})
+
+
+def test_a_plan_is_read_of_the_answer():
+    assert parse_plan("senior", "<think>Action_1?</think>Action_2").actions == (2,)
 
 
 def reply(message, finish="stop"):

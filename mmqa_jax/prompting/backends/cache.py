@@ -29,6 +29,7 @@ from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.store import HEAD, Store, read_head
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, Unanswerable
 from mmqa_jax.prompting import backends
+from mmqa_jax.prompting.backends import thinking
 
 _WHAT = {"kind": "answers of language models", "version": 2}
 _OTHER = "with --cache (of a row: parts.llm.cache)"  # how to name another place
@@ -429,6 +430,7 @@ def answer_all(
     title: str = "Answering",
     *,
     checked: bool = False,
+    thoughts_apart: bool = True,
 ) -> Answers:
     """Answers queries with unique ids; those in the response cache first.
 
@@ -439,6 +441,8 @@ def answer_all(
     Args:
       checked: all queries passed `backend.check`, as those of `few_shot` did; an engine chooses its
         sizes for as many as were checked.
+      thoughts_apart: whether candidates' texts are answers alone; else with the thoughts that a
+        model marks in them.
     """
     not_sent: dict[Hashable, str] = {}
     for query in () if checked else queries:
@@ -464,6 +468,11 @@ def answer_all(
                 fresh, failed = backend.usage.failures - failed, backend.usage.failures
                 progress.advance(1 + fresh, **rates, **({"failed": failed} if failed else {}))
     reasons = {failure.id: failure.reason for failure in backend.failures[before:]}
+    if thoughts_apart:
+        answers = {
+            name: thinking.thoughts_apart(answer) if isinstance(answer, Result) else answer
+            for name, answer in answers.items()
+        }
     return Answers(answers, not_sent | reasons, not_sent.keys())
 
 

@@ -128,6 +128,60 @@ def split_thoughts(text: str) -> tuple[str, str]:
     return (text[start:].strip(), "") if opened else ("", text.strip())
 
 
+class ThoughtStream:
+    """Splits a text that comes in pieces into thoughts and an answer, as `split_thoughts` splits a
+    whole one; a text without thoughts stays as it is.
+
+    Args:
+      opened: whether the chat template opens a tag in front of the text.
+      channels: whether the text is a gpt-oss's.
+    """
+
+    def __init__(self, *, opened: bool = False, channels: bool = False):
+        self._opened, self._channels = opened, channels
+        self._text, self._given = "", ("", "")
+
+    def push(self, piece: str, *, is_last: bool) -> tuple[str, str]:
+        """What the piece adds to the thoughts, and to the answer."""
+        self._text += piece
+        now = self._split(is_last)
+        added = [new[len(old) :] for new, old in zip(now, self._given, strict=True)]
+        self._given = now
+        return added[0], added[1]
+
+    def _split(self, is_last: bool) -> tuple[str, str]:
+        start = self._text.lstrip()
+        openers = (*_OPENERS, *([_TOGETHER[0]] if self._channels else []))
+        tags = self._opened or _TAGS.match(start)
+        runs_together = self._channels and start.startswith(_TOGETHER[0])
+        header = _HEADER.match(start)
+        if not (is_last or tags or runs_together or header):
+            may_begin = any(opener.startswith(start) for opener in openers)
+            if may_begin or start.startswith(("<|channel|>", "<|start|>assistant")):
+                return self._given
+        if not (tags or runs_together or header):
+            return "", self._text
+        if not is_last:
+            start = start[: len(start) - _held_back(start)]
+        if runs_together and _TOGETHER[1] not in start:
+            return start.removeprefix(_TOGETHER[0]).strip(), ""
+        if self._opened and not _TAGS.match(start):
+            start = f"<think>{start}"
+        return split_thoughts(start)
+
+
+_OPENERS = ("<think>", "<thinking>", "<|channel|>", "<|start|>assistant")
+_TOGETHER = ("analysis", "assistantfinal")
+_CLOSERS = ("</think>", "</thinking>", "<|end|>", "<|return|>", "<|call|>", _TOGETHER[1])
+
+
+def _held_back(text: str) -> int:
+    """How many of a text's last characters may begin a mark."""
+    most = max(map(len, _CLOSERS))
+    ends = (n for n in range(most, 0, -1) if any(mark.startswith(text[-n:]) for mark in _CLOSERS))
+    return next((n for n in ends if n <= len(text)), 0)
+
+
 def _by_channel(text: str) -> tuple[str, str]:
     headers = [*_HEADER.finditer(text)]
     ends = [*(header.start() for header in headers[1:]), len(text)]
@@ -136,6 +190,19 @@ def _by_channel(text: str) -> tuple[str, str]:
         message = _MESSAGE_END.split(text[header.end() : end])[0].strip()
         (answer if header[1] == "final" else thoughts).append(message)
     return "\n".join(thoughts), "\n".join(answer)
+
+
+def thoughts_apart(result: Result) -> Result:
+    """The result whose candidates' texts are answers alone: thoughts in them are `thinking`."""
+
+    def apart(candidate: Candidate) -> Candidate:
+        text = candidate.text or ""
+        thoughts, answer = split_thoughts(text)
+        if answer == text.strip():  # which stays as it is
+            return candidate
+        return dataclasses.replace(candidate, text=answer, thinking=thoughts)
+
+    return dataclasses.replace(result, candidates=tuple(map(apart, result.candidates)))
 
 
 def with_thinking_tokens(result: Result, decode: Callable[[Sequence[int]], str]) -> Result:
@@ -162,8 +229,8 @@ def with_thinking_tokens(result: Result, decode: Callable[[Sequence[int]], str])
 def read_answer(candidate: Candidate, trace: dict[str, Any]) -> str:
     """The answer's text; the trace gets its thoughts, their tokens where they are known, and `cut`
     where its tokens ran out."""
-    thoughts, answer = split_thoughts(candidate.text or "")
-    if thoughts := candidate.thinking or thoughts:
+    thoughts, answer = _parts(candidate)
+    if thoughts:
         trace["thinking"] = [thoughts]
     if candidate.thinking_tokens:
         trace["thinking_tokens"] = candidate.thinking_tokens
@@ -172,15 +239,21 @@ def read_answer(candidate: Candidate, trace: dict[str, Any]) -> str:
     return answer
 
 
+def _parts(candidate: Candidate) -> tuple[str, str]:
+    """Thoughts and answer, which a server or `thoughts_apart` may have taken apart."""
+    text = candidate.text or ""
+    return (candidate.thinking, text.strip()) if candidate.thinking else split_thoughts(text)
+
+
 def thoughts_of(candidate: Candidate) -> str:
     """A candidate's thoughts, whether a server or its text says them; "": none."""
-    return candidate.thinking or split_thoughts(candidate.text or "")[0]
+    return _parts(candidate)[0]
 
 
 def why_empty(candidate: Candidate) -> str:
     """The sentence to a user about a candidate without an answer, or with half of one; "": it has a
     whole one."""
-    answer = split_thoughts(candidate.text or "")[1]
+    answer = _parts(candidate)[1]
     if candidate.finish == "length":
         if answer:
             return "the answer was cut where its tokens ran out; raise max_new_tokens"
