@@ -271,8 +271,9 @@ def _whole_numbers(value: Any) -> list[int]:
     return [item for item in items if type(item) is int]
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`did you mean 'steps'?` for a misspelled word, or else the list of known ones."""
+def nearest(word: str, known: Iterable[str], listed: str = "") -> str:
+    """`did you mean 'steps'?` for a misspelled word, or else the list of known ones, or what
+    lists them."""
     known = list(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not close:  # the right last part in the wrong section
@@ -281,6 +282,8 @@ def nearest(word: str, known: Iterable[str]) -> str:
         close = [tails[tail] for tail in difflib.get_close_matches(last, tails, n=1, cutoff=0.75)]
     if close:
         return f"did you mean {close[0]!r}?"
+    if listed:
+        return listed
     return f"the known ones are {', '.join(sorted(known))}." if known else "remove it."
 
 

@@ -105,12 +105,17 @@ GENERATE = "generate"
 FIXED = (TOWER, FLUENCY, GENERATE, encoders.TEXTS, encoders.PAGES, REGIONS)
 
 
+_LISTED = "give a size that `mmqa models` lists, the nearest to the model that is meant."
+
+
 def preset(name: str) -> LlamaConfig:
     """The sizes of a language model by name, also of one with a tower; UserError if unknown."""
     if name in WITH_PICTURES:
         return WITH_PICTURES[name]().llama
     if name not in PRESETS:
-        raise UserError(f"--model={name}: sizes are not known; {nearest(name, _LANGUAGE_MODELS)}")
+        raise UserError(
+            f"--model={name}: sizes are not known; {nearest(name, _LANGUAGE_MODELS, _LISTED)}"
+        )
     return PRESETS[name]()
 
 
@@ -140,7 +145,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
             )
         if model is not None:
             raise UserError(
-                f"--model={model}: sizes are not known; {nearest(model, alone | _LANGUAGE_MODELS)}"
+                f"--model={model}: sizes are not known; "
+                f"{nearest(model, alone | _LANGUAGE_MODELS, _LISTED)}"
             )
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
@@ -342,7 +348,7 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
     elif entry.writes == "decoder" and not entry.sees:
         sizes = preset(named)
     else:
-        raise UserError(f"--model={named}: sizes are not known; {nearest(named, known)}")
+        raise UserError(f"--model={named}: sizes are not known; {nearest(named, known, _LISTED)}")
     parts = entry.part("base").parts or {"changes": ""}
     parts = {section: getattr(sizes, part) if part else sizes for section, part in parts.items()}
     changed = ConfigDict(config.to_dict())

@@ -106,7 +106,10 @@ def check_model_type(published: Any, where: str, *expected: str) -> None:
     """Raises ForeignModel unless `model_type` of a config.json is one of `expected`."""
     model_type = published.get("model_type") if isinstance(published, dict) else None
     if model_type not in expected:
-        raise ForeignModel(where, model_type, " or ".join(map(repr, expected)))
+        names = [*map(repr, expected)]
+        if len(names) > 6:
+            names = [names[0], f"another of the {len(names)} that `mmqa models` lists"]
+        raise ForeignModel(where, model_type, " or ".join(names))
 
 
 def read_hf_config(path: Path, *model_types: str) -> dict[str, Any]:

@@ -267,6 +267,7 @@ def _remedy_for(model_type: Any) -> str:
         )
     elsewhere = "serve this one elsewhere (vLLM, llama.cpp) and ask it by --backend=openai"
     near = difflib.get_close_matches(str(model_type), types, n=1)
+    near = [one for one in near if one[:3] == str(model_type)[:3]]  # molmo is no olmoe
     if not near:
         return f"{elsewhere}; `mmqa models` lists what is read here"
     return (
