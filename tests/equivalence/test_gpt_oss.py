@@ -50,11 +50,12 @@ PUBLISHED = {
 
 
 def test_every_byte_with_every_scale_is_transformers_number():
-    scales = np.repeat(np.arange(256, dtype=np.uint8), 16).reshape(1, 256, 16)
-    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8), (1, 256, 256)).reshape(1, 256, 16, 16)
+    """But the scale 255, which is NaN (OCP MX 1.0, section 5.4.1), and 2^128 there."""
+    scales = np.repeat(np.arange(255, dtype=np.uint8), 16).reshape(1, 255, 16)
+    blocks = np.broadcast_to(np.arange(256, dtype=np.uint8), (1, 255, 256)).reshape(1, 255, 16, 16)
     source = ArraySource({"a_blocks": blocks, "a_scales": scales})
     settings = {"quantization_config": {"quant_method": "mxfp4"}}
-    got = read_rounding(settings, "config.json")[1](source).read("a")  # [1, 512, 256]
+    got = read_rounding(settings, "config.json")[1](source).read("a")  # [1, 512, 255]
     want = convert_moe_packed_tensors(torch.tensor(blocks), torch.tensor(scales))
     got = np.ascontiguousarray(got)
     np.testing.assert_array_equal(got.view(np.int16), want.contiguous().view(torch.int16).numpy())

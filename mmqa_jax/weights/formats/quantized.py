@@ -69,7 +69,8 @@ class Matrix(NamedTuple):
                 values -= self._spread(self.zero, block)
             elif self.zero:
                 values -= self.zero
-            values *= self._spread(self.scale, block)
+            with np.errstate(over="ignore"):  # infinite numbers are refused where they are read
+                values *= self._spread(self.scale, block)
             numbers[block] = values
         return (numbers.T if self.is_turned else numbers).reshape(shape)
 
