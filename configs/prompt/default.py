@@ -40,7 +40,7 @@ def get_config(mode: str = "") -> ConfigDict:
         "pages": 0,
         "scan_layers": None,
         "cache_dtype": None,
-        "weights": "given",
+        "weights": "given",  # int8 rounds them; published keeps a rounded checkpoint's codes
         "exact": True,
         "speculate": 1,  # tokens of a sequence in a step, of which all but the first are proposed
         "draft": "",  # path or name of the model that proposes them; "": looked up in the text
