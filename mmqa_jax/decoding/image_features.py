@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from mmqa_jax.decoding.requests import Throughput
 from mmqa_jax.decoding.scheduler import SlotSequence
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.qwen_vl.network import QwenVL
+
+_LOOKED_AT = 4  # batches of pictures that follow, among which are those that fill one
 
 
 class PictureFeatures:
@@ -166,26 +169,25 @@ class PictureFeatures:
                 del self._resident[number]
 
     def _encode(self, missing: dict[int, np.ndarray]) -> None:
-        """Encodes pictures, and as many of those that follow as fill the last batch."""
+        """Encodes pictures by kind, and those that follow as far as they fill a batch: padding
+        takes as long as pictures do."""
         if not missing:
             return
-        sizes = self._programs.batches
-        free = max(0, self._room - len(self._resident) - len(missing))
-        fill = min(-len(missing) % sizes[-1], free)
-        following = ((n, pixels) for n, pixels in self._following() if n not in missing)
-        # A picture may follow more than once.
-        for number, pixels in following:
-            if not fill:
-                break
-            fill -= number not in missing
-            missing[number] = pixels
-        of_kind: dict[Hashable, list[tuple[int, np.ndarray]]] = collections.defaultdict(list)
+        of_kind: dict[Hashable, dict[int, np.ndarray]] = collections.defaultdict(dict)
         for number, pixels in missing.items():
-            of_kind[self._programs.kind(pixels)].append((number, pixels))
+            of_kind[self._programs.kind(pixels)][number] = pixels
+        smallest, largest = self._programs.batches[0], self._programs.batches[-1]
+        free = max(0, self._room - len(self._resident) - len(missing))
+        for number, pixels in itertools.islice(self._following(), _LOOKED_AT * largest):
+            waiting = of_kind.get(self._programs.kind(pixels), {})
+            if free and len(waiting) % largest and number not in waiting:
+                waiting[number] = pixels
+                free -= 1
         for waiting in of_kind.values():
-            while waiting:
-                size = next((size for size in sizes if size >= len(waiting)), sizes[-1])
-                now, waiting = waiting[:size], waiting[size:]
+            pictures = list(waiting.items())
+            while pictures:
+                size = largest if len(pictures) >= largest else smallest
+                now, pictures = pictures[:size], pictures[size:]
                 inputs = self._programs.inputs([pixels for _, pixels in now], size)
                 encoded = self._run(self._programs.encode, self._state, inputs)
                 self._resident.update(

@@ -49,7 +49,7 @@ def attend_on(
     """The attention of L tokens of every slot, for all layers.
 
     Args:
-      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D], P a multiple of 128.
+      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, ..], P a multiple of 128.
       table: int32 [S, most], the pages of each slot in the order of their columns, as the device
         that holds the slot counts them; those behind its last token are not read.
       positions: int32 [S], the column of each slot's first token: all see those before.
@@ -144,7 +144,7 @@ def ragged_attention(
       q: [S, L, heads, D].
       k, v: [S, L, kv_heads, D], of the tokens themselves; q and k are not rotated.
       turns: float32 [S, L, 2, D], cosines and sines of their rotation (`llama.network.rotate`).
-      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, D]; donate it.
+      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, ..]; donate it.
       layer: int32 [], which of the N.
       window: int32 [], how many tokens each sees, itself included; None is all.
       sinks: of `layers.attention`.
@@ -200,7 +200,7 @@ def ragged_attention(
             scratch_shapes=[
                 *buffers(depth, lambda _: block),
                 *buffers(_WRITES, tile),
-                pltpu.VMEM((heads * length, size), q.dtype),
+                pltpu.VMEM((heads * length, arrays[0].shape[4]), q.dtype),
                 pltpu.VMEM((length, kv_heads, size), k.dtype),
                 pltpu.SMEM((1,), jnp.int32),
                 pltpu.SemaphoreType.DMA((depth,)),
@@ -238,7 +238,10 @@ def _kernel(
     slots, length, heads, size = q_ref.shape
     kv_heads, page = k_ref.shape[2], cache[0].shape[3]
     groups, depth, layer = heads // kv_heads, buffers[0].shape[0], layer_ref[0]
-    rows, scaled = length * groups, count == 4  # rows: of queries of one key head
+    rows = length * groups  # of queries of one key head
+    # Where values are beside the keys, a query has zeros for them, and is wide as a sum of values.
+    scaled, beside, width = count > 2, count % 2 == 1, query_ref.shape[1]
+    values = buffers[0 if beside else 1]
     most = table_ref.shape[0] // position_ref.shape[0]
     begin = pl.program_id(0) * slots
     dtype = q_ref.dtype if scaled else jnp.promote_types(q_ref.dtype, cache[0].dtype)
@@ -301,9 +304,9 @@ def _kernel(
             new_ref[t] = _rotated(k_ref[n, t], cos, sin)
             for h in range(kv_heads):
                 first = h * rows + t * groups
-                query_ref[first : first + groups] = turned[h * groups : (h + 1) * groups]
-        query = query_ref[...].astype(jnp.float32)
-        scores, values = [], []
+                query_ref[first : first + groups, :size] = turned[h * groups : (h + 1) * groups]
+        query = query_ref[:, :size].astype(jnp.float32)
+        scores, of_tokens = [], []
         for t in range(length):
             key, value = (seen(x[...], t) for x in (new_ref.at[t], v_ref.at[n, t]))
             score = capped(jnp.sum(query * key, axis=1, keepdims=True) * size**-0.5, cap)
@@ -311,13 +314,22 @@ def _kernel(
             if windowed:
                 visible &= of_row - t < window_ref[0]
             scores.append(score if length == 1 else jnp.where(visible, score, MASKED))
-            values.append(value)
+            of_tokens.append(of_width(jnp.zeros_like(value), value) if beside else value)
         top, total = functools.reduce(jnp.maximum, scores), 0.0
         if has_sinks:
             top = jnp.maximum(top, sink_ref[...])
             total = jnp.exp(sink_ref[...] - top)
         weights = [jnp.exp(score - top) for score in scores]
-        return top, total + sum(weights), sum(x * y for x, y in zip(weights, values, strict=True))
+        return (
+            top,
+            total + sum(weights),
+            sum(x * y for x, y in zip(weights, of_tokens, strict=True)),
+        )
+
+    def of_width(key: jax.Array, value: jax.Array) -> jax.Array:
+        """[n, D] each, beside each other as in the cache: [n, width]."""
+        rest = [jnp.zeros((len(key), width - 2 * size), key.dtype)] if width > 2 * size else []
+        return jnp.concatenate([key, value, *rest], axis=1)
 
     def seen(x: jax.Array, t: int) -> jax.Array:
         """New token `t`'s key or value [kv, D] by row: those after it see it as it is cached."""
@@ -333,7 +345,7 @@ def _kernel(
         position, first = position_ref[slot], number * block
         scores = product(query_ref[...], buffers[0].at[place], 1)  # [heads * L, block]
         if scaled:
-            scores *= repeated(buffers[2][place] * size**-0.5)
+            scores *= repeated(buffers[-2][place] * size**-0.5)
         else:
             scores *= size**-0.5
         column = first + jax.lax.broadcasted_iota(jnp.int32, scores.shape, 1)
@@ -345,8 +357,8 @@ def _kernel(
         weights, decay = jnp.exp(scores - new_top), jnp.exp(top - new_top)
         total = total * decay + weights.sum(1, keepdims=True)
         if scaled:
-            weights *= repeated(buffers[3][place])
-        return new_top, total, summed * decay + product(weights, buffers[1].at[place], 0)
+            weights *= repeated(buffers[-1][place])
+        return new_top, total, summed * decay + product(weights, values.at[place], 0)
 
     def write(slot: jax.Array, number: jax.Array, place: jax.Array) -> None:
         """The tiles of a block that hold the slot's new tokens, into the cache."""
@@ -354,6 +366,8 @@ def _kernel(
         if scaled:
             quantized = [[quantize(x, axis=1) for x in pair] for pair in new]
             new = [[x for x, _ in pairs] + [scale for _, scale in pairs] for pairs in quantized]
+        if beside:
+            new = [[of_width(*of_token[:2]), *of_token[2:]] for of_token in new]
         position = position_ref[slot] - number * block  # in the block
         column = jnp.maximum(position, 0)
         put(slot, number, place, new, position, column)
@@ -391,8 +405,10 @@ def _kernel(
             pltpu.make_async_copy(ring.at[turn], target, write_done.at[turn]).wait()
 
     if block > page:  # what no copy has reached is multiplied by zero
-        for buffer in buffers[1::2]:
+        for buffer in buffers[0 if beside else 1 :: 2]:
             buffer[...] = jnp.zeros_like(buffer)
+    if beside:
+        query_ref[...] = jnp.zeros_like(query_ref)
     written_ref[0] = 0
     ahead = (begin, first_block(begin))
     ahead = jax.lax.fori_loop(0, depth, lambda place, ahead: start(ahead, place), ahead)
@@ -413,6 +429,8 @@ def _kernel(
         place, ahead, (_, total, summed) = jax.lax.fori_loop(
             first_block(slot), end, of_block, (*carry, own(index))
         )
+        if beside:
+            summed = summed[:, size : 2 * size]
         attended = (summed / total).astype(out_ref.dtype)
         for t in range(length):
             for h in range(kv_heads):

@@ -44,23 +44,43 @@ from mmqa_jax.models.llama.network import LayerTraits, layer_traits
 _QUERY_ROWS = 8
 _IN_PARTS = 2048  # tokens of a device: half of them take longer to multiply than a matrix to read
 _NAMES = ("layers", "batch", "heads", "positions", "head_dim")  # for core.mesh.partition_spec
+_LANES = 128  # of a TPU, which pads rows of another size, and whose programs would copy them
 
 
 @flax.struct.dataclass
 class ScannedCache:
     """Pages of all layers: column t of a row is column t % P of the page t // P in its table.
 
-    int8 caches hold round(x / scale) as in `kv_cache.LayerCache`.
+    int8 caches hold round(x / scale) as in `kv_cache.LayerCache`. Heads whose size is no multiple
+    of a TPU's lanes have key and value beside each other.
     """
 
-    key: jax.Array  # [N, pages, kv_heads, P, D]
-    value: jax.Array  # [N, pages, kv_heads, P, D]
+    key: jax.Array  # [N, pages, kv_heads, P, D], or [N, pages, kv_heads, P, `token_width`]
+    value: jax.Array | None  # [N, pages, kv_heads, P, D]; None: beside the keys
     key_scale: jax.Array | None  # [N, pages, kv_heads, P] float32
     value_scale: jax.Array | None
 
     def map(self, function: Callable[..., jax.Array], *others: ScannedCache) -> ScannedCache:
         """The function of every array (and its counterparts in the others)."""
         return jax.tree.map(function, self, *others)
+
+    def apart(self, size: int) -> ScannedCache:
+        """The same with keys and values [..., D = size] in arrays of their own."""
+        if self.value is not None:
+            return self
+        key, value = self.key[..., :size], self.key[..., size : 2 * size]
+        return self.replace(key=key, value=value)
+
+    def beside(self, width: int) -> ScannedCache:
+        """The reverse of `apart`: one array [..., width]."""
+        both = jnp.concatenate([self.key, self.value], -1)
+        unused = [(0, 0)] * (both.ndim - 1) + [(0, width - both.shape[-1])]
+        return self.replace(key=jnp.pad(both, unused), value=None)
+
+
+def token_width(size: int) -> int:
+    """Numbers that a token's key and value of `size` each take together."""
+    return -(-2 * size // _LANES) * _LANES
 
 
 def layout(
@@ -76,8 +96,11 @@ def layout(
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
     of_token = (config.layers, pages, config.kv_heads, columns)
-    both = array(dtype, *of_token, config.head_size)
+    size = config.head_size
     scale = array("float32", *of_token) if dtype == "int8" else None
+    if size % _LANES:
+        return ScannedCache(array(dtype, *of_token, token_width(size)), None, scale, scale)
+    both = array(dtype, *of_token, size)
     return ScannedCache(both, both, scale, scale)
 
 
@@ -136,7 +159,7 @@ def decode(
         sinks: jax.Array | None,
         _: Callable,
     ) -> jax.Array:
-        held = read(cache, layer, pages)
+        held = read(cache, layer, pages).apart(q.shape[-1])
         return _one_token(q, k, v, held, positions, window, model.config.attention_cap, sinks)
 
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
@@ -264,6 +287,7 @@ def prefill(
         seen = part(mask if window is None else mask & near(window))
         if limit:
             held = read(cache, layer, part(pages)).map(lambda x: x[:, :, :limit])
+            held = held.apart(q.shape[-1])
             k, v = _behind(held.key, held.key_scale, k), _behind(held.value, held.value_scale, v)
         return attention(
             q,
@@ -390,7 +414,9 @@ def _taken(x: jax.Array, layer: jax.Array, pages: jax.Array) -> jax.Array:
     rows = [
         [jax.lax.dynamic_slice(x, (layer, page, *rest), size)[0] for page in row] for row in pages
     ]
-    return jnp.concatenate([jnp.concatenate(row, axis=2) for row in rows])
+    taken = jnp.concatenate([jnp.concatenate(row, axis=2) for row in rows])
+    # Else XLA takes the layout that a product of a half of it wants for the cache, and copies that.
+    return with_layout_constraint(taken, Layout(tuple(range(taken.ndim))))
 
 
 def _behind(x: jax.Array, scale: jax.Array | None, new: jax.Array) -> jax.Array:
@@ -469,7 +495,8 @@ def _write(
     scales = [None, None]
     if cache.key_scale is not None:
         (k, scales[0]), (v, scales[1]) = quantize(k, axis=-1), quantize(v, axis=-1)
-    new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.value.dtype), *scales)
+    new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.key.dtype), *scales)
+    new = new if cache.value is not None else new.beside(cache.key.shape[-1])
     if mesh is None:
         return _write_pages(cache, new, table, starts)
     specs = _specs(cache, mesh)

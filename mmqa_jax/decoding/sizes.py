@@ -37,6 +37,7 @@ from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
+from mmqa_jax.decoding.scanned_cache import token_width
 from mmqa_jax.decoding.slot_runner import (
     EngineConfig,
     Programs,
@@ -227,9 +228,9 @@ def choose_sizes(
     lengths = (length, min(mean, length), page, cpu)
 
     def cost_of(config: LlamaConfig, draft: _Cost | None = None) -> _Cost:
-        scanned = base.scan_layers is not False
-        by_kernel = scanned and multiplies_by_kernel(config, devices[0].platform, _PREFILL)
-        return _Cost(config, base, *lengths, by_kernel, draft)
+        scanned = devices[0].platform == "tpu" and base.scan_layers is not False
+        by_kernel = scanned and multiplies_by_kernel(config, "tpu", _PREFILL)
+        return _Cost(config, base, *lengths, scanned, by_kernel, draft)
 
     cost = cost_of(model, draft and cost_of(draft))
     chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
@@ -356,6 +357,7 @@ class _Cost:
       mean: tokens whose pages a sequence takes.
       page: tokens of a page.
       cpu: whether the devices are CPUs.
+      scanned: whether the cache is that of a TPU's scanned layers.
       by_kernel: whether experts multiply prompts by a kernel for TPU.
       draft: of a model that proposes tokens, with a cache of its own; None: there is none.
     """
@@ -366,6 +368,7 @@ class _Cost:
     mean: float
     page: int
     cpu: bool
+    scanned: bool = False
     by_kernel: bool = False
     draft: _Cost | None = None
 
@@ -434,14 +437,13 @@ class _Cost:
         held_as = dtype or self.sizes.cache_dtype or ("float32" if self.cpu else self.model.dtype)
         item, of_scale = np.dtype(_numpy(held_as)).itemsize, 4 if held_as == "int8" else 0
         of_draft = self.draft.token(tensor, dtype) if self.draft else 0
-        heads = self._of_places(
-            lambda layer: (
-                0
-                if layer.recurrent
-                else _kv_heads(layer, tensor, layer.heads) * (layer.head_size * item + of_scale)
-            )
-        )
-        return 2 * heads / tensor + of_draft
+
+        def of_layer(layer: LlamaConfig) -> float:
+            numbers = token_width(layer.head_size) if self.scanned else 2 * layer.head_size
+            heads = 0 if layer.recurrent else _kv_heads(layer, tensor, layer.heads)
+            return heads * (numbers * item + 2 * of_scale)
+
+        return self._of_places(of_layer) / tensor + of_draft
 
     def state(self, tensor: int) -> float:
         """Bytes of what recurrent layers hold of a sequence, whatever its length."""

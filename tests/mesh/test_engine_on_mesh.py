@@ -240,7 +240,7 @@ def test_the_tpus_kernel():
     rng = np.random.default_rng(0)
     key, value = rng.normal(size=(2, 3, 6, 2, 256, 64)).astype(np.float32)
     q, k, v = (rng.normal(size=(4, 1, n, 64)).astype(np.float32) for n in (4, 2, 2))
-    cache = ScannedCache(key, value, None, None)
+    cache = ScannedCache(key, value, None, None).beside(128)
     of_slots = (np.int32([0, 255, 0, 7]), np.ones((4, 1, 32)))
     pages = np.int32([[1], [2], [3], [5]])  # of which each half of `data` has three
 

@@ -21,6 +21,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.sizes import Program, engine_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig, llama2_7b
+from mmqa_jax.plan.programs import PRESETS
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count
 from tests.hlo.kept import facts_of
@@ -39,6 +40,7 @@ SHORT = EngineConfig(length=1024)  # the same, and all of what the slots hold is
 LLAMA_70B = LlamaConfig(hidden=8192, layers=80, heads=64, kv_heads=8, mlp=28672, dtype="bfloat16")
 
 
+GPT_OSS = dataclasses.replace(PRESETS["gpt_oss_20b"](), dtype="bfloat16")  # heads of 64
 HEADS_OF_80 = LlamaConfig(
     hidden=320, layers=1, heads=4, kv_heads=4, mlp=640, vocab_size=1000, dtype="bfloat16"
 )
@@ -55,6 +57,7 @@ PROGRAMS = {
         ("70b", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("decode", "prefill")),
         ("8b_default", LLAMA_8B, "v5e:2x4", {"tensor": 8}, 64, ("prefill",)),
         ("70b_default", LLAMA_70B, "v5e:4x4", {"tensor": 16}, 16, ("prefill",)),
+        ("gpt_oss", GPT_OSS, "v5e:2x4", {"data": 2, "tensor": 4}, 256, ("decode", "prefill")),
     ),
     "gpu": (
         ("7b", LLAMA_7B, "h100:1", {"tensor": 1}, 40, ("decode", "prefill")),

@@ -61,6 +61,14 @@ def test_a_step_reads_weights_and_used_columns_once(programs, name):
     assert floor <= found["bytes"] <= 1.15 * floor
 
 
+@pytest.mark.parametrize("name", ["gpt_oss_decode", "gpt_oss_prefill"])
+def test_a_cache_of_small_heads_is_not_copied(programs, name):
+    """The slots that `auto` takes fit. The table of tokens is copied: its rows are no whole lanes."""
+    found = programs[name]
+    assert found["copied"] < 1.1 * found["embedding"] + 1e-3 * found["cache"]
+    assert found["temporaries"] < 0.05 * 15.75 * 2**30
+
+
 def test_a_step_loops_over_layers_alone(programs):
     """Greedy ones: where a row samples with top_k or top_p, digits of a threshold come on top."""
     assert programs["7b_decode"]["loops"] == [32]

@@ -4,12 +4,17 @@ import dataclasses
 import re
 from types import SimpleNamespace
 
+import jax
 import pytest
 from tiny_llm import write_folder
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.decoding.sizes import SIZES, Demand, choose_sizes
+from mmqa_jax.decoding.scanned_cache import layout
+from mmqa_jax.decoding.sizes import SIZES, Demand, _Cost, _kv_heads, choose_sizes
+from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import llama2_7b, llama2_70b, llama31_8b, smollm2_135m
+from mmqa_jax.plan.program import tree_bytes
+from mmqa_jax.plan.programs import PRESETS
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, local_model
 from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.local_model import ModelConfig, open_backend
@@ -52,6 +57,20 @@ def test_weights_cache_and_steps_fit():
             used = 2 * 6.74e9 / tensor + cache / (data * tensor)
             assert used < 0.95 * free
             assert sizes.engine.slots % data == 0
+
+
+@pytest.mark.parametrize("tensor", [1, 8])
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_token_takes_the_bytes_of_its_cache(name, tensor):
+    """Scanned layers' arrays have whole rows of lanes: a TPU would pad others, and copy them."""
+    model = PRESETS[name]()
+    if model.kinds or model.heads % tensor:
+        return
+    cost = _Cost(model, EngineConfig(cache_dtype="int8"), 128, 128, 128, cpu=False, scanned=True)
+    heads = _kv_heads(model, tensor, model.heads)
+    cache = layout(dataclasses.replace(model, kv_heads=heads), 1, 128, "int8")
+    assert all(x.shape[-1] % 128 == 0 for x in jax.tree.leaves(cache))
+    assert tree_bytes(cache) == 128 * tensor * cost.token(tensor)
 
 
 def test_a_slot_is_as_long_as_the_prompts_need():
