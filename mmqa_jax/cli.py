@@ -123,7 +123,7 @@ def _reader_has_gone() -> bool:
 
 
 def _open_closed() -> None:
-    """Opens /dev/null as what was closed (`>&-`): else the next file opened is taken for it."""
+    """Opens /dev/null for a closed stream (`>&-`), whose number the next file would get."""
     for number in range(3):
         try:
             os.fstat(number)

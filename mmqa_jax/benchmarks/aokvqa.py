@@ -218,7 +218,7 @@ def read_aokvqa_predictions(path: Path, questions: Sequence[Question]) -> list[P
 def write_aokvqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
-    """Writes the leaderboard's file: every question, with what was predicted of the two."""
+    """Writes the leaderboard's file: every question, with its predicted answer or choice."""
     by_id = scores.predictions_by_question(questions, predictions)
     rows: dict[str, dict[str, str]] = {}
     for question in questions:

@@ -241,7 +241,7 @@ def harmonic_mean(values: Sequence[float]) -> float:
 
 
 def score_infoseek(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
-    """The score, by what is unseen and by type; a missing prediction is wrong.
+    """Scores by what is unseen and by type; a missing prediction is wrong.
 
     The script leaves questions without a prediction out of its means.
     """

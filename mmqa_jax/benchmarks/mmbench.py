@@ -308,7 +308,7 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
 def _with_passes(
     rows: Iterable[tuple[str, Row]], questions: Sequence[Question]
 ) -> list[tuple[str, Row]]:
-    """The rows; those of LLaVA's later rounds have the index of their pass as question_id."""
+    """Returns the rows; rows of LLaVA's later rounds get the index of their pass as question_id."""
     by_id = {question.id: question for question in questions}
     passes: dict[str, list[Question]] = {}
     for question in questions:

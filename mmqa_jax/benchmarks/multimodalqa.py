@@ -226,7 +226,7 @@ def has_answer_list(question: Question) -> bool:
 
 
 def answer_items(prediction: Prediction) -> Sequence[str]:
-    """The items that an official file gave, else those of the text; an empty text is one item."""
+    """Returns an official file's items, or the items of the text; an empty text is one item."""
     return prediction.trace.get(ANSWER_LIST, prediction.answer.split(SEPARATOR))
 
 
@@ -319,7 +319,7 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
 
 
 def _f1(predicted: set[str], gold: set[str]) -> float:
-    """F1 of two bags of words; 0 where the gold one has numbers and the other none of them."""
+    """F1 of two bags of words; 0 if the gold bag has numbers and the other one none of them."""
     numbers = {word for word in gold if _is_number(word)}
     if numbers and not numbers & predicted:
         return 0.0

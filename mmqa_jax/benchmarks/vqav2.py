@@ -131,7 +131,7 @@ def _split(
 
 
 def _counts(questions: list[Question], picture_files: int) -> dict[str, int]:
-    """All of val's questions are counted as val's, as vg's; those on OK-VQA's pictures again."""
+    """Counts val's questions as val and as vg, and once more if they are on OK-VQA's pictures."""
     whole = {ON_OKVQA_TEST: "val", GENOME_ON_OKVQA_TEST: GENOME}
     counts = Counter(f"{whole.get(q.split, q.split)} questions" for q in questions)
     for split, name in whole.items():
@@ -214,7 +214,7 @@ def _official(path: Path, coco: Mapping[int, int]) -> dict[int, GenomeQuestion]:
 
 
 def _coco_ids(path: Path) -> dict[int, int]:
-    """Visual Genome's id of a picture -> COCO's, of those that have one."""
+    """Returns Visual Genome's id of a picture -> COCO's id, if it has one."""
     return {
         row.number("image_id"): row.number("coco_id")
         for row in json_entries(path)

@@ -132,7 +132,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Finds the regions, or what is missing of them; then exports and draws."""
+    """Finds the regions, or the missing ones; then exports and draws."""
     _check(arguments)
     from mmqa_jax.data.region_exports import check_exports
 

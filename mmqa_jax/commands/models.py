@@ -1,4 +1,4 @@
-"""`mmqa models`: the families of models that are read, their sizes, and what was measured."""
+"""`mmqa models`: the families of models that are read, their sizes, and measured deviations."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Prints what is known of a training run, or a line per shard of a job and one for all."""
+    """Prints the status of a training run, or a line per shard of a job and one for all."""
     from mmqa_jax.runs.status import workdir_status
 
     path = as_path(arguments.path)

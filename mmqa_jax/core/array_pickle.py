@@ -91,7 +91,7 @@ def load_arrays(path: str | os.PathLike, *, encoding: str = "ASCII") -> Any:
 
 
 class _Refused(pickle.UnpicklingError):
-    """Names what was refused."""
+    """The name of something refused."""
 
 
 class _Reader:

@@ -259,7 +259,7 @@ class Job:
         return {"waiting_for_other_shards": True, "missing_parts": left}
 
     def _opened(self) -> Store:
-        """The store of the parts, with what was committed by now."""
+        """Opens the store of the parts committed so far."""
         if self._store is None:
             self._store = open_parts(self.folder, self._record)
         else:
@@ -296,7 +296,7 @@ class Job:
         return same_code or not (self.shared or recorded.shards > 1)
 
     def _made(self, file: Path) -> bool:
-        """Whether a part is this job's, of which job.json was deleted."""
+        """Whether a part belongs to this job, whose job.json was deleted."""
         with contextlib.suppress(UserError):
             ours = (digest_of(self._record.job), self._record.code)
             return all((chunk.job, chunk.notes.get("code")) == ours for chunk in chunks_of(file))
@@ -317,7 +317,7 @@ class Job:
 
 
 def locked_folder(folder: Path, *, shared: bool = False) -> Any:
-    """Makes a job's folder, and holds its lock until what is returned is closed (locks.hold)."""
+    """Makes a job's folder, and holds its lock until the returned handle is closed (locks.hold)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return hold(folder / ".lock", shared=shared)

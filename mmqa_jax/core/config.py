@@ -38,7 +38,7 @@ _BOOLEANS = {
 
 
 def auto() -> FieldReference:
-    """The value `auto` of a config file: what is best is chosen where it is used.
+    """The value `auto` of a config file: its user chooses the best value.
 
     Files that change the config may assign a number to it.
     """

@@ -159,7 +159,7 @@ class _Hooks:
 
 
 class _Silence(logging.Filter):
-    """Lets no traceback of a failed disk pass, nor any after the first of them."""
+    """Hides every traceback of a failed disk, and every message after the first."""
 
     failed = False
 
@@ -167,7 +167,7 @@ class _Silence(logging.Filter):
         return self.let_pass(record.exc_info[1] if record.exc_info else None)
 
     def let_pass(self, error: BaseException | None) -> bool:
-        """Whether an exception may be shown; what is none always may."""
+        """Whether an exception may be shown; other failures always may."""
         if error is None:
             return True
         self.failed = self.failed or find_disk_failure(error) is not None
@@ -175,7 +175,7 @@ class _Silence(logging.Filter):
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception and those that led to it, the last first."""
+    """Returns an exception and its causes, the last first."""
     waiting, seen = [error], set()
     while waiting:
         cause = waiting.pop()

@@ -22,7 +22,7 @@ _ONE_IN = re.compile(r"one_in_([\d.]+)")
 
 
 def one_in(count: float) -> Any:
-    """A context for products of which the model needs one in so many: they count as that much.
+    """A context for products of which the model needs one in so many: each counts as that share.
 
     Their other rows or matrices are zeros, or another device's, as in a mixture of experts.
     """

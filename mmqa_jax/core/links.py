@@ -49,7 +49,7 @@ def wraps(shape: Sequence[int], chip: Chip) -> tuple[bool, ...]:
 
 
 def fewest_links(group: Collection[Place], shape: Sequence[int], chip: Chip) -> int:
-    """How many links the worst placed chip of a group has to others of it.
+    """Counts the links that the worst placed chip of a group has to the others.
 
     Args:
       group: places of the group's chips; the two cores of a v4 or v7x chip have one.

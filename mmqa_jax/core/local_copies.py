@@ -30,7 +30,7 @@ _SHARD = re.compile(r"((?:.*/)?(?:pictures|regions|grids))/([^/]+\.array_record-
 
 
 def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
-    """A path in the file system; of an object, or of all objects below a name, that of a copy.
+    """Returns a path in the file system: of a copy, if `place` is in an object store.
 
     The copy is kept in the cache folder ($MMQA_CACHE/store); what has changed in the store since
     is copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor

@@ -30,7 +30,7 @@ class Busy(Exception):
 
 
 def hold(path: Path, *, shared: bool = False) -> IO | StoreLock:
-    """Locks the file `path`, made if missing, until what is returned is closed.
+    """Locks the file `path`, made if missing, until the returned handle is closed.
 
     A record lock dies with its process, however that ends, and worker processes do not inherit it.
 
@@ -188,7 +188,7 @@ class StoreLock:
         return self._folder / f"{kind}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def _others(self) -> list[str]:
-        """The objects of those with whom this process cannot share the lock."""
+        """Lists the objects of processes with which this one cannot share the lock."""
         # Not is_dir(), which says no where the store cannot be reached.
         with contextlib.suppress(FileNotFoundError):
             return self._of_others(list(self._folder.iterdir()))

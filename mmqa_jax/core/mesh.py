@@ -140,7 +140,7 @@ def _process_is_slice(device: jax.Device) -> bool:
 
 
 def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Device]) -> list[int]:
-    """How many slices each axis of the mesh crosses; those behind `fsdp` stay in one.
+    """Counts the slices that each mesh axis crosses; axes after `fsdp` stay in one.
 
     GPUs of several hosts are one slice unless `wanted` names an axis: in their plain order `data`
     and `fsdp` are the first to cross hosts, and an engine's `tensor` may span them.
@@ -456,7 +456,7 @@ def local_rows(mesh: Mesh, batch_size: int) -> tuple[int, ...] | None:
 
 
 def put_batch(mesh: Mesh, batch: Any) -> Any:
-    """The global arrays of a batch of whose rows each process has its own (`local_blocks`)."""
+    """Returns a batch's global arrays from each process's own rows (`local_blocks`)."""
     sharding, count, blocks = batch_sharding(mesh), batch_blocks(mesh), local_blocks(mesh)
     place = {block: n for n, block in enumerate(blocks)}
 
@@ -499,7 +499,7 @@ class RowPlacement:
         return put_batch(self.mesh, batch)
 
     def copied(self, arrays: Any) -> Any:
-        """A pytree of computed arrays, of which every device gets a copy."""
+        """Returns a pytree of computed arrays with a copy on every device."""
         return arrays if self.mesh is None else _copying(self.mesh)(arrays)
 
     def call(self, function: Callable[..., R], *arguments: Any, **options: Any) -> R:
@@ -545,7 +545,7 @@ def _copying(mesh: Mesh) -> Callable[[Any], Any]:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Sharding of a value of which every device holds a full copy."""
+    """Returns the sharding that gives every device a full copy."""
     return NamedSharding(mesh, PartitionSpec())
 
 

@@ -187,7 +187,7 @@ def free_bytes(device: jax.Device, held: float | None = None) -> float:
 
 
 def read_batch_size(text: str) -> BatchSize:
-    """`--batch_size`: UserError for what is neither a positive number nor `auto`."""
+    """Parses `--batch_size`; UserError unless it is a positive number or `auto`."""
     if text == AUTO:
         return AUTO
     if size := decimal_number(text):

@@ -79,7 +79,7 @@ def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
 
 
 def launched_shard() -> Shard:
-    """The share of this process among those that JAX joined to one launch."""
+    """Returns this process's share among the processes that JAX joined to one launch."""
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return WHOLE

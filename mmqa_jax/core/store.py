@@ -46,7 +46,7 @@ _HEAD_AGAIN = "delete it, and the next start of the job writes it again and keep
 
 
 class Damaged(ValueError):
-    """The content is not what was written."""
+    """The content differs from what was written."""
 
 
 class Chunk(NamedTuple):
@@ -262,7 +262,7 @@ class Store:
         return f"{self._writer()}-{self._written:06d}"
 
     def _writer(self) -> str:
-        """A name that no other writer has; by it, those of later writers come later."""
+        """Returns a name that no other writer has; names of later writers sort later."""
         if not self._name:
             host = re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname())
             more = f"{host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
@@ -367,7 +367,7 @@ class Store:
         raise UserError(f"{self.folder / file}: {problem}{more}; {self._remedy(file)}.")
 
     def _forget(self, file: str) -> None:
-        """Drops what was read of a file."""
+        """Drops the index entries of a file."""
         self._foreign.discard(file)
         if self._read_to.pop(file, 0):
             self._index = {key: entry for key, entry in self._index.items() if entry.file != file}
@@ -437,7 +437,7 @@ def check_no_link(path: Path) -> None:
 
 
 def check_file(path: Path) -> None:
-    """Refuses what is no file in a job's folder: links, and pipes, which are waited for forever."""
+    """Refuses links and pipes in a job's folder, at which a reader would wait forever."""
     check_no_link(path)
     if not in_store(path) and path.exists() and not path.is_file():
         raise UserError(f"{path}: is no file; delete it, and the job writes it again.")

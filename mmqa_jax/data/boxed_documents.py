@@ -16,7 +16,7 @@ Read = tuple[dict[str, Any], list[bytes]]
 
 
 def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Read:
-    """Returns what is kept of a document's text and figures; `bad`: why it cannot be read.
+    """Returns a document's text and figures; `bad` says why it cannot be read.
 
     Args:
       scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
@@ -57,7 +57,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
 
 
 def pages(data: bytes) -> Read:
-    """Returns what is kept of a PDF's pages, as of figures without a caption."""
+    """Returns a PDF's pages as figures without a caption."""
     from mmqa_jax.data.documents.pdf import page_pictures
 
     pictures: dict[str, bytes] = {}
@@ -91,7 +91,7 @@ def scans(data: bytes, numbers: list[int]) -> Read:
 
 
 def picture(data: bytes) -> Read:
-    """Returns what is kept of a picture: that it is one."""
+    """Returns the entry of a picture, once it is known to be one."""
     try:
         verify(data, "")
     except PictureError as error:

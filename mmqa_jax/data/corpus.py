@@ -99,7 +99,7 @@ class Corpus:
 
     @property
     def on_disk(self) -> bool:
-        """Whether the sources stay on disk: who reads all of them holds none."""
+        """Whether the sources stay on disk, so that reading all of them fills no memory."""
         return not isinstance(self.sources, list)
 
     @property

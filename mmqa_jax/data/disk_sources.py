@@ -1,4 +1,4 @@
-"""Sources on disk: as many as Wikipedia has, of which none is held in memory.
+"""Keeps sources on disk: as many as Wikipedia has, none of them in memory.
 
     <folder>/00000.arrow, ...    65,536 sources each (Arrow's IPC files), in record batches of 256
     <folder>/batches.npy         of every batch the first 16 bytes of its SHA-256
@@ -176,7 +176,7 @@ class DiskSources(Sequence[Source]):
             raise UserError(f"{path}: is damaged ({reason}); {_REMEDY}.") from error
 
     def _check(self, number: int, columns: Sequence[Any]) -> None:
-        """UserError if a batch, when it is first read, is not the one that was written."""
+        """Raises UserError if a batch differs from the written one when it is first read."""
         if not self._checked[number] and not self._is_whole(number, columns):
             shard, place = divmod(number, SHARD_ROWS // BATCH_ROWS)
             path = self.folder / shard_name(shard)

@@ -226,7 +226,7 @@ class _Reading:
         self._opened: set[str] = set()  # files
 
     def read(self, files: Sequence[FoundFile], progress: Callable[[int, int], None]) -> None:
-        """Reads the files of whose bytes nothing is kept, each in a box, several at a time."""
+        """Reads the files that are new by their bytes, each in a box, several at a time."""
         workers = max(1, min(threads(), _MOST_WORKERS, len(files)))
         boxes = [Box(Path(boxed_documents.__file__)) for _ in range(workers)]
         free: queue.SimpleQueue[Box] = queue.SimpleQueue()
@@ -251,7 +251,7 @@ class _Reading:
         progress(len(files), len(files))
 
     def _to_do(self, file: FoundFile) -> dict[str, tuple[bytes, str, str, dict[str, Any]]]:
-        """Key -> the arguments of `_boxed`, for what is not kept of a file."""
+        """Returns key -> arguments of `_boxed` for a file's missing results."""
         try:
             data, checksum = self._identified(file)
             missing = {
@@ -291,7 +291,7 @@ class _Reading:
     def _take(
         self, waiting: dict[Future[boxed_documents.Read], tuple[str, int]], most: int
     ) -> None:
-        """Keeps what was read, until at most so many files are being read."""
+        """Stores results until at most so many files are being read."""
         while len(waiting) > most or sum(size for _, size in waiting.values()) > _AHEAD_BYTES:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
                 key, _ = waiting.pop(future)
@@ -571,7 +571,7 @@ def _with_pages(document: Mapping[str, Any], pages: Mapping[str, Any]) -> dict[s
 def _with_scans(
     document: Mapping[str, Any], readings: Mapping[int, Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Adds paragraphs of its scanned pages, whose place is the page, to what is kept of a document.
+    """Adds paragraphs of its scanned pages, whose place is the page, to a document.
 
     What a page says as text, such as a stamp on it, is not said again.
     """

@@ -1,4 +1,4 @@
-"""The files of a folder that a stranger may have made: what is there, and nothing outside it.
+"""Lists a folder that a stranger may have made: its files, and nothing outside it.
 
 Symbolic links are not followed, so that no loop is walked and no link leads out; pipes, devices and
 sockets are not opened. What is left out is counted and named.

@@ -72,7 +72,7 @@ class Source:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Question:
-    """One question and what is known of its answer.
+    """One question and its reference answers.
 
     Attributes:
       id: unique in its dataset (WebQA: the Guid).

@@ -31,7 +31,8 @@ _RARE = "\U0002b820"  # a character that no vocabulary needs to have
 
 @contextlib.contextmanager
 def panics_refused() -> Iterator[None]:
-    """Around calls of the tokenizers library, whose Rust gives up with what is no Exception.
+    """Guards calls of the tokenizers library, whose Rust panics with something that is no
+    Exception.
 
     Oniguruma does so where a regular expression backtracks too long, on a text that `tokenizer_of`
     did not try.
@@ -118,7 +119,7 @@ def tokenizer_of(text: str, place: str) -> Pipeline:
 
 
 def _numbers(content: Mapping[str, Any]) -> Iterator[int]:
-    """Numbers of tokens in a tokenizer.json, of which nothing has been checked."""
+    """Yields the numbers of tokens in an unchecked tokenizer.json."""
     model = content.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     added = content.get("added_tokens")
@@ -129,7 +130,7 @@ def _numbers(content: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _kinds(part: Any) -> set[str]:
-    """The types of a part and of those within it."""
+    """Yields the types of a part and of the parts within it."""
     inner = part.values() if isinstance(part, dict) else part if isinstance(part, list) else ()
     kinds = set().union(*map(_kinds, inner))
     if isinstance(part, dict) and "type" in part:

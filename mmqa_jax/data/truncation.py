@@ -35,7 +35,7 @@ def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
 
 
 def cut_before_end(tokens: Tokens, budget: int) -> Tokens:
-    """`tokens` cut to `budget`, of which the last one stays: the end token is learned and read."""
+    """Cuts `tokens` to `budget` and keeps the last one: the end token is learned and read."""
     return tokens if len(tokens) <= budget else [*tokens[: budget - 1], tokens[-1]]
 
 

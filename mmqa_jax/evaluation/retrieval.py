@@ -247,7 +247,7 @@ FORMATS = (
 
 
 def has_positives(question: Question) -> bool:
-    """Whether it is known what is relevant for a question."""
+    """Whether the relevant sources of a question are known."""
     return bool(question.positives)
 
 

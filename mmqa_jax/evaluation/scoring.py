@@ -55,7 +55,7 @@ class Evaluation:
         return [*self.scored, *self.attribution, *retrieval]
 
     def summary(self) -> dict[str, Any]:
-        """The scores as in scores.json; `n` is that of the first scorer."""
+        """The scores as in scores.json; `n` is the first scorer's."""
         by_category: dict[str, dict[str, float]] = {}
         by_modality: dict[str, dict[str, float]] = {}
         for scores in self.all:
@@ -349,7 +349,7 @@ def score_citations(questions: Sequence[Question], predictions: Sequence[Predict
 def score_refusals(
     questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Scores]:
-    """Whether questions are refused: one Scores of those that a source answers, one of the others.
+    """Scores whether questions are refused: first those that a source answers, then the others.
 
     `refused/unanswerable` is 1 where no answer was given rightly, and 0 where one was made up;
     `refused/answerable` is 1 where an answer was withheld that the sources have. A missing

@@ -62,7 +62,7 @@ def check_threshold(threshold: float, name: str) -> None:
 def select_sources(
     relevance: Sequence[Ranking], threshold: float, selection: Selection = SELECTIONS["best"]
 ) -> list[Ranking]:
-    """The sources to cite: those more relevant than the threshold, as the selection says."""
+    """Returns the sources to cite: above the threshold, as the selection says."""
     selected = []
     for ranking in relevance:
         places = [

@@ -212,7 +212,7 @@ def _tokens(
     wanted: Sequence[str],
     normalizer: Normalizer,
 ) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
-    """The rows of the questions that have an answer; its tokens and those of the wanted one."""
+    """Returns the rows of the answered questions, their tokens, and the wanted tokens."""
     answers = [by_question[question.id].answer for question in scored if question.id in by_question]
     normalizer.remember([*wanted, *answers])
     for row, (question, text) in enumerate(zip(scored, wanted, strict=True)):

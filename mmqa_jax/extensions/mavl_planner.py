@@ -491,7 +491,7 @@ class GrpoObjective(LanguageModelObjective):
 
 
 def _plan_name(plan: mavl.Actions) -> str:
-    """Names the metric that is the share of a plan among those drawn."""
+    """Names the metric of a plan's share among the drawn plans."""
     return "plan/" + ("+".join(map(str, plan)) or "none")
 
 
@@ -633,7 +633,7 @@ class PlanGroups:
 
 
 def _example(prompt: PlanPrompt, drawn: Candidate) -> TokenExample:
-    """A row's tokens: the prompt and what was drawn, the end included."""
+    """Returns a row's tokens: the prompt and the drawn tokens, the end included."""
     return TokenExample(np.array([*prompt.tokens, *drawn.tokens], np.int32), len(prompt.tokens))
 
 

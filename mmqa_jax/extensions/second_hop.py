@@ -140,7 +140,7 @@ def _with_title(question: Question, title: str) -> Question:
 
 
 def _without_best(first: Ranking, candidates: Ranking) -> Ranking:
-    """The candidates but for the first hop's best; those that it did not find come last."""
+    """Returns the candidates without the first hop's best; new candidates come last."""
     rest = tuple(dict.fromkeys((*first.sources, *candidates.sources)))[1:]
     return Ranking(first.question_id, rest, (0.0,) * len(rest))
 

@@ -82,7 +82,7 @@ def evidence_rows(hops: Sequence[Evidence]) -> list[dict[str, Any]]:
 
 
 def evidence_of(rows: Sequence[Mapping[str, Any]]) -> list[Evidence]:
-    """The evidence of `evidence_rows`, which may be that of several groups of questions."""
+    """Parses the evidence of `evidence_rows`, possibly of several groups of questions."""
     hops = zip(*(row["hops"] for row in rows), strict=True)
     return [
         Evidence(*(tuple(map(ranking_of, rankings)) for rankings in zip(*pairs, strict=True)))

@@ -118,7 +118,7 @@ def _longest_run(
 
 
 def _gap(before: str, token: str, quotes: int) -> str:
-    """The space between what is written, with so many quotation marks, and the next token."""
+    """Returns the space before the next token, after so many quotation marks."""
     if not before:
         return ""
     last = before[-1]

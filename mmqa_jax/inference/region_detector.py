@@ -538,7 +538,7 @@ class RegionCache:
         self._broken: dict[str, str] = {}  # digest -> why there are no regions
 
     def find(self, pictures: Mapping[str, EncodedPicture]) -> None:
-        """Detects those of the pictures (by digest) that are missing, together."""
+        """Detects the missing pictures (by digest) together."""
         if not self._missing(pictures):
             return
         with self._detecting:
@@ -551,7 +551,7 @@ class RegionCache:
                 self._detect(missing[start : start + _TOGETHER], pictures)
 
     def _detect(self, digests: Sequence[str], pictures: Mapping[str, EncodedPicture]) -> None:
-        """Detects pictures and commits what was found, whole or not at all."""
+        """Detects pictures and commits the results, whole or not at all."""
         read = {pictures[digest].name: pictures[digest].read for digest in digests}
         encode = RegionEncoder(lambda name: read[name](), self._detector, self.facts.precision)
         records = {}

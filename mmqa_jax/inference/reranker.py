@@ -361,7 +361,7 @@ class CachedReranker(PairScorer):
 
 @functools.partial(jax.jit, static_argnums=1)
 def _joined(encoded: Sequence[QuestionStates], count: int) -> QuestionStates:
-    """The first `count` questions of batches of them."""
+    """Joins batches to their first `count` questions."""
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[:count], *encoded)
 
 

@@ -102,7 +102,7 @@ def answer_oracle(
     top_p: float = MISTRALS.top_p,
     max_new_tokens: int = MISTRALS.max_new_tokens,
 ) -> list[Prediction]:
-    """The right article is given, the section of it that is read is the reranker's."""
+    """Answers from the right article; the reranker chooses its section."""
     sections = []
     for question in questions:
         names = tuple(answering_articles(question))

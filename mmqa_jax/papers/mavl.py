@@ -311,7 +311,7 @@ def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
 
 
 def every_plan(role: Role) -> list[Plan]:
-    """All plans of a role, those with fewer actions first."""
+    """Returns all plans of a role, the shortest first."""
     allowed = ROLES[role]
     return [
         Plan(actions)
@@ -505,7 +505,7 @@ def elect(
     trace: Mapping[str, Any],
     fallback: str,
 ) -> Prediction:
-    """Equation 8: the answer with most votes; of equal ones that of the higher level.
+    """Equation 8: returns the answer with most votes; among equals, the higher level's answer.
 
     Args:
       team: records of agents, from the lowest level to the highest.
@@ -580,7 +580,7 @@ def answer_mavl(
     temperature: float = 0.0,
     seed: Count = 0,
 ) -> list[Prediction]:
-    """Algorithm 1, every line of it for all questions and agents at once.
+    """Runs algorithm 1, each line for all questions and agents at once.
 
     The language model reads the benchmark three times: plans, generated knowledge, answers.
 

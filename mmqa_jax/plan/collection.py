@@ -119,7 +119,7 @@ def plan_collections(
 
 
 def read_sizes(text: str) -> list[int]:
-    """`10M,100M,1B` -> numbers of sources; UserError for what is not one."""
+    """Parses `10M,100M,1B` as numbers of sources; UserError for anything else."""
     sizes = []
     for part in text.split(","):
         match = _COUNT.fullmatch(part.strip())

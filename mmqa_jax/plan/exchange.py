@@ -43,7 +43,7 @@ _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "reshape", "t
 
 
 class Weight(NamedTuple):
-    """A weight, or a part of it, inside a program.
+    """A weight, or a part of one, inside a program.
 
     Attributes:
       split: its dimensions.

@@ -1,4 +1,4 @@
-"""A program to plan, and what its compiler says of it."""
+"""Defines a program to plan, and reads its compiler's analysis."""
 
 from __future__ import annotations
 

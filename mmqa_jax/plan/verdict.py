@@ -109,7 +109,7 @@ def plan(
     only: Sequence[str] = (),
     calibration: Calibration | None = None,
 ) -> Plan:
-    """Compiles a config's programs for a topology, and remedies for those that do not fit.
+    """Compiles a config's programs for a topology, and looks for remedies if one does not fit.
 
     Args:
       config: empty where the model alone decides the program; see programs.program_names.
@@ -137,7 +137,7 @@ def chosen(config: ConfigDict, only: Sequence[str], model: str | None = None) ->
 
 
 def place(name: str, config: ConfigDict, topology: Topology) -> Topology:
-    """The devices of a topology that a program runs on: all, or those of one host."""
+    """Returns the devices that a program runs on: all of a topology, or one host's."""
     one_host = on_one_host(name, config, len(topology.devices))
     return topology.host if one_host else topology
 
@@ -364,7 +364,7 @@ def _settings(name: str, config: ConfigDict, devices: int) -> list[Changes]:
 
 
 def _splits(devices: int, engine: bool) -> list[tuple[int, int, int]]:
-    """Few of all meshes (data, fsdp, tensor), those that are used in practice."""
+    """Yields the few meshes (data, fsdp, tensor) that are used in practice."""
     few = min(8, devices)
     if engine:
         return list(dict.fromkeys([(1, 1, devices), (devices // few, 1, few)]))

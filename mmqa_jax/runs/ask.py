@@ -46,7 +46,7 @@ class Answer:
     candidates: Ranking | None
 
     def shown(self, corpus: Corpus) -> list[ShownSource]:
-        """The sources to show: those that were read are cited, the nearest one is not."""
+        """The sources to show: the sources that were read are cited, the nearest source is not."""
         names, scores = self.prediction.sources, self.prediction.source_scores
         return shown_sources(corpus, names, scores, cited=self.found)
 

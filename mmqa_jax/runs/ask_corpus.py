@@ -12,7 +12,7 @@ from mmqa_jax.data.schema import Prediction, Question, Source
 
 
 class AskedCorpus(Corpus):
-    """A prepared corpus, and the pictures of the questions that are being asked of it."""
+    """A prepared corpus, and the pictures of the questions asked."""
 
     def __init__(self, prepared: Corpus):
         super().__init__(

@@ -102,7 +102,7 @@ class FolderAnswer:
     read: Ranking
 
     def shown(self, corpus: Corpus) -> list[ShownSource]:
-        """The sources to show: those that the answer cites, or else those that were read."""
+        """The sources to show: the cited sources, or else all that were read."""
         cited = self.prediction.sources
         if cited:
             return shown_sources(corpus, cited, self.prediction.source_scores, cited=True)
@@ -161,7 +161,7 @@ class Passages(NamedTuple):
 
 
 class FolderAnswerer:
-    """A folder's passages behind retrievers, and a reader of them.
+    """Answers from a folder's passages: retrievers and a reader.
 
     Args:
       corpus: of `open_folder`.
@@ -210,7 +210,7 @@ class FolderAnswerer:
         return to_read
 
     def read(self, to_read: ToRead, reader: Reader | None = None) -> FolderAnswer:
-        """Answers a question from what was found.
+        """Answers a question from its search results.
 
         Args:
           reader: in place of this answerer's own.
@@ -236,7 +236,7 @@ def open_folder(
     flag: str = "--data",
     encoder: str = MINILM,
 ) -> AskedCorpus:
-    """A folder of documents as a corpus, of which only what has changed is read.
+    """Opens a folder of documents as a corpus, and reads only changed files.
 
     Args:
       folder: of documents and pictures, an interchange folder, or a prepared corpus.
@@ -289,7 +289,7 @@ def open_words(corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> BM25Retriever:
 
 
 def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
-    """All sources of a corpus by their vectors; those of unchanged files are kept on disk.
+    """Opens the vectors of all sources; those of unchanged files are kept on disk.
 
     Args:
       encoder: `minilm` and other encoders of texts embed pictures by their captions, others by

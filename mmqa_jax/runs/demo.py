@@ -235,7 +235,7 @@ class _Demo:
         )
 
     def _run_rows(self, kind: str) -> None:
-        """Runs the rows whose setting starts with `kind`; "": those that answer questions."""
+        """Runs the rows whose setting starts with `kind`; "": the rows that answer questions."""
         for name, row in self._tables.ROWS.items():
             if "system" in row or "llm" in row["parts"]:  # prompted, not of what the demo trains
                 continue

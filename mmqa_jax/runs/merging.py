@@ -115,7 +115,7 @@ _ROWS: Mapping[str, Callable[[JobRecord, Sequence[Any]], list[Any]]] = {
 
 
 def _check(prediction: Prediction) -> None:
-    """ValueError for a prediction of other types than those that are scored and shown."""
+    """Raises ValueError for a prediction whose types cannot be scored and shown."""
     texts = (prediction.question_id, prediction.answer, *prediction.sources)
     if not all(isinstance(text, str) for text in texts):
         raise ValueError(f"a prediction holds {prediction.answer!r:.40} as its answer")
@@ -161,5 +161,5 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
 
 
 def _on_this_host(path: str) -> str:
-    """A path, or that of a copy if it is in an object store."""
+    """Returns a path, or the path of a copy if it is in an object store."""
     return str(local_copy(path)) if in_store(path) else path

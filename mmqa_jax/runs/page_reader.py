@@ -53,7 +53,7 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
 
 
 def _read(llm: Cached, pictures: Sequence[bytes]) -> list[PageText]:
-    """Returns the text of each page, with the problem of those that are cut off or not read."""
+    """Returns the text of each page, and the problem of each page that is cut off or unread."""
     texts = [PageText("")] * len(pictures)
     queries = []
     for number, picture in enumerate(pictures):

@@ -109,7 +109,7 @@ class OpenedParts:
         self._parts.clear()
 
     def new_row(self) -> None:
-        """Forgets the last row's seconds and models; what is open stays so."""
+        """Forgets the last row's seconds and models; open parts stay open."""
         self.llm = None
         self.seconds.clear()
         self.unscored = Counter()
@@ -209,8 +209,7 @@ Seconds = defaultdict[str, float]
 
 
 class Resumable:
-    """A retriever, reranker or reader whose results are kept in a store by question and what was
-    asked.
+    """A retriever, reranker or reader that keeps its results in a store, by question and request.
 
     It has the interface of the part that it wraps, so that papers run with either; `seconds` (by
     question id) gets the time spent on each question, over all attempts.
@@ -345,7 +344,7 @@ class Resumable:
         keys: Sequence[str],
         compute: Callable[[list[int]], Iterable[Mapping[int, Any]]],
     ) -> list[Any]:
-        """The results by key, in order; those that are missing are computed and kept.
+        """Returns the results by key, in order; it computes and keeps missing ones.
 
         `compute` turns places of missing keys into batches of results by their place in that list.
         """

@@ -119,7 +119,7 @@ def _claimed(
 
 
 def _with_local_copies(row: Row) -> Row:
-    """The row, with copies on this host in place of what is in an object store."""
+    """Returns the row with copies on this host in place of objects in a store."""
     config = ConfigDict(row.config)
     copied = with_local_copies(config)
     return row if copied is config else read_row(copied)

@@ -1,4 +1,4 @@
-"""Questions answered in chunks: what is asked of them, JSON values of each chunk, and back."""
+"""Answers questions in chunks: each chunk's results are JSON values."""
 
 from __future__ import annotations
 

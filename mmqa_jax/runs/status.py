@@ -243,7 +243,7 @@ def status_lines(status: dict[str, Any]) -> list[str]:
 
 
 def read_swept(folder: Path) -> tuple[str, list[dict[str, Any]]]:
-    """The task of a sweep over trainings, and of each run what sweep.json has of it.
+    """Reads the task of a sweep over trainings, and sweep.json's record of each run.
 
     That is `values` (by key of the config), `workdir` (below `folder`), and of a run that ended
     since its loss was not finite `failed`, the sentence about it.

@@ -189,7 +189,7 @@ def _record(cell: SweepCell, scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _save(folder: Path, content: Mapping[str, Any]) -> None:
-    """sweep.json, sweep.md and report.html of what is finished."""
+    """Writes sweep.json, sweep.md and report.html of the finished cells."""
     write_json(folder / SWEEP, content)
     _, table = report_sweep(folder)
     with atomic_write(folder / "sweep.md") as file:
@@ -197,7 +197,7 @@ def _save(folder: Path, content: Mapping[str, Any]) -> None:
 
 
 def report_sweep(folder: Path) -> tuple[Path, tables.Table]:
-    """Writes report.html of what is finished of a sweep; returns its path and the table."""
+    """Writes report.html of a sweep's finished cells; returns its path and the table."""
     content = read_json(folder / SWEEP)
     of_trainings = isinstance(content, Mapping) and "task" in content
     data = _trainings_report(folder) if of_trainings else _rows_report(folder, content)

@@ -1,4 +1,4 @@
-"""How a prompted system came to each of its answers: trace.jsonl, and what cards say of it."""
+"""Traces how a prompted system came to its answers: trace.jsonl, and its rows on cards."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def trace_counts(
 
 
 def _reader_counts(traces: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Counts in LLMReader's traces what was not shown to the model, and how it cited."""
+    """Counts in LLMReader's traces what the model was not shown, and how it cited."""
     return {
         "picture_not_shown": _total(traces, "picture_not_shown"),
         "dropped_sources": _total(traces, "dropped_sources"),

@@ -46,7 +46,7 @@ _HEADERS = {
 
 
 class Entrance(Route):
-    """A route of the application, and what the door has to know of it.
+    """A route of the application, with the facts that the door needs.
 
     Args:
       is_queued: it is a POST with a JSON body and takes a place in the queue; others are answered
@@ -129,7 +129,7 @@ class Visit:
         return work
 
     def end(self) -> None:
-        """Ends all work, and gives back what was taken of the door's."""
+        """Ends all work, and frees the door's places."""
         self.is_over = True
         for work in self._works:
             work.cancel()  # what is finished is not touched
@@ -462,10 +462,10 @@ class Metrics:
         self._tokens.labels("completion").inc(completion)
 
     def text(self) -> bytes:
-        """All of it in Prometheus's format."""
+        """Formats all metrics for Prometheus."""
         return generate_latest(self._registry)
 
     def answered(self, route: str, status: int, seconds: float) -> None:
-        """Counts a request under a route, of which there are few."""
+        """Counts a request under its route; there are few routes."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)

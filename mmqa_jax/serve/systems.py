@@ -352,7 +352,7 @@ def source_rows(corpus: AskedCorpus, ranking: Ranking) -> list[AnswerRow]:
 
 
 def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -> list[AnswerRow]:
-    """Rows of what was found, those that an answer cites first and numbered in its order."""
+    """Returns the rows of sources: cited ones first, numbered in the answer's order."""
     cited = dict(zip(prediction.sources, prediction.source_scores, strict=False))
     scores = {**dict.fromkeys((*prediction.sources, *ranking.sources)), **cited}
     scores |= dict(zip(ranking.sources, ranking.scores, strict=False))

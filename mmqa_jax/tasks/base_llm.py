@@ -241,7 +241,7 @@ class TextModelTask(Task):
         return text_tokenizer.open_text_tokenizer(folder)
 
     def check_trained(self) -> None:
-        """Refuses a filter of the trained parameters: the section `model` says what is trained."""
+        """Refuses a filter of the trained parameters, which the section `model` names."""
         if self.loop.optimizer.trainable is not None:
             raise UserError(
                 f"config key train.optimizer.trainable={self.loop.optimizer.trainable}: the "

@@ -1,4 +1,4 @@
-"""Trainable RMR (ours): the limit that the paper names is that nothing of it is trained.
+"""Trainable RMR (ours), since the paper names as its limit that it trains nothing.
 
 The language model learns rationale and answer behind the prompts that RMR gives it, with and
 without retrieved triplets, by the same templates and from the same library. Of conversations

@@ -307,7 +307,8 @@ class AnswerObjective(_OfLayers):
     def loss(
         self, model: VLP, batch: dict, dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss per masked token, and the share of them with a probability above one half.
+        """Returns the mean loss per masked token, and the share of tokens with a probability above
+        0.5.
 
         Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
         """

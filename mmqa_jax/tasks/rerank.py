@@ -212,7 +212,7 @@ def two_sides(
 def load_selector(
     folder: str | Path, options: tasks.Options | None = None, *, one_shape: bool = False
 ) -> tuple[Rerank, Tokenizer, VLP]:
-    """The task, tokenizer and model of a rerank run; the arguments are those of `load_reranker`."""
+    """Loads task, tokenizer and model of a rerank run; see `load_reranker` for the arguments."""
     task, tokenizer = tasks.read_run(folder, (Rerank,), options)
     task = task.in_one_shape() if one_shape else task
     return task, tokenizer, task.open_vlp(folder, tokenizer, one_shape=one_shape)

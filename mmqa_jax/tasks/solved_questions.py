@@ -113,7 +113,7 @@ class SolvedQuestions(TextModelTask):
 
     @staticmethod
     def is_solved(question: Question) -> bool:
-        """Whether a question has what is learned."""
+        """Whether a question has a solution to learn."""
         raise NotImplementedError
 
     def _check(self, files: bool) -> None:
@@ -129,7 +129,7 @@ class SolvedQuestions(TextModelTask):
             )
 
     def check_learned(self) -> None:
-        """Refuses rows of which nothing, or all, is learned."""
+        """Refuses rows whose tokens are all learned, or none of them."""
         length, targets = self.size
         if not 0 < targets < length:
             raise UserError(

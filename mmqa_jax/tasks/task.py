@@ -383,7 +383,7 @@ class Task(abc.ABC):
         return dataclasses.replace(self, batches=batches)
 
     def in_use(self) -> InUse:
-        """The program that uses what is trained; of tasks with `program`."""
+        """The program that uses the trained model, for tasks with `program`."""
         raise NotImplementedError
 
     def in_folder(self, folder: str | os.PathLike) -> Self:

@@ -375,7 +375,7 @@ def load_prophets_mcan(
 
 
 def _answer_heads(sizes: Any) -> int:
-    """Answers of a VQA model, those that finetuning appended included."""
+    """Returns a VQA model's answers, with those that finetuning appended."""
     return sizes.answers + getattr(sizes, "new_answers", 0)
 
 
@@ -408,7 +408,7 @@ def keep_vocabulary(answers: AnswerVocabulary, folder: Path) -> None:
 
 
 def pretrained_answers(task: Any, answers: AnswerVocabulary) -> int:
-    """How many of the answers the model's first head has: those of the weights in `init`."""
+    """Counts the answers of the model's first head: those of the weights in `init`."""
     if not is_weights_folder(task.init):
         return len(answers)
     record = read_record(task.init)

@@ -141,7 +141,7 @@ class Checkpoints:
         return Best(metrics["step"], metrics["score"])
 
     def reached_preemption(self, step: int) -> bool:
-        """Whether all hosts agreed to stop at this step, since one of them got SIGTERM."""
+        """Whether all hosts agreed to stop at this step, because one of them got SIGTERM."""
         return self._manager.reached_preemption(step)
 
     def save(
@@ -491,7 +491,7 @@ def check_steps(folder: Path, *, skip_damaged: bool) -> None:
 def _first_damage(
     folder: Path, read: Mapping[int, Collection[str] | None]
 ) -> tuple[int, str] | tuple[None, None]:
-    """The first of the steps whose files, those to be read of it, are damaged, and what is."""
+    """Returns the first step whose needed files are damaged, and the damage."""
     for step, names in read.items():
         if (problem := find_damage_together(folder / str(step), names)) is not None:
             return step, problem

@@ -103,7 +103,7 @@ def find_damage(
 def check_sums(
     folder: str | os.PathLike, names: Collection[str] | None = None, *, remedy: str
 ) -> None:
-    """Refuses a folder whose files are not those that were written.
+    """Refuses a folder whose files differ from the written ones.
 
     Args:
       names: as of `find_damage`.

@@ -173,9 +173,7 @@ class LocalCheckpoints:
             self._writer.shutdown()
 
     def newest(self, after: int, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> HeldStep | None:
-        """The newest step above `after` of which the processes hold every block of the `wanted`
-        arrays.
-        """
+        """Returns the newest step above `after` with every block of the `wanted` arrays."""
         names = sorted(name for name in self._names() if _COPY.fullmatch(name))
         here = [socket.gethostname(), str(self.folder), names]
         everywhere = distributed.gather("local checkpoints", here)

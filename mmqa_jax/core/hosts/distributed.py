@@ -159,7 +159,7 @@ def _initialize(arguments: Mapping[str, Any], environment: Mapping[str, str]) ->
 
 @contextlib.contextmanager
 def without_proxies() -> Iterator[None]:
-    """Hides the environment's proxies: what is connected to meanwhile is reached directly.
+    """Hides the environment's proxies, so that connections made meanwhile are direct.
 
     gRPC would ask an HTTP proxy for the way to process 0, which a cluster's proxy to the outside
     does not know: the processes would wait for each other until the time is up.

@@ -319,7 +319,7 @@ def speak_before_abort(report: Callable[[], None]) -> tuple[Callable[..., None] 
 
 
 def _type_name(type_info: int | None) -> bytes | None:
-    """The mangled name in a std::type_info: the pointer behind that of its virtual table."""
+    """Reads the mangled name in a std::type_info: the pointer after its virtual table's."""
     if not type_info:
         return None
     place = type_info + ctypes.sizeof(ctypes.c_void_p)

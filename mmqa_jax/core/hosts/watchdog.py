@@ -110,7 +110,7 @@ class Watchdog:
 
 
 def last_seen(states: Mapping[int, tuple[str, int, int, str]], processes: int) -> list[str]:
-    """Lines that say where the processes are, those behind the others first.
+    """Returns lines that say where the processes are, the slowest first.
 
     Args:
       states: host name, how often it moved, step and what it is doing, by process.

@@ -520,7 +520,7 @@ def _best(scores: np.ndarray, count: int) -> np.ndarray:
 
 
 def _idf(texts: list[str]) -> dict[str, float]:
-    """Weight of every word, without those in more than a tenth of the texts."""
+    """Weighs every word; words in more than a tenth of the texts have no weight."""
     counts = collections.Counter(word for text in texts for word in set(_words(text)))
     most = 0.1 * len(texts)
     return {w: np.log(len(texts) / counts[w]) for w in sorted(counts) if counts[w] <= most}

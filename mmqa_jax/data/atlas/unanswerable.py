@@ -31,7 +31,7 @@ def foreign_questions() -> list[Question]:
 def with_unanswerable(
     sources: Sequence[Source], questions: Sequence[Question]
 ) -> tuple[list[Source], list[Question]]:
-    """The sources without those of held-out entities, and the questions with unanswerable ones.
+    """Removes held-out entities' sources, and adds unanswerable questions.
 
     A question is held out if a gold source of it is gone; its other gold sources, which do not
     answer it, become negatives. Of borders a neighbor's sources tell as well: such questions of

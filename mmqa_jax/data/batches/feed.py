@@ -486,7 +486,7 @@ class BatchPlan:
         return self._epochs[epoch]
 
     def _fill_up(self, members: list[np.ndarray]) -> np.ndarray:
-        """Makes whole batches of the examples of each bucket, in place; returns what is left."""
+        """Makes whole batches of each bucket's examples, in place; returns the rest."""
         left = []
         for bucket in reversed(range(len(members))):
             filled, shorter = members[bucket], bucket - 1

@@ -294,7 +294,7 @@ class Packer:
         close: bool,
         reserve: int = 0,
     ) -> tuple[Packed, int, int]:
-        """Fills one sequence: its arrays, the column of the answer, the end of what is filled.
+        """Fills one sequence: returns its arrays, the answer's column, and the filled length.
 
         `close` appends the final [SEP] to the answer; `reserve` columns stay free at the end.
         """

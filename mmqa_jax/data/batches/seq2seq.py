@@ -209,7 +209,7 @@ def passage_batches(
 def passage_arrays(
     questions: Sequence[Sequence[Tokens]], size: PassagesSize, rows: int = 0
 ) -> Packed:
-    """Passages as arrays of a static shape; what is beyond the size is cut.
+    """Returns passages as arrays of a static shape; longer passages are cut.
 
     Args:
       rows: at least so many; those without a question have one passage of one token.

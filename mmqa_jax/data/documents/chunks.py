@@ -211,7 +211,7 @@ def _cut(piece: _Piece, most: _Size, tokens: TokenLimit | None) -> Iterator[_Pie
 def _cut_words(
     spans: Sequence[tuple[Paragraph, int, int]], most: _Size, tokens: TokenLimit | None
 ) -> Iterator[_Piece]:
-    """Words, of which those that are longer than a chunk are halved until they are not."""
+    """Halves words that are longer than a chunk until they fit."""
     for word in _measured(spans, tokens):
         characters = []
         if not word.size.fits(most):
@@ -226,7 +226,7 @@ def _cut_words(
 
 
 def _packed(pieces: Iterable[_Piece], most: _Size, overlap: int) -> Iterator[list[_Piece]]:
-    """The pieces in chunks, each of which begins with the end of the one before it."""
+    """Packs the pieces in chunks, each of which begins with the end of the chunk before it."""
     chunk: list[_Piece] = []
     size, repeated = _Size(0, 0), 0
     for piece in pieces:

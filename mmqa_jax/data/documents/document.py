@@ -34,7 +34,7 @@ class DocumentError(UserError):
 
 @contextlib.contextmanager
 def naming_damage(what: str, *errors: type[Exception]) -> Iterator[None]:
-    """Turns errors of a library, which meets what is no such document, into DocumentErrors."""
+    """Turns a library's errors at a broken document into DocumentErrors."""
     try:
         yield
     except UserError:
@@ -185,7 +185,8 @@ class Content:
         places: Sequence[Place] = (),
         around: Sequence[Heading] = (),
     ) -> None:
-        """Begins a section; it ends those of the same and of deeper levels (larger numbers).
+        """Begins a section, and ends open sections of the same and of deeper levels (larger
+        numbers).
 
         A heading that is too long, or too deep, for each passage to repeat it is a paragraph; so is
         one that ends with nothing below it.

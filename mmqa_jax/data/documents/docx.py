@@ -1,5 +1,4 @@
-"""Word's documents (.docx): its final view, in which what is inserted stands and what is deleted
-does not."""
+"""Reads Word's documents (.docx) in their final view: with insertions, without deletions."""
 
 from __future__ import annotations
 
@@ -334,7 +333,7 @@ def _below(container: Any, tag: str) -> Iterator[Any]:
 
 
 def _cell_blocks(cell: Any) -> Iterator[Any]:
-    """A cell's paragraphs, tables, and what is deleted."""
+    """Returns a cell's paragraphs, tables and deletions."""
     for element in cell:
         if element.tag in ("p", "tbl", *_DELETED):
             yield element

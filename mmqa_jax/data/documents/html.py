@@ -69,7 +69,7 @@ def read_html(data: bytes) -> document.Document:
 
 
 def parsed(data: bytes, encoding: str | None) -> Any:
-    """The tree of HTML in an encoding of those that browsers know, or else the one it declares."""
+    """Parses HTML in an encoding that browsers know, or else in the declared one."""
     import turbohtml
 
     try:
@@ -408,7 +408,7 @@ class Page(document.Content):
         self._text = table.text_around
 
     def _add_formula(self, element: Any) -> bool:
-        """A formula: its alttext, or else its letters; returns whether those are to be read."""
+        """Adds a formula's alttext, or returns True: its letters are to be read."""
         text = element.attr("alttext") or ""
         if not letters(text):
             return True

@@ -161,7 +161,7 @@ def _regions(segments: Sequence[Segment], em: float) -> list[list[Segment]]:
 
 
 def _gutters(segments: Sequence[Segment], em: float) -> list[float]:
-    """Places across that fewer segments cross than those beside them: columns may part there."""
+    """Finds places that fewer segments cross than places beside them: columns may part there."""
     if len(segments) < 2 * _LINES:
         return []
     boxes = np.array([segment.upright for segment in segments])

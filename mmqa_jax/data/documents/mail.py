@@ -19,7 +19,7 @@ _OTHER_FORM = "the same text in another form"
 
 
 def read_eml(data: bytes) -> document.Document:
-    """A mail's subject, sender, date, text, and those of the mails that it forwards."""
+    """Reads subject, sender, date and text of a mail, and of the mails that it forwards."""
     page = Page()
     with document.naming_damage("mail"):
         message = email.message_from_bytes(data, policy=email.policy.default)
@@ -78,7 +78,7 @@ def _add_mail(page: Page, message: EmailMessage, level: int) -> None:
 
 
 def _add_part(page: Page, part: EmailMessage, level: int) -> None:
-    """Adds a part of a mail and those in it."""
+    """Adds a part of a mail and the parts in it."""
     kind = part.get_content_type()
     parts = part.get_payload() if part.is_multipart() else []
     if kind == "multipart/alternative" and parts:
@@ -135,5 +135,5 @@ def _bytes(part: EmailMessage) -> bytes:
 
 
 def _text(part: Any) -> str:
-    """A part's plain text in the encoding that it states, of those that browsers know."""
+    """Returns a part's plain text in the encoding that it states, if browsers know it."""
     return parsed(b"<plaintext>" + _bytes(part), part.get_content_charset()).text

@@ -140,7 +140,7 @@ class _OpenDocument(office.Reading):
             add()
 
     def _inline(self, container: Any, after: list[Callable[[], None]]) -> Iterator[str]:
-        """The text of an element; what is anchored in it is added after it."""
+        """Returns the text of an element, followed by the text anchored in it."""
         yield container.text or ""
         for element in container:
             tag = element.tag
@@ -313,7 +313,7 @@ def _rows(table: Any) -> Iterator[Any]:
 
 
 def _hidden_columns(table: Any) -> list[int]:
-    """The columns at which those that are hidden begin and end, in turn."""
+    """Returns, in turn, the columns where hidden ranges begin and end."""
     column, ends = 0, []
     for element in table.iterfind("table-column"):
         count = _repeated(element, "columns")

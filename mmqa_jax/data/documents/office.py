@@ -239,7 +239,7 @@ class Reading(document.Content):
         self.begin(0, one_line(heading))
 
     def say(self, text: str, *, is_row: bool = False, header: str = "", style: str = "") -> None:
-        """Adds a paragraph, unless it is empty; a caption is that of the pictures before it."""
+        """Adds a paragraph, unless it is empty; a caption belongs to the pictures before it."""
         text = one_line(text)
         if not text:
             return
@@ -280,7 +280,7 @@ class Reading(document.Content):
     # Tables
 
     def table(self, rows: Sequence[Row], headers: int | None = None) -> None:
-        """Adds the rows of a table, the header with each of them.
+        """Adds the rows of a table, each with the header.
 
         Args:
           headers: how many rows are headers; None: the first one, if it looks like one.
@@ -465,7 +465,8 @@ def _row_text(cells: Mapping[int, str], columns: Sequence[int]) -> str:
 
 
 def _header_rows(rows: Sequence[Row], columns: Sequence[int]) -> int:
-    """1 where the first row names the columns: it has a word in each of them but one, all differ.
+    """Returns 1 if the first row names the columns: at most one of its cells is empty, and all
+    differ.
 
     A first column of names mostly has no name itself. A cell that is merged with the one below it
     names no column.

@@ -145,7 +145,7 @@ class _Reading:
         self._pages.append(_Page(number, frame.size, segments, pictures, is_scan))
 
     def document(self, title: str) -> document.Document:
-        """Returns what was read, with headings by the size of letters in the whole document."""
+        """Returns the document, with headings by the size of letters in all of it."""
         content = self._content
         opening = " ".join(segment.text for page in self._pages[:1] for segment in page.segments)
         if title.casefold() not in one_line(opening).casefold():
@@ -324,7 +324,7 @@ def _apart(box: Box, other: Box) -> float:
 
 
 def _outside(seen: Sequence[Segment], segments: Sequence[Segment]) -> list[Segment]:
-    """The segments that OCR saw without those that the page has as text."""
+    """Returns the segments that OCR saw and the page does not have as text."""
     boxes = [segment.box for segment in segments]
     return [
         segment
@@ -424,7 +424,7 @@ def _cut(
 
 
 def _on_one_line(text: str, boxes: np.ndarray) -> np.ndarray:
-    """The boxes [n, 4] of a text's characters as those of `one_line`, which has fewer of them."""
+    """Maps the boxes [n, 4] of a text's characters to the characters of `one_line`."""
     line = one_line(text)
     if len(line) == len(text.strip()):
         return boxes[len(text) - len(text.lstrip()) :][: len(line)]

@@ -1,4 +1,4 @@
-"""LaTeX by pylatexenc: its text becomes HTML, of which a person's view is read (html.Page).
+"""Reads LaTeX by pylatexenc: its text becomes HTML, whose visible text is read (html.Page).
 
 No macro is executed and no file is included.
 """

@@ -320,7 +320,7 @@ class ChatFiles:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """Number, first byte and value of every line of a file, one of which is held at a time."""
+    """Yields number, first byte and value of every line of a file, and holds one line at a time."""
     with path.open("rb") as file:
         start = 0
         for number, line in enumerate(file, start=1):

@@ -25,9 +25,7 @@ _LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,19})(?:\.\w+)?$")  # of COCO_val2014_00
 
 
 class KATKnowledge:
-    """Passages of explicit (`entities`) and implicit knowledge (`answers`), files of which one may
-    be "".
-    """
+    """Passages of explicit (`entities`) and implicit knowledge (`answers`); a file may be ""."""
 
     def __init__(self, entities: str = "", answers: str = ""):
         if not entities and not answers:

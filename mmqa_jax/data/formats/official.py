@@ -139,7 +139,7 @@ class OfficialFiles:
         return path
 
     def optional(self, *names: str, without: str) -> Path | None:
-        """The first of these files that exists, or None; `without` says what is then absent."""
+        """The first of these files that exists, or None; `without` names the consequence."""
         path = self._first(names)
         if path is None:
             self.missing[names[0]] = without
@@ -206,7 +206,7 @@ class Entry(dict[str, Any]):
         self.where = where
 
     def error(self, problem: str) -> UserError:
-        """The refusal of the entry, for what is wrong with it."""
+        """Returns the refusal of the entry for a problem."""
         return UserError(f"{self.where}: {problem}; fetch the file again.")
 
     def wrong(self, key: str, expected: str) -> UserError:

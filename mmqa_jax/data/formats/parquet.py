@@ -107,7 +107,7 @@ class ParquetPictures:
         return {name: counts[place, group][row] for name, (place, group, row) in rows}
 
     def __call__(self, name: str, number: int | None = None) -> bytes:
-        """Encoded bytes, of a list those of its `number`-th picture; PictureError where there are
+        """Returns encoded bytes, of a list's `number`-th picture; PictureError where there are
         none.
         """
         place, group, row = self._rows[name]

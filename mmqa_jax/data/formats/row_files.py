@@ -240,7 +240,7 @@ def _files(raw: Path, ending: str, what: str) -> list[Path]:
 
 
 class _Tables:
-    """Parquet files, a row group of which is held at a time."""
+    """Parquet files, read one row group at a time."""
 
     def __init__(self, raw: Path, columns: Mapping[str, str]):
         self._raw, self._paths = raw, _files(raw, "parquet", "Parquet files or saved data set")

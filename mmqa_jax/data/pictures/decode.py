@@ -438,7 +438,7 @@ def _has_alpha(image: Image.Image) -> bool:
 
 
 def _of_16_bits(image: Image.Image, values: np.ndarray, samples: Samples) -> Image.Image:
-    """L of integers in 0 to 65,535 (of 12 bits: 4,095); LA where one of them is transparent."""
+    """Returns L for integers in 0 to 65,535 (with 12 bits: 4,095), LA if one is transparent."""
     shift = 4 if samples.bits == 12 else 8
     made = (values >> shift).astype(np.uint8)
     if samples.inverted:

@@ -275,7 +275,7 @@ PAD_COLOR = pad_color(CLIP_MEAN)
 
 
 def pad_to_square(image: Image.Image, color: tuple[int, ...] = PAD_COLOR) -> Image.Image:
-    """Centers an RGB picture on a square of a color; an odd pixel of it goes right or below."""
+    """Centers an RGB picture on a square of a color; an odd pixel goes right or below."""
     width, height = image.size
     if width == height:
         return image
@@ -348,7 +348,7 @@ def cut_tiles(
     whole_of_canvas: bool,
     name: str = "picture",
 ) -> UInt8[np.ndarray, "tiles S S 3"]:
-    """The RGB picture in tiles, row by row, and behind several of them whole.
+    """Cuts the RGB picture in tiles, row by row; several tiles are followed by the whole picture.
 
     Args:
       image: of any shape.

@@ -70,7 +70,7 @@ def write_grids(
     shard: int = 64,
     advance: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Runs a job, or what remains of it; a finished one is left as it is.
+    """Runs a job or the rest of it; a finished job stays as it is.
 
     Args:
       pictures: image id (a number or name) -> name of its picture.

@@ -93,7 +93,7 @@ def unfinished_folder(
 
 
 def _claim(folder: Path, inputs: str | None) -> None:
-    """Makes the folder that of a shared write; UserError where it is another's."""
+    """Claims the folder for a shared write; UserError if another write has it."""
     recorded = recorded_inputs(folder)
     if recorded is None and not any(folder.glob("[!.]*")):
         write_json(folder / _INPUTS, inputs)

@@ -140,7 +140,7 @@ def write_records(
     advance: Callable[[int], None] = lambda count: None,
     overwrite: bool = True,
 ) -> bool:
-    """Runs a job, or what remains of it; a finished one is left as it is.
+    """Runs a job or the rest of it; a finished job stays as it is.
 
     Args:
       pictures: id of a picture (a number or name) -> its name.

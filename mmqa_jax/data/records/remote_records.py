@@ -123,7 +123,7 @@ class RemoteRecords:
 
 
 class _Part:
-    """A sparse file with what was fetched of an object.
+    """A sparse file that holds the fetched ranges of an object.
 
     Args:
       shard: the object.
@@ -249,7 +249,7 @@ def _decompressed(compression: bytes, data: bytes) -> bytes:
 
 
 def _first_varint(data: bytes) -> tuple[int, bytes]:
-    """The number that the data begin with, and what is behind it."""
+    """Splits the data after the number that they begin with."""
     length = next(n for n, byte in enumerate(data, 1) if byte < 128)
     return int(_varints(data[:length])[0]), data[length:]
 

@@ -214,7 +214,7 @@ class _Writer:
         self._ended = note["ended"]
 
     def _sources(self, stream: Stream, opened: InputFile) -> Iterator[disk_sources.SourceRow]:
-        """All sources that are not written yet; what is counted is up to the last one taken."""
+        """Yields all unwritten sources; the counts are those at the last one taken."""
         count = self.count
         for item in stream.items(opened, count.items):
             for row in item.sources[count.within :]:

@@ -141,7 +141,7 @@ _Block = tuple[Sequence[Page], str, tuple[str, ...], PassageOptions]
 
 
 def _blocks(pages: Iterable[Page], known: Callable[[], tuple]) -> Iterator[_Block]:
-    """Some pages at a time, with what is `known` of the wiki once the first has been read."""
+    """Yields some pages at a time, with the `known` facts of the wiki after the first page."""
     block: list[Page] = []
     for page in pages:
         block.append(page)
@@ -222,7 +222,7 @@ def parser() -> ModuleType:
 
 
 def plain_sections(wikitext: str, not_text: Sequence[str]) -> list[Section]:
-    """The sections of a page, in order, without those that have no text.
+    """Returns the sections of a page that have text, in order.
 
     `not_text` names the namespaces whose links are no words, in lower case: `file`, `category`.
     """
@@ -250,7 +250,7 @@ def plain_sections(wikitext: str, not_text: Sequence[str]) -> list[Section]:
 
 
 def _shown(children: Sequence[Any], nodes: ModuleType, prefixes: tuple[str, ...]) -> Iterator[Any]:
-    """The nodes whose words are read, in order; those within a tag in its place."""
+    """Yields the nodes whose words are read, in order; a tag's nodes stand in its place."""
     for node in children:
         if isinstance(node, nodes.Wikilink) and str(node.title).strip().lower().startswith(
             prefixes

@@ -194,7 +194,7 @@ def _complete(
 def _captioned(
     captioner: OscarCaptioner, numbers: Iterable[int], batch: Sequence[regions.PictureRow]
 ) -> dict[str, dict[str, Any]]:
-    """Row number -> what is kept of it."""
+    """Returns row number -> its columns in the store."""
     readable = [
         (row.detections, row.size)
         for row in batch

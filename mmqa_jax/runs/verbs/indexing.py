@@ -77,7 +77,7 @@ def embed(
     pool: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Embeds every source of a corpus; continues an interrupted job, or computes a shard of it.
+    """Embeds every source of a corpus; continues an interrupted job, or computes its shard.
 
     `data`, `model` and `out` may be in an object store; `overwrite` replaces embeddings of another
     model or corpus; an engine computes the chunks instead of this process; `tokens` and `pool`: how
