@@ -159,7 +159,7 @@ class _Hooks:
 
 
 class _Silence(logging.Filter):
-    """Hides every traceback of a failed disk, and every message after the first."""
+    """Hides every traceback of a failed disk, and every traceback after the first such one."""
 
     failed = False
 
@@ -167,7 +167,7 @@ class _Silence(logging.Filter):
         return self.let_pass(record.exc_info[1] if record.exc_info else None)
 
     def let_pass(self, error: BaseException | None) -> bool:
-        """Whether an exception may be shown; other failures always may."""
+        """Whether an exception may be shown; None always may."""
         if error is None:
             return True
         self.failed = self.failed or find_disk_failure(error) is not None
