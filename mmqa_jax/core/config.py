@@ -101,6 +101,24 @@ def plain_fingerprint(plain: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def config_record(config: ConfigDict | Mapping[str, Any]) -> dict[str, Any]:
+    """The `config` as JSON's types and its `fingerprint`, as config.json has them."""
+    plain = to_plain_dict(config)
+    return {"config": plain, "fingerprint": plain_fingerprint(plain)}
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys of two configs whose values differ, with both; `absent` where a key is not there."""
+    if old == new:
+        return {}
+    old, new, absent = flatten(old), flatten(new), object()
+    return {
+        key: (old.get(key, "absent"), new.get(key, "absent"))
+        for key in dict.fromkeys([*new, *old])
+        if old.get(key, absent) != new.get(key, absent)
+    }
+
+
 def flatten(plain: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """`{"train": {"steps": 5}}` -> `{"train.steps": 5}`; an empty section stays as `{}`."""
     flat: dict[str, Any] = {}

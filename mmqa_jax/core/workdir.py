@@ -10,14 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import flatten, plain_fingerprint, to_plain_dict
+from mmqa_jax.core.config import config_record, differences, plain_fingerprint
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
@@ -45,7 +45,7 @@ class Workdir:
     def __init__(self, path: str | os.PathLike):
         self.path = as_path(path)
         self._lock: Any = None
-        self._plain: dict[str, Any] = {}
+        self._claimed: dict[str, Any] = {}
         self._record: dict[str, Any] | None = None
 
     def __fspath__(self) -> str:
@@ -83,27 +83,24 @@ class Workdir:
         if _process_index() > 0 and not shared:
             return False
         self._take_lock(shared)
-        self._plain = to_plain_dict(config)
+        self._claimed = config_record(config)
         file = self.path / "config.json"
         if file.exists():
             self._check_same(file, free)
             return True
         self._record = {
-            "config": self._plain,
-            "fingerprint": plain_fingerprint(self._plain),
+            **self._claimed,
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": _versions(),
             "git": _git_commit(Path(__file__).parent),
             "host": host_facts(),
             "devices": device_facts(),
         }
+        with alone(self.path / ".claim") if shared else contextlib.nullcontext():
+            if not file.exists():
+                write_json(file, self._record)
         if shared:
-            with alone(self.path / ".claim"):
-                if not file.exists():
-                    write_json(file, self._record)
             self._check_same(file, free)
-        else:
-            write_json(file, self._record)
         return False
 
     def recorded_config(self) -> dict[str, Any]:
@@ -122,15 +119,15 @@ class Workdir:
         """
         if self._lock is None:
             return  # another process writes it
-        stored, plain = self._record, self._plain
-        if changed := _differences(stored["config"], plain):
+        stored = self._record
+        if changed := differences(stored["config"], self._claimed["config"]):
             entry = {
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "step": step,
                 "changed": {key: list(values) for key, values in changed.items()},
             }
-            new = {"config": plain, "fingerprint": plain_fingerprint(plain)}
-            self._record = {**stored, **new, "changes": [*stored.get("changes", []), entry]}
+            changes = [*stored.get("changes", []), entry]
+            self._record = {**stored, **self._claimed, "changes": changes}
             write_json(self.path / "config.json", self._record)
 
     def check_there(self) -> None:
@@ -196,7 +193,9 @@ class Workdir:
         self._record = _read_record(file)
         changed = [
             f"{key} ({old!r} there, {new!r} now)"
-            for key, (old, new) in _differences(self._record["config"], self._plain).items()
+            for key, (old, new) in differences(
+                self._record["config"], self._claimed["config"]
+            ).items()
             if not is_free(key, free)
         ]
         if not changed:
@@ -211,18 +210,6 @@ class Workdir:
 def is_free(key: str, free: Collection[str]) -> bool:
     """Whether a key of a config is one of these keys, or in one of these sections."""
     return any(f"{key}.".startswith(f"{free_key}.") for free_key in free)
-
-
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The keys of two configs whose values differ, with both; `absent` where a key is not there."""
-    if old == new:
-        return {}
-    old, new, absent = flatten(old), flatten(new), object()
-    return {
-        key: (old.get(key, "absent"), new.get(key, "absent"))
-        for key in dict.fromkeys([*new, *old])
-        if old.get(key, absent) != new.get(key, absent)
-    }
 
 
 class _Clock:

@@ -55,7 +55,7 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
             f"{file}: is not what training or `mmqa convert` writes; copy the folder again, or "
             "train or convert the model again."
         )
-    check_sums(folder, remedy=DAMAGED)
+    check_sums(file.parent, remedy=DAMAGED)
     return metadata
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
-from mmqa_jax.core.paths import as_path, in_store, listing
+from mmqa_jax.core.paths import in_store, listing
 
 SUMS = "SHA256SUMS"
 _HEAD = "# {count} files"  # so that a cut file is noticed; sha256sum takes it for a comment
@@ -27,14 +27,14 @@ _THREADS = 8  # hashlib lets go of the interpreter's lock
 _KEY = "sha256"
 
 
-def digest(file: str | os.PathLike) -> str:
+def digest(file: Path) -> str:
     """SHA-256 of a file or an object, in hex; it is read in small pieces."""
-    with as_path(file).open("rb") as opened:
+    with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_sums(
-    folder: str | os.PathLike,
+    folder: Path,
     names: Iterable[str] | None = None,
     *,
     coming: Mapping[str, bytes] | None = None,
@@ -48,7 +48,6 @@ def write_sums(
       coming: contents of files that are written after this one, by name.
       known: digests of files that need not be read again, by name.
     """
-    folder = as_path(folder)
     names = files_below(folder) if names is None else list(names)
     sums = dict(zip(names, _in_parallel(lambda name: digest(folder / name), names), strict=True))
     sums |= {name: hashlib.sha256(content).hexdigest() for name, content in (coming or {}).items()}
@@ -58,14 +57,14 @@ def write_sums(
         file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
 
 
-def read_sums(folder: str | os.PathLike) -> dict[str, str] | None:
+def read_sums(folder: Path) -> dict[str, str] | None:
     """The digests by file name; None without SHA256SUMS.
 
     Raises:
       ValueError: SHA256SUMS itself is damaged.
     """
     try:
-        head, *lines = (as_path(folder) / SUMS).read_bytes().decode().split("\n")
+        head, *lines = (folder / SUMS).read_bytes().decode().split("\n")
     except FileNotFoundError:
         return None
     matches = [_LINE.fullmatch(line) for line in lines[:-1]]  # the last one ends too
@@ -76,7 +75,7 @@ def read_sums(folder: str | os.PathLike) -> dict[str, str] | None:
 
 
 def find_damage(
-    folder: str | os.PathLike,
+    folder: Path,
     names: Collection[str] | None = None,
     *,
     part: tuple[int, int] = (0, 1),
@@ -87,7 +86,6 @@ def find_damage(
       names: of the files to check, those of them that are listed; None: all.
       part: (i, n): only every n-th file, from the i-th on; n processes share the work so.
     """
-    folder = as_path(folder)
     try:
         sums = read_sums(folder)
     except (ValueError, OSError) as error:
@@ -100,9 +98,7 @@ def find_damage(
     return next((f"{name} {problem}" for name, problem in checked if problem is not None), None)
 
 
-def check_sums(
-    folder: str | os.PathLike, names: Collection[str] | None = None, *, remedy: str
-) -> None:
+def check_sums(folder: Path, names: Collection[str] | None = None, *, remedy: str) -> None:
     """Refuses a folder whose files differ from the written ones.
 
     Args:
@@ -113,9 +109,8 @@ def check_sums(
         raise UserError(f"{folder}: {problem}; {remedy}.")
 
 
-def files_below(folder: str | os.PathLike) -> list[str]:
+def files_below(folder: Path) -> list[str]:
     """The files of a folder and below, relative to it, without SHA256SUMS itself."""
-    folder = as_path(folder)
     if in_store(folder):
         names = list(listing(os.fspath(folder)))
     else:
