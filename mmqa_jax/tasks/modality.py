@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.serving import RowCost
-from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.modality import modality_batches
+from mmqa_jax.core.errors import UserError, check_several
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.serving import RowCost, ServedModel
+from mmqa_jax.data.batches.feed import (
+    Batches,
+    BatchesSection,
+    FeedConfig,
+    PlannedBatch,
+    Table,
+    feed_batches,
+)
+from mmqa_jax.data.batches.packing import Bucket, Packed
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Question
-from mmqa_jax.inference.question_classifier import QuestionClassifier, make_probabilities
+from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, text_inputs
 from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig, TextClassifierModel
 from mmqa_jax.retrieval.embedder import tower_bytes
-from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions
+from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, without_quotes
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import classifier_loader
 from mmqa_jax.tasks.objectives import ModalityObjective
@@ -106,3 +119,88 @@ def load_question_classifier(folder: str | Path) -> QuestionClassifier:
     mesh = task.serving_mesh()
     model = task.load(folder, TextClassifier, config, mesh)
     return QuestionClassifier(task, model, tokenizer)
+
+
+# Training batches: questions and their labels.
+
+
+def modality_batches(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    labels: Sequence[int],
+    feed: FeedConfig,
+    *,
+    length: int,
+) -> Batches:
+    """Questions with the class of each.
+
+    A batch: input_ids int32[B, length], mask bool[B, length], label int32[B]; index int32[B]:
+    indices into `texts`; truncated int32[B]: tokens lost.
+
+    Args:
+      length: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
+    """
+    tokens, classes = TokenTable(tokenizer, texts), np.asarray(labels, np.int32)
+    everything = {"index": np.arange(len(texts)), "bucket": np.zeros(len(texts), np.int64)}
+
+    def make(planned: PlannedBatch, table: Table) -> Packed:
+        rows = table["index"]
+        ids, mask, lost = text_inputs([tokens[row] for row in rows], length, tokenizer)
+        return {
+            "input_ids": ids,
+            "mask": mask,
+            "label": classes[rows],
+            "index": rows.astype(np.int32),
+            "truncated": lost,
+        }
+
+    return feed_batches(lambda _: everything, [Bucket(0, length)], make, feed)
+
+
+# The trained classifier in use.
+
+
+@functools.lru_cache(maxsize=8)  # classifiers of one config share their programs
+def make_probabilities(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted classifier: (state, ids, mask) -> float32 [B, classes]."""
+
+    def probabilities(state: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        return jax.nn.softmax(nnx.merge(graphdef, state)(ids, mask))
+
+    return jax.jit(probabilities)
+
+
+class QuestionClassifier(ServedModel):
+    """Predicts the modality of the sources that a question needs.
+
+    All batches have one size and one length, so that one program is compiled.
+
+    Args:
+      task: tasks.modality.QuestionModality, of the run.
+      model: with the classes of MODALITIES.
+      tokenizer: of the run.
+    """
+
+    def __init__(self, task: Any, model: TextClassifier, tokenizer: Tokenizer):
+        self._tokenizer, self._length = tokenizer, task.batches.length
+        super().__init__(model, task.inference.batch_size, task.cost())
+        self._probabilities = make_probabilities(self._graphdef)
+
+    def probabilities(self, texts: Sequence[str]) -> Float32[np.ndarray, "n 2"]:
+        """The probability of each of MODALITIES."""
+        check_several(texts, "the question classifier")
+        tokens = self._tokenizer.encode_batch([without_quotes(text) for text in texts])
+        results = np.zeros((len(tokens), len(MODALITIES)), np.float32)
+        placement, size = self.serving.placement, self.serving.batch_size
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
+            padding = [[]] * (size - len(chunk))
+            ids, mask, _ = text_inputs([*chunk, *padding], self._length, self._tokenizer)
+            inputs = placement.put((ids, mask))
+            batch = fetch(placement.call(self._probabilities, self._state, *inputs))
+            results[start : start + len(chunk)] = batch[: len(chunk)]
+        return results
+
+    def predict(self, texts: Sequence[str]) -> list[Modality]:
+        """The more likely modality of every question."""
+        return [MODALITIES[best] for best in self.probabilities(texts).argmax(axis=1)]

@@ -13,7 +13,7 @@ from document_files import docx, pdf, picture
 from PIL import Image
 
 from mmqa_jax.core.box import Budget
-from mmqa_jax.data import boxed_documents, folder, folder_files
+from mmqa_jax.data import boxed_documents, folder
 from mmqa_jax.data.documents import document, read
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
 from mmqa_jax.data.folder import FolderOptions, read_folder
@@ -192,12 +192,12 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, changes):
                 file.write(" more")
         return about
 
-    monkeypatch.setattr(folder_files.os, "fstat", changing)
+    monkeypatch.setattr(folder.os, "fstat", changing)
     if changes == 1:
-        assert folder_files.read_file(tmp_path, "log.txt") == b"begin more"
+        assert folder.read_file(tmp_path, "log.txt") == b"begin more"
     else:
         with pytest.raises(DocumentError, match=r"^it changes while it is read; try again"):
-            folder_files.read_file(tmp_path, "log.txt")
+            folder.read_file(tmp_path, "log.txt")
 
 
 # What is kept of a document.

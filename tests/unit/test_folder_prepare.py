@@ -10,7 +10,7 @@ import pytest
 from cli_runs import ROOT, done, succeeded, tree
 from document_files import docx, docx_bomb, huge_png, pdf, picture
 
-from mmqa_jax.data import folder, folder_files
+from mmqa_jax.data import folder
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.documents import read as readers
 from mmqa_jax.data.documents.pdf import page_pictures
@@ -83,7 +83,7 @@ def test_only_what_changed_is_read_again(raw, monkeypatch):
     prepare(raw)
     before, first = tree(raw.parent / "out"), sources(raw)
     opened = []
-    read_file = folder_files.read_file
+    read_file = folder.read_file
     monkeypatch.setattr(
         "mmqa_jax.data.folder.read_file",
         lambda folder, name: opened.append(name) or read_file(folder, name),
@@ -190,7 +190,7 @@ def test_links_pipes_and_unreadable_files(raw, tmp_path, monkeypatch):
             raise PermissionError(13, "Permission denied")
         return opened(path, *arguments, **more)
 
-    monkeypatch.setattr(folder_files.os, "open", denied)
+    monkeypatch.setattr(folder.os, "open", denied)
     bad = prepare(raw)["files"]["bad"]
     link = "a symbolic link, which is not followed; copy the file into the folder"
     assert bad == {
@@ -203,7 +203,7 @@ def test_links_pipes_and_unreadable_files(raw, tmp_path, monkeypatch):
 
 def huge(path):
     path.touch()
-    os.truncate(path, folder_files.MOST_BYTES + 1)  # a hole
+    os.truncate(path, folder.MOST_BYTES + 1)  # a hole
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ def huge(path):
         (lambda path: path.symlink_to("/etc/hostname"), "^cannot be read"),
         (os.mkfifo, "^no longer a file$"),
         (Path.touch, "^empty$"),
-        (huge, f"^.* bytes, more than the {folder_files.MOST_BYTES:,} of a file; split it"),
+        (huge, f"^.* bytes, more than the {folder.MOST_BYTES:,} of a file; split it"),
     ],
 )
 def test_what_a_file_has_become_when_it_is_read(tmp_path, become, message):
     become(tmp_path / "a.txt")
-    with pytest.raises(folder_files.DocumentError, match=message):
-        folder_files.read_file(tmp_path, "a.txt")
+    with pytest.raises(folder.DocumentError, match=message):
+        folder.read_file(tmp_path, "a.txt")
 
 
 def test_names_that_are_no_text(raw):

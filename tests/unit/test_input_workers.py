@@ -23,11 +23,11 @@ from mmqa_jax.data.batches.answer import answer_batches
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
 from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
-from mmqa_jax.data.batches.modality import modality_batches
 from mmqa_jax.data.batches.packing import Bucket, MaskingConfig, Packer
 from mmqa_jax.data.batches.rerank import rerank_batches
 from mmqa_jax.data.batches.vqa import CaptionInputs, vqa_batches
 from mmqa_jax.data.pictures.decode import BrokenPictures
+from mmqa_jax.tasks.modality import modality_batches
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
