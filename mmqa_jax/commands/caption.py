@@ -119,7 +119,4 @@ def _check(arguments: argparse.Namespace) -> None:
             raise UserError(f"--{name}: is not used with --{chosen}; leave it out.")
     if arguments.features and not arguments.tokenizer:
         raise UserError("--tokenizer: is missing; give Oscar's tokenizer.json.")
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise UserError(
-            f"--max_new_tokens={arguments.max_new_tokens}: expected at least 1; raise it."
-        )
+    flags.check_at_least_1(arguments, "max_new_tokens")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from mmqa_jax.benchmarks import NAMES
@@ -78,5 +77,4 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.verbs.evaluate import EvaluateOptions, evaluate
 
     arguments = flags.fetched(arguments, STORE_INPUTS)
-    names = [field.name for field in dataclasses.fields(EvaluateOptions)]
-    return evaluate(EvaluateOptions(**{name: getattr(arguments, name) for name in names}))
+    return evaluate(flags.fill(EvaluateOptions, arguments))

@@ -142,13 +142,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         result = _detected(arguments)
         if "waiting_for_other_shards" in result:
             return result
-    from mmqa_jax.runs.verbs.region_features import export_all
+    from mmqa_jax.runs.verbs.region_features import draw_regions, export_all, open_pictures
 
-    out = Path(arguments.out)
+    out, least = Path(arguments.out), arguments.attributes
     if arguments.export:
-        result["exports"] = export_all(out, arguments.export, arguments.attributes)
+        result["exports"] = export_all(out, arguments.export, least)
     if arguments.draw:
-        result["drawn"] = _drawn(arguments, out)
+        pictures = open_pictures(Path(arguments.data), arguments.of)
+        result["drawn"] = draw_regions(out, pictures, arguments.draw, least)
     return result
 
 
@@ -158,41 +159,17 @@ def _detected(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.inference.region_detector import DetectorChoice, open_detector
     from mmqa_jax.runs.verbs.region_features import RegionOptions, open_pictures, write_regions
 
-    choice = DetectorChoice(
-        arguments.model,
-        arguments.random,
-        _numbers("regions", arguments.regions),
-        _numbers("sides", arguments.sides),
-        arguments.unrectified,
-        arguments.dtype,
+    choice = flags.fill(
+        DetectorChoice,
+        arguments,
+        regions=_numbers("regions", arguments.regions),
+        sides=_numbers("sides", arguments.sides),
     )
     pictures = open_pictures(Path(arguments.data), arguments.of)
     detector = open_detector(choice, **flags.serving_options(arguments))
-    options = RegionOptions(
-        arguments.precision,
-        flags.optional_path(arguments.names),
-        flags.optional_path(arguments.attribute_names),
-        arguments.chunk,
-        shard,
-        arguments.overwrite,
-        arguments.max_broken_pictures,
-        arguments.export,
-        arguments.attributes,
-    )
+    options = flags.fill(RegionOptions, arguments, shard=shard)
     random = arguments.random is not None
     return write_regions(pictures, detector, Path(arguments.out), options, random=random)
-
-
-def _drawn(arguments: argparse.Namespace, out: Path) -> str:
-    """Draws; returns the page."""
-    from mmqa_jax.data.region_records import RegionRecords
-    from mmqa_jax.runs.verbs.region_features import PAGE, draw_regions, open_pictures
-
-    pictures = open_pictures(Path(arguments.data), arguments.of)
-    folder, records = out / "drawn", RegionRecords(out)
-    drawn = draw_regions(records, pictures, folder, arguments.draw, arguments.attributes)
-    print(f"{len(drawn)} pictures drawn: {folder / PAGE}")
-    return str(folder / PAGE)
 
 
 def _check(arguments: argparse.Namespace) -> None:

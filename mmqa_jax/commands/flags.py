@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
     from mmqa_jax.runs.ask_folder import AskOptions
     from mmqa_jax.runs.verbs.one_stage import StageFiles
+
+T = TypeVar("T")
 
 _GIVEN = "as_given"  # what `fetched` keeps the arguments under
 # Wikipedia as knowledge, which `prepare` reads as a stream; it has no questions.
@@ -284,10 +287,7 @@ def check_reading(arguments: argparse.Namespace) -> None:
         raise UserError("--data and --workdir: one of them is asked; leave one.")
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
-    if arguments.max_new_tokens is not None and arguments.max_new_tokens < 1:
-        raise UserError(
-            f"--max_new_tokens={arguments.max_new_tokens}: expected at least 1; raise it."
-        )
+    check_at_least_1(arguments, "max_new_tokens")
     if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
         from mmqa_jax.runs.ask_folder import no_pictures
 
@@ -406,6 +406,20 @@ def download(arguments: argparse.Namespace, *names: str) -> None:
             f"--download: fetches what {' or '.join(f'--{name}' for name in names)} names; give "
             "ORG/NAME there, or leave --download out."
         )
+
+
+def fill(kind: type[T], arguments: argparse.Namespace, **values: Any) -> T:
+    """A dataclass whose fields are the flags of these names; `values` are its other fields."""
+    flags = vars(arguments)
+    names = [field.name for field in dataclasses.fields(kind) if field.name in flags]
+    return kind(**{**{name: flags[name] for name in names}, **values})
+
+
+def check_at_least_1(arguments: argparse.Namespace, name: str) -> None:
+    """UserError for a flag that was given and is below 1."""
+    value = getattr(arguments, name)
+    if value is not None and value < 1:
+        raise UserError(f"--{name}={value}: expected at least 1; raise it.")
 
 
 def optional_path(text: str | None) -> Path | None:

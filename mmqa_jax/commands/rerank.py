@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from mmqa_jax.commands import flags
@@ -78,14 +77,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     shard = flags.start(arguments)
     from mmqa_jax.runs.verbs import one_stage
 
-    names = [field.name for field in dataclasses.fields(one_stage.RerankOptions)]
-
-    def options() -> one_stage.RerankOptions:
-        return one_stage.RerankOptions(**{name: getattr(arguments, name) for name in names})
-
-    options().check()
+    flags.fill(one_stage.RerankOptions, arguments).check()
     flags.download(arguments, "model", "retriever")
     arguments = flags.fetched(arguments, STORE_INPUTS)
     if arguments.chunk is None:
         arguments.chunk = _CHUNK_ALL if arguments.candidates == "all" else _CHUNK
-    return one_stage.rerank(flags.stage_files(arguments, shard), options())
+    options = flags.fill(one_stage.RerankOptions, arguments)
+    return one_stage.rerank(flags.stage_files(arguments, shard), options)

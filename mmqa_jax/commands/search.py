@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from typing import Any
 
 from mmqa_jax.commands import flags
@@ -111,11 +110,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.parts import RetrieverSpec
     from mmqa_jax.runs.verbs import one_stage
 
-    names = [field.name for field in dataclasses.fields(RetrieverSpec)]
-    spec = RetrieverSpec(**{k: v for k, v in vars(arguments).items() if k in names})
     return one_stage.search(
         flags.stage_files(arguments, shard),
-        spec,
+        flags.fill(RetrieverSpec, arguments),
         arguments.top_k,
         restricted=arguments.candidates == "restricted",
         tune=arguments.tune,

@@ -88,14 +88,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         ) from error
     from mmqa_jax.serve.run import bind, key_of, open_parts, serve
 
-    options = ServeOptions(
-        arguments.host,
-        arguments.port,
-        key_of(arguments.key_env),
-        arguments.queue,
-        arguments.timeout,
-        arguments.body,
-    )
+    options = flags.fill(ServeOptions, arguments, key=key_of(arguments.key_env))
     listening = bind(options)
     try:
         from mmqa_jax.core.config import load_config

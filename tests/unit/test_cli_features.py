@@ -209,7 +209,7 @@ def test_a_kill_between_the_last_shard_and_the_manifest(detector, tmp_path, monk
 
 
 def test_broken_pictures_up_to_the_limit(detector, tmp_path, capsys):
-    options = RegionOptions(chunk=2, max_broken=1)
+    options = RegionOptions(chunk=2, max_broken_pictures=1)
     found = write_regions(named(broken=(3,)), detector, tmp_path / "one", options)
     assert found["broken_pictures"] == 1
     assert "broken picture 3: 3: not a picture" in capsys.readouterr().err

@@ -117,28 +117,29 @@ def _add(names: dict[str, str], picture: str, name: str) -> None:
         )
 
 
-class RegionOptions(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class RegionOptions:
     """How records are written.
 
     Attributes:
       precision: of their large arrays.
-      class_names, attribute_names: files; None: not known.
+      names, attribute_names: files of the detector's names; None: not known.
       chunk: pictures of a file.
       shard: this process's share of the files.
       overwrite: replace records of another job.
-      max_broken: pictures that may be broken; None: see BrokenPictures.
-      exports, least: what `export_all` shall do with them, which is checked before it takes hours.
+      max_broken_pictures: None: see BrokenPictures.
+      export, attributes: formats and least probability, checked before the job takes hours.
     """
 
     precision: region_records.Precision = "float16"
-    class_names: Path | None = None
-    attribute_names: Path | None = None
+    names: str | None = None
+    attribute_names: str | None = None
     chunk: int = CHUNK
     shard: Shard = WHOLE
     overwrite: bool = False
-    max_broken: int | None = None
-    exports: Sequence[str] = ()
-    least: float | None = None
+    max_broken_pictures: int | None = None
+    export: Sequence[str] = ()
+    attributes: float | None = None
 
 
 def write_regions(
@@ -160,20 +161,20 @@ def write_regions(
         raise UserError(f"--chunk={options.chunk}: at least 1 was expected; give more.")
     config = detector.config
 
-    def names(path: Path | None, kind: Literal["class", "attribute"], count: int) -> tuple:
-        return () if path is None else region_records.read_names(path, kind, max(count - 1, 0))
+    def names(path: str | None, kind: Literal["class", "attribute"], count: int) -> tuple:
+        return () if not path else region_records.read_names(Path(path), kind, max(count - 1, 0))
 
     facts = dataclasses.replace(
         facts_of(detector, options.precision),
         random=random,
-        class_names=names(options.class_names, "class", config.classes),
+        class_names=names(options.names, "class", config.classes),
         attribute_names=names(options.attribute_names, "attribute", config.attributes),
     )
-    check_held(options.exports, facts, [*pictures.names], options.least)
-    if options.least is not None:
-        region_records.check_words(facts, options.least)
+    check_held(options.export, facts, [*pictures.names], options.attributes)
+    if options.attributes is not None:
+        region_records.check_words(facts, options.attributes)
     total = len(pictures.names)
-    broken = BrokenPictures(total, options.max_broken)
+    broken = BrokenPictures(total, options.max_broken_pictures)
     print(f"features: {detector.serving}", file=sys.stderr)
     if random:
         print("features: random weights, which prove only the plumbing", file=sys.stderr)
@@ -235,17 +236,12 @@ _BOXES = 15  # of a picture, the most certain; all of them hide it
 _COLORS = ("#e6194b", "#3cb44b", "#4363d8", "#f58231", "#911eb4", "#008080", "#9a6324", "#800000")
 
 
-def draw_regions(
-    records: region_records.RegionRecords,
-    pictures: NamedPictures,
-    folder: Path,
-    count: int,
-    least: float | None = None,
-) -> list[str]:
-    """Draws the first `count` pictures that records and pictures both have; returns their ids.
+def draw_regions(out: Path, pictures: NamedPictures, count: int, least: float | None = None) -> str:
+    """Draws the first `count` pictures that the records in `out` have; returns the page.
 
-    The folder gets a PNG each and PAGE; `least`: see `region_words`.
+    OUT/drawn gets a PNG each and PAGE; `least`: see `region_words`.
     """
+    records, folder = region_records.RegionRecords(out), out / "drawn"
     if least is not None:
         region_records.check_words(records.facts, least)
     folder.mkdir(parents=True, exist_ok=True)
@@ -263,12 +259,13 @@ def draw_regions(
             continue
         titles = region_titles(regions, records.facts, least)
         file = f"{len(pages):04d}.png"
-        with atomic_write(folder / file, "wb") as out:
-            out.write(_png(drawn(image, regions, titles)))
+        with atomic_write(folder / file, "wb") as opened:
+            opened.write(_png(drawn(image, regions, titles)))
         pages.append((picture, file, titles))
-    with atomic_write(folder / PAGE) as out:
-        out.write(_page(records.facts, pages, pictures.materials))
-    return [picture for picture, _, _ in pages]
+    with atomic_write(folder / PAGE) as opened:
+        opened.write(_page(records.facts, pages, pictures.materials))
+    print(f"{len(pages)} pictures drawn: {folder / PAGE}")
+    return str(folder / PAGE)
 
 
 def region_titles(
