@@ -121,12 +121,15 @@ _TOKENS = 256  # the authors' max_seq_length
 
 
 @functools.cache
-def load_minilm_embedder(batch_size: BatchSize = AUTO) -> embedder.Embedder:
-    """The embedder of the installed package; it takes texts alone.
+def load_minilm_embedder(
+    batch_size: BatchSize = AUTO, dtype: str = "float32"
+) -> embedder.Embedder:
+    """The embedder of the installed package, which computes in `dtype`; it takes texts alone.
 
     `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
     """
-    bert = nnx.merge(*abstract_model(lambda: Bert(minilm_l6(), rngs=nnx.Rngs())))
+    config = minilm_l6(dtype=dtype)
+    bert = nnx.merge(*abstract_model(lambda: Bert(config, rngs=nnx.Rngs())))
     fill_bert(bert, minilm_path())
     graphdef, state = nnx.split(SentenceEncoder(bert))
     mesh = loading_mesh()
@@ -140,6 +143,7 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO) -> embedder.Embedder:
         buckets=length_buckets(_TOKENS, bert.config.positions),
         batch_size=batch_size,
         cost=embedder.text_cost(bert.config, _TOKENS),
+        recipe="" if dtype == "float32" else dtype,
     )
 
 

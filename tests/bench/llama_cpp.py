@@ -1,4 +1,4 @@
-"""llama.cpp's server as a peer of the rows `total_40` and `total_400`, where it is installed.
+"""llama.cpp's server as a peer of the rows `total_N`, where the package xllamacpp is installed.
 
 The same weights in the same type, prompts and threads; as many slots as our batch, which the server
 fills as they become free. This module loads no numerical library at import.
@@ -7,31 +7,22 @@ fills as they become free. This module loads no numerical library at import.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
+import importlib.util
 import json
-import shutil
-import socket
-import subprocess
-import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import threads
 
-PROGRAM = "llama-server"
 TYPES = ("f32", "f16")  # of weights, and of the cache: the names of both in llama.cpp
-LEFT_OUT = f"llama.cpp is left out: {PROGRAM} is not on the PATH; build it, and add it there."
+LEFT_OUT = "llama.cpp is left out: the package xllamacpp, its server, is not installed; install it."
 _COLUMNS = 512  # of a slot
-_PATIENCE = 120  # seconds until the server is ready
-_POLL = 0.02
 
 
 def kinds() -> tuple[str, ...]:
     """The types to measure; none where the server is not installed."""
-    return TYPES if shutil.which(PROGRAM) else ()
+    return TYPES if importlib.util.find_spec("xllamacpp") else ()
 
 
 def write_gguf(source: Path, out: Path, kind: str) -> None:
@@ -62,52 +53,36 @@ def write_gguf(source: Path, out: Path, kind: str) -> None:
     writer.close()
 
 
-def answer(model: Path, kind: str, prompts: Path, out: Path, batch: int, new_tokens: int) -> float:
-    """Starts the server and writes greedy answers to a file of prompts, one a line, as JSON lines.
+def answer(model: str, kind: str, prompts: str, out: str, batch: str, new_tokens: str) -> None:
+    """Starts the server in this process; writes greedy answers to a file of prompts, one a line, as
+    JSON lines.
 
-    Returns:
-      Seconds from its start to the last answer.
+    Args:
+      model: a GGUF file.
+      kind: type of the cache, one of TYPES.
+      prompts, out: files.
+      batch: slots of the server, and requests at a time.
 
     Raises:
-      RunError: it does not start, or does not answer.
+      RunError: the server does not answer.
     """
-    lines = prompts.read_text().splitlines()
-    began = time.perf_counter()
-    with _server(model, kind, batch) as url, concurrent.futures.ThreadPoolExecutor(batch) as pool:
-        texts = list(pool.map(lambda line: _complete(url, line, new_tokens), lines))
-        out.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return time.perf_counter() - began
+    import xllamacpp
 
-
-@contextlib.contextmanager
-def _server(model: Path, kind: str, slots: int) -> Iterator[str]:
-    """A running server's address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    command = [PROGRAM, "--model", str(model), "--host", "127.0.0.1", "--port", port]
-    command += ["--threads", str(threads()), "--parallel", str(slots)]
-    command += ["--ctx-size", str(slots * _COLUMNS), "--n-gpu-layers", "0"]
-    command += ["--cache-type-k", kind, "--cache-type-v", kind]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            url = f"http://127.0.0.1:{port}"
-            deadline = time.monotonic() + _PATIENCE
-            while not _ready(url):
-                if process.poll() is not None or time.monotonic() > deadline:
-                    raise RunError(f"{' '.join(command)}: did not start; run it by hand.")
-                time.sleep(_POLL)
-            yield url
-        finally:
-            process.terminate()
-
-
-def _ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=_PATIENCE) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, ConnectionError):  # not yet listening, or still loading: 503
-        return False
+    slots = int(batch)
+    parameters = xllamacpp.CommonParams()
+    parameters.model.path = model
+    parameters.port = 0  # any that is free
+    parameters.n_parallel, parameters.n_ctx = slots, slots * _COLUMNS
+    cache_type = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{kind.upper()}")
+    parameters.cache_type_k = parameters.cache_type_v = cache_type
+    parameters.cpuparams.n_threads = parameters.cpuparams_batch.n_threads = threads()
+    parameters.warmup, parameters.verbosity = False, -1
+    server = xllamacpp.Server(parameters)
+    url = server.listening_address
+    with concurrent.futures.ThreadPoolExecutor(slots) as pool:
+        lines = Path(prompts).read_text().splitlines()
+        texts = list(pool.map(lambda line: _complete(url, line, int(new_tokens)), lines))
+    Path(out).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
 def _complete(url: str, prompt: str, new_tokens: int) -> str:
@@ -117,4 +92,4 @@ def _complete(url: str, prompt: str, new_tokens: int) -> str:
         with urllib.request.urlopen(request, timeout=600) as reply:
             return json.load(reply)["content"]
     except (OSError, ValueError, KeyError) as error:
-        raise RunError(f"{PROGRAM}: no answer from {url} ({error}); run it by hand.") from error
+        raise RunError(f"llama.cpp's server: no answer from {url} ({error}).") from error

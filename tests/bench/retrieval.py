@@ -2,7 +2,8 @@
 
 ScaNN against exact search on the same vectors and cores: share of the exact top 20 that it finds,
 queries a second, and what building the index takes. BM25 over as many texts as WebQA has
-snippets; what making its index takes beside bm25s. MiniLM's texts, one question and twenty, beside
+snippets; what making its index takes beside bm25s. One question by exact search over as many
+vectors as one block holds, and over one more, beside numpy. MiniLM's texts, one question and twenty, beside
 sentence-transformers. Of these the processor's time counts. `required` is what a row must reach
 at full size, in `unit` (rows with a peer: the ratio); the floor of exact search is its matrix
 product alone, that of ScaNN reading its codes at the memory's speed.
@@ -26,10 +27,13 @@ from tests.bench import Options
 from tests.bench.runner import Case, measure, row_of, time_case
 from tests.bench.timing import run_child
 
+_BLOCK_ROWS = 65_536  # of ExactIndex
+_BLOCKS = tuple(f"exact_{rows}" for rows in (_BLOCK_ROWS, _BLOCK_ROWS + 1))
 ROWS = (
     *("scann_recall", "scann_search", "exact_search", "index_build", "index_memory"),
     *("bm25_search", "bm25_memory", "bm25_index"),
     *("embed_texts", "embed_question", "embed_questions"),
+    *_BLOCKS,
 )
 # WebQA's sources are 389,750 pictures and 544,489 snippets, 934,239 in all.
 _SIZES = {
@@ -70,7 +74,7 @@ def _cases(
         child = run_child([sys.executable, "-m", __name__, name, arguments])
         return json.loads(child.output.splitlines()[-1]), child.peak_bytes / _GIB
 
-    if any(name.startswith(("scann", "exact", "index")) for name in wanted):
+    if any(name.startswith(("scann", "exact", "index")) for name in wanted if name not in _BLOCKS):
         step("vectors")
         built, peak = step("build")
         seconds = built.pop("seconds")
@@ -81,6 +85,8 @@ def _cases(
         yield from step("bm25_index")[0]
     if any(name.startswith("embed") for name in wanted):
         yield from step("embed")[0]
+    if any(name in _BLOCKS for name in wanted):
+        yield from step("blocks")[0]
     if any(name in wanted for name in ("bm25_search", "bm25_memory")):
         rows, peak = step("bm25")
         yield from rows
@@ -243,6 +249,29 @@ def _embed(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     return rows
 
 
+def _of_blocks(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
+    import numpy as np
+
+    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.indexes.exact import ExactIndex
+
+    vectors = np.random.default_rng(0).standard_normal((_BLOCK_ROWS + 1, 384), np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    question, rows = vectors[:1], []
+    for count in (_BLOCK_ROWS, _BLOCK_ROWS + 1):
+        index = ExactIndex(Embeddings(vectors[:count], "bench", "bench"))
+        case = Case(
+            f"exact_{count}",
+            "queries/s",
+            lambda index=index: index.search(question, _TOP_K),
+            lambda count=count: _numpy_search(vectors[:count], question),
+            clock=time.process_time,
+            notes={"peer_is": "numpy"},
+        )
+        rows.append(_timed(case, sizes))
+    return rows
+
+
 def _padding(embedder: Any, texts: list[str]) -> float:
     """Tokens that are computed for each token of a text."""
     batches = list(embedder._text_batches(texts, ""))
@@ -293,6 +322,7 @@ _STEPS = {
     "bm25": _bm25,
     "bm25_index": _bm25_index,
     "embed": _embed,
+    "blocks": _of_blocks,
 }
 
 

@@ -114,6 +114,7 @@ class Child(NamedTuple):
     seconds: float
     peak_bytes: int  # most memory that it held at once
     output: str  # its stdout
+    processor_seconds: float = 0.0  # of all its threads
 
 
 def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> Child:
@@ -141,4 +142,5 @@ def run_child(command: Sequence[str], env: Mapping[str, str] | None = None) -> C
             f"{' '.join(command[:4])} ...: ended with {process.returncode}; see its message above."
         )
     scale = 1 if platform.system() == "Darwin" else 1024
-    return Child(time.perf_counter() - began, usage.ru_maxrss * scale, output)
+    processor_seconds = usage.ru_utime + usage.ru_stime
+    return Child(time.perf_counter() - began, usage.ru_maxrss * scale, output, processor_seconds)

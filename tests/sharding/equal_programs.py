@@ -1,7 +1,8 @@
 """Compiles the engine's programs for 1, 2, 4 and 8 copies of the weights, with equal slots and
-prompts of each, for a TPU, and prints what decides an answer's bits.
+prompts of each, for a TPU or GPUs, and prints what decides an answer's bits.
 
-A process of its own, where JAX's platform is the CPU: see test_equal_programs.py.
+A process of its own, where JAX's platform is the CPU: see test_equal_programs.py. Its argument is
+`tpu` or `gpu`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections import Counter
 from typing import Any
 
@@ -23,6 +25,7 @@ from tests.hlo.kept import facts_of
 from tests.hlo.text import Instruction, parse
 
 COPIES = (1, 2, 4, 8)
+_TOPOLOGIES = {"tpu": "v5e:2x4", "gpu": "h100:8"}
 _MODEL = LlamaConfig(
     hidden=1024, layers=2, heads=8, kv_heads=8, mlp=2048, vocab_size=4096, dtype="bfloat16"
 )
@@ -44,7 +47,10 @@ _DECIDING = re.compile(
     r"\b(dim_labels|window|dimensions|[lr]hs_\w+_dims|operand_precision|custom_call_target)"
     r"=(\{[^{}]*\}|[^\s,]+)"
 )
-_KERNEL = re.compile(r'custom_call_target="tpu_custom_call"')
+# Kernels of Pallas, and of a GPU's libraries: products (cuBLAS) and attention (cuDNN).
+_KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cu[^"]*|__gpu\$[^"]*)"')
+# What XLA chose for a fusion that it lowers to a kernel of its own on a GPU: tiles, splits, warps.
+_FUSION_CHOICE = re.compile(r'"fusion_backend_config":(\{.*\})')
 
 
 def arithmetic(text: str) -> Counter[str]:
