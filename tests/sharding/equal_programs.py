@@ -2,7 +2,7 @@
 prompts of each, for a TPU or GPUs, and prints what decides an answer's bits.
 
 A process of its own, where JAX's platform is the CPU: see test_equal_programs.py. Its argument is
-`tpu` or `gpu`.
+`equal` (a TPU) or `equal_gpu`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.hlo.kept import facts_of
 from tests.hlo.text import Instruction, parse
 
 COPIES = (1, 2, 4, 8)
-_TOPOLOGIES = {"tpu": "v5e:2x4", "gpu": "h100:8"}
+_TOPOLOGIES = {"equal": "v5e:2x4", "equal_gpu": "h100:8"}  # by the beginning of the facts' names
 _MODEL = LlamaConfig(
     hidden=1024, layers=2, heads=8, kv_heads=8, mlp=2048, vocab_size=4096, dtype="bfloat16"
 )
@@ -49,19 +49,21 @@ _DECIDING = re.compile(
 )
 # Kernels of Pallas, and of a GPU's libraries: products (cuBLAS) and attention (cuDNN).
 _KERNEL = re.compile(r'custom_call_target="(tpu_custom_call|__cu[^"]*|__gpu\$[^"]*)"')
-# What XLA chose for a fusion that it lowers to a kernel of its own on a GPU: tiles, splits, warps.
-_FUSION_CHOICE = re.compile(r'"fusion_backend_config":(\{.*\})')
+# What XLA chose for a fusion that is a kernel of Triton on a GPU: tiles, in whose order it sums.
+_TILES = re.compile(r'"fusion_backend_config":(\{.*?"kind":"__triton.*?),"force_earliest_schedule"')
 
 
 def arithmetic(text: str) -> Counter[str]:
     """How often each rounding instruction stands in a program, with its shape and what it sums
-    over; a kernel by the hash of its code."""
+    over; a kernel by the hash of its code, a fusion of Triton with its tiles too."""
     counted: Counter[str] = Counter()
     for computation in parse(text).computations.values():
         for one in computation.instructions.values():
             if _KERNEL.search(one.attributes):
                 code = one.attributes.partition("backend_config=")[2]
                 counted[f"kernel {hashlib.sha256(code.encode()).hexdigest()[:16]}"] += 1
+            elif tiles := one.attribute(_TILES):
+                counted[f"{_described(one)} {tiles}"] += 1
             elif (
                 not _MOVES.match(one.opcode) and not _COLLECTIVE.match(one.opcode) and _rounds(one)
             ):
@@ -102,7 +104,8 @@ def _of_compiled(compiled: jax.stages.Compiled) -> dict[str, Any]:
 
 
 def main():
-    devices = open_topology("v5e:2x4").devices
+    prefix = sys.argv[1]
+    devices = open_topology(_TOPOLOGIES[prefix]).devices
     for copies in COPIES:
         mesh = make_mesh({"data": copies}, devices=devices[:copies])
         sizes = EngineConfig(
@@ -113,7 +116,7 @@ def main():
         )
         programs = engine_programs(_MODEL, sizes, mesh, columns=_LENGTH)
         for kind, program in programs.items():
-            name = f"equal_{kind}_{copies}"
+            name = f"{prefix}_{kind}_{copies}"
             with jax.set_mesh(mesh):
                 lowered = program.function.lower(*program.arguments)
             found = facts_of(name, lowered, _of_compiled, __file__)
