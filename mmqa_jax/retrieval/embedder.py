@@ -39,6 +39,7 @@ from mmqa_jax.models.two_towers.config import BlockConfig
 from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.token_vectors import TokenFormat
 
+ReadPixels = Callable[[Sequence[int]], list[np.ndarray | None]]
 TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
@@ -294,6 +295,27 @@ class Embedder:
         rows: Sequence[int],
         pool: concurrent.futures.Executor,
     ) -> Float32[np.ndarray, "n D"]:
+        texts, pictured, read = self._inputs_of(corpus, pictures, rows, pool)
+        vectors = np.zeros((len(rows), self.dim), np.float32)
+        self._collect(self._source_batches(texts, pictured, read), vectors)
+        if len(bad := embeddings.not_finite(vectors)):
+            first = rows[bad[0]]
+            raise UserError(
+                f"embed: the vectors of {len(bad)} of {len(vectors)} sources are not finite, the "
+                f"first is that of source {corpus.sources[first].id!r} (row {first}); "
+                f"{embeddings.BROKEN}."
+            )
+        return vectors
+
+    def _inputs_of(
+        self,
+        corpus: Corpus,
+        pictures: PictureStore | None,
+        rows: Sequence[int],
+        pool: concurrent.futures.Executor,
+    ) -> tuple[list[str], Bool[np.ndarray, " n"], ReadPixels]:
+        """Texts of the sources in `rows`, which of them are embedded with their pixels, and what
+        reads these by place in `rows`."""
         sources = [corpus.sources[row] for row in rows]
         sees = pictures is not None and self.image_size > 0
         pictured = np.array([sees and source.modality == "image" for source in sources])
@@ -301,22 +323,13 @@ class Embedder:
         def read(indices: Sequence[int]) -> list[np.ndarray | None]:
             return list(pool.map(pictures.pixels, [rows[i] for i in indices]))
 
-        vectors = np.zeros((len(rows), self.dim), np.float32)
-        texts = [self.text_of(source) for source in sources]
-        self._collect(self._source_batches(texts, pictured, read), vectors)
-        if len(bad := embeddings.not_finite(vectors)):
-            raise UserError(
-                f"embed: the vectors of {len(bad)} of {len(vectors)} sources are not finite, the "
-                f"first is that of source {sources[bad[0]].id!r} (row {rows[bad[0]]}); "
-                f"{embeddings.BROKEN}."
-            )
-        return vectors
+        return [self.text_of(source) for source in sources], pictured, read
 
     def _source_batches(
         self,
         texts: Sequence[str],
         pictured: Bool[np.ndarray, " n"],
-        read: Callable[[Sequence[int]], list[np.ndarray | None]],
+        read: ReadPixels,
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         """Encoded batches of sources, with their places in `texts`.
 

@@ -39,7 +39,7 @@ from mmqa_jax.models.encoders.text_encoders import check_padding
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.two_towers.network import l2_normalize
 from mmqa_jax.retrieval.dense import DenseRetriever
-from mmqa_jax.retrieval.embedder import Embedder, batches_by_length
+from mmqa_jax.retrieval.embedder import Embedder, ReadPixels, batches_by_length
 from mmqa_jax.retrieval.embeddings import BROKEN, EmbeddedRows, check_finite
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.rankings import Asks
@@ -186,49 +186,43 @@ class FixedVectors:
 def make_encode_tokens(
     graphdef: nnx.GraphDef, fixed: FixedVectors, is_question: bool
 ) -> jax.stages.Wrapped:
-    """The jitted encoder: (state, ids, attended, scored [B, L]) -> fixed vectors [B, values], and
-    the tokens' vectors [B, L, D]."""
+    """The jitted encoder: (state, arguments of the model, scored [B, L]) -> fixed vectors
+    [B, values], and the tokens' vectors [B, L, D]."""
 
-    def encode(
-        state: Any, ids: jax.Array, mask: jax.Array, scored: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        vectors = nnx.merge(graphdef, restacked(state))(ids, mask)
+    def encode(state: Any, inputs: Any, scored: jax.Array) -> tuple[jax.Array, jax.Array]:
+        vectors = nnx.merge(graphdef, restacked(state))(*inputs)
         return fixed.of(vectors, scored, is_question), vectors
 
     return jax.jit(encode)
 
 
-class LateInteractionEmbedder(Embedder):
-    """An Embedder by MUVERA's fixed vectors of a late-interaction encoder; it takes texts alone."""
+class TokenEmbedder(Embedder):
+    """An Embedder by MUVERA's fixed vectors of an encoder with a vector for each token.
 
-    def __init__(
-        self,
-        graphdef: Any,
-        state: Any,
-        tokenizer: Tokenizer,
-        recipe: LateInteraction,
-        positions: int,
-        fixed: FixedVectors,
-        **options: Any,
-    ):
-        self._sides = {name: side_of(recipe, tokenizer, positions, name) for name in _SIDES}
+    Attributes:
+      token_dim: values of a token's vector.
+      mean: whether a score is divided by the number of the question's tokens.
+    """
+
+    mean = False
+
+    def __init__(self, graphdef: Any, state: Any, tokenizer: Tokenizer, **options: Any):
+        """As an Embedder's."""
+        self._fixed = FixedVectors()
         self._programs = {
-            name: make_encode_tokens(graphdef, fixed, name == "query") for name in _SIDES
+            name: make_encode_tokens(graphdef, self._fixed, name == "query") for name in _SIDES
         }
-        self._fixed, self.mean = fixed, recipe.mean
-        super().__init__(
-            graphdef, state, tokenizer, image_size=0, recipe=f"{recipe} {fixed}", **options
-        )
+        super().__init__(graphdef, state, tokenizer, **options)
 
     def store_tokens(self, form: TokenFormat) -> None:
         """Lets `embed_sources` store the vectors of tokens, too."""
         self._stored_tokens = form, self.token_dim
 
     def _dim(self, state: Any) -> int:
-        row = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
+        ids = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.int32)
         mask = jax.ShapeDtypeStruct((1, self.buckets[0]), jnp.bool_)
         program = self._programs["document"]
-        self.token_dim = jax.eval_shape(program, state, row, mask, mask)[1].shape[-1]
+        self.token_dim = jax.eval_shape(program, state, (ids, mask), mask)[1].shape[-1]
         return self._fixed.size
 
     def embed_questions(
@@ -252,45 +246,101 @@ class LateInteractionEmbedder(Embedder):
     def _embed(self, texts: Sequence[str], name: str) -> np.ndarray:
         check_several(texts, "Embedder.embed_texts")
         vectors = np.zeros((len(texts), self.dim), np.float32)
-        self._collect(self._fixed_batches(texts, name), vectors, "texts")
+        encoded = (
+            (places, self._call(self._programs[name], *self.serving.placement.put(batch))[0])
+            for places, *batch in self._rows(texts, name)
+        )
+        self._collect(encoded, vectors, "texts")
         check_finite(vectors, "embedder: the texts", BROKEN)
         return vectors
 
     def _embed_rows(
         self, corpus: Corpus, pictures: Any, rows: Sequence[int], pool: concurrent.futures.Executor
     ) -> np.ndarray | EmbeddedRows:
-        if self._stored_tokens is None:
-            return super()._embed_rows(corpus, pictures, rows, pool)
-        form, _ = self._stored_tokens
-        texts = [self.text_of(corpus.sources[row]) for row in rows]
+        form = None if self._stored_tokens is None else self._stored_tokens[0]
         vectors = np.zeros((len(rows), self.dim), np.float32)
         codes: list[np.ndarray] = [np.zeros(0)] * len(rows)
-        for places, fixed, tokens in self.encode_tokens(texts, "document"):
+        for places, fixed, tokens in self._encode_sources(
+            *self._inputs_of(corpus, pictures, rows, pool)
+        ):
             vectors[places] = fixed
-            merged = pool.map(lambda vectors: pool_tokens(vectors, form.pool), tokens)
-            for place, of_source in zip(places, merged, strict=True):
-                codes[place] = form.encode(of_source)
+            if form is not None:
+                merged = pool.map(lambda vectors: pool_tokens(vectors, form.pool), tokens)
+                for place, of_source in zip(places, merged, strict=True):
+                    codes[place] = form.encode(of_source)
+        check_finite(vectors, "embed: the sources", BROKEN)
+        if form is None:
+            return vectors
         counts = np.array(list(map(len, codes)), np.int64)
         return EmbeddedRows(vectors, np.concatenate(codes), counts)
 
-    def _source_batches(self, texts, pictured, read) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        return self._fixed_batches(texts, "document")
-
-    def _fixed_batches(
-        self, texts: Sequence[str], name: str
-    ) -> Iterator[tuple[np.ndarray, jax.Array]]:
-        for places, *rows in encoded(texts, self._sides[name], self.tokenizer, self.serving):
-            yield places, self._call(self._programs[name], *self._put(*rows))[0]
+    def _encode_sources(
+        self, texts: Sequence[str], pictured: np.ndarray, read: ReadPixels
+    ) -> Iterator[TokenBatch]:
+        """What `encode_tokens` gives, of sources of which some are seen."""
+        yield from self.encode_tokens(texts, "document")
 
     def encode_tokens(
-        self, texts: Sequence[str], name: str
-    ) -> Iterator[tuple[np.ndarray, np.ndarray, list[np.ndarray]]]:
-        """Batches of texts of the side `name`, "query" or "document": places in `texts`, fixed
-        vectors [B, values], and the vectors [tokens, D] of each text's scored tokens."""
-        for places, *rows in encoded(texts, self._sides[name], self.tokenizer, self.serving):
-            fixed, tokens = map(fetch, self._call(self._programs[name], *self._put(*rows)))
-            tokens = [of_text[scored] for of_text, scored in zip(tokens, rows[-1], strict=True)]
-            yield places, fixed[: len(places)], tokens[: len(places)]
+        self,
+        texts: Sequence[str],
+        name: str,
+        pictures: Sequence[np.ndarray | None] | None = None,
+    ) -> Iterator[TokenBatch]:
+        """Encodes texts of the side `name`, "query" or "document", or pictures in their place."""
+        for places, inputs, scored in self._rows(texts, name, pictures):
+            put = self.serving.placement.put((inputs, scored))
+            fixed, tokens = map(fetch, self._call(self._programs[name], *put))
+            scored = fetch(put[1])
+            of_texts = [tokens[row][scored[row]] for row in range(len(places))]
+            yield TokenBatch(places, fixed[: len(places)], of_texts)
+
+    def _rows(
+        self,
+        texts: Sequence[str],
+        name: str,
+        pictures: Sequence[np.ndarray | None] | None = None,
+    ) -> Iterator[tuple[np.ndarray, tuple[Any, ...], np.ndarray]]:
+        """Batches: places in `texts`, the model's arguments and the scored columns [B, L], of this
+        process's rows."""
+        raise NotImplementedError
+
+
+class TokenBatch(NamedTuple):
+    """A batch of encoded texts or pictures.
+
+    Attributes:
+      places: of its texts.
+      fixed: their fixed vectors.
+      tokens: the vectors of each one's scored tokens.
+    """
+
+    places: np.ndarray
+    fixed: Float32[np.ndarray, "B values"]
+    tokens: list[Float32[np.ndarray, "tokens D"]]
+
+
+class LateInteractionEmbedder(TokenEmbedder):
+    """A TokenEmbedder of ColBERT's kind; it takes texts alone."""
+
+    def __init__(
+        self,
+        graphdef: Any,
+        state: Any,
+        tokenizer: Tokenizer,
+        recipe: LateInteraction,
+        positions: int,
+        **options: Any,
+    ):
+        self._sides = {name: side_of(recipe, tokenizer, positions, name) for name in _SIDES}
+        self.mean = recipe.mean
+        described = f"{recipe} {FixedVectors()}"
+        super().__init__(graphdef, state, tokenizer, image_size=0, recipe=described, **options)
+
+    def _rows(self, texts, name, pictures=None):
+        batches = encoded(texts, self._sides[name], self.tokenizer, self.serving)
+        for places, ids, mask, scored in batches:
+            own = self.serving.placement.rows(len(ids))
+            yield places, (ids[own], mask[own]), scored[own]
 
 
 _SIDES = ("query", "document")
@@ -330,7 +380,7 @@ def dense_retriever(
 ) -> DenseRetriever:
     """The retriever of an embedder over an index of its vectors; MaxSim ranks what is found by
     those of a late-interaction encoder."""
-    if not isinstance(embedder, LateInteractionEmbedder):
+    if not isinstance(embedder, TokenEmbedder):
         return DenseRetriever(corpus, embedder, index, pictures, asks)
     if not isinstance(index, MaxSimIndex):
         tokens = index.embeddings.tokens
@@ -366,7 +416,6 @@ def load_late_interaction_embedder(
         tokenizer,
         recipe,
         positions,
-        FixedVectors(),
         buckets=length_buckets(longest, positions),
         batch_size=batch_size,
         cost=encoder_cost(model.config, longest, "texts"),

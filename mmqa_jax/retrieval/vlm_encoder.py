@@ -67,9 +67,7 @@ class VLMEmbedder(Embedder):
         super().__init__(
             graphdef,
             state,
-            image_size=math.isqrt(config.vision.max_pixels),
-            resize=picture_sizes(config.vision),
-            alpha="white",
+            **picture_options(config),
             **options,
         )
         self._chat, self._config = chat, config
@@ -148,6 +146,12 @@ class VLMEmbedder(Embedder):
             for number, ids, in_prompt in zip(members, tokens, of_prompts, strict=True):
                 made[number] = PicturePrompt(ids, tuple(in_prompt))
         return made
+
+
+def picture_options(config: QwenVLConfig) -> dict[str, Any]:
+    """What an Embedder needs to know of pictures that a Qwen-VL sees."""
+    side = math.isqrt(config.vision.max_pixels)
+    return {"image_size": side, "resize": picture_sizes(config.vision), "alpha": "white"}
 
 
 def picture_sizes(config: QwenVisionConfig) -> PictureSizes:

@@ -9,7 +9,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
-from mmqa_jax.models.encoders.vlm_keys import check_family
+from mmqa_jax.models.encoders.vlm_keys import check_family, is_colqwen
+from mmqa_jax.retrieval.colqwen import load_colqwen_embedder
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.late_interaction import load_late_interaction_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
@@ -57,8 +58,10 @@ def open_embedder(
         kind = read_record(folder).architecture.name if converted else published_kind(folder)
         entries = (entry for entry in architectures().values() if entry.embeds)
         family = next((e.name for e in entries if kind in (e.name, *e.embeds)), "")
-        if family == "qwen_vl":
-            embedder: Embedder = load_vlm_embedder(folder, **(options or {}))
+        if is_colqwen(folder):
+            embedder: Embedder = load_colqwen_embedder(folder, **(options or {}))
+        elif family == "qwen_vl":
+            embedder = load_vlm_embedder(folder, **(options or {}))
         elif family or converted:  # another converted one is refused there
             embedder = load_two_towers(folder, family or "clip", **(options or {}))
         else:

@@ -143,9 +143,13 @@ class CrossEncoder(nnx.Module):
 
 
 class QwenVLPooled(QwenVL):
-    """A Qwen-VL whose last token's state is asked for."""
+    """A Qwen-VL whose tokens' states are asked for."""
 
-    def last_states(
+    def last_states(self, input_ids: jax.Array, mask: jax.Array, *pictured: Any) -> jax.Array:
+        """Prompts as `states` takes them -> the state of each one's last token, float32 [B, H]."""
+        return last_token(self.states(input_ids, mask, *pictured), mask)
+
+    def states(
         self,
         input_ids: jax.Array,
         mask: jax.Array,
@@ -153,7 +157,7 @@ class QwenVLPooled(QwenVL):
         rows: jax.Array | None = None,
         positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Right-padded prompts -> the normed state of each one's last token, float32 [B, H].
+        """Right-padded prompts -> the normed states of their tokens [B, L, H].
 
         Args:
           input_ids: int [B, L], one placeholder for each token of a picture.
@@ -171,8 +175,21 @@ class QwenVLPooled(QwenVL):
             features = features.reshape(len(input_ids), -1, features.shape[-1])
             own = jnp.take_along_axis(features, jnp.maximum(rows, 0)[..., None], axis=1)
             tokens, deepstack = spread(tokens, own, rows >= 0)
-        hidden = self.llama.encode(tokens, positions=positions, deepstack=deepstack)
-        return last_token(hidden, mask)
+        return self.llama.encode(tokens, positions=positions, deepstack=deepstack)
+
+
+class QwenVLTokens(QwenVLPooled):
+    """ColQwen (Faysse et al. 2024, "ColPali"): a vector of length 1 for each token of a prompt."""
+
+    def __init__(self, config: QwenVLConfig, dim: int, *, rngs: nnx.Rngs):
+        """`dim`: the values of a vector."""
+        headless = dataclasses.replace(config.llama, tied=True)
+        super().__init__(dataclasses.replace(config, llama=headless), rngs=rngs)
+        self.projection = Linear(config.llama.hidden, dim, ("embed", None), rngs=rngs)
+
+    def __call__(self, *prompts: Any) -> jax.Array:
+        """Prompts as `states` takes them -> float32 [B, L, D]."""
+        return l2_normalize(self.projection(self.states(*prompts)).astype(jnp.float32))
 
 
 class QwenVLEncoder(QwenVLPooled):

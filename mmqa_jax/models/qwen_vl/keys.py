@@ -188,14 +188,16 @@ def model_type_of(config: qwen_vl.QwenVLConfig) -> str:
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_new"}  # theirs -> ours
 
 
-def open_qwen_vl(path: Path) -> layouts.Checkpoint:
+def open_qwen_vl(path: Path, published: Mapping[str, Any] | None = None) -> layouts.Checkpoint:
     """Opens a checkpoint of a Qwen-VL, reading headers only.
 
     Args:
       path: transformers' folder.
+      published: its config; None: that of config.json.
     """
     file = layouts.config_file(path)
-    published = layouts.read_hf_config(path, *PUBLISHED)
+    if published is None:
+        published = layouts.read_hf_config(path, *PUBLISHED)
     published, make_whole = layouts.read_rounding(published, str(file))
     config = qwen_vl_config(published, str(file))  # refused before the tensors are opened
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))

@@ -54,7 +54,7 @@ from mmqa_jax.retrieval.indexes.index import (
     recall_against,
 )
 from mmqa_jax.retrieval.indexes.milvus import ingest, open_milvus
-from mmqa_jax.retrieval.late_interaction import LateInteractionEmbedder
+from mmqa_jax.retrieval.late_interaction import TokenEmbedder
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
 from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
@@ -130,7 +130,7 @@ def embed(
 
 def _store_tokens(embedder: Any, precision: str | None, pool: int | None) -> None:
     """Makes a late-interaction encoder store its tokens' vectors, unless `precision` is "none"."""
-    if isinstance(embedder, LateInteractionEmbedder):
+    if isinstance(embedder, TokenEmbedder):
         if precision != "none":
             embedder.store_tokens(TokenFormat(precision or "int8", 1 if pool is None else pool))
     elif precision is not None or pool is not None:

@@ -1,0 +1,181 @@
+"""ColQwen 2, 2.5 and 3 beside transformers' Qwen-VLs and a linear layer, float32.
+
+transformers' own ColQwen2 gives the tokens of pictures the positions of text, unlike the model
+that was trained; here it is handed those of its Qwen2-VL.
+"""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from byte_tokenizer import byte_tokenizer
+from compare import WHOLE
+from qwen_vl_pair import SPECIAL, UNIT, save_torch
+from qwen_vl_prompts import small_pictures
+from safetensors.torch import load_file, save_file
+from tiny_encoders import texts
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+from mmqa_jax.data.corpus import corpus_of_lists
+from mmqa_jax.data.schema import Question
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.late_interaction import dense_retriever
+from mmqa_jax.retrieval.token_vectors import TokenFormat
+from mmqa_jax.tasks.embedder import open_embedder
+from tests.pictures import encoded
+from tests.refusals import refuses
+
+pytestmark = pytest.mark.slow
+
+DIM = 20
+PAGE = (
+    "<|im_start|>user\n<|vision_start|>{}<|vision_end|>Describe the image.<|im_end|><|endoftext|>"
+)
+CASES = [
+    ("qwen2_vl", "ColQwen2ForRetrieval"),
+    ("qwen2_vl", "ColQwen2"),
+    ("qwen2_5_vl", "ColQwen2_5"),
+    ("qwen3_vl", "ColQwen3"),
+    ("qwen3_5", "ColQwen3_5"),
+]
+QUERIES = ["which flag?", " a\n", texts(400)[-1][:560]]
+
+
+class Theirs:
+    """A saved ColQwen, and transformers run on what its processor makes."""
+
+    def __init__(self, case, name, folder):
+        self.tokenizer = byte_tokenizer("$A", more=SPECIAL[2:])
+        self.tokenizer.pad_token = "<|endoftext|>"
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        ids = dict(zip(names, self.tokenizer.convert_tokens_to_ids(list(SPECIAL[2:])), strict=True))
+        sizes = {"vocab_size": len(self.tokenizer) + 3, "max_position_embeddings": 4096}
+        whole, self.processor = save_torch(case, folder, sizes, **ids)
+        self.model, self.image, self.folder = whole.model.eval(), ids["image_token_id"], folder
+        torch.manual_seed(3)
+        self.linear = torch.nn.Linear(48, DIM)
+        self.of_transformers = name.endswith("Retrieval")
+        if self.of_transformers:
+            config = transformers.ColQwen2Config(vlm_config=whole.config, embedding_dim=DIM)
+            self.col = transformers.ColQwen2ForRetrieval(config).eval()
+            self.col.vlm.load_state_dict(self.model.state_dict())
+            self.col.embedding_proj_layer.load_state_dict(self.linear.state_dict())
+            self.col.save_pretrained(folder)
+        else:
+            tensors = {key: x.contiguous() for key, x in self.model.state_dict().items()}
+            linear = {f"custom_text_proj.{key}": x for key, x in self.linear.state_dict().items()}
+            save_file(tensors | linear, folder / "model.safetensors", metadata={"format": "pt"})
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        self.tokenizer.save_pretrained(folder)
+
+    def vectors(self, text, picture=None) -> np.ndarray:
+        given = {}
+        if picture is not None:
+            given = dict(self.processor(images=[picture.convert("RGB")], return_tensors="pt"))
+            count = int(given["image_grid_thw"].prod(-1)) // 4
+            text = PAGE.format("<|image_pad|>" * count)
+        ids = torch.tensor([self.tokenizer(text)["input_ids"]])
+        kinds = (ids == self.image).int()
+        self.model.rope_deltas = None
+        with torch.no_grad():
+            states = self.model(
+                input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **given
+            ).last_hidden_state[0]
+            made = torch.nn.functional.normalize(self.linear(states), dim=-1)
+            if self.of_transformers:
+                places, _ = self.model.get_rope_index(
+                    ids, mm_token_type_ids=kinds, image_grid_thw=given.get("image_grid_thw"),
+                    attention_mask=torch.ones_like(ids),
+                )  # fmt: skip
+                if picture is not None:
+                    given["pixel_values"] = given["pixel_values"][None]
+                self.col.vlm.rope_deltas = None
+                again = self.col(ids, torch.ones_like(ids), position_ids=places, **given)
+                np.testing.assert_allclose(again.embeddings[0], made, **WHOLE)
+        return made.numpy()
+
+    def question(self, text) -> np.ndarray:
+        text = f"Query: {text}" if self.of_transformers else text
+        ending = "\n" if self.of_transformers else ""
+        return self.vectors(f"{text}{'<|endoftext|>' * 10}{ending}")
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case[1])
+def theirs(request, tmp_path_factory):
+    return Theirs(*request.param, tmp_path_factory.mktemp("colqwen") / "model")
+
+
+def corpus_with_pages():
+    pages = [encoded(picture) for picture in small_pictures()]
+    return corpus_of_lists(
+        [texts(300)[-1], "a b", "", "a flag", "b"], None, [None, None, *pages], None
+    )
+
+
+def test_tokens_of_questions_and_pages(theirs, tmp_path):
+    corpus = corpus_with_pages()
+    ours, pictures = open_embedder(theirs.folder, corpus, {"batch_size": 2})
+    ours.store_tokens(TokenFormat("float16"))
+    found = {}
+    for places, fixed, tokens in ours.encode_tokens(QUERIES, "query"):
+        assert fixed.shape == (len(places), ours.dim)
+        found |= dict(zip(places, tokens, strict=True))
+    want = [theirs.question(text) for text in QUERIES]
+    assert max(map(len, want)) > 500
+    for row, vectors in enumerate(want):
+        np.testing.assert_allclose(found[row], vectors, **WHOLE)
+    embeddings = ours.embed_sources(corpus, pictures, tmp_path / "index")
+    pages = []
+    for source, codes in zip(corpus.sources, embeddings.tokens.rows(range(5)), strict=True):
+        if source.modality == "image":
+            pages.append(theirs.vectors(None, small_pictures()[len(pages)]))
+            vectors = pages[-1]
+        else:
+            vectors = theirs.vectors(source.text)
+        decoded = ours._stored_tokens[0].decode(codes, DIM)
+        np.testing.assert_allclose(decoded, vectors, atol=4e-4)  # float16
+    retriever = dense_retriever(corpus, ours, ExactIndex(embeddings), pictures)
+    (ranking,) = retriever.search([Question("0", "", QUERIES[0])], 5)
+    rows = [corpus.row[name] for name in ranking.sources]
+    scores = dict(zip(rows, ranking.scores, strict=True))
+    for row, page in enumerate(pages):
+        score = (want[0] @ page.T).max(1).sum()
+        np.testing.assert_allclose(scores[row + 2], score, atol=len(want[0]) * 2**-11)  # float16
+
+
+def test_processor_of_transformers_writes_the_same_prompts(theirs):
+    if not theirs.of_transformers:
+        pytest.skip("colpali_engine is not here")
+    processor = transformers.ColQwen2Processor(theirs.processor, theirs.tokenizer)
+    ours, _ = open_embedder(theirs.folder, corpus_of_lists(["a"], None, None, None))
+    for text, prompt in zip(QUERIES, ours._questions(QUERIES), strict=True):
+        (ids,) = processor.process_queries([text])["input_ids"]
+        assert list(prompt.tokens) == ids.tolist()
+    picture = small_pictures()[0]
+    ids = processor.process_images([picture])["input_ids"][0].tolist()
+    height, width = smart_resize(picture.height, picture.width, UNIT, 1600, 136 * 136)
+    (prompt,) = ours._sources([""], [np.zeros((height, width, 3), np.uint8)])
+    once = [x for n, x in enumerate(ids) if x != theirs.image or ids[n - 1] != theirs.image]
+    assert list(prompt.tokens) == once
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [("projection", "lacks embedding_proj_layer and custom_text_proj"), ("key", "'pooled'")],
+)
+def test_folders_that_are_refused(change, message, tmp_path):
+    folder = tmp_path / "model"
+    Theirs("qwen2_vl", "ColQwen2ForRetrieval", folder)
+    if change == "projection":
+        tensors = load_file(folder / "model.safetensors")
+        left = {key: x for key, x in tensors.items() if "proj_layer" not in key}
+        save_file(left, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"pooled": True}))
+    refuses(message, open_embedder, folder, corpus_of_lists(["a"], None, None, None))
