@@ -167,10 +167,12 @@ def tower_bytes(
         return 0.0
     item = np.dtype(_numpy(llama.dtype)).itemsize
     if isinstance(vision, QwenVisionConfig):
-        products = 3 if vision.family == "qwen2_5_vl" else 2
+        products = 3 if vision.switches.gated else 2
         of_layer = 4 * vision.width**2 + products * vision.width * vision.mlp
         joined = vision.width * vision.merge**2
         mergers = (1 + len(vision.deepstack)) * joined * (joined + vision.out)
+        if vision.merger_mlp:
+            mergers = vision.out * (joined + vision.out + 3 * vision.merger_mlp)
         return (vision.layers * of_layer + mergers) * item
     products = 3 if isinstance(vision, PixtralVisionConfig) else 2
     of_layer = 4 * vision.width**2 + products * vision.width * vision.mlp_width

@@ -42,7 +42,7 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
                 f"{flag}={name}: it cannot be asked about pictures; name a vision-language model "
                 f"with a chat template ({nouns('sees')}), or {_SERVER}NAME of a server's."
             )
-        parts = json.dumps([llm.fingerprint, _PROMPT, _MOST_TOKENS])
+        parts = json.dumps([llm.fingerprint, _prompt(llm), _MOST_TOKENS])
 
     @contextlib.contextmanager
     def reading() -> Iterator[Callable[[Sequence[bytes]], list[PageText]]]:
@@ -50,6 +50,11 @@ def open_page_reader(name: str, flag: str = "--ocr") -> PageReader:
             yield functools.partial(_read, llm)
 
     return PageReader(name, hashlib.sha256(parts.encode()).hexdigest(), reading)
+
+
+def _prompt(llm: Cached) -> str:
+    """What the model's authors ask it about a page, or ours."""
+    return getattr(llm, "page_prompt", "") or _PROMPT
 
 
 def _read(llm: Cached, pictures: Sequence[bytes]) -> list[PageText]:
@@ -74,7 +79,7 @@ def _read(llm: Cached, pictures: Sequence[bytes]) -> list[PageText]:
 
 def _query(llm: Cached, number: int, picture: bytes) -> Chat:
     """The question about a page, with room for as long an answer as the model has."""
-    messages = (Message("user", (Picture(picture, "a page"), _PROMPT)),)
+    messages = (Message("user", (Picture(picture, "a page"), _prompt(llm))),)
     query = Chat(number, messages, Decoding(max_new_tokens=_MOST_TOKENS))
     try:
         llm.check(query)

@@ -14,6 +14,10 @@ import transformers
 from compare import randomize
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import (
+    PaddleOCRVLImageProcessorPil,
+)
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mmqa_jax.models.qwen_vl.network import QwenVL
@@ -116,12 +120,57 @@ CASES["qwen3_5"] = (
     },
     {"tie_word_embeddings": False},
 )  # fmt: skip
+_NO_ROWS = {"rope_type": "default", "rope_theta": 1234.5}
+_GLM_TOKENS = {"image_start_token_id": START, "image_end_token_id": END}
+CASES["glm4v"] = (
+    "Glm4v",
+    {**_SINCE_2_5, "image_size": 28, "rms_norm_eps": 3e-4, "attention_bias": True},
+    {"rope_parameters": {**_NO_ROWS, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]}},
+    _GLM_TOKENS,
+)
+CASES["glm4v_moe"] = (
+    "Glm4vMoe",
+    {**_SINCE_2_5, "image_size": 20},
+    {
+        "head_dim": 16,
+        "moe_intermediate_size": 20,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.4,
+        "rope_parameters": {**_NO_ROWS, "partial_rotary_factor": 0.5, "mrope_section": [1, 2, 1]},
+    },
+    _GLM_TOKENS,
+)
+CASES["paddleocr_vl"] = (
+    "PaddleOCRVL",
+    {
+        **{"depth": None, "num_heads": None, "hidden_size": 32, "intermediate_size": 44},
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "layer_norm_eps": 2e-5,
+    },
+    {
+        "head_dim": 16,
+        "use_bias": True,
+        "rope_parameters": {**_NO_ROWS, "mrope_section": [2, 3, 3]},
+    },
+    {"tie_word_embeddings": True},
+)
 PROCESSOR = {
     "qwen2_vl": {"image_mean": [0.6, 0.5, 0.4], "image_std": [0.3, 0.2, 0.25]},
     "qwen2_5_vl": {"image_mean": [0.4, 0.5, 0.6], "image_std": [0.2, 0.3, 0.25]},
     "qwen3_vl": {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]},
     "qwen3_vl_moe": {},
     "qwen3_5": {},
+    "glm4v": {},
+    "glm4v_moe": {"image_mean": [0.5, 0.4, 0.5]},
+    "paddleocr_vl": {},
+}
+PROCESSORS = {  # of others than Qwens
+    "Glm4v": Glm4vImageProcessorPil,
+    "Glm4vMoe": Glm4vImageProcessorPil,
+    "PaddleOCRVL": PaddleOCRVLImageProcessorPil,
 }
 SIZE = {"shortest_edge": 40 * 40, "longest_edge": 136 * 136}
 
@@ -142,13 +191,17 @@ def save_torch(
     name, vision, text, both = CASES[case]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
-        vision_config=_VISION | vision, text_config=_TEXT | text | dict(more or {}),
+        vision_config={key: x for key, x in (_VISION | vision).items() if x is not None},
+        text_config=_TEXT | text | dict(more or {}),
         attn_implementation="eager", **both, **tokens,
     )  # fmt: skip
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     theirs = randomize(theirs, 0, 0.05)
     theirs.save_pretrained(folder)
-    processor = Qwen2VLImageProcessorPil(size=SIZE, patch_size=4, **PROCESSOR[case])
+    kind = PROCESSORS.get(name, Qwen2VLImageProcessorPil)
+    frames = 2 if kind is Glm4vImageProcessorPil else 1  # whose pixels are counted
+    size = {key: frames * pixels for key, pixels in SIZE.items()}
+    processor = kind(size=size, patch_size=4, **PROCESSOR[case])
     processor.save_pretrained(folder)
     return theirs, processor
 

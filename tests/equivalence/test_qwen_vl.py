@@ -12,6 +12,7 @@ import torch
 import transformers
 from compare import WHOLE, compiled, copied, reloaded, same_parameters
 from flax import nnx
+from pictures import encoded
 from PIL import Image
 from qwen_vl_pair import (
     ANSWERED,
@@ -20,7 +21,6 @@ from qwen_vl_pair import (
     LENGTH,
     TEMPLATE,
     Pair,
-    encoded,
     letters,
     make_pair,
     pictures,
@@ -36,7 +36,14 @@ from mmqa_jax.decoding.requests import Request, Scoring, TooLong, Unanswerable
 from mmqa_jax.decoding.sizes import engine_programs, feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.qwen_vl.keys import model_type_of, open_qwen_vl, publish_qwen_vl
-from mmqa_jax.models.qwen_vl.network import Grid, bucket_of, expand_pictures, grid_of, lay_out
+from mmqa_jax.models.qwen_vl.network import (
+    Grid,
+    QwenVisionConfig,
+    bucket_of,
+    expand_pictures,
+    grid_of,
+    lay_out,
+)
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
@@ -86,6 +93,14 @@ def tower(pair, pixels):
     return encode
 
 
+def in_their_order(patches: np.ndarray, grid: Grid, vision: QwenVisionConfig) -> np.ndarray:
+    """Patches unit by unit, or row by row (PaddleOCR-VL)."""
+    if vision.family != "paddleocr_vl":
+        return patches
+    rows = patches.reshape(*grid, 2, 2, *patches.shape[1:]).swapaxes(1, 2)
+    return rows.reshape(patches.shape)
+
+
 def test_pixels_and_grids(pair, pixels, torch_pixels):
     """Equal values, patch by patch, in transformers' order."""
     vision, first = pair.ours.config.vision, 0
@@ -100,8 +115,9 @@ def test_pixels_and_grids(pair, pixels, torch_pixels):
         ours = ours.reshape(len(ours) * 4, -1, 3) / 255.0
         ours = (ours - vision.pixel_mean) / vision.pixel_std
         theirs = torch_pixels["pixel_values"][first : first + rows * columns].numpy()
-        theirs = theirs.reshape(len(ours), 3, 2, -1)
-        for frame in range(2):
+        theirs = theirs.reshape(len(ours), 3, vision.temporal, -1)
+        ours = in_their_order(ours, grid, vision)
+        for frame in range(vision.temporal):
             np.testing.assert_allclose(ours, theirs[:, :, frame].swapaxes(1, 2), rtol=0, atol=1e-5)
         first += rows * columns
     assert first == len(torch_pixels["pixel_values"])
@@ -113,10 +129,12 @@ def test_every_block(pair, pixels, torch_pixels):
     wanted = []
     hooks = [
         block.register_forward_hook(lambda module, given, out: wanted.append(out.numpy()))
-        for block in pair.theirs.model.visual.blocks
+        for block in getattr(pair.theirs.model.visual, "blocks", None)
+        or pair.theirs.model.visual.vision_model.encoder.layers
     ]
     with torch.no_grad():
         patches = torch_pixels["pixel_values"][: rows * columns]
+        patches = patches[None] if patches.ndim == 4 else patches  # PaddleOCR-VL's
         pair.theirs.model.visual(patches, grid_thw=torch_pixels["image_grid_thw"][:1])
     for hook in hooks:
         hook.remove()
@@ -126,7 +144,8 @@ def test_every_block(pair, pixels, torch_pixels):
     batch = lay_out(pixels[:1], vision, bucket_of(grid, vision))
     got = compiled(pair.ours.vision, lambda model, batch: model.layer_outputs(batch))(batch)
     real = batch.places[0, :, 0] >= 0
-    np.testing.assert_allclose(np.asarray(got)[:, 0, real], np.stack(wanted), **WHOLE)
+    got = [in_their_order(one, grid, vision) for one in np.asarray(got)[:, 0, real]]
+    np.testing.assert_allclose(got, np.concatenate(wanted).reshape(np.shape(got)), **WHOLE)
 
 
 def torch_features(pair: Pair, torch_pixels: dict[str, torch.Tensor]) -> list[np.ndarray]:
@@ -306,7 +325,7 @@ def test_a_conversation_with_pictures(pair, torch_pixels, backend):
         assert list(found[key].candidates[0].tokens) == want[0, count:].tolist()
 
 
-def test_texts_with_pictures(backend):
+def test_texts_with_pictures(pair, backend):
     """`<image>` marks a place, or pictures come first; what does not fit is refused by name."""
     red = Picture(encoded(pictures()[1]), "red.png")
     decoding = Decoding(max_new_tokens=4, logprobs=True)
@@ -318,6 +337,8 @@ def test_texts_with_pictures(backend):
     found = {result.id: result.candidates for result in backend.answer(queries)}
     assert found["first"] == found["spelled"] != found["behind"]
     assert backend.prompt_tokens(queries[0]) == 3 + 2 + 28
+    asks = pair.ours.config.vision.family == "paddleocr_vl"
+    assert backend.page_prompt == ("OCR:" if asks else "")
     wide = Image.new("RGB", (402, 2))
     for query, error, match in [
         (
@@ -406,6 +427,16 @@ REFUSED = {
         ({"vision_config__deepstack_visual_indexes": [0]}, r"deepstack_visual_indexes is \[0\]"),
         ({"text_config__layer_types": ["mamba"] * 4}, "layer_types is .* for each of 4 layers"),
         ({"text_config__output_gate_type": "swish"}, "output_gate_type is 'swish'"),
+    ],
+    "glm4v": [
+        ({"text_config": None}, "lacks its text_config"),
+        ({"vision_config__window_size": 8}, "the key 'window_size'"),
+        ({"text_config__rope_parameters": {"mrope_section": [1, 2]}}, r"mrope is \(1, 2\)"),
+    ],
+    "glm4v_moe": [({"text_config__n_group": 2}, "n_group is 2")],
+    "paddleocr_vl": [
+        ({"text_config__use_3d_rope": False}, "use_3d_rope is False"),
+        ({"vision_config__depth": 3}, "the key 'depth'"),
     ],
 }
 

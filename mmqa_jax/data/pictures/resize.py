@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -48,11 +48,16 @@ _PREMULTIPLIED = {"LA": "La", "RGBA": "RGBa"}
 
 
 class PictureSizes(NamedTuple):
-    """The sizes of resized pictures: sides that `unit` divides, from `least` to `most` pixels."""
+    """The sizes of resized pictures: sides that `unit` divides, from `least` to `most` pixels.
+
+    grown: rounds the sides of a picture with one below `unit`, which is made larger before
+      (`int`: GLM-4.xV, `round`: PaddleOCR-VL); None: it is not.
+    """
 
     unit: int
     least: int
     most: int
+    grown: Callable[[float], int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +203,10 @@ def qwen_size(width: int, height: int, sizes: PictureSizes, name: str) -> tuple[
             f"{name}: {width} x {height} pixels, a side more than {_LONGEST} times the other; give "
             "a picture that is less long and thin."
         )
-    unit, least, most = sizes
+    unit, least, most, grown = sizes
+    if grown and min(width, height) < unit:
+        scale = unit / min(width, height)
+        width, height = grown(width * scale), grown(height * scale)
 
     def whole(side: float, rounded) -> int:
         return rounded(side / unit) * unit

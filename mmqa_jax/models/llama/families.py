@@ -122,6 +122,8 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
 # Of the loss that balances experts, which output_router_logits turns on.
 _BALANCING = ("output_router_logits", "router_aux_loss_coef")
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
+CONV = "conv"
+_MIXTRAL_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 TEMPER = "llama_4_scaling_beta"  # of rope parameters
@@ -194,6 +196,65 @@ class Family:
     experts_across: str = ""
 
 
+_ERNIE = Family(
+    title="ERNIE 4.5, without experts",
+    architecture="Ernie4_5ForCausalLM",
+    keys=kinds(flag="use_bias"),
+    defaults={
+        "vocab_size": 103424,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 18,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+    names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    neighbours=True,
+)
+_LFM2 = Family(
+    title="LFM2, without experts",
+    architecture="Lfm2ForCausalLM",
+    keys=kinds(
+        number="norm_eps block_ffn_dim_multiplier",
+        size="conv_L_cache block_multiple_of",
+        flag="block_auto_adjust_ff_dim",
+        list_or_null="layer_types full_attn_idxs",
+    ),
+    defaults={
+        "vocab_size": 65536,
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    computes={"qk_norm": "head"},
+    # Of its training, and what other keys say too.
+    harmless=(
+        *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
+    ),
+    fixed={"conv_bias": (False,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
+    fused=("in",),
+    names={"rms_norm_eps": "norm_eps"},
+    renamed={"tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim"},
+    tensors={
+        "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+        **{"model.embedding_norm.": "model.norm.", "feed_forward.gate.": "mlp.gate."},
+        **{"operator_norm.": "input_layernorm.", "ffn_norm.": "post_attention_layernorm."},
+        **{"self_attn.out_proj.": "self_attn.o_proj.", "feed_forward.experts.": "mlp.experts."},
+        **{f"{part}_layernorm.": f"{part}_norm." for part in "qk"},
+        **{f"feed_forward.{one}.": f"mlp.{part}." for one, part in _MIXTRAL_LINEARS.items()},
+        **{f".{one}.": f".{part}." for one, part in _MIXTRAL_LINEARS.items()},
+    },
+)
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
@@ -457,25 +518,12 @@ FAMILIES: Mapping[str, Family] = {
         },
         harmless=("pretraining_tp", "residual_dropout"),
     ),
-    "ernie4_5": Family(
-        title="ERNIE 4.5, without experts",
-        architecture="Ernie4_5ForCausalLM",
-        keys=kinds(flag="use_bias"),
-        defaults={
-            "vocab_size": 103424,
-            "hidden_size": 1024,
-            "intermediate_size": 3072,
-            "num_hidden_layers": 18,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "tie_word_embeddings": True,
-        },
-        names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
-        neighbours=True,
+    "ernie4_5": _ERNIE,
+    "paddleocr_vl_text": dataclasses.replace(
+        _ERNIE,
+        title="PaddleOCR-VL's language model",
+        architecture="PaddleOCRVLForConditionalGeneration",
+        neighbours=False,
     ),
     "exaone4": Family(
         title="EXAONE 4",
@@ -551,6 +599,31 @@ FAMILIES: Mapping[str, Family] = {
         partial=True,
         dense_first="first_k_dense_replace",
         tensors={"mlp.shared_experts.": "mlp.shared_expert."},
+    ),
+    "lfm2": _LFM2,
+    "lfm2_moe": dataclasses.replace(
+        _LFM2,
+        title="LFM2's mixtures of experts",
+        architecture="Lfm2MoeForCausalLM",
+        keys=kinds(
+            number="norm_eps routed_scaling_factor",
+            size="conv_L_cache intermediate_size moe_intermediate_size num_experts "
+            "num_experts_per_tok",
+            integer="num_dense_layers",
+            flag="norm_topk_prob use_expert_bias",
+            list_or_null="layer_types",
+        ),
+        defaults={
+            **_LFM2.defaults,
+            **{"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792},
+            **{"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
+            "norm_topk_prob": True,
+        },
+        computes={"qk_norm": "head", "router": "sigmoid"},
+        harmless=_BALANCING,
+        names={"rms_norm_eps": "norm_eps", "intermediate_size": "moe_intermediate_size"},
+        renamed={"tie_word_embeddings": "tie_embedding"},
+        dense_first="num_dense_layers",
     ),
     "smollm3": Family(
         title="SmolLM3",

@@ -1,4 +1,4 @@
-"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5: pictures of any size."""
+"""Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5, GLM-4.xV, PaddleOCR-VL: pictures of any size."""
 
 from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 
@@ -6,11 +6,11 @@ FAMILIES = (
     Architecture(
         name="qwen_vl",
         model_types=("qwen_vl.keys.PUBLISHED",),
-        title="Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6",
+        title="Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6, GLM-4.xV, PaddleOCR-VL",
         model="qwen_vl.network.QwenVL",
         config="qwen_vl.network.QwenVLConfig",
         layouts=(HF_FOLDER,),
-        exports="Qwen2VLForConditionalGeneration and those of 2.5, 3, 3.5 and their mixtures",
+        exports="Qwen2VLForConditionalGeneration and the others' classes of the same names",
         noun="Qwen-VL",
         writes="decoder",
         sees=True,

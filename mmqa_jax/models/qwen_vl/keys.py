@@ -25,10 +25,14 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.expert_tensors import experts_paired
 from mmqa_jax.models.llama.keys import (
+    Fused,
+    Parts,
+    apart,
     llama_rules,
     proposing,
     to_published_tensors,
     to_rule_tensors,
+    together,
 )
 from mmqa_jax.models.llama.network import added
 from mmqa_jax.models.qwen_vl import network as qwen_vl
@@ -36,18 +40,28 @@ from mmqa_jax.models.two_towers.processor import close
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
-from mmqa_jax.weights.keymap import KeyMap, Rule, Transform, linear_rules, norm_rules, untied_source
+from mmqa_jax.weights.keymap import (
+    TRANSPOSE,
+    KeyMap,
+    Rule,
+    Transform,
+    linear_rules,
+    norm_rules,
+    untied_source,
+)
 
-_RENAME = ((r"^model\.visual\.", "visual."), (r"^model\.language_model\.", "model."))
+_RENAME = (
+    (r"^model\.visual\.", "visual."),
+    (r"^model\.language_model\.", "model."),
+    (r"^(model\.projector|mlp_AR)\.", "projector."),
+)
 _TOKENS = {
     "image_token": "image_token_id",
     "video_token": "video_token_id",
     "vision_start_token": "vision_start_token_id",
     "vision_end_token": "vision_end_token_id",
 }
-_READ = kinds(
-    integer=" ".join(_TOKENS.values()), flag="tie_word_embeddings", object="vision_config"
-)
+_READ = kinds(flag="tie_word_embeddings", object="vision_config")
 # Our fields of the tower -> their keys, and transformers' defaults.
 _TOWER = {
     "layers": ("depth", 32),
@@ -94,6 +108,10 @@ class _Published:
       further: kinds of the tower's other keys.
       activation: of the tower's MLPs, where the config does not say it.
       tokens: ids of pictures and videos, where the config does not say them.
+      parts: the model type that those of its parts begin with; "" is its own.
+      token_keys: our fields of tokens -> their keys.
+      harmless: keys that change nothing, of the model, its tower or its language model.
+      fixed: keys of a language model whose keys stand beside the tower's -> their only values.
     """
 
     architecture: str
@@ -106,6 +124,10 @@ class _Published:
     further: Mapping[str, str]
     activation: str
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    parts: str = ""
+    token_keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: _TOKENS)
+    harmless: tuple[str, ...] = ()
+    fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 
 _QWEN2_5_VL = _Published(
@@ -139,6 +161,39 @@ _QWEN3_5 = dataclasses.replace(
     theta=10000.0,
     further=kinds(size="num_position_embeddings"),
     tokens=dict(zip(_TOKENS, (248056, 248057, 248053, 248054), strict=True)),
+)
+_GLM4V = _Published(
+    architecture="Glm4vForConditionalGeneration",
+    tower="glm4v",
+    text="glm4",
+    text_defaults={
+        **{"partial_rotary_factor": 1.0, "head_dim": None, "rms_norm_eps": 1e-5},
+        "max_position_embeddings": 32768,
+    },
+    sections=(8, 12, 12),
+    theta=10000.0,
+    sizes={
+        **_TOWER,
+        "layers": ("depth", 24),
+        "width": ("hidden_size", 1536),
+        "heads": ("num_heads", 12),
+        "mlp": ("out_hidden_size", 4096),
+        "out": ("out_hidden_size", 4096),
+        "merger_mlp": ("intermediate_size", 13696),
+    },
+    further=kinds(size="image_size", number="rms_norm_eps", flag="attention_bias"),
+    activation="silu",
+    tokens=dict(zip(_TOKENS, (151343, 151344, 151339, 151340), strict=True)),
+    parts="glm4v",
+    token_keys={
+        **_TOKENS,
+        "vision_start_token": "image_start_token_id",
+        "vision_end_token": "image_end_token_id",
+    },
+    harmless=(
+        *("video_start_token_id", "video_end_token_id", "attention_dropout"),
+        "hidden_dropout_prob",
+    ),
 )
 PUBLISHED: Mapping[str, _Published] = {  # by model_type
     "qwen2_vl": dataclasses.replace(
@@ -176,6 +231,45 @@ PUBLISHED: Mapping[str, _Published] = {  # by model_type
         architecture="Qwen3_5MoeForConditionalGeneration",
         text="qwen3_5_moe_text",
     ),
+    "glm4v": _GLM4V,
+    "glm46v": dataclasses.replace(_GLM4V, architecture="Glm46VForConditionalGeneration"),
+    "glm4v_moe": dataclasses.replace(
+        _GLM4V,
+        architecture="Glm4vMoeForConditionalGeneration",
+        text="glm4_moe",
+        text_defaults={
+            **{"vocab_size": 151424, "max_position_embeddings": 65536, "attention_bias": True},
+        },
+        tokens=dict(zip(_TOKENS, (151363, 151364, 151339, 151340), strict=True)),
+        parts="glm4v_moe",
+    ),
+    "paddleocr_vl": _Published(
+        architecture="PaddleOCRVLForConditionalGeneration",
+        tower="paddleocr_vl",
+        text="paddleocr_vl_text",
+        text_defaults={},
+        sections=(16, 24, 24),
+        theta=500000.0,
+        sizes={
+            "layers": ("num_hidden_layers", 27),
+            "width": ("hidden_size", 1152),
+            "heads": ("num_attention_heads", 16),
+            "mlp": ("intermediate_size", 4304),
+            "patch": ("patch_size", 14),
+            "merge": ("spatial_merge_size", 2),
+        },
+        further=kinds(size="image_size", number="layer_norm_eps"),
+        activation="gelu_pytorch_tanh",
+        tokens=dict(zip(_TOKENS, (100295, 100296, 101305, 101306), strict=True)),
+        harmless=(
+            *("attention_dropout", "temporal_patch_size", "pad_token_id", "ignored_index"),
+            *("max_sequence_length", "use_flash_attention", "weight_share_add_bias"),
+        ),
+        fixed={
+            **{"compression_ratio": (1.0,), "hidden_dropout_prob": (0.0,)},
+            **{"rope_is_neox_style": (True,), "use_3d_rope": (True,), "sliding_window": (None,)},
+        },
+    ),
 }
 
 
@@ -204,6 +298,9 @@ def open_qwen_vl(path: Path, published: Mapping[str, Any] | None = None) -> layo
     source = make_whole(layouts.open_source(path))
     if config.llama.experts:
         source = _experts_turned(source, (config.llama.hidden, 2 * config.llama.mlp))
+    if config.vision.family == "paddleocr_vl":
+        for prefix in ("visual.", "model.visual."):
+            source = together(source, _fused(config.vision), prefix)
     source = to_rule_tensors(source, config.llama)
     return layouts.Checkpoint(config, qwen_vl_key_map, source, "transformers")
 
@@ -234,69 +331,148 @@ def _experts_turned(source: TensorSource, gate_up: tuple[int, int]) -> TensorSou
 def publish_qwen_vl(config: qwen_vl.QwenVLConfig, state: nnx.State) -> layouts.Published:
     """The class of its family in transformers (`PUBLISHED`), as on the hub."""
     source = untied_source(state, qwen_vl_key_map(config))
-    if config.llama.delta:
-        source = to_published_tensors(source, config.llama)
-    elif config.llama.experts:
+    if config.llama.family == "qwen3_moe":
         ours = 2 * config.llama.mlp, config.llama.hidden
         source = _experts_turned(experts_paired(source), ours)
-    if config.vision.family == "qwen3_vl":
+    else:
+        source = to_published_tensors(source, config.llama, "model.")
+    if config.vision.family == "paddleocr_vl":
+        source = apart(source, _fused(config.vision))
+    if config.vision.family not in ("qwen2_vl", "qwen2_5_vl"):
         source = layouts.with_prefixes(
-            source, {"model.visual.": "visual.", "model.language_model.": "model."}
+            source,
+            {
+                **{"model.visual.": "visual.", "model.projector.": "projector."},
+                "model.language_model.": "model.",
+            },
         )
     return layouts.Published(source, qwen_vl_to_hf(config), processor_to_hf(config.vision))
 
 
+def _fused(vision: qwen_vl.QwenVisionConfig) -> Fused:
+    """Queries, keys and values, which PaddleOCR-VL's tower keeps apart."""
+    rows = dict.fromkeys((f"self_attn.{part}_proj" for part in "qkv"), vision.width)
+    return {"self_attn.qkv_proj": Parts(rows)}
+
+
+# Parts of a tower in checkpoints: of Qwens and GLMs, and what others call them.
+_PARTS = {
+    "patch": "visual.patch_embed.proj",
+    "positions": "visual.pos_embed",
+    "patch_norm": "visual.post_conv_layernorm",
+    "end_norm": "visual.post_layernorm",
+    "layer": "visual.blocks.{layer}.",
+    "norms": "norm",
+    "qkv": "attn.qkv",
+    "out": "attn.proj",
+    "plain": ("mlp.linear_fc1", "mlp.linear_fc2"),
+    "merger": ("visual.merger.norm", "visual.merger.linear_fc1", "visual.merger.linear_fc2"),
+}
+_QWEN2_MERGER = ("visual.merger.ln_q", "visual.merger.mlp.0", "visual.merger.mlp.2")
+_OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {"plain": ("mlp.fc1", "mlp.fc2"), "merger": _QWEN2_MERGER},
+    "qwen2_5_vl": {"merger": _QWEN2_MERGER},
+    "glm4v": {"positions": "visual.embeddings.position_embedding"},
+    "paddleocr_vl": {
+        "patch": "visual.vision_model.embeddings.patch_embedding",
+        "positions": "visual.vision_model.embeddings.position_embedding",
+        "end_norm": "visual.vision_model.post_layernorm",
+        "layer": "visual.vision_model.encoder.layers.{layer}.",
+        "norms": "layer_norm",
+        "qkv": "self_attn.qkv_proj",
+        "out": "self_attn.out_proj",
+        "plain": ("mlp.fc1", "mlp.fc2"),
+        "merger": ("projector.pre_norm", "projector.linear_1", "projector.linear_2"),
+    },
+}
+
+
 def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
     """Key map of every layout, see the module."""
-    vision = config.vision
+    vision, switches = config.vision, config.vision.switches
+    parts = {**_PARTS, **_OTHER_PARTS.get(vision.family, {})}
     rules = [
-        Rule("visual.patch_embed.proj.weight", "vision/patch/kernel", _patches_in_time(vision)),
-        *_layer_rules(vision),
+        Rule(f"{parts['patch']}.weight", "vision/patch/kernel", _patches_in_time(vision)),
+        *_layer_rules(vision, parts),
         *llama_rules(config.llama, path="llama/"),
     ]
-    if vision.family != "qwen3_vl":
-        norm = "visual.merger.ln_q", "vision/merger/norm"
-        if vision.family == "qwen2_vl":
-            rules += norm_rules(*norm)
-        else:
-            rules.append(Rule(f"{norm[0]}.weight", f"{norm[1]}/scale"))
-        for theirs, ours in (("mlp.0", "linear_1"), ("mlp.2", "linear_2")):
-            rules += linear_rules(f"visual.merger.{theirs}", f"vision/merger/{ours}")
+    if switches.patch_bias:
+        rules.append(Rule(f"{parts['patch']}.bias", "vision/patch/bias"))
+    if vision.positions:
+        rules.append(Rule(f"{parts['positions']}.weight", "vision/positions"))
+    for norm in ("patch_norm", "end_norm"):
+        if getattr(switches, norm):
+            rules += _norm_rules(vision, parts[norm], f"vision/{norm}")
+    if switches.merger == "gated":
+        merger, ours = "visual.merger.", "vision/merger/"
+        rules.append(Rule("visual.downsample.weight", f"{ours}join/kernel", _joined(vision)))
+        rules.append(Rule("visual.downsample.bias", f"{ours}join/bias"))
+        rules += norm_rules(f"{merger}post_projection_norm", f"{ours}norm")
+        of_linears = {"linear": "proj", **{part: f"{part}_proj" for part in ("gate", "up", "down")}}
+        for part, key in of_linears.items():
+            rules.append(Rule(f"{merger}{key}.weight", f"{ours}{part}/kernel", TRANSPOSE))
     else:
-        rules.append(Rule("visual.patch_embed.proj.bias", "vision/patch/bias"))
-        rules.append(Rule("visual.pos_embed.weight", "vision/positions"))
-        mergers = [("visual.merger", "vision/merger")]
-        if vision.deepstack:
-            mergers.append(("visual.deepstack_merger_list.{layer}", "vision/deepstack"))
-        for theirs, ours in mergers:
-            rules += norm_rules(f"{theirs}.norm", f"{ours}/norm")
-            rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
-            rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
+        norm, *linears = parts["merger"]
+        rules += _norm_rules(vision, norm, "vision/merger/norm")
+        for number, linear in enumerate(linears, start=1):
+            rules += linear_rules(linear, f"vision/merger/linear_{number}")
+    if vision.deepstack:
+        theirs, ours = "visual.deepstack_merger_list.{layer}", "vision/deepstack"
+        rules += norm_rules(f"{theirs}.norm", f"{ours}/norm")
+        rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
+        rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.llama.tied else ()
-    ignore = (r"rotary_(pos_)?emb\.inv_freq$", *proposing(config.llama))
+    unread = r"packing_position_embedding|^visual\.vision_model\.head\."  # PaddleOCR-VL's
+    ignore = (r"rotary_(pos_)?emb\.inv_freq$", unread, *proposing(config.llama))
     return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
 
 
-def _layer_rules(vision: qwen_vl.QwenVisionConfig) -> list[Rule]:
-    theirs, ours = "visual.blocks.{layer}.", "vision/layers/"
-    linears = {"attn.qkv": "qkv", "attn.proj": "out"}
-    if vision.family == "qwen2_5_vl":
-        linears |= {"mlp.gate_proj": "gate", "mlp.up_proj": "up", "mlp.down_proj": "down"}
-        norms = [Rule(f"{theirs}norm{n}.weight", f"{ours}norm_{n}/scale") for n in "12"]
+def _norm_rules(vision: qwen_vl.QwenVisionConfig, theirs: str, ours: str) -> list[Rule]:
+    rules = norm_rules(theirs, ours)
+    return rules[:1] if vision.switches.gated else rules  # RMS norms have no biases
+
+
+def _layer_rules(vision: qwen_vl.QwenVisionConfig, parts: Mapping[str, Any]) -> list[Rule]:
+    theirs, ours, switches = parts["layer"], "vision/layers/", vision.switches
+    linears = {"qkv": parts["qkv"], "out": parts["out"]}
+    if switches.gated:
+        linears |= {part: f"mlp.{part}_proj" for part in ("gate", "up", "down")}
     else:
-        names = ("fc1", "fc2") if vision.family == "qwen2_vl" else ("linear_fc1", "linear_fc2")
-        linears |= {f"mlp.{names[0]}": "up", f"mlp.{names[1]}": "down"}
-        norms = [rule for n in "12" for rule in norm_rules(f"{theirs}norm{n}", f"{ours}norm_{n}")]
-    of_linears = [linear_rules(f"{theirs}{key}", f"{ours}{path}") for key, path in linears.items()]
-    return norms + [rule for rules in of_linears for rule in rules]
+        linears |= dict(zip(("up", "down"), parts["plain"], strict=True))
+    rules = []
+    for n in "12":
+        rules += _norm_rules(vision, f"{theirs}{parts['norms']}{n}", f"{ours}norm_{n}")
+    for path, key in linears.items():
+        both = linear_rules(f"{theirs}{key}", f"{ours}{path}")
+        has_bias = vision.qkv_bias if path == "qkv" else switches.biases
+        rules += both if has_bias else both[:1]
+    return rules
+
+
+def _joined(vision: qwen_vl.QwenVisionConfig) -> Transform:
+    """Conv2d weight (out, width, merge, merge) <-> kernel [merge * merge * width, out]."""
+    shape = (vision.merge, vision.merge, vision.width, vision.out)
+    return Transform(
+        lambda x: x.transpose(2, 3, 1, 0).reshape(-1, x.shape[0]),
+        lambda x: x.reshape(shape).transpose(3, 2, 0, 1),
+    )
 
 
 def _patches_in_time(vision: qwen_vl.QwenVisionConfig) -> Transform:
-    """Conv3d weight (out, 3, time, patch, patch) <-> kernel [time * patch * patch * 3, out]."""
+    """Conv3d weight (out, 3, time, patch, patch) <-> kernel [time * patch * patch * 3, out].
+
+    PaddleOCR-VL's has no axis of time.
+    """
     shape = (vision.temporal, vision.patch, vision.patch, 3, vision.width)
+    flat = vision.family == "paddleocr_vl"
+
+    def inverse(x):
+        x = x.reshape(shape).transpose(4, 3, 0, 1, 2)
+        return x[:, :, 0] if flat else x
+
     return Transform(
-        lambda x: x.transpose(2, 3, 4, 1, 0).reshape(-1, x.shape[0]),
-        lambda x: x.reshape(shape).transpose(4, 3, 0, 1, 2),
+        lambda x: (x[:, :, None] if flat else x).transpose(2, 3, 4, 1, 0).reshape(-1, x.shape[0]),
+        inverse,
     )
 
 
@@ -310,39 +486,42 @@ def qwen_vl_config(
     """
     layouts.check_model_type(published, where, *PUBLISHED)
     family = published["model_type"]
-    outside_text = {*_READ, "text_config", "vision_token_id"}
+    row = PUBLISHED[family]
+    of_tokens = kinds(integer=" ".join(row.token_keys.values()))
+    outside_text = {*_READ, *of_tokens, "text_config", "vision_token_id"}
     text, of_text = published.get("text_config"), f"{where}, text_config"
     if text is None:
-        if PUBLISHED[family].tower == "qwen3_vl":
+        if row.tower in ("qwen3_vl", "glm4v"):
             raise UserError(f"{where}: lacks its text_config; fetch the file again.")
         text = {key: value for key, value in published.items() if key not in outside_text}
         text, of_text = {**text, "model_type": f"{family}_text"}, where
         published = {
             key: value for key, value in published.items() if key in (*outside_text, "model_type")
         }
-    check_keys(published, where, read={**_READ, **kinds(object_or_null="text_config")})
+    read = {**_READ, **of_tokens, **kinds(object_or_null="text_config")}
+    check_keys(published, where, read=read, harmless=row.harmless)
     if "vision_config" not in published:
         raise UserError(f"{where}: lacks its vision_config; fetch the file again.")
     tied = published.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
-    tokens = {ours: published[key] for ours, key in _TOKENS.items() if key in published}
-    tokens = {**PUBLISHED[family].tokens, **tokens}
+    tokens = {ours: published[key] for ours, key in row.token_keys.items() if key in published}
+    llama = _llama({**text, "tie_word_embeddings": bool(tied)}, of_text, family)
     return qwen_vl.QwenVLConfig(
-        vision=_tower(published["vision_config"], f"{where}, vision_config", family),
-        llama=_llama({**text, "tie_word_embeddings": bool(tied)}, of_text, family),
-        **tokens,
+        vision=_tower(published["vision_config"], f"{where}, vision_config", family, llama.hidden),
+        llama=llama,
+        **{**row.tokens, **tokens},
     )
 
 
 def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
     """The language model's config, with M-RoPE."""
-    layouts.check_model_type(text, where, f"{family}_text")
+    row = PUBLISHED[family]
+    layouts.check_model_type(text, where, f"{row.parts or family}_text")
     if text.get("use_sliding_window"):
         raise UserError(
             f"{where}: use_sliding_window is True, which is not supported with pictures; use a "
             "checkpoint without windows."
         )
     rope = dict(text.get("rope_scaling") or text.get("rope_parameters") or {})
-    row = PUBLISHED[family]
     sections = rope.pop("mrope_section", row.sections)
     is_third = row.tower == "qwen3_vl"
     interleaved = rope.pop("mrope_interleaved", is_third)
@@ -362,6 +541,13 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
         rope["rope_type"] = "default"
     rope.setdefault("rope_theta", text.get("rope_theta") or row.theta)
     rest = {key: value for key, value in text.items() if not key.startswith("rope_")}
+    for key, values in row.fixed.items():
+        if rest.pop(key, values[0]) not in values:
+            raise UserError(
+                f"{where}: {key} is {text[key]!r}, expected {values[0]!r}; use a "
+                "checkpoint as it was published."
+            )
+    rest = {key: value for key, value in rest.items() if key not in row.harmless}
     rest = {**row.text_defaults, **rest, "model_type": row.text}
     if row.text == "qwen3_moe":
         rest["norm_topk_prob"] = True  # transformers' class has no key for it
@@ -369,9 +555,14 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
     return dataclasses.replace(config, mrope=tuple(sections), mrope_interleaved=is_third)
 
 
-def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.QwenVisionConfig:
+def _tower(
+    published: Mapping[str, Any], where: str, family: str, out: int
+) -> qwen_vl.QwenVisionConfig:
+    """The tower's config; `out` is the language model's width, where no key says it."""
     row = PUBLISHED[family]
-    layouts.check_model_type({"model_type": family, **published}, where, family, f"{family}_vision")
+    parts = row.parts or family
+    known = {"model_type": family, **published}
+    layouts.check_model_type(known, where, family, parts, f"{parts}_vision")
     patch = published.get("patch_size")
     sizes = " ".join(key for key, _ in row.sizes.values())
     check_keys(
@@ -381,13 +572,15 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
             **kinds(size=sizes, name="hidden_act", object_or_null="rope_parameters"),
             **row.further,
         },
-        harmless=("tokens_per_second",),  # of videos
+        harmless=("tokens_per_second", *row.harmless),  # of videos
         fixed={
-            **{"in_channels": (3,), "in_chans": (3,), "spatial_patch_size": (patch,)},
+            **dict.fromkeys(("in_channels", "in_chans", "num_channels"), (3,)),
+            "spatial_patch_size": (patch,),
             **({} if _DEEPSTACK in row.further else {_DEEPSTACK: ([],)}),
         },
     )
     fields = {ours: published.get(key, default) for ours, (key, default) in row.sizes.items()}
+    fields = {"out": out, "temporal": 1, **fields}
     if row.sizes["mlp"][0] == "mlp_ratio":
         fields["mlp"] *= fields["width"]
     rope = published.get("rope_parameters") or {}
@@ -404,6 +597,17 @@ def _tower(published: Mapping[str, Any], where: str, family: str) -> qwen_vl.Qwe
         "rope_theta": float(rope.get("rope_theta", 10000.0)),
         **fields,
     }
+    if "image_size" in row.further:
+        glm = row.tower == "glm4v"
+        eps = ("rms_norm_eps", 1e-5) if glm else ("layer_norm_eps", 1e-6)
+        return qwen_vl.QwenVisionConfig(
+            **shared,
+            window=0,
+            full_layers=(),
+            positions=published.get("image_size", 336 if glm else 384) // fields["patch"],
+            eps=published.get(*eps),
+            qkv_bias=published.get("attention_bias", not glm),
+        )
     if row.tower == "qwen2_vl":
         return qwen_vl.QwenVisionConfig(**shared, window=0, full_layers=())
     if row.tower == "qwen2_5_vl":
@@ -438,7 +642,7 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     row = PUBLISHED[family]
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     tower: dict[str, Any] = {
-        "model_type": f"{family}_vision",
+        "model_type": f"{row.parts or family}_vision",
         **{key: getattr(vision, ours) for ours, (key, _) in row.sizes.items()},
         "in_channels": 3,
         "hidden_act": activations.get(vision.activation, vision.activation),
@@ -452,6 +656,12 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
             "window_size": vision.window,
             "fullatt_block_indexes": list(vision.full_layers),
         }
+    elif "image_size" in row.further:
+        tower["image_size"] = vision.positions * vision.patch
+        tower |= {"rms_norm_eps": vision.eps, "attention_bias": vision.qkv_bias}
+        if row.tower != "glm4v":
+            tower["layer_norm_eps"] = tower.pop("rms_norm_eps")
+            del tower["attention_bias"], tower["in_channels"]
     elif row.tower == "qwen3_vl":
         tower["num_position_embeddings"] = vision.positions**2
         if _DEEPSTACK in row.further:
@@ -463,11 +673,13 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     rope |= {"rope_theta": text.pop("rope_theta"), "mrope_section": list(config.llama.mrope)}
     if row.tower == "qwen3_vl":
         rope["mrope_interleaved"] = True
-    text |= {"model_type": f"{family}_text", "rope_parameters": rope}
+    text |= {"model_type": f"{row.parts or family}_text", "rope_parameters": rope}
+    if "partial_rotary_factor" in text:
+        rope["partial_rotary_factor"] = text.pop("partial_rotary_factor")
     return {
         "architectures": [row.architecture],
         "model_type": family,
-        **{key: getattr(config, ours) for ours, key in _TOKENS.items()},
+        **{key: getattr(config, ours) for ours, key in row.token_keys.items()},
         "tie_word_embeddings": config.llama.tied,
         "text_config": text,
         "vision_config": tower,
@@ -478,8 +690,6 @@ def qwen_vl_to_hf(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
 
 
 _FILES = ("preprocessor_config.json", "processor_config.json")  # before transformers 5, and since
-# Of transformers' Qwen2VLImageProcessor, where a file does not say otherwise.
-_LEAST, _MOST = 56 * 56, 28 * 28 * 1280
 _LARGEST = 1 << 28  # pixels; smaller pictures are drawn up to the least
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "resample": (3, "bicubic", "BICUBIC"),
@@ -493,7 +703,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.QwenVisionConfig:
     """The tower's config with the sizes and colors that the files of a folder say.
 
-    Without such a file they are transformers' Qwen2VLImageProcessor's own.
+    Without such a file they are those of the family's processor in transformers.
     """
     processor: dict[str, Any] = {}
     where = folder / _FILES[0]
@@ -517,12 +727,10 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
             f"{where}: size is {size!r}, expected shortest_edge and longest_edge, the least and "
             "the most pixels; use a checkpoint of a Qwen-VL."
         )
-    least = (
-        processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels") or _LEAST
-    )
-    most = (
-        processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels") or _MOST
-    )
+    fewest, largest = config.switches.areas
+    least = processor.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels")
+    most = processor.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels")
+    least, most = least or fewest, most or largest
     for keys, value in (
         ("min_pixels or shortest_edge", least),
         ("max_pixels or longest_edge", most),
@@ -532,7 +740,8 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
                 f"{where}: {keys} is {value!r}, expected a whole number from 1 to {_LARGEST:,}; "
                 "fetch the file again."
             )
-    changes: dict[str, Any] = {"min_pixels": least, "max_pixels": most}
+    frames = config.temporal if config.switches.by_frames else 1
+    changes: dict[str, Any] = {"min_pixels": least // frames, "max_pixels": most // frames}
     for key, field in (("image_mean", "pixel_mean"), ("image_std", "pixel_std")):
         if processor.get(key) is not None:
             changes[field] = _of_channels(processor[key], f"{where}: {key}")
@@ -543,8 +752,9 @@ def with_processor(config: qwen_vl.QwenVisionConfig, folder: Path) -> qwen_vl.Qw
 
 def processor_to_hf(config: qwen_vl.QwenVisionConfig) -> dict[str, Any]:
     """transformers' preprocessor_config.json."""
+    frames = config.temporal if config.switches.by_frames else 1
     return {
-        "image_processor_type": "Qwen2VLImageProcessor",
+        "image_processor_type": config.switches.processor,
         **{key: values[0] for key, values in _FIXED.items()},
         "rescale_factor": 1 / 255,
         "patch_size": config.patch,
@@ -552,7 +762,10 @@ def processor_to_hf(config: qwen_vl.QwenVisionConfig) -> dict[str, Any]:
         "temporal_patch_size": config.temporal,
         "image_mean": list(config.pixel_mean),
         "image_std": list(config.pixel_std),
-        "size": {"shortest_edge": config.min_pixels, "longest_edge": config.max_pixels},
+        "size": {
+            "shortest_edge": config.min_pixels * frames,
+            "longest_edge": config.max_pixels * frames,
+        },
     }
 
 
@@ -597,28 +810,31 @@ def check_inputs(config: qwen_vl.QwenVLConfig) -> dict[str, Any]:
     pictures = qwen_vl.lay_out([picture], vision, qwen_vl.bucket_of(grid, vision))
     row = comparison.around_a_picture(config, grid.units)
     made = qwen_vl.expand_pictures([row], [[picture.shape]], config)
+    real = np.flatnonzero(pictures.places[0, :, 0] >= 0)
+    of_unit = np.arange(vision.merge**2)
+    theirs = (pictures.order[0, : grid.units, None] * len(of_unit) + of_unit).reshape(-1)
+    if vision.family == "paddleocr_vl":  # row by row of the picture
+        theirs = real = real[np.lexsort(pictures.places[0, real].T[::-1])]
     return {
         "ids": made.input_ids,
         "rows": made.rows,
         "positions": made.positions,
         "pictures": pictures,
-        "real": np.flatnonzero(pictures.places[0, :, 0] >= 0),
+        "real": real,
         "is picture": (made.input_ids == config.image_token).astype(np.int32),
-        "patches": _published_patches(pictures, grid.units, vision),
+        "patches": _published_patches(pictures.patches[0, theirs], vision),
         "grid": np.array([[1, *pictures.grid[0]]]),
     }
 
 
-def _published_patches(
-    pictures: qwen_vl.PatchBatch, units: int, vision: qwen_vl.QwenVisionConfig
-) -> np.ndarray:
-    """Normalized, unit by unit in the picture's order: [N, 3 * frames * patch * patch]."""
-    side = vision.patch
-    patches = pictures.patches[0].reshape(-1, vision.merge**2, side, side, 3)
-    patches = patches[pictures.order[0, :units]].reshape(-1, side, side, 3)
+def _published_patches(patches: np.ndarray, vision: qwen_vl.QwenVisionConfig) -> np.ndarray:
+    """Normalized patches [N, 3 * frames * patch * patch], or as PaddleOCR-VL has them."""
+    patches = patches.reshape(-1, vision.patch, vision.patch, 3)
     patches = (patches / 255.0 - vision.pixel_mean) / vision.pixel_std
     frames = np.repeat(patches.transpose(0, 3, 1, 2)[:, :, None], vision.temporal, axis=2)
-    return frames.reshape(len(frames), -1).astype(np.float32)
+    is_flat = vision.family != "paddleocr_vl"
+    frames = frames.reshape(len(frames), -1) if is_flat else frames[:, :, 0]
+    return frames.astype(np.float32)
 
 
 def _given(inputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -653,7 +869,10 @@ CHECK = comparison.Check(
     "AutoModelForImageTextToText",
     _run,
     {"logits": "logits"},
-    {"picture": "model.visual", "": "model.language_model"},
+    {
+        "picture": ("model.visual.vision_model.encoder", "model.visual"),
+        "": "model.language_model",
+    },
     check_inputs,
     _given,
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.struct
@@ -23,6 +23,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import gather_columns, on_device
+from mmqa_jax.data.pictures.resize import PictureSizes
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_divides, check_known
 from mmqa_jax.models.common.layers import (
@@ -46,10 +47,70 @@ if TYPE_CHECKING:
     from jaxtyping import Int32, UInt8
 
 
-# The config of Qwen2.5-VL's and Qwen3-VL's vision towers: sizes, switches, and their pictures.
+# The config of the vision towers: sizes, switches, and their pictures.
 
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+@dataclasses.dataclass(frozen=True)
+class TowerFamily:
+    """What the code of a family of towers fixes.
+
+    Attributes:
+      gated: RMS norms and gated MLPs, in the place of layer norms and plain MLPs.
+      patch_bias: the product of a patch has a bias.
+      biases: attention's output and MLPs have biases.
+      positions: how learned positions are resized: "corners" upon corners, or, with the centers
+        of patches, "linear" or "cubic".
+      patch_norm, end_norm: a norm before the first, and behind the last layer.
+      merger: "mlp", or "gated" (`GatedMerger`).
+      merger_eps: of the merger's norm.
+      processor: transformers' image processor.
+      areas: its least and most pixels, where no file says them; of all frames, if `by_frames`.
+      grown: see `data.pictures.resize.PictureSizes`.
+      page_prompt: what its authors ask it about a page of text; "": they name none.
+    """
+
+    gated: bool = False
+    patch_bias: bool = True
+    biases: bool = True
+    positions: str = "corners"
+    patch_norm: bool = False
+    end_norm: bool = False
+    merger: str = "mlp"
+    merger_eps: float = 1e-6
+    processor: str = "Qwen2VLImageProcessor"
+    areas: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
+    by_frames: bool = False
+    grown: Callable[[float], int] | None = None
+    page_prompt: str = ""
+
+
+FAMILIES: Mapping[str, TowerFamily] = {
+    "qwen2_vl": TowerFamily(patch_bias=False),
+    "qwen2_5_vl": TowerFamily(gated=True, patch_bias=False),
+    "qwen3_vl": TowerFamily(),
+    "glm4v": TowerFamily(
+        gated=True,
+        biases=False,
+        positions="cubic",
+        patch_norm=True,
+        end_norm=True,
+        merger="gated",
+        merger_eps=1e-5,
+        processor="Glm4vImageProcessor",
+        areas=(112 * 112, 28 * 28 * 15000),
+        by_frames=True,
+        grown=int,
+    ),
+    "paddleocr_vl": TowerFamily(
+        positions="linear",
+        end_norm=True,
+        merger_eps=1e-5,
+        processor="PaddleOCRVLImageProcessor",
+        areas=(384 * 384, 1536 * 1536),
+        grown=round,
+        page_prompt="OCR:",
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +118,7 @@ class QwenVisionConfig:
     """Sizes and switches of a tower; the defaults are Qwen2.5-VL 7B's.
 
     Attributes:
-      family: `qwen2_5_vl` (RMS norms, gated MLP); `qwen2_vl` or `qwen3_vl` (layer norms, plain
-        MLP).
+      family: of `FAMILIES`.
       width, layers, heads, mlp: of the transformer.
       out: width of the vectors that the language model gets.
       patch: side of a patch in pixels.
@@ -70,6 +130,9 @@ class QwenVisionConfig:
       deepstack: the layers after which states are given beside the last one's.
       activation: of the MLP.
       rope_theta: base of the rotary frequencies.
+      eps: of the norms of layers, and of those before and behind them.
+      qkv_bias: queries, keys and values have biases.
+      merger_mlp: width of the MLP of a gated merger.
       pixel_mean, pixel_std: of each channel, of pixels 0..1.
       min_pixels, max_pixels: area that pictures are resized to where theirs is beyond.
       init_stddev, dtype, attention, remat, unroll: as LlamaConfig's.
@@ -99,6 +162,9 @@ class QwenVisionConfig:
     attention: str = "auto"
     remat: str = "none"
     unroll: int | bool | None = None
+    eps: float = 1e-6
+    qkv_bias: bool = True
+    merger_mlp: int | None = None
 
     def __post_init__(self):
         check_known("vision.family", self.family, FAMILIES)
@@ -129,9 +195,19 @@ class QwenVisionConfig:
             )
 
     @property
+    def switches(self) -> TowerFamily:
+        """Those of the family."""
+        return FAMILIES[self.family]
+
+    @property
     def unit(self) -> int:
         """Side in pixels of what becomes one vector."""
         return self.patch * self.merge
+
+    @property
+    def picture_sizes(self) -> PictureSizes:
+        """What pictures are resized to."""
+        return PictureSizes(self.unit, self.min_pixels, self.max_pixels, self.switches.grown)
 
     @property
     def window_units(self) -> int:
@@ -186,6 +262,11 @@ class QwenVLConfig:
     def picture_kind(self) -> Literal["units"]:
         """See PictureConfig."""
         return "units"
+
+    @property
+    def page_prompt(self) -> str:
+        """What its authors ask it about a page of text; "": they name none."""
+        return self.vision.switches.page_prompt
 
     @property
     def expected_pixels(self) -> str:
@@ -446,6 +527,43 @@ def qwen3_vl_30b_a3b(**changes) -> QwenVLConfig:
     return dataclasses.replace(QwenVLConfig(qwen3_vl_vision(out=2048), llama), **changes)
 
 
+def glm41v_9b(**changes) -> QwenVLConfig:
+    """zai-org/GLM-4.1V-9B-Thinking; GLM-4.6V-Flash has 131,072 positions."""
+    llama = RELATIVES["glm4_9b"](positions=65536, mrope=(8, 12, 12))
+    return dataclasses.replace(QwenVLConfig(_glm_vision(13696), llama, **_GLM_TOKENS), **changes)
+
+
+def glm45v(**changes) -> QwenVLConfig:
+    """zai-org/GLM-4.5V, 106B-A12B; GLM-4.6V has 131,072 positions."""
+    llama = RELATIVES["glm45_air"](positions=65536, mrope=(8, 12, 12))
+    tokens = _GLM_TOKENS | {"image_token": 151363, "video_token": 151364}
+    return dataclasses.replace(QwenVLConfig(_glm_vision(10944), llama, **tokens), **changes)
+
+
+def _glm_vision(merger_mlp: int) -> QwenVisionConfig:
+    return QwenVisionConfig(
+        family="glm4v", width=1536, layers=24, heads=12, mlp=4096, out=4096, window=0,
+        full_layers=(), positions=24, eps=1e-5, qkv_bias=False, merger_mlp=merger_mlp,
+        min_pixels=6272, max_pixels=4816896,
+    )  # fmt: skip
+
+
+_GLM_TOKENS = {"image_token": 151343, "video_token": 151344, "vision_start_token": 151339}
+_GLM_TOKENS |= {"vision_end_token": 151340}
+
+
+def paddleocr_vl_09b(**changes) -> QwenVLConfig:
+    """PaddlePaddle/PaddleOCR-VL."""
+    llama = RELATIVES["ernie45_03b"](family="paddleocr_vl_text", mrope=(16, 24, 24), tied=False)
+    vision = qwen3_vl_vision(
+        family="paddleocr_vl", out=1024, patch=14, temporal=1, positions=27, deepstack=(),
+        min_pixels=384**2, max_pixels=1536**2, pixel_mean=PIXEL_MEAN, pixel_std=PIXEL_STD,
+    )  # fmt: skip
+    names = ("image_token", "video_token", "vision_start_token", "vision_end_token")
+    tokens = dict(zip(names, (100295, 100296, 101305, 101306), strict=True))
+    return dataclasses.replace(QwenVLConfig(vision, llama, **tokens), **changes)
+
+
 # The vision towers of Qwen2.5-VL (Bai et al. 2025) and Qwen3-VL.
 #
 # Both are transformers over the patches of a picture of any size with rotary positions in two
@@ -455,14 +573,17 @@ def qwen3_vl_30b_a3b(**changes) -> QwenVLConfig:
 # positions interpolated to the picture's size, and gives what some of its layers hold as well
 # (deepstack). Originals: transformers modeling_qwen2_vl.py, modeling_qwen2_5_vl.py and
 # modeling_qwen3_vl.py.
+#
+# GLM-4.xV's is Qwen2.5-VL's without windows and most biases: learned positions, norms at both ends,
+# and a merger with a gated MLP (modeling_glm4v.py). PaddleOCR-VL's is Qwen3-VL's without
+# deepstack, with a norm behind its layers (modeling_paddleocr_vl.py).
 
 
-_EPS = 1e-6  # of all norms; no key of a config.json says it
-
-
-def _norm(config: QwenVisionConfig, size: int, rngs: nnx.Rngs) -> RMSNorm | LayerNorm:
-    kind = RMSNorm if config.family == "qwen2_5_vl" else LayerNorm
-    return kind(size, _EPS, rngs=rngs)
+def _norm(
+    config: QwenVisionConfig, size: int, rngs: nnx.Rngs, eps: float | None = None
+) -> RMSNorm | LayerNorm:
+    kind = RMSNorm if config.switches.gated else LayerNorm
+    return kind(size, config.eps if eps is None else eps, rngs=rngs)
 
 
 class QwenVisionLayer(nnx.Module):
@@ -472,10 +593,11 @@ class QwenVisionLayer(nnx.Module):
         linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
         width, hidden = config.width, config.mlp
         self.norm_1 = _norm(config, width, rngs)
-        self.qkv = linear(width, 3 * width, ("embed", "heads"))
+        self.qkv = linear(width, 3 * width, ("embed", "heads"), use_bias=config.qkv_bias)
+        linear = functools.partial(linear, use_bias=config.switches.biases)
         self.out = linear(width, width, ("heads", "embed"))
         self.norm_2 = _norm(config, width, rngs)
-        if config.family == "qwen2_5_vl":
+        if config.switches.gated:
             self.gate = linear(width, hidden, ("embed", "mlp"))
         self.up = linear(width, hidden, ("embed", "mlp"))
         self.down = linear(hidden, width, ("mlp", "embed"))
@@ -495,7 +617,7 @@ class QwenVisionLayer(nnx.Module):
         x = x + self.out(keep(merge_heads(attended)))
         y = self.norm_2(x)
         activation = ACTIVATIONS[self.config.activation]
-        if self.config.family == "qwen2_5_vl":
+        if self.config.switches.gated:
             return x + self.down(activation(self.gate(y)) * self.up(y))
         return x + self.down(activation(self.up(y)))
 
@@ -523,7 +645,8 @@ class Merger(nnx.Module):
     def __init__(self, config: QwenVisionConfig, *, whole: bool, rngs: nnx.Rngs):
         linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
         joined = config.width * config.merge**2
-        self.norm = _norm(config, joined if whole else config.width, rngs)
+        size = joined if whole else config.width
+        self.norm = _norm(config, size, rngs, config.switches.merger_eps)
         self.linear_1 = linear(joined, joined, ("embed", "mlp"))
         self.linear_2 = linear(joined, config.out, ("mlp", "embed"))
         self.joined, self.whole = joined, whole
@@ -536,6 +659,45 @@ class Merger(nnx.Module):
         return self.linear_2(ACTIVATIONS["gelu"](self.linear_1(x)))
 
 
+class GatedMerger(nnx.Module):
+    """GLM-4.xV's: a linear makes one vector of a unit's patches; another, a norm, GELU, and a gated
+    MLP follow."""
+
+    def __init__(self, config: QwenVisionConfig, *, rngs: nnx.Rngs):
+        linear = functools.partial(Linear, rngs=rngs, kernel_init=normal_init(config.init_stddev))
+        out, mlp, self.joined = config.out, config.merger_mlp, config.width * config.merge**2
+        self.join = linear(self.joined, out, ("mlp", "embed"))
+        linear = functools.partial(linear, use_bias=False)
+        self.linear = linear(out, out, ("embed", None))
+        self.norm = LayerNorm(out, config.switches.merger_eps, rngs=rngs)
+        self.gate = linear(out, mlp, ("embed", "mlp"))
+        self.up = linear(out, mlp, ("embed", "mlp"))
+        self.down = linear(mlp, out, ("mlp", "embed"))
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, N, width] -> [B, U, out]
+        x = self.linear(self.join(x.reshape(len(x), -1, self.joined)))
+        x = ACTIVATIONS["gelu"](self.norm(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+
+
+def _taps(share: jax.Array, *, cubic: bool) -> list[tuple[int, jax.Array]]:
+    """The learned positions around a place, as steps from the one below, and their weights.
+
+    share: how far the place is from that towards the next. cubic: Keys' kernel, a = -0.75.
+    """
+    if not cubic:
+        return [(0, 1 - share), (1, share)]
+
+    def near(x: jax.Array) -> jax.Array:
+        return (1.25 * x - 2.25) * x * x + 1
+
+    def far(x: jax.Array) -> jax.Array:
+        return ((-0.75 * x + 3.75) * x - 6) * x + 3
+
+    return [(-1, far(share + 1)), (0, near(share)), (1, near(1 - share)), (2, far(2 - share))]
+
+
 class QwenVision(nnx.Module):
     """A tower with its mergers."""
 
@@ -546,14 +708,21 @@ class QwenVision(nnx.Module):
             config.width,
             ("patch", "embed"),
             rngs=rngs,
-            use_bias=config.family == "qwen3_vl",
+            use_bias=config.switches.patch_bias,
             kernel_init=init,
         )
+        if config.switches.patch_norm:
+            self.patch_norm = _norm(config, config.width, rngs)
         if config.positions:
             shape = (config.positions**2, config.width)
             self.positions = param(rngs, init, shape, ("positions", "embed"))
         self.layers = stack_layers(lambda r: QwenVisionLayer(config, rngs=r), config.layers, rngs)
-        self.merger = Merger(config, whole=False, rngs=rngs)
+        if config.switches.end_norm:
+            self.end_norm = _norm(config, config.width, rngs)
+        if config.switches.merger == "gated":
+            self.merger = GatedMerger(config, rngs=rngs)
+        else:
+            self.merger = Merger(config, whole=False, rngs=rngs)
         if config.deepstack:
             self.deepstack = stack_layers(
                 lambda r: Merger(config, whole=True, rngs=r), len(config.deepstack), rngs
@@ -571,24 +740,30 @@ class QwenVision(nnx.Module):
         x = jnp.einsum("bnp,pw->bnw", pixels, kernel.astype(pixels.dtype))
         if self.patch.bias is not None:
             x = x + self.patch.bias[...].astype(x.dtype)
+        if config.switches.patch_norm:
+            x = self.patch_norm(x)
         if config.positions:
             x = x + self._interpolated(pictures).astype(x.dtype)
         return x
 
     def _interpolated(self, pictures: PatchBatch) -> jax.Array:
-        """Learned positions at the patches' places, corners on corners: [B, N, width] float32."""
+        """Learned positions at the patches' places: [B, N, width] float32."""
         side, table = self.config.positions, self.positions[...].astype(jnp.float32)
+        kind = self.config.switches.positions
         places = jnp.maximum(pictures.places, 0).astype(jnp.float32)
-        at = places * (side - 1) / jnp.maximum(pictures.grid - 1, 1)[:, None]  # [B, N, 2]
+        if kind == "corners":
+            at = places * (side - 1) / jnp.maximum(pictures.grid - 1, 1)[:, None]  # [B, N, 2]
+        else:
+            at = (places + 0.5) * side / pictures.grid[:, None] - 0.5
         low = jnp.floor(at)
-        high_share = at - low
+        taps = _taps(at - low, cubic=kind == "cubic")
         low = low.astype(jnp.int32)
-        high = jnp.minimum(low + 1, side - 1)
         total = jnp.zeros((), jnp.float32)
-        for rows, of_rows in ((low, 1 - high_share), (high, high_share)):
-            for columns, of_columns in ((low, 1 - high_share), (high, high_share)):
+        for down, of_rows in taps:
+            for right, of_columns in taps:
+                near = jnp.clip(low + jnp.array([down, right]), 0, side - 1)
                 weight = of_rows[..., 0] * of_columns[..., 1]
-                total += table[rows[..., 0] * side + columns[..., 1]] * weight[..., None]
+                total += table[near[..., 0] * side + near[..., 1]] * weight[..., None]
         return total
 
     def _angles(self, places: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -618,7 +793,7 @@ class QwenVision(nnx.Module):
 
         options = {"remat": config.remat, "unroll": config.unroll}
         (x, kept), _ = scan_layers(self.layers, (x, kept), body, xs=self._of_layers(), **options)
-        merged = [self.merger(x)]
+        merged = [self.merger(self.end_norm(x) if config.switches.end_norm else x)]
         if config.deepstack:
             graphdef, params = nnx.split(self.deepstack)
             params = on_device(params)
@@ -675,6 +850,9 @@ PRESETS = {
     "qwen3_vl_2b": qwen3_vl_2b,
     "qwen3_vl_8b": qwen3_vl_8b,
     "qwen3_vl_30b_a3b": qwen3_vl_30b_a3b,
+    "glm41v_9b": glm41v_9b,
+    "glm45v": glm45v,
+    "paddleocr_vl_09b": paddleocr_vl_09b,
 }
 BASE = Base(
     "Qwen-VL",

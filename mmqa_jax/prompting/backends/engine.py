@@ -78,6 +78,7 @@ class EngineBackend:
         self.length, self.fingerprint = length, fingerprint
         self._chat_format = tokenizer.template if pictures is None else self._pictures.chat_format
         self.takes_pictures = pictures is not None
+        self.page_prompt: str = getattr(pictures, "page_prompt", "")
         self.takes_messages = self._chat_format is not None
         self._throughput = requests.Throughput()  # the engine's, once it is made
         self._warm = requests.Throughput()  # at the first result: most of it compiling
