@@ -32,7 +32,7 @@ from mmqa_jax.decoding.cached_attention import (
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.attention.masked import last_of_pictures
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.gated_delta import DeltaState
+from mmqa_jax.models.llama.gated_delta import State
 from mmqa_jax.models.llama.lora import with_chosen
 from mmqa_jax.models.llama.network import (
     LayerTraits,
@@ -50,9 +50,7 @@ _VALUE_NAMES = ("batch", "heads", "positions", "head_dim")
 _SCALE_NAMES = ("batch", "heads", "positions")
 
 
-KVCache = tuple[
-    LayerCache | DeltaState, ...
-]  # not one stack: a donated cache is then updated in place
+KVCache = tuple[LayerCache | State, ...]  # not one stack: a donated cache is then updated in place
 
 
 def layout(
@@ -74,7 +72,7 @@ def layout(
         spec = mesh and NamedSharding(mesh, partition_spec(names, shape, mesh))
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    def of_layer(config: LlamaConfig) -> LayerCache | DeltaState:
+    def of_layer(config: LlamaConfig) -> LayerCache | State:
         if config.recurrent:
             return recurrent_state.layout(config, slots, mesh)
         head = (pages, config.kv_heads)
@@ -266,7 +264,7 @@ def _layer(
     mesh: Mesh | None = None,
 ) -> tuple[jax.Array, LayerCache]:
     layer = with_chosen(nnx.merge(graphdef, params), of_tokens.adapters)
-    if isinstance(held, DeltaState):
+    if isinstance(held, State):
         where = {"starts": of_tokens.starts, "ends": of_tokens.ends, "rows": of_tokens.rows}
         return recurrent_state.continued(layer, x, held, **where, mesh=mesh)
     q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin, traits)

@@ -1,4 +1,5 @@
-"""Slots hold a state for each layer of the gated delta rule, beside the pages of other layers.
+"""Slots hold a state for each recurrent layer (the gated delta rule, short convolutions), beside
+the pages of other layers.
 
 A slot has one state for each such layer, which the chunks of its prompt and its steps carry on; the
 first chunk of a prompt begins with zeros. States cannot be cut at a column, so that prompts which
@@ -15,34 +16,40 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import partition_spec
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.gated_delta import DeltaState, state_shapes
+from mmqa_jax.models.llama.gated_delta import DeltaState, State, state_shapes
 from mmqa_jax.models.llama.network import LlamaLayer
+from mmqa_jax.models.llama.short_conv import ConvState
 
-_NAMES = DeltaState(  # logical axes, for core.mesh.partition_spec
-    ("batch", "heads", "head_dim", "head_dim"), *[("batch", "positions", "heads")] * 3
-)
+# Logical axes, for core.mesh.partition_spec.
+_OF_INPUTS = ("batch", "positions", "heads")
+_OF_DELTA = DeltaState(("batch", "heads", "head_dim", "head_dim"), *[_OF_INPUTS] * 3)
 
 
-def layout(config: LlamaConfig, slots: int, mesh: Mesh | None = None) -> DeltaState:
+def _names(state: State) -> State:
+    return _OF_DELTA if isinstance(state, DeltaState) else ConvState(_OF_INPUTS)
+
+
+def layout(config: LlamaConfig, slots: int, mesh: Mesh | None = None) -> State:
     """ShapeDtypeStructs of one layer's states of all slots, which are split like the slots."""
 
     def placed(shape: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
         spec = mesh and NamedSharding(mesh, partition_spec(names, shape.shape, mesh))
         return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=spec)
 
-    return jax.tree.map(placed, state_shapes(config, slots), _NAMES)
+    shapes = state_shapes(config, slots)
+    return jax.tree.map(placed, shapes, _names(shapes))
 
 
 def continued(
     layer: LlamaLayer,
     x: jax.Array,
-    held: DeltaState,
+    held: State,
     *,
     starts: jax.Array,
     ends: jax.Array,
     rows: jax.Array | None,
     mesh: Mesh | None = None,
-) -> tuple[jax.Array, DeltaState]:
+) -> tuple[jax.Array, State]:
     """A recurrent layer on tokens x [R, L, H] that follow what their slots hold.
 
     Args:
@@ -66,29 +73,30 @@ def continued(
     return x, _on_own_rows(_put, held, mesh)(held, rows, new)
 
 
-def _taken(held: DeltaState, rows: jax.Array) -> DeltaState:
+def _taken(held: State, rows: jax.Array) -> State:
     return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), held)
 
 
-def _put(held: DeltaState, rows: jax.Array, new: DeltaState) -> DeltaState:
+def _put(held: State, rows: jax.Array, new: State) -> State:
     return jax.tree.map(lambda x, one: x.at[rows].set(one, mode="drop"), held, new)
 
 
 def _on_own_rows(
-    function: Callable[..., DeltaState], held: DeltaState, mesh: Mesh | None
-) -> Callable[..., DeltaState]:
+    function: Callable[..., State], held: State, mesh: Mesh | None
+) -> Callable[..., State]:
     """The function, each device with its own slots and rows; XLA else exchanges all states."""
-    specs = mesh and jax.tree.map(lambda x, n: partition_spec(n, x.shape, mesh), held, _NAMES)
-    axes = specs and specs.memory[0]
+    names = _names(held)
+    specs = mesh and jax.tree.map(lambda x, n: partition_spec(n, x.shape, mesh), held, names)
+    axes = specs and jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))[0][0]
     if axes is None:
         return function
 
-    def local(held: DeltaState, rows: jax.Array, *new: DeltaState) -> DeltaState:
-        count = held.memory.shape[0]
+    def local(held: State, rows: jax.Array, *new: State) -> State:
+        count = len(jax.tree.leaves(held)[0])
         rows = rows - jax.lax.axis_index(axes) * count
         return function(held, jnp.where((rows < 0) | (rows > count), count, rows), *new)
 
-    def split(held: DeltaState, rows: jax.Array, *new: DeltaState) -> DeltaState:
+    def split(held: State, rows: jax.Array, *new: State) -> State:
         in_specs = (specs, PartitionSpec(axes), *(specs for _ in new))
         one = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
         return one(held, rows, *new)

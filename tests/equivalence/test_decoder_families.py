@@ -369,6 +369,28 @@ CASES = {
             **TOKENS,
         },
     ),
+    "lfm2": Case(
+        "Lfm2",
+        {
+            **{"rms_norm_eps": None, "norm_eps": 3e-4, "num_hidden_layers": 3, "conv_L_cache": 4},
+            **{"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
+            "layer_types": ["conv", "full_attention", "conv"],
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
+    "lfm2_moe": Case(
+        "Lfm2Moe",
+        {
+            **{"rms_norm_eps": None, "norm_eps": 3e-4, "num_hidden_layers": 4},
+            **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"num_dense_layers": 2, "routed_scaling_factor": 1.6},
+            "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+            "tie_word_embeddings": False,
+            "rope_parameters": _THETA,
+            **TOKENS,
+        },
+    ),
     "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0], "mlp_bias": True, **TOKENS}),
     "smollm3, windows, dynamic": Case(
         "SmolLM3",
@@ -626,7 +648,7 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", "qwen3_5", *GEMMA4)),
-    ("glm4_moe", False),
+    *((name, False) for name in ("glm4_moe", "lfm2", "lfm2_moe")),
     *((name, scan) for name in ("gpt_oss", IN_CHUNKS) for scan in (False, True)),
     ("llama4_text, every other layer a mixture", False),
     *(("cohere2", scan) for scan in (False, True)),
@@ -986,6 +1008,9 @@ REFUSED = [
     ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
     ("llama4_text", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning is 'yes'"),
     ("glm4_moe", {"n_group": 2}, "n_group is 2"),
+    ("lfm2", {"conv_bias": True}, "conv_bias is True"),
+    ("lfm2", {"layer_types": ["linear_attention"] * 2}, "layer_types is .*, expected conv or full"),
+    ("lfm2_moe", {"conv_L_cache": 1}, "conv_taps is 1: expected at least 2"),
     ("glm4_moe", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),

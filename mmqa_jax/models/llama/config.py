@@ -17,7 +17,7 @@ from mmqa_jax.models.common.config_checks import (
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
 from mmqa_jax.models.llama import published_config
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.models.llama.layer_kinds import KINDS, DeltaConfig, FullLayers
+from mmqa_jax.models.llama.layer_kinds import KINDS, RECURRENT, DeltaConfig, FullLayers
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
@@ -74,7 +74,9 @@ class LlamaConfig:
 
     `kinds`: of each layer one of `layer_kinds.KINDS`, () is attention in all. Layers of several
     kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
-    of "linear" ones. `gated`: what attention gives is multiplied by a sigmoid of the layer's input.
+    of "linear" ones, `conv_taps` the tokens of the convolution of "conv" ones
+    (`llama.short_conv`). `gated`: what attention gives is multiplied by a sigmoid of the layer's
+    input.
 
     `side`: the width of an input of its own that each layer gets beside what the one before gives,
     None is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
@@ -161,6 +163,7 @@ class LlamaConfig:
     router: str = "softmax"
     choice_bias: bool = False
     expert_weight: float = 1.0
+    conv_taps: int | None = None
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -225,9 +228,14 @@ class LlamaConfig:
                 )
         for kind in self.kinds:
             check_known("model.kinds", kind, KINDS)
-        if "plain" in self.kinds and not self.plain_mlp:
+        if any(kind.startswith("plain") for kind in self.kinds) and not self.plain_mlp:
             raise UserError('model.kinds has "plain", whose width model.plain_mlp says; give it.')
-        if self.recurrent and self.delta is None:
+        if {"conv", "plain_conv"} & {*self.kinds} and not (self.conv_taps or 0) > 1:
+            raise UserError(
+                f"model.conv_taps is {self.conv_taps}: expected at least 2 for the convolutions of "
+                "model.kinds; raise it."
+            )
+        if "linear" in self.kinds and self.delta is None:
             raise UserError('model.kinds has "linear", whose sizes model.delta says; give them.')
         near = tuple(kind == "near" for kind in self.kinds)
         if self.full_layers and near != self.local and self.layers > 1:
@@ -267,7 +275,7 @@ class LlamaConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer holds a state of the tokens before in place of keys and values."""
-        return "linear" in self.kinds
+        return not RECURRENT.isdisjoint(self.kinds)
 
     @property
     def period(self) -> int:
@@ -284,7 +292,7 @@ class LlamaConfig:
         changes: dict[str, Any] = {"windows": (), "rotated": (), "local": (), "full_layers": None}
         if self.full_layers and self.kinds[number] == "full":
             changes |= dataclasses.asdict(self.full_layers)
-        if self.kinds[number] == "plain":
+        if self.kinds[number].startswith("plain"):
             changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
             changes |= {"mlp": self.plain_mlp}
         if self.picture_sight == "near":
@@ -304,6 +312,8 @@ class LlamaConfig:
             heads = (2 + self.gated) * self.heads + (2 - self.keys_are_values) * self.kv_heads
             return self.hidden * self.head_size * heads
         delta = self.delta
+        if delta is None:
+            return 4 * self.hidden**2
         keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
         return self.hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
 
@@ -312,13 +322,15 @@ class LlamaConfig:
         """Numbers of one layer's memory of a text (`gated_delta`); 0 for attention."""
         if not self.recurrent:
             return 0
+        if self.delta is None:
+            return self.conv_taps * self.hidden
         return self.delta.value_heads * self.delta.key_size * self.delta.value_size
 
     @property
     def linears(self) -> tuple[str, ...]:
         """The names of a layer's linears, without those inside experts and the gated delta rule."""
         names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
-        names = () if self.kinds == ("linear",) else names
+        names = () if self.kinds and RECURRENT.issuperset(self.kinds) else names
         names += ("out_gate",) if self.gated and names else ()
         names += ("side_gate", "side_out") if self.side else ()
         in_place = self.experts and not self.experts_beside
@@ -465,6 +477,16 @@ _GEMMA4 |= {"attention_scale": 1.0, "logit_cap": 30.0, "value_norm": True, "laye
 _GEMMA4 |= {"every": 6, "window": 1024}
 
 
+def _lfm2(attends: tuple[int, ...], **sizes) -> Callable[..., LlamaConfig]:
+    """A preset of an LFM2, of which the layers `attends` have attention."""
+    kinds = ["full" if number in attends else "conv" for number in range(sizes["layers"])]
+    if "experts" in sizes:
+        kinds[:2] = ["plain_conv"] * 2
+    sizes |= {"family": "lfm2_moe" if "experts" in sizes else "lfm2", "kv_heads": 8}
+    sizes |= {"vocab_size": 65536, "positions": 128000, "rope_theta": 1e6, "qk_norm": "head"}
+    return _published(**sizes, kinds=tuple(kinds), conv_taps=3, tied=True)
+
+
 def _gemma(**sizes) -> Callable[..., LlamaConfig]:
     """A preset of a Gemma: `every`, layers up to one that sees all; `window`, of the others."""
     every, window, layers = sizes.pop("every"), sizes.pop("window"), sizes["layers"]
@@ -606,6 +628,12 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         **_GLM45 | {"positions": 202752}, hidden=5120, layers=92, mlp=1536, experts=160,
         shared_expert=1536, plain_mlp=12288, kinds=("plain",) * 3 + ("full",) * 89,
         qk_norm="head", expert_weight=2.5,
+    ),
+    "lfm2_350m": _lfm2((2, 5, 8, 10, 12, 14), hidden=1024, layers=16, heads=16, mlp=4608),
+    "lfm2_12b": _lfm2((2, 5, 8, 10, 12, 14), hidden=2048, layers=16, heads=32, mlp=8192),  # 1.2 B
+    "lfm2_8b_a1b": _lfm2(
+        (2, 6, 10, 14, 18, 21), hidden=2048, layers=24, heads=32, mlp=1792, plain_mlp=7168,
+        experts=32, active_experts=4, normed_experts=True, router="sigmoid", choice_bias=True,
     ),
     "command_r7b": _published(
         family="cohere2", vocab_size=256000, layers=32, kv_heads=8, mlp=14336, positions=132096,

@@ -28,6 +28,13 @@ from mmqa_jax.models.common.layers import (
     uniform_init,
 )
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.short_conv import (
+    ConvState,
+    conv_state_shapes,
+    convolve,
+    last_of,
+    same_text,
+)
 
 _CHUNK = 64  # tokens of one triangular system
 _TINY = 1e-6  # beside the squared length of a key
@@ -46,9 +53,14 @@ class DeltaState:
     v: jax.Array
 
 
-def state_shapes(config: LlamaConfig, rows: int) -> DeltaState:
+State = DeltaState | ConvState  # of a recurrent layer
+
+
+def state_shapes(config: LlamaConfig, rows: int) -> State:
     """The shapes of a state of so many texts, in the compute dtype."""
     delta = config.delta
+    if delta is None:
+        return conv_state_shapes(config, rows)
 
     def inputs(heads: int, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, delta.taps - 1, heads * size), config.dtype)
@@ -113,14 +125,14 @@ class GatedDelta(nnx.Module):
         held = state or jax.tree.map(
             lambda shape: jnp.zeros(shape.shape, shape.dtype), state_shapes(self.config, len(x))
         )
-        sees = _same_text(begins, delta.taps)
+        sees = same_text(begins, delta.taps)
         mixed, inputs = {}, {}
         for name in "qkv":
             y = getattr(self, name)(x)
             before = jnp.concatenate([getattr(held, name).astype(y.dtype), y], axis=1)
             taps = getattr(self, f"{name}_taps")[...]
             mixed[name] = ACTIVATIONS[self.config.activation](convolve(before, taps, sees))
-            inputs[name] = _last(before, ends, delta.taps - 1)
+            inputs[name] = last_of(before, ends, delta.taps - 1)
         q, k = (split_heads(mixed[name], delta.key_heads) for name in "qk")
         v = split_heads(mixed["v"], delta.value_heads)
         decay = -jnp.exp(self.decay_rate[...].astype(jnp.float32)) * jax.nn.softplus(
@@ -149,39 +161,6 @@ class GatedDelta(nnx.Module):
 def _log_uniform(key: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
     """The logarithm of rates between .01 and 16, as Qwen3.5 begins."""
     return jnp.log(jax.random.uniform(key, shape, dtype, 0.01, 16.0))
-
-
-def _same_text(begins: jax.Array | None, taps: int) -> list[jax.Array | None]:
-    """Whether each token sees the one 0, 1, .. `taps` - 1 before it, bool [B, L, 1] each; None:
-    all do."""
-    if begins is None:
-        return [None] * taps
-    text = jnp.cumsum(begins, axis=1)
-    behind = [jnp.pad(text, ((0, 0), (n, 0)))[:, : text.shape[1]] == text for n in range(taps)]
-    return [same[..., None] for same in behind]
-
-
-def convolve(x: jax.Array, taps: jax.Array, sees: list[jax.Array | None]) -> jax.Array:
-    """Each channel's sum over its last tokens: x [B, taps - 1 + L, W], taps [taps, W] -> [B, L, W].
-
-    sees: see `_same_text`.
-    """
-    count = len(taps)
-    length = x.shape[1] - count + 1
-    out = jnp.zeros((x.shape[0], length, x.shape[2]), jnp.float32)
-    for n in range(count):
-        term = x[:, n : n + length].astype(jnp.float32) * taps[n].astype(jnp.float32)
-        seen = sees[count - 1 - n]
-        out = out + (term if seen is None else jnp.where(seen, term, 0))
-    return out.astype(x.dtype)
-
-
-def _last(x: jax.Array, ends: jax.Array | None, count: int) -> jax.Array:
-    """The `count` inputs before each row's end, of x [B, count + L, W]; [B, count, W]."""
-    if ends is None:
-        return x[:, x.shape[1] - count :]
-    columns = ends[:, None] + jnp.arange(count)
-    return jnp.take_along_axis(x, columns[..., None], axis=1)
 
 
 def _prepared(q: jax.Array, k: jax.Array, heads: int) -> tuple[jax.Array, jax.Array]:

@@ -32,6 +32,7 @@ from mmqa_jax.models.llama.expert_tensors import (
 )
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.gguf import RENAMED, ROPE_FACTORS, TURNED, curves, gguf_config
+from mmqa_jax.models.llama.layer_kinds import CONV_LINEARS
 from mmqa_jax.models.llama.network import Llama, inverse_frequencies, unstacked_llama
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
@@ -108,6 +109,7 @@ def proposing(config: LlamaConfig) -> tuple[str, ...]:
 
 
 LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
+_TAPS = Transform(lambda x: x[:, 0].T, lambda x: x.T[:, None])  # Conv1d (channels, 1, taps)
 SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
 
 
@@ -168,7 +170,15 @@ def _layer_rules(
     config: LlamaConfig, names: Mapping[str, str], layout: str, layer: str, path: str
 ) -> list[Rule]:
     """Rules of layers of one kind; `layer` and `path` are in front of keys and paths."""
-    rules = _delta_rules(layer, f"{path}delta/") if config.recurrent else []
+    rules = []
+    if config.recurrent and config.delta:
+        rules = _delta_rules(layer, f"{path}delta/")
+    elif config.recurrent:
+        rules = [
+            Rule(f"{layer}conv.{part}_proj.weight", f"{path}conv/{part}/kernel", TRANSPOSE)
+            for part in CONV_LINEARS
+        ]
+        rules.append(Rule(f"{layer}conv.conv.weight", f"{path}conv/taps", _TAPS))
     # llama.cpp keeps what is multiplied by.
     of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
     neighbours = FAMILIES[config.family].neighbours or layout == "meta"
@@ -232,9 +242,9 @@ def _delta_rules(layer: str, path: str) -> list[Rule]:
         Rule(f"{layer}{key}.weight", f"{path}{part}/kernel", TRANSPOSE)
         for part, key in _DELTA.items()
     ]
-    taps = Transform(lambda x: x[:, 0].T, lambda x: x.T[:, None])  # Conv1d (channels, 1, taps)
     rules += [
-        Rule(f"{layer}linear_attn.{part}_conv.weight", f"{path}{part}_taps", taps) for part in "qkv"
+        Rule(f"{layer}linear_attn.{part}_conv.weight", f"{path}{part}_taps", _TAPS)
+        for part in "qkv"
     ]
     others = {"A_log": "decay_rate", "dt_bias": "decay_bias", "norm.weight": "norm"}
     return rules + [
@@ -551,6 +561,9 @@ def fused_rows(config: LlamaConfig) -> Fused:
             {"self_attn.q_proj": size, "self_attn.gate_proj": size}, config.heads
         ),
     }
+    if config.conv_taps:
+        rows = dict.fromkeys((f"conv.{part}_proj" for part in CONV_LINEARS[:3]), config.hidden)
+        wholes["conv.in_proj"] = Parts(rows)
     if delta := config.delta:
         per = delta.value_heads // delta.key_heads
         keys, values = delta.key_size, per * delta.value_size

@@ -48,9 +48,10 @@ from mmqa_jax.models.common.layers import (
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts, SharedExpert
-from mmqa_jax.models.llama.gated_delta import DeltaState, GatedDelta
-from mmqa_jax.models.llama.layer_kinds import DELTA_LINEARS
+from mmqa_jax.models.llama.gated_delta import GatedDelta, State
+from mmqa_jax.models.llama.layer_kinds import CONV_LINEARS, DELTA_LINEARS
 from mmqa_jax.models.llama.long_texts import FarTokens, far_tokens
+from mmqa_jax.models.llama.short_conv import ShortConv
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 
@@ -302,8 +303,10 @@ class LlamaLayer(nnx.Module):
             self.out_norm = norm(size)
         else:
             self.input_norm = norm(size)
-        if config.recurrent:
+        if config.recurrent and config.delta:
             self.delta = GatedDelta(config, rngs=rngs)
+        elif config.recurrent:
+            self.conv = ShortConv(config, rngs=rngs)
         else:
             self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
             self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
@@ -447,17 +450,20 @@ class LlamaLayer(nnx.Module):
         return xielu(y, *(x[...].astype(jnp.float32) for x in (self.rising, self.falling)))
 
     def continued(
-        self, x: jax.Array, state: DeltaState | None = None, **rows: jax.Array | None
-    ) -> tuple[jax.Array, DeltaState]:
+        self, x: jax.Array, state: State | None = None, **rows: jax.Array | None
+    ) -> tuple[jax.Array, State]:
         """A recurrent layer: x [B, L, H] and the state before and after it; `rows` are those of
         `GatedDelta.__call__`."""
-        mixed, state = self.delta(self.input_norm(x), state, **rows)
+        mixer = self.delta if self.config.delta else self.conv
+        mixed, state = mixer(self.input_norm(x), state, **rows)
         return self.with_mlp(x, mixed), state
 
     def each_linear(self) -> Iterator[tuple[nnx.Module, str]]:
         """What holds each linear of the layer, and its name there; without those of experts."""
-        if self.config.recurrent:
+        if self.config.recurrent and self.config.delta:
             yield from ((self.delta, name) for name in DELTA_LINEARS)
+        elif self.config.recurrent:
+            yield from ((self.conv, name) for name in CONV_LINEARS)
         if self.config.shared_expert:
             yield from ((self.shared, name) for name in ("gate", "up", "down"))
         yield from ((self, name) for name in self.config.linears)

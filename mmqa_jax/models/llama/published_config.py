@@ -11,6 +11,7 @@ from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.families import (
+    CONV,
     DELTA_KEYS,
     FAMILIES,
     FULL,
@@ -54,6 +55,8 @@ _PLAIN = {
     "chunk": ("attention_chunk_size", None),
     "shared_expert": ("shared_expert_intermediate_size", None),
     "expert_weight": ("routed_scaling_factor", 1.0),
+    "choice_bias": ("use_expert_bias", True),
+    "conv_taps": ("conv_L_cache", 3),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -143,6 +146,12 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         sizes = DeltaConfig()
         sizes = {ours: value(key, getattr(sizes, ours)) for ours, key in DELTA_KEYS.items()}
         fields |= {"delta": DeltaConfig(**sizes), "kinds": _layer_kinds(value, fields, where)}
+    if "conv_L_cache" in read:
+        fields["kinds"] = _layer_kinds(value, fields, where, CONV)
+    if "block_multiple_of" in read and value("block_auto_adjust_ff_dim", True):
+        width = int(value("block_ffn_dim_multiplier", 1.0) * int(2 * fields["mlp"] / 3))
+        multiple = value("block_multiple_of", 256)
+        fields["mlp"] = -(-width // multiple) * multiple
     if "logit_scale" in read:
         if not (scale := value("logit_scale")):
             raise UserError(f"{where}: logit_scale is {scale}, expected more; repair the file.")
@@ -303,16 +312,21 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     return () if all(rotated) else rotated
 
 
-def _layer_kinds(value: Any, fields: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """`LlamaConfig.kinds` of a decoder with layers of the gated delta rule."""
+def _layer_kinds(
+    value: Any, fields: Mapping[str, Any], where: str, recurrent: str = LINEAR
+) -> tuple[str, ...]:
+    """`LlamaConfig.kinds` of a decoder with recurrent layers, which `layer_types` calls so."""
     layers, every = fields["layers"], value("full_attention_interval", 4)
+    attends = value("full_attn_idxs")
+    if attends is None:
+        attends = range(every - 1, layers, every)
     types = value("layer_types") or [
-        LINEAR if (number + 1) % every else FULL for number in range(layers)
+        FULL if number in attends else recurrent for number in range(layers)
     ]
-    names = {LINEAR: "linear", FULL: "full"}
-    if len(types) != layers or any(one not in names for one in types):
+    names = {LINEAR: "linear", CONV: "conv", FULL: "full"}
+    if len(types) != layers or any(one not in (recurrent, FULL) for one in types):
         raise UserError(
-            f"{where}: layer_types is {types!r}, expected {LINEAR} or {FULL} for each of "
+            f"{where}: layer_types is {types!r}, expected {recurrent} or {FULL} for each of "
             f"{layers} layers; use a checkpoint of these."
         )
     return tuple(names[one] for one in types)
@@ -445,8 +459,6 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["no_rope_layers"] = [int(one) for one in rotated]
     if config.delta:
         published |= {key: getattr(config.delta, ours) for ours, key in DELTA_KEYS.items()}
-        types = {"linear": LINEAR, "full": FULL}
-        published["layer_types"] = [types[kind] for kind in config.kinds]
     if "n_shared_experts" in read:
         published["n_shared_experts"] = (config.shared_expert or 0) // config.mlp
     if family.dense_first:
@@ -454,6 +466,11 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["intermediate_size"] = config.plain_mlp or config.mlp
     if "use_qk_norm" in read:
         published["use_qk_norm"] = config.qk_norm != "none"
+    if config.recurrent:
+        types = {"linear": LINEAR, "conv": CONV, "plain_conv": CONV}
+        published["layer_types"] = [types.get(kind, FULL) for kind in config.kinds]
+    if "block_multiple_of" in read:
+        published["block_auto_adjust_ff_dim"] = False
     if "attention_chunk_size" in read:
         by, tokens = config.growth or (
             family.defaults["attn_scale"],
