@@ -393,7 +393,9 @@ class QwenFormat(_OnePlace):
         vision = config.vision
         self.chat_format: text_tokenizer.ChatFormat | None = tokenizer.template
         self._tokenizer = tokenizer
-        self._sizes = vision.picture_sizes
+        self._sizes = resize.PictureSizes(
+            vision.unit, vision.min_pixels, vision.max_pixels, vision.switches.grown
+        )
         self.placeholder, self.video, before, after = (
             tokenizer.decode([token])
             for token in (

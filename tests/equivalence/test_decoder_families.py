@@ -88,6 +88,7 @@ _SHARED = {
 
 
 _HALF = {**_THETA, "partial_rotary_factor": 0.5}
+_NORM_EPS = {"rms_norm_eps": None, "norm_eps": 3e-4}
 # Of families with layer norms.
 _LAYER_NORMS = {"rms_norm_eps": None, "layer_norm_eps": 3e-4, **TOKENS}
 
@@ -372,7 +373,7 @@ CASES = {
     "lfm2": Case(
         "Lfm2",
         {
-            **{"rms_norm_eps": None, "norm_eps": 3e-4, "num_hidden_layers": 3, "conv_L_cache": 4},
+            **{**_NORM_EPS, "num_hidden_layers": 3, "conv_L_cache": 4},
             **{"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
             "layer_types": ["conv", "full_attention", "conv"],
             "rope_parameters": _THETA,
@@ -382,7 +383,7 @@ CASES = {
     "lfm2_moe": Case(
         "Lfm2Moe",
         {
-            **{"rms_norm_eps": None, "norm_eps": 3e-4, "num_hidden_layers": 4},
+            **{**_NORM_EPS, "num_hidden_layers": 4},
             **{"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2},
             **{"num_dense_layers": 2, "routed_scaling_factor": 1.6},
             "layer_types": ["conv", "full_attention", "conv", "full_attention"],
@@ -1008,9 +1009,17 @@ REFUSED = [
     ("llama4_text", {"attention_chunk_size": 0}, "attention_chunk_size is 0"),
     ("llama4_text", {"attn_temperature_tuning": "yes"}, "attn_temperature_tuning is 'yes'"),
     ("glm4_moe", {"n_group": 2}, "n_group is 2"),
-    ("lfm2", {"conv_bias": True}, "conv_bias is True"),
-    ("lfm2", {"layer_types": ["linear_attention"] * 2}, "layer_types is .*, expected conv or full"),
-    ("lfm2_moe", {"conv_L_cache": 1}, "conv_taps is 1: expected at least 2"),
+    ("lfm2", {**_NORM_EPS, "conv_bias": True}, "conv_bias is True"),
+    (
+        "lfm2",
+        {**_NORM_EPS, "layer_types": ["linear_attention"] * 2},
+        "layer_types is .*, expected conv or full",
+    ),
+    (
+        "lfm2_moe",
+        {**_NORM_EPS, "num_dense_layers": 1, "conv_L_cache": 1},
+        "conv_taps is 1: expected",
+    ),
     ("glm4_moe", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
     ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),

@@ -23,7 +23,6 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import gather_columns, on_device
-from mmqa_jax.data.pictures.resize import PictureSizes
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_divides, check_known
 from mmqa_jax.models.common.layers import (
@@ -203,11 +202,6 @@ class QwenVisionConfig:
     def unit(self) -> int:
         """Side in pixels of what becomes one vector."""
         return self.patch * self.merge
-
-    @property
-    def picture_sizes(self) -> PictureSizes:
-        """What pictures are resized to."""
-        return PictureSizes(self.unit, self.min_pixels, self.max_pixels, self.switches.grown)
 
     @property
     def window_units(self) -> int:
