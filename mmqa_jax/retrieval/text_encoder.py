@@ -121,9 +121,7 @@ _TOKENS = 256  # the authors' max_seq_length
 
 
 @functools.cache
-def load_minilm_embedder(
-    batch_size: BatchSize = AUTO, dtype: str = "float32"
-) -> embedder.Embedder:
+def load_minilm_embedder(batch_size: BatchSize = AUTO, dtype: str = "float32") -> embedder.Embedder:
     """The embedder of the installed package, which computes in `dtype`; it takes texts alone.
 
     `fill_bert` checks that its sentences are means of their tokens (1_Pooling).
