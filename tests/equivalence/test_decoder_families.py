@@ -34,15 +34,18 @@ from flax import nnx
 from safetensors.torch import save_file
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama, to_rule_tensors
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora, peft_linears, peft_map
 from mmqa_jax.models.llama.network import Llama, layer_traits
 from mmqa_jax.tasks.objectives import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
+from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.published import load_published, write_published
 
 LENGTH = 520  # short prompts hide mistakes in rotary positions
@@ -831,6 +834,64 @@ def test_three_training_steps_are_torchs(pair):
     assert got.specs().keys() == want.specs().keys()
     for name in want.specs():
         np.testing.assert_allclose(got.read(name), want.read(name), **WHOLE, err_msg=name)
+
+
+@pytest.mark.parametrize("pair", ["qwen3_5"], indirect=True)
+def test_three_steps_of_lora_are_those_of_pefts_names(pair):
+    """Of attention's projections and MLPs of layers of several kinds; A and B in PEFT's tensors."""
+    theirs, ours, _, _ = pair
+    lora = LoraConfig(2, 6.0, ("k", "v", "out", "gate", "up", "down"), base="float32")
+    model = nnx.merge(*nnx.split(ours))
+    add_lora(model, lora, rngs=nnx.Rngs(0))
+    key_map, rate, torch_rng = peft_map(ours.config, lora.targets), 0.3, torch.manual_seed(3)
+    linears = peft_linears(ours.config).items()
+    ends = tuple(f".{name}" for name, linear in linears if linear in lora.targets)
+    added = {
+        name: [
+            torch.randn(shape, generator=torch_rng).mul_(0.1).requires_grad_()
+            for shape in ((2, linear.in_features), (linear.out_features, 2))
+        ]
+        for name, linear in theirs.named_modules()
+        if name.endswith(ends) and "linear_attn" not in name
+    }
+
+    def in_peft() -> ArraySource:
+        pairs = [
+            (f"base_model.model.{name}.lora_{letter}.weight", x.detach().numpy().copy())
+            for name, ab in added.items()
+            for letter, x in zip("AB", ab, strict=True)
+        ]
+        return ArraySource(dict(pairs))
+
+    graphdef, state, rest = nnx.split(model, lambda path, _: path[-1] in ("lora_a", "lora_b"), ...)
+    state = load_into(state, key_map, in_peft())
+    ids = tokens(1, 40)
+
+    def loss(state: nnx.State) -> jax.Array:
+        logs = jax.nn.log_softmax(nnx.merge(graphdef, state, rest)(ids)[0, :-1])
+        return -jax.numpy.take_along_axis(logs, ids[0, 1:, None], 1).mean()
+
+    step = jax.jit(jax.value_and_grad(loss))
+    for _ in range(3):
+        got, gradient = step(state)
+        state = jax.tree.map(lambda x, dx: x - rate * dx, state, gradient)
+        weights = {
+            f"{name}.weight": theirs.get_submodule(name).weight.detach() + 3 * (b @ a)
+            for name, (a, b) in added.items()
+        }
+        logits = torch.func.functional_call(theirs, weights, (torch.from_numpy(ids),)).logits[0]
+        want = torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(ids[0, 1:]))
+        want.backward()
+        np.testing.assert_allclose(got, want.item(), **LAYER)
+        with torch.no_grad():
+            for x in (x for ab in added.values() for x in ab):
+                x -= rate * x.grad
+                x.grad = None
+    want = flatten_named(load_into(state, key_map, in_peft()))
+    for name, x in flatten_named(state).items():
+        np.testing.assert_allclose(x, want[name], **WHOLE, err_msg=name)
+    whole = merge_lora(nnx.merge(graphdef, state, rest))
+    np.testing.assert_allclose(whole(ids), nnx.merge(graphdef, state, rest)(ids), **WHOLE)
 
 
 def their_loss(model: torch.nn.Module, example: TokenExample) -> torch.Tensor:

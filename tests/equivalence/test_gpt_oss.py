@@ -129,9 +129,10 @@ def test_what_is_not_whole_is_refused(folder, tmp_path, change, message):
 
 
 def test_presets_are_the_published_configs():
+    whole = {"quantization_config": None}
     sizes = {"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "head_dim": 64}
     sizes |= {"num_attention_heads": 64, "num_key_value_heads": 8, "sliding_window": 128}
     sizes |= {"num_experts_per_tok": 4, "layer_types": None}
     for name, layers, experts in (("gpt_oss_20b", 24, 32), ("gpt_oss_120b", 36, 128)):
         of_size = {"num_hidden_layers": layers, "num_local_experts": experts}
-        assert LlamaConfig.from_hf(PUBLISHED | sizes | of_size) == PRESETS[name]()
+        assert LlamaConfig.from_hf(PUBLISHED | sizes | of_size | whole) == PRESETS[name]()

@@ -19,7 +19,6 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.gated_delta import GatedDelta, in_chunks, one_token
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig
-from mmqa_jax.models.llama.lora import LoraConfig, add_lora
 from mmqa_jax.models.llama.network import Llama
 from tests.drawn_weights import drawn
 from tests.refusals import refuses
@@ -131,10 +130,8 @@ def test_what_an_engine_cannot_do_is_refused(sizes, message):
         Engine(Llama(MODEL, rngs=nnx.Rngs(0)), config=dataclasses.replace(SIZES, **sizes))
 
 
-def test_beams_and_lora_are_refused():
+def test_beams_are_refused():
     model = Llama(MODEL, rngs=nnx.Rngs(0))
-    with pytest.raises(UserError, match=r"model\.lora: layers of several kinds \(qwen3_5_text\)"):
-        add_lora(model, LoraConfig(), rngs=nnx.Rngs(0))
     engine = Engine(model, end_ids=[1], config=SIZES)
     with pytest.raises(UserError, match="request 'a': beams is 2: states of the gated delta rule"):
         list(engine.generate([Request("a", [3, 4], 4, beams=2)]))

@@ -11,7 +11,9 @@ with evenly spaced values in place of NormalFloat's).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,7 +35,7 @@ from mmqa_jax.models.common.layers import (
     zeros_init,
 )
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.network import LINEARS, Llama, LlamaLayer
+from mmqa_jax.models.llama.network import LINEARS, Llama, LlamaLayer, stacks
 from mmqa_jax.models.llama.quantize import (
     QuantizedLinear,
     quantize_weights,
@@ -150,13 +152,10 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: jnp.dtype) -> jax.Arra
 
 
 def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
-    """Adds LoRA to the stacked layers of a model, in place."""
-    linears = model.config.linears
-    if model.config.kinds:
-        raise UserError(
-            f"config key model.lora: layers of several kinds ({model.config.family}) take no "
-            "additions; set it to none to train all parameters."
-        )
+    """Adds LoRA to the stacked layers of a model, in place; of layers of several kinds each gets
+    those of the projections that it has, the gated delta rule's own none."""
+    places = stacks(model.layers)
+    linears = tuple(dict.fromkeys(name for place in places for name in place.config.linears))
     inside = [name for name in config.targets if name not in linears]
     if inside:
         raise UserError(
@@ -165,9 +164,10 @@ def add_lora(model: Llama, config: LoraConfig, *, rngs: nnx.Rngs) -> None:
             f"{linears}."
         )
     hold_base(model, config)
-    for name in config.targets or linears:
-        linear = LoraLinear(getattr(model.layers, name), config, rngs=rngs)
-        setattr(model.layers, name, linear)
+    for place in places:
+        for name in config.targets or linears:
+            if name in place.config.linears:
+                setattr(place, name, LoraLinear(getattr(place, name), config, rngs=rngs))
 
 
 def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
@@ -187,13 +187,17 @@ def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
         if (*place, "lora_a") in named:
             a, b = (named.pop((*place, name)).get_value() for name in ("lora_a", "lora_b"))
             added = jnp.einsum("lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST)
-            factor = getattr(model.layers, place[-1]).factor
+            factor = functools.reduce(_inside, place, model).factor
             merged = (merged + factor * added).astype(merged.dtype)
         named[path] = kernel.replace(merged)
         if consume and merged is not kernel.get_value():
             kernel.get_value().delete()
     plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
+
+
+def _inside(module: nnx.Module, step: str | int) -> nnx.Module:
+    return module[step] if isinstance(step, int) else getattr(module, step)
 
 
 # Several adapters over one base.
@@ -367,9 +371,22 @@ def served(adapter: Adapter, state: nnx.State) -> Additions:
     return Additions(adapter.alpha / adapter.rank, both)
 
 
+# Linears that are one in a family's checkpoints (`Family.fused`), of which PEFT has one addition.
+_FUSED = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "q": ("q", "out_gate")}
+
+
 def peft_map(config: LlamaConfig, targets: tuple[str, ...]) -> KeyMap:
     """PEFT's keys: `base_model.model.` before the layer's name, `.lora_A.weight` [r, in] and
     `.lora_B.weight` [out, r] behind it."""
+    from mmqa_jax.models.llama.families import FAMILIES
+
+    fused = [name for one in FAMILIES[config.family].fused for name in _FUSED.get(one, ())]
+    if inside := [name for name in targets if name in fused]:
+        raise UserError(
+            f"an adapter of {', '.join(inside)} has no names in PEFT for {config.family}, whose "
+            "checkpoints hold them inside larger matrices; export the whole model by --export=hf, "
+            "or train other model.lora.targets."
+        )
     rules = []
     for rule in _kernels(config):
         if _linear(rule) in targets:
@@ -377,7 +394,10 @@ def peft_map(config: LlamaConfig, targets: tuple[str, ...]) -> KeyMap:
             # B's rows are the projection's, and are in the order of its.
             for part, transform in (("A", TRANSPOSE), ("B", rule.transform)):
                 name = f"{_PEFT_PREFIX}{key}.lora_{part}.weight"
-                rules.append(Rule(name, f"{path}/lora_{part.lower()}", transform))
+                path_of_part = f"{path}/lora_{part.lower()}"
+                rules.append(
+                    dataclasses.replace(rule, key=name, path=path_of_part, transform=transform)
+                )
     return KeyMap(rules)
 
 
@@ -393,10 +413,10 @@ def _kernels(config: LlamaConfig) -> list[Rule]:
     return [
         rule
         for rule in llama_rules(config)
-        if rule.path.startswith("layers/") and rule.path.endswith("/kernel")
+        if re.fullmatch(r"layers/(places/\d+/)?\w+/kernel", rule.path)
         and _linear(rule) in config.linears
     ]  # fmt: skip
 
 
 def _linear(rule: Rule) -> str:
-    return rule.path.split("/")[1]
+    return rule.path.split("/")[-2]

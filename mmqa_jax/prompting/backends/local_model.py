@@ -124,6 +124,11 @@ def open_backend(
         )
     pictures = shape if family.sees else None
     llama = shape.llama if family.sees else shape
+    if adapters and llama.kinds:
+        raise UserError(
+            f"--adapter: {path} has layers of several kinds, which serve no adapters beside each "
+            "other; convert an adapter with its base by `mmqa convert`, and name that as --model."
+        )
     dtype = _dtype(config)
     load = _load
     if engine.get("weights") in ("published", *FORMS):
