@@ -39,9 +39,7 @@ from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, Pictur
 from mmqa_jax.data.formats.tables import read_table, whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_own_lines
-from mmqa_jax.evaluation.scores import (
-    group_of,
-)
+from mmqa_jax.evaluation.scores import group_of
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
@@ -271,9 +269,7 @@ def is_exact(answer: str, question: Question) -> bool:
 
 
 def score_evqa(
-    questions: Sequence[Question],
-    predictions: Sequence[Prediction],
-    judge: Judge | None = None,
+    questions: Sequence[Question], predictions: Sequence[Prediction], judge: Judge | None = None
 ) -> Evaluation:
     """The scores, by type, of single-hop questions and of entities that train has not.
 

@@ -37,10 +37,7 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import (
-    group_of,
-    predictions_by_question,
-)
+from mmqa_jax.evaluation.scores import group_of, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import squad_exact_match
 
@@ -49,11 +46,7 @@ UNSEEN, RANGE, ENTITY, ENTITY_NAME = "unseen", "answer_range", "entity_id", "ent
 TYPES = ("string", "numerical", "time")
 
 # The paper, table 2.
-PUBLISHED_COUNTS = {
-    "train questions": 934_048,
-    "val questions": 73_620,
-    "test questions": 347_980,
-}
+PUBLISHED_COUNTS = {"train questions": 934_048, "val questions": 73_620, "test questions": 347_980}
 MATERIALS = (
     Material("InfoSeek", "Chen et al., EMNLP 2023"),
     Material("OVEN, pictures of several data sets", license="under their own licenses"),
@@ -119,10 +112,7 @@ def _entities(files: official.OfficialFiles, split: str) -> dict[str, dict[str, 
         f"infoseek_{split}_withkb.jsonl", without=f"the entities of {split} are not known"
     )
     return {
-        row.text("data_id"): {
-            ENTITY: row.text("entity_id"),
-            ENTITY_NAME: row.text("entity_text"),
-        }
+        row.text("data_id"): {ENTITY: row.text("entity_id"), ENTITY_NAME: row.text("entity_text")}
         for row in (() if path is None else official.line_entries(path))
     }
 

@@ -37,10 +37,7 @@ from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
 from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import (
-    group_of,
-    predictions_by_question,
-)
+from mmqa_jax.evaluation.scores import group_of, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers
 

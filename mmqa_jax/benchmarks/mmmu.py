@@ -217,11 +217,7 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
         scored.by_id,
         lambda text, q: multiple_choice.exact_letter_choice(text, len(q.choices)),
     )
-    chosen = {
-        OFFICIAL: parsed | _drawn(questions, scored.by_id),
-        STRICT: parsed,
-        LETTER: letters,
-    }
+    chosen = {OFFICIAL: parsed | _drawn(questions, scored.by_id), STRICT: parsed, LETTER: letters}
 
     def right(choices: Mapping[str, int]) -> np.ndarray:
         return scored.values(

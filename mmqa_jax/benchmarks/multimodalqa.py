@@ -41,10 +41,7 @@ from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import (
-    group_of,
-    predictions_by_question,
-)
+from mmqa_jax.evaluation.scores import group_of, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Between the items of an answer that is a list; no answer of dev holds it.
@@ -73,11 +70,7 @@ PUBLISHED_COUNTS = {
     "test questions": 3_660,
     "pictures": 57_058,
 }
-MATERIALS = (
-    Material("MultiModalQA", "Talmor et al., ICLR 2021"),
-    WIKIPEDIA,
-    WIKIPEDIA_PICTURES,
-)
+MATERIALS = (Material("MultiModalQA", "Talmor et al., ICLR 2021"), WIKIPEDIA, WIKIPEDIA_PICTURES)
 
 _SPLITS = {"train": "train", "dev": "val", "test": "test"}
 _CONTEXT = ("text_doc_ids", "image_doc_ids")

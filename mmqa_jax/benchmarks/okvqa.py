@@ -86,11 +86,7 @@ def read_okvqa(folder: Path) -> official.BenchmarkFiles:
                     image=name if name in pictures else None,
                     answers=known.answers,
                     category=known.category,
-                    extra={
-                        "image_id": image_id,
-                        **known.extra,
-                        **descriptions.extra(image_id),
-                    },
+                    extra={"image_id": image_id, **known.extra, **descriptions.extra(image_id)},
                 )
             )
     if not questions:

@@ -41,10 +41,7 @@ from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import id_of
-from mmqa_jax.evaluation.scores import (
-    NO_OPTION,
-    predictions_by_question,
-)
+from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
@@ -286,10 +283,7 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
 def _picture_places(picture: str) -> tuple[str, ...]:
     """Returns where a picture may lie: ScienceQA's own folders, or LLaVA's, which have no split."""
     without_split = picture.split("/", 1)[1]
-    return (
-        *(f"images/{picture}", picture),
-        *(f"images/{without_split}", without_split),
-    )
+    return (*(f"images/{picture}", picture), *(f"images/{without_split}", without_split))
 
 
 def _splits(path: Path) -> dict[str, str]:

@@ -77,10 +77,7 @@ def read_seedbench(path: Path) -> official.BenchmarkFiles:
         source = path
         files.read_files.append(path)
     else:
-        source = files.required(
-            "SEED-Bench.json",
-            remedy="fetch AILab-CVC/SEED-Bench from the hub",
-        )
+        source = files.required("SEED-Bench.json", remedy="fetch AILab-CVC/SEED-Bench from the hub")
     data = read_json(source)
     names = data.get("question_type") if isinstance(data, dict) else None
     rows = list(official.json_entries(source, "questions"))

@@ -42,15 +42,8 @@ _VG_PICTURES = ("train2014", "val2014")  # COCO's splits that Visual Genome shar
 _OKVQA = "OpenEnded_mscoco_val2014_questions.json"
 _FOLDERS = (*coco.FOLDERS_2014, "test2015", "images/test2015")
 # Goyal et al. (CVPR 2017), as counted on the page that the files are published on.
-PUBLISHED_COUNTS = {
-    "train questions": 443_757,
-    "val questions": 214_354,
-    "test questions": 447_793,
-}
-MATERIALS = (
-    Material("VQAv2", "Goyal et al., CVPR 2017", "annotations CC BY 4.0"),
-    coco.PICTURES,
-)
+PUBLISHED_COUNTS = {"train questions": 443_757, "val questions": 214_354, "test questions": 447_793}
+MATERIALS = (Material("VQAv2", "Goyal et al., CVPR 2017", "annotations CC BY 4.0"), coco.PICTURES)
 
 
 def read_vqav2(folder: Path) -> BenchmarkFiles:

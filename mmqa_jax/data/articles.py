@@ -171,10 +171,7 @@ class Articles:
     """
 
     def __init__(
-        self,
-        sources: Sequence[Source],
-        row: Mapping[str, int],
-        names_of: NamesOf = article_names,
+        self, sources: Sequence[Source], row: Mapping[str, int], names_of: NamesOf = article_names
     ):
         self._sources, self._row, self._names_of = sources, row, names_of
 

@@ -179,12 +179,7 @@ class Corpus:
         row = SelectedRows(selection, chosen, self.row)
         images = np.flatnonzero(self.image_mask()[chosen])
         return Corpus(
-            selection,
-            (),
-            self.read_picture,
-            row=row,
-            image_rows=images,
-            materials=self.materials,
+            selection, (), self.read_picture, row=row, image_rows=images, materials=self.materials
         )
 
     def with_questions(

@@ -109,10 +109,7 @@ def _objects(
 @contextlib.contextmanager
 def _indexed(path: Path) -> Iterator[Callable[[str, Any], None]]:
     """Writes rows `name TAB JSON`, and where they begin into the lineidx (`tsv_writer`)."""
-    with (
-        atomic_write(path, "wb") as file,
-        atomic_write(path.with_suffix(".lineidx")) as offsets,
-    ):
+    with atomic_write(path, "wb") as file, atomic_write(path.with_suffix(".lineidx")) as offsets:
         offset = 0
 
         def write(name: str, value: Any) -> None:

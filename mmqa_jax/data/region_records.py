@@ -38,12 +38,7 @@ from mmqa_jax.data.records.record_shards import FeatureError, RecordFiles, Recor
 from mmqa_jax.data.regions import FEATURES, Detections, RegionError
 
 REGIONS = RecordKind(
-    "regions of pictures",
-    "regions",
-    "regions",
-    "regions",
-    "mmqa features",
-    "data.region_records",
+    "regions of pictures", "regions", "regions", "regions", "mmqa features", "data.region_records"
 )
 Precision = Literal["float16", "float32"]
 Layout = Literal["x101", "vinvl"]

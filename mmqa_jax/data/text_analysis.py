@@ -30,7 +30,7 @@ VERSION = 1  # of the words of a text; raised when they change, so that no index
 _SEEN = "LMN"  # first letters of the categories whose characters words are made of
 _SCRIPTS = ("Han", "Hiragana", "Katakana", "Hangul", "Thai", "Lao", "Khmer", "Myanmar")
 _RUN = regex.compile(
-    "|".join(rf"(?P<{name}>(?:\p{{scx={name}}}\p{{M}}*)+)" for name in _SCRIPTS) + "|(?P<other>.)",
+    "|".join(rf"(?P<{name}>(?:\p{{scx={name}}}\p{{M}}*)+)" for name in _SCRIPTS) + "|(?P<other>.)"
 )
 # Where they may be, and no letter of Latin, Greek, Cyrillic, Hebrew, Arabic or Indic scripts.
 _MAY_BE_UNSPACED = re.compile(

@@ -266,10 +266,7 @@ def open_folder(
 
 
 def open_passages(
-    corpus: Corpus,
-    encoder: str,
-    weight: float = DEFAULT_WEIGHT,
-    analyzer: Analyzer = _ANALYZER,
+    corpus: Corpus, encoder: str, weight: float = DEFAULT_WEIGHT, analyzer: Analyzer = _ANALYZER
 ) -> Passages:
     """All sources of a corpus behind an encoder (see `open_encoded`) and BM25.
 

@@ -319,12 +319,7 @@ def prepare_rows(
     )
 
 
-def prepare_folder(
-    folder: Path,
-    out: Path,
-    options: FolderOptions,
-    **more: Any,
-) -> dict[str, Any]:
+def prepare_folder(folder: Path, out: Path, options: FolderOptions, **more: Any) -> dict[str, Any]:
     """A folder of documents and pictures (data/folder.py) to ArrayRecord in `out`.
 
     Files that an earlier call with the same `out` has read are not read again, and where nothing

@@ -134,14 +134,10 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
     row = dataclasses.replace(
         row,
         data=dataclasses.replace(
-            row.data,
-            dir=_on_this_host(row.data.dir),
-            sources=_on_this_host(row.data.sources),
+            row.data, dir=_on_this_host(row.data.dir), sources=_on_this_host(row.data.sources)
         ),
         scoring=dataclasses.replace(
-            row.scoring,
-            bart=_on_this_host(row.scoring.bart),
-            bem=_on_this_host(row.scoring.bem),
+            row.scoring, bart=_on_this_host(row.scoring.bart), bem=_on_this_host(row.scoring.bem)
         ),
     )
     corpus = row.open_corpus()

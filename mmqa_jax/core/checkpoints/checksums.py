@@ -75,10 +75,7 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 
 
 def find_damage(
-    folder: Path,
-    names: Collection[str] | None = None,
-    *,
-    part: tuple[int, int] = (0, 1),
+    folder: Path, names: Collection[str] | None = None, *, part: tuple[int, int] = (0, 1)
 ) -> str | None:
     """Finds damage in the files that SHA256SUMS lists: `NAME is damaged`, or None.
 

@@ -70,11 +70,7 @@ def vqa_batches(
             ]
         else:
             arrays = part(batch_questions)
-        return {
-            **arrays,
-            "targets": vocabulary.dense(wanted),
-            "index": rows.astype(np.int32),
-        }
+        return {**arrays, "targets": vocabulary.dense(wanted), "index": rows.astype(np.int32)}
 
     shapes = [Bucket(0, length) for length in lengths]
     return feed_batches(lambda _: everything, shapes, make, feed, inputs[0].broken)

@@ -179,11 +179,7 @@ class Content:
             self.held += letters(self.title)
 
     def enter(
-        self,
-        level: float,
-        text: str,
-        places: Sequence[Place] = (),
-        around: Sequence[Heading] = (),
+        self, level: float, text: str, places: Sequence[Place] = (), around: Sequence[Heading] = ()
     ) -> None:
         """Begins a section, and ends open sections of the same and of deeper levels (larger
         numbers).

@@ -294,10 +294,7 @@ def pad_to_square(image: Image.Image, color: tuple[int, ...] = PAD_COLOR) -> Ima
 
 
 def llava_pixels(
-    image: Image.Image,
-    size: int = 336,
-    name: str = "picture",
-    color: tuple[int, ...] = PAD_COLOR,
+    image: Image.Image, size: int = 336, name: str = "picture", color: tuple[int, ...] = PAD_COLOR
 ) -> UInt8[np.ndarray, "S S 3"]:
     """RGB picture of any shape -> pixels [size, size, 3], padded with a color.
 

@@ -24,12 +24,7 @@ from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import REGIONS, RegionRecords
 
 GRIDS = record_shards.RecordKind(
-    "grid features of pictures",
-    "grid features",
-    "grids",
-    "grid",
-    "mmqa embed",
-    "data.grid_records",
+    "grid features of pictures", "grid features", "grids", "grid", "mmqa embed", "data.grid_records"
 )
 
 

@@ -52,9 +52,7 @@ def processors() -> int:
 
 @contextlib.contextmanager
 def unfinished_folder(
-    folder: Path,
-    inputs: str | None,
-    finished: Callable[[], bool] | None = None,
+    folder: Path, inputs: str | None, finished: Callable[[], bool] | None = None
 ) -> Iterator[bool]:
     """The folder of a resumable write; one process at a time, or several that share it.
 
