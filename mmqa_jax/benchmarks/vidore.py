@@ -20,7 +20,7 @@ notes. Questions without a relevant page are left out.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -129,7 +129,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
         },
         published={},
         files=[*corpus, *queries, *qrels],
-        read_picture=None if pictures is None else _reading(pictures),
+        read_picture=None if pictures is None else (lambda name: pictures(name.partition("/")[2])),
         inputs=None if pictures is None else pictures.signature(),
     )
 
@@ -214,10 +214,6 @@ def _id(row: Entry, key: str) -> str:
     if whole_number(value) is None and (not isinstance(value, str) or not value):
         raise row.wrong(key, "a number or text")
     return str(value)
-
-
-def _reading(pictures: ParquetPictures) -> Callable[[str], bytes]:
-    return lambda name: pictures(name.partition("/")[2])
 
 
 OFFICIAL = "vidore/official"

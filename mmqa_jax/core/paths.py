@@ -92,7 +92,7 @@ def check_store(place: str | os.PathLike) -> None:
     if not in_store(place):
         return
     name = os.fspath(place)
-    store, bucket = filesystem(name), _bucket(name)
+    store, bucket = filesystem(name), key_of(name).partition("/")[0]
     with named_errors(name):
         try:
             store.info(name)
@@ -203,10 +203,6 @@ def filesystem(name: str) -> Any:
 def key_of(name: str) -> str:
     """BUCKET/NAME of gs://BUCKET/NAME."""
     return name.partition("://")[2].rstrip("/")
-
-
-def _bucket(name: str) -> str:
-    return key_of(name).partition("/")[0]
 
 
 @contextlib.contextmanager
