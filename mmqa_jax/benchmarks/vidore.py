@@ -96,7 +96,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
     name = _set_name(folder)
     corpus, queries, qrels = (_parts(folder, part) for part in ("corpus", "queries", "qrels"))
     pages_key = _key(corpus[0], "corpus-id", "corpus_id")
-    texts = [one for one in _TEXTS if one in parquet_columns(corpus[0])][:1]
+    texts = [column for column in _TEXTS if column in parquet_columns(corpus[0])][:1]
     if pages != "pictures" and not texts:
         raise UserError(
             f"--pages={pages}: {folder} has no text of its pages (column {' or '.join(_TEXTS)}); "
@@ -116,7 +116,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
     questions = read_entries(
         rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
     )
-    languages = Counter(one.extra.get(LANGUAGE, "") for one in questions.values())
+    languages = Counter(query.extra.get(LANGUAGE, "") for query in questions.values())
     pictures = ParquetPictures(corpus, pages_key) if pages != "text" else None
     return BenchmarkFiles(
         questions=list(questions.values()),
@@ -125,7 +125,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
             "pages": len(sources),
             "test questions": len(questions),
             "questions with relevant pages": sum(bool(q.positives) for q in questions.values()),
-            **{f"{one} questions": n for one, n in sorted(languages.items()) if one},
+            **{f"{name} questions": n for name, n in sorted(languages.items()) if name},
         },
         published={},
         files=[*corpus, *queries, *qrels],

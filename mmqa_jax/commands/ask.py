@@ -114,7 +114,7 @@ def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict
     answerer = Answerer(Path(arguments.workdir or _DEMO))
     rows = []
     for answer, row in _answered(answerer, arguments.question, picture):
-        sources_shown = zip(row["sources"], answer.shown(answerer.corpus), strict=True)
+        sources_shown = zip(row["sources"], answer.sources_shown(answerer.corpus), strict=True)
         sources = [
             {**source, "title": shown_source.source.title} for source, shown_source in sources_shown
         ]
@@ -133,7 +133,7 @@ def _answered(
         began = time.perf_counter()
         answer = answerer.answer(text, picture)
         seconds = round(time.perf_counter() - began, 2)
-        sources = answer.shown(answerer.corpus)
+        sources = answer.sources_shown(answerer.corpus)
         _show(text, answer, sources, seconds)
         yield (
             answer,

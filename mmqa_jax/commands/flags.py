@@ -92,10 +92,10 @@ def add(parser: argparse.ArgumentParser, *names: str) -> None:
 
 
 def add_shard(
-    parser: argparse.ArgumentParser, items: str = "", chunk: int | None = None, shown: str = ""
+    parser: argparse.ArgumentParser, items: str = "", chunk: int | None = None, default: str = ""
 ) -> None:
     """`--shard`, and with the name of the `items` `--chunk`, whose default may depend on other
-    flags: then `chunk` is None, and --help says what is `shown`.
+    flags: then `chunk` is None, and --help shows `default`.
     """
     parser.add_argument(
         "--shard",
@@ -125,7 +125,7 @@ def add_shard(
             default=chunk,
             metavar="C",
             help=f"{items} that are computed and kept together, the most that a kill loses "
-            f"({shown or chunk})",
+            f"({default or chunk})",
         )
 
 

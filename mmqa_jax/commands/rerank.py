@@ -67,7 +67,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     flags.add(parser, "select")
     flags.add_devices(parser, "pairs")
-    flags.add_shard(parser, "questions", shown=f"{_CHUNK}; --candidates=all: {_CHUNK_ALL}")
+    flags.add_shard(parser, "questions", default=f"{_CHUNK}; --candidates=all: {_CHUNK_ALL}")
     flags.add(parser, "out")
 
 

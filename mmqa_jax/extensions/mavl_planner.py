@@ -416,7 +416,7 @@ class RightPlans(PlannerTask):
             objective,
             batches,
             base_loader(self),
-            finish=self.kept(objective),
+            finish=self.finisher(objective),
             metadata=self.metadata(tokenizer),
         )
 
@@ -756,6 +756,6 @@ class RewardedPlans(PlannerTask):
             objective,
             batches,
             base_loader(self),
-            finish=self.kept(objective),
+            finish=self.finisher(objective),
             metadata=self.metadata(tokenizer),
         )

@@ -382,10 +382,10 @@ class YesNoPairs:
         ]
         return [(ids,) for ids in self._pieces.encode_prompts(prompts)]
 
-    def pair(self, own: Sequence[int], length: int) -> tuple[list[int], list[int]]:
+    def pair(self, tokens: Sequence[int], length: int) -> tuple[list[int], list[int]]:
         """Ids and token types, all 0, of a prompt of at most `length` tokens."""
         room = length - len(self._first) - len(self._last)
-        ids = [*self._first, *own[: max(room, 0)], *self._last]
+        ids = [*self._first, *tokens[: max(room, 0)], *self._last]
         return ids, [0] * len(ids)
 
     def pair_length(self, tokens: int) -> int:

@@ -200,15 +200,15 @@ class CachedReranker(PairScorer):
             sources: SourceMemory,
             questions: QuestionStates,
             rows: jax.Array,
-            kept: tuple[jax.Array, jax.Array],
+            best_so_far: tuple[jax.Array, jax.Array],
         ) -> tuple[jax.Array, jax.Array]:
-            """Best log-odds and rows [Q, K] of `kept` and of the sources at rows [S], -1: none."""
+            """Best log-odds and rows [Q, K], those so far and of sources at rows [S], -1: none."""
             odds = jnp.where(rows >= 0, log_odds(state, sources, questions), -jnp.inf)
-            odds = jnp.concatenate([kept[0], odds], axis=1)
+            odds = jnp.concatenate([best_so_far[0], odds], axis=1)
             rows = jnp.concatenate(
-                [kept[1], jnp.broadcast_to(rows, (len(odds), len(rows)))], axis=1
+                [best_so_far[1], jnp.broadcast_to(rows, (len(odds), len(rows)))], axis=1
             )
-            odds, indices = jax.lax.top_k(odds, kept[0].shape[1])
+            odds, indices = jax.lax.top_k(odds, best_so_far[0].shape[1])
             return odds, jnp.take_along_axis(rows, indices, axis=1)
 
         def encode_sources(state: Any, inputs: VLPInputs) -> SourceMemory:

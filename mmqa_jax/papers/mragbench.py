@@ -90,7 +90,7 @@ def _answer(
 ) -> list[Prediction]:
     decoding = Decoding(max_new_tokens=max_new_tokens)
     evidence = {
-        question.id: _pictures(corpus, question, ranking, own=picture)
+        question.id: _pictures(corpus, question, ranking, with_own=picture)
         for question, ranking in zip(questions, rankings, strict=True)
     }
 
@@ -117,10 +117,10 @@ def _answer(
     ]
 
 
-def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, own: bool) -> _Shown:
+def _pictures(corpus: Corpus, question: Question, ranking: Ranking, *, with_own: bool) -> _Shown:
     """Returns the pictures to show: one for a question of one gold picture, as the authors do."""
     most = 1 if question.category == INCOMPLETE else None
-    pictures = list(few_shot.pictures_of(corpus, question)) if own else []
+    pictures = list(few_shot.pictures_of(corpus, question)) if with_own else []
     cited = []
     for name, score in list(zip(ranking.sources, ranking.scores, strict=True))[:most]:
         picture = few_shot.source_picture(corpus, corpus.row[name], True)

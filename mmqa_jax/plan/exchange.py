@@ -287,12 +287,11 @@ class _Reader:
             inputs = [
                 *known[: params["num_consts"]],
                 *(None,) * params["num_carry"],
-                *(one and one._replace(split=one.split[1:]) for one in known[carried:]),
+                *(w and w._replace(split=w.split[1:]) for w in known[carried:]),
             ]
             outputs, sent = self.read(params["jaxpr"].jaxpr, inputs)
             stacked = [
-                one and one._replace(split=((), *one.split))
-                for one in outputs[params["num_carry"] :]
+                w and w._replace(split=((), *w.split)) for w in outputs[params["num_carry"] :]
             ]
             outputs = [*(None,) * params["num_carry"], *stacked]
         elif name == "while":
@@ -302,10 +301,10 @@ class _Reader:
             inputs = [*inputs, *(None,) * (len(body.invars) - len(inputs))]
             outputs, sent = [], self.read(body, inputs)[1]
         elif name == "cond":
-            branches = [self.read(one.jaxpr, known[1:]) for one in params["branches"]]
+            branches = [self.read(branch.jaxpr, known[1:]) for branch in params["branches"]]
             outputs, sent = max(branches, key=lambda branch: branch[1].total())
         else:
-            called = [one for one in inner_jaxprs(params) if len(one.invars) == len(known)]
+            called = [inner for inner in inner_jaxprs(params) if len(inner.invars) == len(known)]
             if not called:
                 return [], Counter()
             outputs, sent = self.read(called[0], known)

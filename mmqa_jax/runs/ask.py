@@ -45,7 +45,7 @@ class Answer:
     queries: tuple[str, ...]
     candidates: Ranking | None
 
-    def shown(self, corpus: Corpus) -> list[ShownSource]:
+    def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: the sources that were read are cited, the nearest source is not."""
         names, scores = self.prediction.sources, self.prediction.source_scores
         return shown_sources(corpus, names, scores, cited=self.found)

@@ -101,7 +101,7 @@ class FolderAnswer:
     prediction: Prediction
     read: Ranking
 
-    def shown(self, corpus: Corpus) -> list[ShownSource]:
+    def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: the cited sources, or else all that were read."""
         cited = self.prediction.sources
         if cited:

@@ -58,7 +58,7 @@ class OpenedParts:
       inference: in place of the sections `inference` of the rerankers' and readers' runs.
       say: told where each model but the LLM runs, by its key in the section `parts`
         (retriever.model).
-      kept: whether parts stay open after a row, for the next one that has the same, until `end`:
+      keep_open: whether parts stay open after a row, for the next one with the same, until `end`:
         rows of a sweep load each model once. Of language models the last one stays.
 
     Attributes:
@@ -76,7 +76,7 @@ class OpenedParts:
         *,
         inference: Mapping[str, Any] | None = None,
         say: Callable[[str, Serving], None] | None = None,
-        kept: bool = False,
+        keep_open: bool = False,
     ):
         self.corpus, self.journals, self.inference = corpus, journals, inference
         self.llm: Any = None
@@ -85,7 +85,7 @@ class OpenedParts:
         self.serving: dict[str, Serving] = {}
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
-        self._kept = kept
+        self._keep_open = keep_open
         self._join: Callable[[Any], Any] = lambda llm: llm
         self._llms: dict[str, tuple[str, Any]] = {}  # by part, with what they are made of
         self._parts: dict[str, tuple[Any, dict[str, Serving]]] = {}
@@ -95,7 +95,7 @@ class OpenedParts:
 
         All but a language model can still be used.
         """
-        if not self._kept:
+        if not self._keep_open:
             self.end()
 
     def end(self) -> None:
@@ -134,7 +134,7 @@ class OpenedParts:
 
     def part(self, name: str, part: Part) -> Any:
         """A part in use; a model of an earlier row that is the same, where parts are kept."""
-        if not self._kept or part.turn != "model":
+        if not self._keep_open or part.turn != "model":
             return part.open(self)
         key = f"{name} {part}"
         if key not in self._parts:

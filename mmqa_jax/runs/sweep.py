@@ -166,7 +166,7 @@ def _opened(cells: Sequence[SweepCell], folder: Path) -> Iterator[Any]:
             return None
         home = row.data.dir, row.data.sources
         if home not in opened:
-            opened[home] = OpenedParts(row.open_corpus(), folder / "journals", kept=True)
+            opened[home] = OpenedParts(row.open_corpus(), folder / "journals", keep_open=True)
         return opened[home]
 
     try:

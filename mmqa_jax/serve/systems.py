@@ -368,14 +368,14 @@ def cancel_of(backend: Any) -> Callable[[], None] | None:
 
 
 def answer_row(
-    question: str, answer: str, found: bool, rows: Sequence[AnswerRow], seconds: float
+    question: str, answer: str, is_found: bool, rows: Sequence[AnswerRow], seconds: float
 ) -> AnswerRow:
     """An answer as a row, its markers aside."""
     return {
         "question": question,
         "answer": answer,
         "marked": answer,
-        "found": found,
+        "found": is_found,
         "sources": list(rows),
         "notes": [],
         "seconds": round(seconds, 2),

@@ -269,6 +269,6 @@ class TextModelTask(Task):
             **({"adapter": dataclasses.asdict(adapter)} if (adapter := adapter_of(self)) else {}),
         }
 
-    def kept(self, objective: Any) -> Callable[[nnx.Module], nnx.Module] | None:
+    def finisher(self, objective: Any) -> Callable[[nnx.Module], nnx.Module] | None:
         """`finish` of the recipe: a whole model, or the additions to a published base alone."""
         return None if adapter_of(self) else objective.finish

@@ -121,7 +121,7 @@ class LanguageModel(solved_questions.SolvedQuestions):
             objective,
             batches,
             base_loader(self),
-            finish=self.kept(objective),
+            finish=self.finisher(objective),
             metadata=self.metadata(tokenizer),
         )
 

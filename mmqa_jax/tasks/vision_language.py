@@ -191,7 +191,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
             batches,
             base_loader(self),
             reader=pictures,
-            finish=self.kept(objective),
+            finish=self.finisher(objective),
             metadata=self.metadata(tokenizer),
         )
 

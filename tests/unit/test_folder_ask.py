@@ -73,7 +73,7 @@ def test_an_answer_cites_file_and_page(encoder, folder):
     answer = asked.answer("When to wash the filter?")
     assert (answer.text, answer.found) == ("About the filter.", True)
     assert (answer.read.sources[0], len(answer.read.sources)) == ("manual.pdf#2", 2)
-    (shown,) = answer.shown(asked.corpus)
+    (shown,) = answer.sources_shown(asked.corpus)
     assert shown.row() == {
         "id": "manual.pdf#2", "file": "manual.pdf", "page": 2,
         "text": "Wash the filter every week.", "image": None,
@@ -91,7 +91,7 @@ def test_a_document_that_gives_orders_is_shown_like_any_other(encoder, folder):
 def test_a_picture_is_a_source(encoder, folder):
     asked = answerer(folder)
     asked._reader.says = "red"
-    (shown,) = asked.answer("Which filter is red?").shown(asked.corpus)
+    (shown,) = asked.answer("Which filter is red?").sources_shown(asked.corpus)
     assert shown.row().items() >= {"file": "red filter.png", "image": "red filter.png"}.items()
     assert asked.corpus.picture(asked.corpus.row["red filter.png"]) == picture()
 
@@ -100,7 +100,7 @@ def test_a_question_without_a_similar_passage_is_refused_unread(encoder, folder)
     asked = answerer(folder, least_similarity=0.3)
     answer = asked.answer("Who composed an opera?")
     assert (answer.text, answer.found, asked._reader.shown) == (NOT_FOUND, False, [])
-    (nearest,) = answer.shown(asked.corpus)
+    (nearest,) = answer.sources_shown(asked.corpus)
     assert nearest.cited is None
     assert nearest.score < 0.3
     # None is refused by the similarity where a picture of its own may hold the answer.
@@ -115,7 +115,7 @@ def test_the_model_may_refuse_by_its_own_word(encoder, folder):
     asked._reader.says = "opera"
     answer = asked.answer("Where is the pump?")
     assert (answer.text, answer.found) == (NOT_FOUND, False)
-    assert {shown.cited for shown in answer.shown(asked.corpus)} == {None}
+    assert {shown.cited for shown in answer.sources_shown(asked.corpus)} == {None}
 
 
 def test_other_encoders_have_no_threshold_of_their_own():
@@ -149,7 +149,9 @@ def test_a_prepared_corpus_and_an_interchange_folder_are_asked_too(encoder, tmp_
     assert answerer(raw).answer("When to wash the filter?").prediction.sources == ("s",)
     out = tmp_path / "out"
     assert mmqa("prepare", "folder", f"--raw={raw}", f"--out={out}").code == 0
-    (shown,) = (asked := answerer(out)).answer("When to wash the filter?").shown(asked.corpus)
+    (shown,) = (
+        (asked := answerer(out)).answer("When to wash the filter?").sources_shown(asked.corpus)
+    )
     assert shown.row().items() >= {"id": "s", "file": None, "page": None}.items()
 
 

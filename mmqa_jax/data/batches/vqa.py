@@ -160,7 +160,7 @@ class PatchInputs(VQAInputs):
         return _question_ids([q.question for q in questions], self._length, self._tokenizer)
 
 
-class RegionInputs(VQAInputs):
+class RegionInputs(GridInputs):
     """Inputs of openvqa's MCAN: `image` float32[B, slots, F], zeros behind the last region.
 
     Args:
@@ -172,11 +172,6 @@ class RegionInputs(VQAInputs):
     def __init__(self, words: QuestionWords, features: PictureFeatures, length: int):
         self._words, self._features, self._length = words, features, length
         self.broken = (features.missing,)
-
-    def __call__(self, questions: Sequence[Question]) -> Packed:
-        ids, lost = self._tokens(questions)
-        image = self._features.batch([image_id(question) for question in questions])
-        return {"question_ids": ids, "image": image, "truncated": lost}
 
     def _tokens(self, questions: Sequence[Question]) -> tuple[np.ndarray, np.ndarray]:
         ids = np.zeros((len(questions), self._length), np.int32)

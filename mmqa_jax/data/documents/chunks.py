@@ -117,14 +117,15 @@ def chunks(
       title: of chunks without a heading.
     """
     paragraphs = list(paragraphs)
-    sentences = [(one, *span) for one in paragraphs for span in _sentences(one)]
+    sentences = [(p, *span) for p in paragraphs for span in _sentences(p)]
     pieces = _measured(sentences, options.tokens)
-    titles = list(dict.fromkeys(each for one in paragraphs for each in (one.heading, one.header)))
+    titles = list(dict.fromkeys(text for p in paragraphs for text in (p.heading, p.header)))
     sizes = dict(zip(titles, _sizes(titles, options.tokens), strict=True))
     sizes[""], size_of_title = _Size(0, 0), _sizes([title], options.tokens)[0]
     room = _Size(options.words, options.tokens.most if options.tokens else 0)
     for (heading, page, header), section in itertools.groupby(
-        pieces, lambda one: (one.paragraph.heading, one.paragraph.page, one.paragraph.header)
+        pieces,
+        lambda piece: (piece.paragraph.heading, piece.paragraph.page, piece.paragraph.header),
     ):
         above = sizes[heading] if heading else size_of_title
         # A title or header that leaves less than half is cut by the encoder in place of the text.
