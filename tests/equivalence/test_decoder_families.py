@@ -373,6 +373,19 @@ CASES = {
             **TOKENS,
         },
     ),
+    "dots1": Case(
+        "Dots1",
+        {
+            **{"head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24},
+            **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1},
+            **{"first_k_dense_replace": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.3},
+            **{"sliding_window": 39, "max_window_layers": 2, "rope_parameters": _THETA},
+        },
+    ),
+    "helium": Case(
+        "Helium", {"head_dim": 8, "attention_bias": True, "rope_parameters": _THETA, **TOKENS}
+    ),
+    "arcee": Case("Arcee", {"mlp_bias": True, "rope_parameters": _YARN, **TOKENS}),
     "lfm2": Case(
         "Lfm2",
         {

@@ -145,12 +145,16 @@ def test_rows_of_prompts_in_two_parts(monkeypatch):
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-def test_recurrent_states_on_a_mesh():
-    """Slots over `data`, value heads over `tensor`; of the slots of others nothing is exchanged."""
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_recurrent_states_on_a_mesh(kind):
+    """Slots over `data`, value heads or channels over `tensor`; of the slots of others nothing is
+    exchanged."""
     delta = DeltaConfig(key_heads=2, value_heads=4, key_size=6, value_size=8, taps=3)
-    config = dataclasses.replace(
-        MODEL, family="qwen3_5_text", kinds=("linear", "full"), delta=delta, gated=True
-    )
+    changes = {
+        "linear": {"family": "qwen3_5_text", "delta": delta, "gated": True},
+        "conv": {"family": "lfm2", "conv_taps": 4},
+    }
+    config = dataclasses.replace(MODEL, kinds=(kind, "full"), **changes[kind])
     sizes = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
     rng = np.random.default_rng(0)
     requests = [Request(n, rng.integers(0, 60, 5 + 9 * n), 8, logprobs=True) for n in range(8)]
@@ -158,12 +162,10 @@ def test_recurrent_states_on_a_mesh():
     for where in (alone(), mesh_of(data=2, tensor=2), mesh_of(data=4)):
         engine = Engine(sharded(where, config), config=sizes, mesh=where)
         found.append({result.id: result.candidates[0] for result in engine.generate(requests)})
-        memory, shape = engine.cache[0].memory, where.shape
-        assert memory.addressable_shards[0].data.shape == (
-            4 // shape["data"],
-            4 // shape.get("tensor", 1),
-            *(6, 8),
-        )
+        slots, tensor = 4 // where.shape["data"], where.shape.get("tensor", 1)
+        held = jax.tree.leaves(engine.cache[0])[0].addressable_shards[0].data
+        of_slot = {"linear": (4 // tensor, 6, 8), "conv": (3, config.hidden // tensor)}
+        assert held.shape == (slots, *of_slot[kind])
     for others in found[1:]:
         for n, want in found[0].items():
             assert others[n].tokens == want.tokens

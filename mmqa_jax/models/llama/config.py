@@ -629,6 +629,16 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         shared_expert=1536, plain_mlp=12288, kinds=("plain",) * 3 + ("full",) * 89,
         qk_norm="head", expert_weight=2.5,
     ),
+    "dots1_142b": _published(
+        family="dots1", vocab_size=152064, layers=62, mlp=1408, positions=32768, eps=1e-5,
+        rope_theta=1e7, qk_norm="head", experts=128, active_experts=6, normed_experts=True,
+        router="sigmoid", choice_bias=True, expert_weight=2.5, shared_expert=2816,
+        shared_gate=False, plain_mlp=10944, kinds=("plain",) + ("full",) * 61, head_dim=128,
+    ),
+    "helium1_2b": _published(
+        family="helium", vocab_size=64000, hidden=2048, layers=28, heads=16, kv_heads=8, mlp=8192,
+        eps=1e-8, rope_theta=20000.0, out_bias=False,
+    ),
     "lfm2_350m": _lfm2((2, 5, 8, 10, 12, 14), hidden=1024, layers=16, heads=16, mlp=4608),
     "lfm2_12b": _lfm2((2, 5, 8, 10, 12, 14), hidden=2048, layers=16, heads=32, mlp=8192),  # 1.2 B
     "lfm2_8b_a1b": _lfm2(

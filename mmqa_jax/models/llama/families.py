@@ -121,6 +121,8 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
 }
 # Of the loss that balances experts, which output_router_logits turns on.
 _BALANCING = ("output_router_logits", "router_aux_loss_coef")
+# DeepSeek-V3's router, and its expert that sees every token.
+_BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 CONV = "conv"
 _MIXTRAL_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
@@ -589,16 +591,60 @@ FAMILIES: Mapping[str, Family] = {
             "first_k_dense_replace": 1,
             "norm_topk_prob": True,
         },
-        computes={
-            **{"router": "sigmoid", "choice_bias": True},
-            **{"shared_gate": False, "out_bias": False},
-        },
+        computes={**_BIASED_SIGMOIDS, "out_bias": False},
         harmless=(*_BALANCING, "num_nextn_predict_layers", "num_mtp_layers"),
         fixed={"n_group": (1,), "topk_group": (1,)},
         names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
         partial=True,
         dense_first="first_k_dense_replace",
         tensors={"mlp.shared_experts.": "mlp.shared_expert."},
+    ),
+    "dots1": Family(
+        title="dots.llm1",
+        architecture="Dots1ForCausalLM",
+        keys={
+            **_WINDOW,
+            **kinds(
+                size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
+                integer="first_k_dense_replace max_window_layers n_shared_experts",
+                flag="attention_bias norm_topk_prob",
+                number="routed_scaling_factor",
+                list_or_null="layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944},
+            **{"moe_intermediate_size": 1408, "num_hidden_layers": 62},
+            **{"first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
+        },
+        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
+        harmless=_BALANCING,
+        fixed={"n_group": (1,), "topk_group": (1,)},
+        names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
+        dense_first="first_k_dense_replace",
+        tensors={"mlp.shared_experts.": "mlp.shared_expert."},
+    ),
+    "helium": Family(
+        title="Helium",
+        architecture="HeliumForCausalLM",
+        keys=_BIASES,
+        defaults={
+            **{"vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040},
+            **{"num_hidden_layers": 24, "num_attention_heads": 20, "head_dim": 128},
+            **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-8, "rope_theta": 100000.0},
+        },
+        computes={"out_bias": False},
+        neighbours=True,
+    ),
+    "arcee": Family(
+        title="Arcee's AFM",
+        architecture="ArceeForCausalLM",
+        keys=_BIASES,
+        defaults={
+            **{"hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2"},
+            **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        },
+        computes={"gated_mlp": False},
     ),
     "lfm2": _LFM2,
     "lfm2_moe": dataclasses.replace(

@@ -267,6 +267,7 @@ PUBLISHED: Mapping[str, _Published] = {  # by model_type
         ),
         fixed={
             **{"compression_ratio": (1.0,), "hidden_dropout_prob": (0.0,)},
+            "attention_probs_dropout_prob": (0.0,),
             **{"rope_is_neox_style": (True,), "use_3d_rope": (True,), "sliding_window": (None,)},
         },
     ),
