@@ -23,10 +23,7 @@ from mmqa_jax.training.state import (
 )
 from tests.drawn_weights import drawn_start
 
-MESHES = {
-    "fsdp": {"fsdp": 8},
-    "all": {"data": 2, "fsdp": 2, "tensor": 2},
-}
+MESHES = {"fsdp": {"fsdp": 8}, "all": {"data": 2, "fsdp": 2, "tensor": 2}}
 
 
 class Taken(NamedTuple):

@@ -83,11 +83,8 @@ def test_a_planner_by_reward(tmp_path):
 
     def flags(workdir, mesh):
         values = {
-            **PLANNER,
-            **mesh,
-            "data.dir": tmp_path / "data",
-            "data.outcomes": tmp_path / "row",
-        }
+            **PLANNER, **mesh, "data.dir": tmp_path / "data", "data.outcomes": tmp_path / "row",
+        }  # fmt: skip
         return flags_with("train", "okvqa/planner.py:reward_runlocal", workdir, values)
 
     same_on_a_mesh(flags, tmp_path)
