@@ -68,12 +68,10 @@ def pylate(folder, **more):
     native("modernbert", folder)
     shutil.rmtree(folder / "2_MultiVectorMask", ignore_errors=True)
     (folder / "modules.json").write_text(
-        json.dumps(
-            [
-                {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-                {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
-            ]
-        )
+        json.dumps([
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+        ])
     )  # fmt: skip
     sizes = {"in_features": 36, "out_features": 48, "bias": False}
     identity = "torch.nn.modules.linear.Identity"

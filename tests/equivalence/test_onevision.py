@@ -315,29 +315,25 @@ def test_checkpoints_go_both_ways(pair, tmp_path):
 
 def test_unknown_values_are_refused_by_name(pair, tmp_path):
     published = json.loads((pair.folder / "config.json").read_text())
-    for number, (changes, match) in enumerate(
-        [
-            ({"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad'"),
-            ({"vision_feature_select_strategy": "default"}, "model.select: expected a SigLIP"),
-            ({"image_grid_pinpoints": [[27]]}, r"image_grid_pinpoints is \[\[27\]\]"),
-            ({"image_grid_pinpoints": [[27, 30]]}, "multiples of model.vision.image_size = 27"),
-            ({"vision_config": {"model_type": "clip_vision_model"}}, "expected a SigLIP"),
-            ({"use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
-            ({"spatial_pool_mode": "bilinear"}, "the key 'spatial_pool_mode'"),
-        ]
-    ):
+    for number, (changes, match) in enumerate([
+        ({"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad'"),
+        ({"vision_feature_select_strategy": "default"}, "model.select: expected a SigLIP"),
+        ({"image_grid_pinpoints": [[27]]}, r"image_grid_pinpoints is \[\[27\]\]"),
+        ({"image_grid_pinpoints": [[27, 30]]}, "multiples of model.vision.image_size = 27"),
+        ({"vision_config": {"model_type": "clip_vision_model"}}, "expected a SigLIP"),
+        ({"use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
+        ({"spatial_pool_mode": "bilinear"}, "the key 'spatial_pool_mode'"),
+    ]):  # fmt: skip
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published | changes))
         refuses(match, open_onevision, folder)
-    for number, (values, match) in enumerate(
-        [
-            ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
-            ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean is"),
-            ({"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio is 'anyres_max_9'"),
-            ({"resample": 2}, "resample is bilinear"),
-        ]
-    ):
+    for number, (values, match) in enumerate([
+        ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
+        ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean is"),
+        ({"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio is 'anyres_max_9'"),
+        ({"resample": 2}, "resample is bilinear"),
+    ]):  # fmt: skip
         folder = tmp_path / f"processor {number}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published))

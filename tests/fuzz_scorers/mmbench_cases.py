@@ -73,12 +73,10 @@ def _draw_file(draw: random.Random) -> list[dict[str, Any]]:
             letter = LETTERS[(right + shift) % len(options)]
             is_plain = draw.random() < 0.8
             answers.append(f"{letter}." if is_plain else choosing(draw, options))
-        rows.append(
-            {
-                "index": number, "choices": options, "right": right, "answers": answers,
-                "l2": f"{ability} grained", "category": draw.choice(kinds),
-            }
-        )  # fmt: skip
+        rows.append({
+            "index": number, "choices": options, "right": right, "answers": answers,
+            "l2": f"{ability} grained", "category": draw.choice(kinds),
+        })  # fmt: skip
     return rows
 
 

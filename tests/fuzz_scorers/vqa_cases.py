@@ -93,13 +93,11 @@ def _draw_aokvqa(draw: random.Random) -> dict[str, Any]:
         kinds = [traps.text(draw, most=2) or "dog" for _ in range(3)]
         direct = [draw.choice(kinds) for _ in range(10)]
         choices = [draw.choice((*kinds, *traps.PLAIN)) for _ in range(4)]
-        questions.append(
-            {
-                "question_id": f"q{number}", "choices": choices,
-                "correct_choice_idx": draw.randrange(4), "direct_answers": direct,
-                "difficult_direct_answer": draw.random() < 0.3,
-            }
-        )  # fmt: skip
+        questions.append({
+            "question_id": f"q{number}", "choices": choices,
+            "correct_choice_idx": draw.randrange(4), "direct_answers": direct,
+            "difficult_direct_answer": draw.random() < 0.3,
+        })  # fmt: skip
         if draw.random() < 0.9:
             predictions[f"q{number}"] = {
                 "direct_answer": traps.answer(draw, direct),

@@ -89,17 +89,15 @@ _FAILURE_POLICY = _object(
         _object(
             ("action",),
             action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
-            onJobFailureReasons=_list(
-                {
-                    "enum": [
-                        *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
-                        *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
-                    ]
-                }
-            ),
+            onJobFailureReasons=_list({
+                "enum": [
+                    *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
+                    *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
+                ]
+            }),
         )
     ),
-)
+)  # fmt: skip
 _JOBSET = _object(
     ("replicatedJobs",),
     failurePolicy=_FAILURE_POLICY,

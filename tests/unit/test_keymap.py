@@ -276,12 +276,10 @@ def test_fresh_parameters_stay_and_must_be_initialized(tiny):
 
 
 def test_lossy_layouts_are_not_exported(tiny):
-    key_map = keymap.KeyMap(
-        [
-            *RULES[:-1],
-            keymap.Rule("head.bias", "head/bias", keymap.Transform(lambda x: x[:2], None)),
-        ]
-    )
+    key_map = keymap.KeyMap([
+        *RULES[:-1],
+        keymap.Rule("head.bias", "head/bias", keymap.Transform(lambda x: x[:2], None)),
+    ])  # fmt: skip
     with pytest.raises(UserError, match=r"head\.bias: this layout change cannot be undone"):
         list(keymap.export(tiny, key_map))
     assert keymap.IDENTITY.inverse(3) == 3

@@ -21,14 +21,12 @@ from mmqa_jax.runs import parts as parts_module
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.traces import trace_counts
 
-CORPUS = Corpus(
-    [
-        Source("stars1", "text", "A star shines because hydrogen fuses in its core.", "Stars"),
-        Source("stars2", "text", "The sun is a star of middle age", "Stars"),
-        Source("cells", "text", "Every cell has a membrane around it.", "Cells"),
-        Source("flag", "image", "A flag with a star.", "Flags", image="flag.png"),
-    ]
-)
+CORPUS = Corpus([
+    Source("stars1", "text", "A star shines because hydrogen fuses in its core.", "Stars"),
+    Source("stars2", "text", "The sun is a star of middle age", "Stars"),
+    Source("cells", "text", "Every cell has a membrane around it.", "Cells"),
+    Source("flag", "image", "A flag with a star.", "Flags", image="flag.png"),
+])  # fmt: skip
 QUESTIONS = [
     Question("q0", "test", "Why does a star shine?", extra={"section": "Cells", "caption": "Sky"},
              choices=("fusion", "magic")),

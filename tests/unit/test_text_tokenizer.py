@@ -212,12 +212,10 @@ def byte_level(split: pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def llama3_splitting() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    return pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
 
 
 def write_gguf(file, kind, splitting, tokens, types, **more):

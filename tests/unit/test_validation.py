@@ -112,13 +112,11 @@ def test_source_f1_is_that_of_rerank(weights, run, data, tmp_path):
     flags = (f"--data={data}", f"--model={folder}", f"--out={tmp_path / 'ranked.jsonl'}")
     found = done("rerank", *flags)
     sweep = {row["threshold"]: row["source_f1"] for row in found["sweep"]}
-    assert values == pytest.approx(
-        {
-            "source_f1": found["source_f1"],
-            "source_f1@0.2": sweep[0.2],
-            "threshold": found["best_threshold"],
-        }
-    )
+    assert values == pytest.approx({
+        "source_f1": found["source_f1"],
+        "source_f1@0.2": sweep[0.2],
+        "threshold": found["best_threshold"],
+    })  # fmt: skip
     assert values["source_f1"] > 0
 
 
