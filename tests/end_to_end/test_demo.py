@@ -5,8 +5,6 @@ into one cache: compiling is most of what these runs cost. Trainings start from 
 draws.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import io

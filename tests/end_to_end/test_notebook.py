@@ -1,7 +1,5 @@
 """configs/corpus.ipynb runs from its first cell to its last, and shows what its text promises."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -7,8 +7,6 @@ hundredths. So text and numbers are those of our engine, which reads the same fi
 compared with transformers in tests/equivalence/test_real_llama.py.
 """
 
-from __future__ import annotations
-
 import json
 import urllib.request
 

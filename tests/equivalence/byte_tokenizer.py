@@ -1,7 +1,5 @@
 """A tiny tokenizer of bytes with Qwen's way of splitting texts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import transformers

@@ -1,7 +1,5 @@
 """Generation through the KV cache, as the engine runs it, for tests of a single model."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

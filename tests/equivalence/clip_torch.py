@@ -3,8 +3,6 @@
 Read in openai/CLIP clip/model.py.
 """
 
-from __future__ import annotations
-
 import collections
 
 import torch

@@ -1,7 +1,5 @@
 """What every comparison with PyTorch wants, and the option `--deviations`."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

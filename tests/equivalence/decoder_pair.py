@@ -1,7 +1,5 @@
 """A decoder of transformers with random weights, and ours loaded from its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Written from the originals (each function names its file) without torchvision, w
 requirement of the tests.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 Written from the originals; tensors are drawn when they are first asked for.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A tiny random LLaVA of transformers, ours loaded from its folder, and inputs for both."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable

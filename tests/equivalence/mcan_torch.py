@@ -3,8 +3,6 @@
 Read in MILVLG/prophet prophet/stage1/model/layers.py and MILVLG/openvqa openvqa/models/mcan/.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

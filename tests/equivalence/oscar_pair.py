@@ -1,7 +1,5 @@
 """Tiny Oscar models in torch and here, with the same weights, for test_oscar*.py."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -5,8 +5,6 @@ text embeddings and the layers are transformers' BertModel's, which are the same
 parameters are those of the published `pytorch_model.bin`.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """Tiny random Qwen-VLs of transformers, ours from their folders, and inputs."""
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Mapping

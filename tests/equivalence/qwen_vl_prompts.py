@@ -5,8 +5,6 @@ between the chat template and `Qwen3VLModel` is restated: pictures through qwen_
 which transformers has as `smart_resize`, then the image processor without resizing.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

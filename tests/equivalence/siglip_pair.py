@@ -1,7 +1,5 @@
 """Tiny SigLIPs as transformers publishes them, of random weights and sizes off their defaults."""
 
-from __future__ import annotations
-
 import numpy as np
 import sentencepiece
 import torch

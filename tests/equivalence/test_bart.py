@@ -1,7 +1,5 @@
 """BART against transformers' BartForConditionalGeneration: random weights, config off its defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

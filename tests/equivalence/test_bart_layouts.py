@@ -1,7 +1,5 @@
 """BART checkpoints in every published layout, and what is said of those that do not fit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """BARTScore and WebQA's fluency against the published code on a tiny random BART of transformers."""
 
-from __future__ import annotations
-
 import json
 import string
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """BEM beside transformers' BertForSequenceClassification, and in `mmqa evaluate evqa`."""
 
-from __future__ import annotations
-
 import csv
 
 import numpy as np

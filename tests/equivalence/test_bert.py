@@ -1,7 +1,5 @@
 """Bert against transformers' BertModel and BertForMaskedLM, tiny random weights, float32."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """`mmqa convert --check` of SigLIP, T5 and Qwen-VL: whole, and with one tensor damaged."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

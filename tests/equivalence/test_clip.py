@@ -1,7 +1,5 @@
 """CLIP against transformers' CLIPModel: random weights, sizes off their defaults."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

@@ -1,7 +1,5 @@
 """CLIP as open_clip publishes it: the config beside the tensors decides, and nothing is guessed."""
 
-from __future__ import annotations
-
 import copy
 import json
 

@@ -1,7 +1,5 @@
 """CLIP in OpenAI's own layout against a torch restatement of openai/CLIP, float32."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """UniIR's CLIP_SF: its checkpoint's names, and the sum of text and picture, against torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

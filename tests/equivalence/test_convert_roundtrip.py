@@ -1,7 +1,5 @@
 """transformers -> `mmqa convert` -> Orbax -> `--export=hf` -> transformers: the same model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The detectors' operations beside loops over single boxes (detection_torch.py)."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 Tiny sizes; each picture by itself in torch, all of them padded in one batch here.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pickle

@@ -4,8 +4,6 @@ facebookresearch/FiD src/model.py runs with transformers 3.0.2 alone; what it do
 encoder sees every passage as a row of its own, and the decoder their encodings in one.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Names are those of the package `gguf`, metadata and changes of tensors those of 
 conversion (conversion/*.py). What transformers reads of GGUF, it reads alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

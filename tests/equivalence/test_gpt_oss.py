@@ -1,7 +1,5 @@
 """gpt-oss as it is published: experts in MXFP4, beside transformers."""
 
-from __future__ import annotations
-
 import json
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """GRPO's loss and gradients beside PyTorch: DeepSeekMath's equations 3 and 4, restated there."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Training of a language model against transformers: packed and unpacked losses, LoRA."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

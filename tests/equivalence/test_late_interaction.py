@@ -4,8 +4,6 @@ sentence-transformers also reads PyLate's and Stanford's folders; here those are
 tools publish them.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

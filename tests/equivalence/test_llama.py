@@ -1,7 +1,5 @@
 """LLaMA against transformers' LlamaForCausalLM: random weights, config values off their defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LLaMA configs: transformers' both ways, Meta's, published sizes, rotary frequencies, bad values."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """LLaMA in llama.cpp's GGUF files: every quantization, configs, and files that cannot be read."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

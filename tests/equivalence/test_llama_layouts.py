@@ -1,7 +1,5 @@
 """LLaMA checkpoints in every published layout, against the layouts' own models and libraries."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

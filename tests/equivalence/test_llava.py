@@ -1,7 +1,5 @@
 """LLaVA-1.5 against transformers' LlavaForConditionalGeneration: random weights, tiny sizes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -3,8 +3,6 @@
 LLaVA-1.5's own (CLIP, LLaMA) is in test_llava.py.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LLaVA-1.5's prompts, token ids and pictures against the original's and transformers'."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

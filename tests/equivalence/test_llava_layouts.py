@@ -1,7 +1,5 @@
 """LLaVA-1.5 checkpoints in every published layout, their export, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """Prophet's MCAN against a torch restatement of prophet/stage1/model, float32."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

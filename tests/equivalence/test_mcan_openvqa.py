@@ -1,7 +1,5 @@
 """openvqa's MCAN against a torch restatement of openvqa/models/mcan, float32."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """BERT and the MiniLM weights against transformers' BertModel, and what starts from them."""
 
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 

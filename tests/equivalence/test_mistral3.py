@@ -1,7 +1,5 @@
 """Mistral 3 with pictures against transformers: token ids, pixels, logits, answers, checkpoints."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """WebQA's BERT modality classifier against the published layers on a tiny random BERT."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

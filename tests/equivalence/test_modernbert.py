@@ -1,7 +1,5 @@
 """ModernBERT beside transformers, float32; its vectors and scores are in test_text_encoders.py."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CLIP's ModifiedResNet against a torch restatement of openai/CLIP clip/model.py, float32."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 

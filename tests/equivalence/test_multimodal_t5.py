@@ -3,8 +3,6 @@
 amazon-science/mm-cot model.py, JointEncoder.forward, from the last norm on.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """LLaVA-OneVision against transformers: pixels, tokens of pictures, logits, answers, checkpoints."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Oscar against a plain torch restatement of the published layers, tiny random weights."""
 
-from __future__ import annotations
-
 import copy
 
 import jax

@@ -1,7 +1,5 @@
 """Oscar's captions against the published search, restated in torch, and on eight devices."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

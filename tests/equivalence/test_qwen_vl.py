@@ -1,7 +1,5 @@
 """Qwen2.5-VL and Qwen3-VL against transformers: towers, positions, logits, checkpoints."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """Training of Fusion-in-Decoder, KAT and Multimodal-CoT against their scripts, restated in torch."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """SigLIP and SigLIP 2 against transformers: random weights, sizes off their defaults."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

@@ -1,7 +1,5 @@
 """SigLIP as a retriever against transformers: pictures, and vectors of texts and pictures."""
 
-from __future__ import annotations
-
 import io
 import json
 

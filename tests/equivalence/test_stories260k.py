@@ -3,8 +3,6 @@
 The weights are no part of the project; see tests/shared_data.py.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 

@@ -1,7 +1,5 @@
 """T5, Flan-T5 and mT5 against transformers: random weights, configs off their defaults."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from typing import Any, NamedTuple

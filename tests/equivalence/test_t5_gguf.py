@@ -3,8 +3,6 @@
 Names are those of the package `gguf`, metadata those of llama.cpp's conversion/t5.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple

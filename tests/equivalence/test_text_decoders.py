@@ -3,8 +3,6 @@
 Their layers are compared in test_decoder_families.py.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -3,8 +3,6 @@
 The next family is one entry in tests/tiny_encoders.FAMILIES.
 """
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training of Qwen2.5-VL and Qwen3-VL against transformers: every gradient, and LoRA."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Qwen3-VL-Embedding beside transformers' Qwen3VLModel, run by the published recipe, float32."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

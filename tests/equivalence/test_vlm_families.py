@@ -4,8 +4,6 @@ ids, pixels, logits, answers, checkpoints.
 LLaVA's own are in test_llava.py and test_llava_families.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Qwen3-VL-Reranker beside transformers' Qwen3VLModel, run by the published recipe, float32."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

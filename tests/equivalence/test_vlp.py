@@ -1,7 +1,5 @@
 """VLP against a plain torch restatement of the published layers (BertForWebqa), float32."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

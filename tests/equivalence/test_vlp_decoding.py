@@ -1,7 +1,5 @@
 """VLP's beam search against BertForWebqaDecoder.beam_search, restated over the torch model."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """VLP's training against BertForWebqa's: losses with their gradients, dropout, first weights."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 

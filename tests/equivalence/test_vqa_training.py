@@ -1,7 +1,5 @@
 """Training of the MCANs against Prophet's and openvqa's, restated in torch."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """Steps of our optimizers beside torch's: losses, gradients, and what becomes of the parameters."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tiny VLPs in torch and here, with the same weights, for test_vlp*.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Read in WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -6,8 +6,6 @@ random files; both scores must be equal. Prints a table, and of each difference 
 found; exit code 1 if there was one, or if a file is not there.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

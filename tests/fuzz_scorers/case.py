@@ -1,7 +1,5 @@
 """What is compared: a scorer of the package, the official code of the same score, random inputs."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """All cases, in the order of the table."""
 
-from __future__ import annotations
-
 from tests.fuzz_scorers import (
     mathvista_cases,
     mmbench_cases,

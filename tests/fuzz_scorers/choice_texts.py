@@ -1,7 +1,5 @@
 """Random answers that name an option, in the ways that models do."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

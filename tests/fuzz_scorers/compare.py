@@ -1,7 +1,5 @@
 """Compares both scores of a case on many inputs, and shrinks the inputs at which they differ."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

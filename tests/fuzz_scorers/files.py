@@ -1,7 +1,5 @@
 """Files for code that reads files."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

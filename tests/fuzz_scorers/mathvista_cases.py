@@ -1,7 +1,5 @@
 """MathVista's rules of extraction, its normalization, and its accuracies of a file."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

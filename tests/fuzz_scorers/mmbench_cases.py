@@ -1,7 +1,5 @@
 """MMBench's letters by VLMEvalKit's two rules, and its accuracies of whole files."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """MMMU's letters, open answers and both of its scripts; MRAG-Bench's letters."""
 
-from __future__ import annotations
-
 import ast
 import json
 import random

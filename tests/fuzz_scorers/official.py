@@ -1,7 +1,5 @@
 """Runs official code from its own file: the definitions that a score needs, or a whole script."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """Recall of M-BEIR and of articles, and ViDoRe's nDCG, on random rankings."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """ScienceQA's letters and columns, LLaVA's evaluation of it, and SEED-Bench's letters."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short answers as InfoSeek, Encyclopedic-VQA, SQuAD and MultiModalQA compare them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterable

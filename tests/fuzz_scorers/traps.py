@@ -1,7 +1,5 @@
 """Random texts on which normalizations of answers tend to differ."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

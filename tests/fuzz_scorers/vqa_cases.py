@@ -1,7 +1,5 @@
 """VQA's accuracy, A-OKVQA's two, and how Prophet and PICa normalize answers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path

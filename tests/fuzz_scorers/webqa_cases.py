@@ -1,7 +1,5 @@
 """WebQA's answer accuracy, with and without lemmas, and its F1 of cited sources."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

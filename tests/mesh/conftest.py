@@ -4,8 +4,6 @@ Their number is fixed when JAX starts, so that these tests run apart from all ot
 `launch/test.sh` starts pytest for them; by hand, name this folder or files of it alone.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

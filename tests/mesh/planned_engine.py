@@ -1,7 +1,5 @@
 """Plans and runs an engine on the devices that JAX has, for test_planned_engine.py."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

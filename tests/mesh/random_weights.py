@@ -1,7 +1,5 @@
 """Models with random weights, and such models as they are published."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One training step on a mesh."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """BART, loaded straight onto a 2 x 2 x 2 mesh: log-probabilities as on one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

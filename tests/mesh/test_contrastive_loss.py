@@ -1,7 +1,5 @@
 """The contrastive losses over a batch that is split over eight devices."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,8 +1,6 @@
 """A scanned training step on eight devices: what is counted of its program (`tests/hlo`), and what
 `mmqa plan` reads from its jaxpr."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """A detector on eight devices, a copy on each: the regions of one device."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 
 import jax

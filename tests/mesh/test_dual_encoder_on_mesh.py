@@ -1,7 +1,5 @@
 """A model on a mesh of eight devices: where its parameters lie, and that it computes the same."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

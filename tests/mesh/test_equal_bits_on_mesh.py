@@ -1,7 +1,5 @@
 """An answer's bits do not depend on how many copies of the weights serve."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,8 +1,6 @@
 """A mixture of experts on a 2 x 2 x 2 mesh: logits and gradients as on one device, experts split
 over `tensor` and one sum over it a layer, whether sorted by expert or not."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -2,8 +2,6 @@
 some, as on one device. Those that write (LLaMA, LLaVA, BART, Oscar) have files of their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

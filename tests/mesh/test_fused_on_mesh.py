@@ -1,7 +1,5 @@
 """The TPU's kernels, interpreted, on eight devices against one: equal to the bit."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

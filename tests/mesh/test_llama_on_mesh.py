@@ -1,7 +1,5 @@
 """LLaMA, loaded straight onto a 2 x 2 x 2 mesh: logits, gradients, generation as on one device."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """A LLaVA's pictures on four devices against one."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from flax import nnx

@@ -1,7 +1,5 @@
 """Oscar, loaded straight onto a 2 x 2 x 2 mesh: logits and captions as on one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What `mmqa plan` says of an engine on eight devices lies there when `mmqa prompt` runs it."""
 
-from __future__ import annotations
-
 import pytest
 from planned_engine import plan_and_run
 

@@ -1,7 +1,5 @@
 """Dense search over eight devices finds what one finds."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

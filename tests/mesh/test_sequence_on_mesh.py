@@ -1,7 +1,5 @@
 """Rows that the mesh axis `sequence` splits: a training step is that of one device."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`mmqa train` of long rows, with validation and experts: the mesh's `sequence` changes no figure."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 

@@ -1,8 +1,6 @@
 """Pictures of several sizes on four devices against one: of LLaVA-OneVision and Mistral 3, and the
 tiles of an InternVL, which are pictures of one size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """A T5 on meshes of eight devices: answers, scores and a training step as on one device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """A training step on meshes of eight devices against one; layers run as a loop, as on accelerators."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

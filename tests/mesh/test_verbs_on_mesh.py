@@ -4,8 +4,6 @@ There are fewer sources, pairs and questions than fit a batch, and last batches 
 What lies on each device is what `mmqa plan` compiles for.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A Qwen-VL trained by LoRA, with its tower, on eight devices against one; and its answers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import jax

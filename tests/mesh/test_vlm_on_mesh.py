@@ -1,7 +1,5 @@
 """Texts and pictures by a Qwen-VL that only reads, on eight devices as on one."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 from flax import nnx

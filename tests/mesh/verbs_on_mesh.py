@@ -1,7 +1,5 @@
 """Verbs that use a model, on devices of this process, for test_verbs_on_mesh.py."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator, Sequence

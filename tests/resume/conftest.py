@@ -1,7 +1,5 @@
 """What the tests of resumed runs share."""
 
-from __future__ import annotations
-
 import functools
 import os
 import signal

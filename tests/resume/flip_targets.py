@@ -1,7 +1,5 @@
 """What tests/resume/flips.py damages; to add one, write its Target and name it in TARGETS."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -5,8 +5,6 @@ opened, which must end in a refusal that names it, or give the same bits. Prints
 came of it; exit code 1 if anything was WRONG: other bits, or an error that is no refusal.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

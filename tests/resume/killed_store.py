@@ -6,8 +6,6 @@ JSON: how many were killed, how many of them within a write, how often results w
 with a store that holds half of the results, or more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """The best step of a run: its checkpoint is kept, its weights are in the folder `best`."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

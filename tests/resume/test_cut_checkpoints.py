@@ -3,8 +3,6 @@
 The files of the newest checkpoint are deleted, or cut at sampled bytes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """A workdir that is deleted or moved while the run goes on: an error, and nothing is made anew."""
 
-from __future__ import annotations
-
 import shutil
 import time
 

@@ -1,7 +1,5 @@
 """What happens to a run when its data, its disk or its evaluation goes wrong."""
 
-from __future__ import annotations
-
 import multiprocessing
 import resource
 import signal

@@ -1,7 +1,5 @@
 """A damaged file of a checkpoint or of weights is refused by name, or changes nothing."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """A run that goes on with other options: those that change no step's numbers, or more steps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

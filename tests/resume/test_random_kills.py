@@ -1,7 +1,5 @@
 """kill -9 at random moments: the run ends bit-equal to one that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import random
 import signal

@@ -1,7 +1,5 @@
 """`mmqa prepare dpr` killed while it writes: the next call goes on, and writes the same bytes."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

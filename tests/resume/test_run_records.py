@@ -1,7 +1,5 @@
 """What a run records beside its losses, over a kill: time split, goodput, a trace."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

@@ -4,8 +4,6 @@ What rows, chunks, caches and vectors promise after a kill is promised here, onc
 whole are killed in tests/unit/test_inference_killed.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random

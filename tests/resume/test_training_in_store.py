@@ -3,8 +3,6 @@
 gs:// is tests/object_store.py, s3:// is tests/amazon_store.py.
 """
 
-from __future__ import annotations
-
 import json
 
 import amazon_store

@@ -1,7 +1,5 @@
 """A training run that is killed, stopped or spoiled and started again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal

@@ -15,8 +15,6 @@ python tiny_run.py WORKDIR random N SECONDS  so many seconds after the N-th batc
 Behind them: what changes in config.train, as JSON.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

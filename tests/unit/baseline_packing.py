@@ -4,8 +4,6 @@ From WebQnA/WebQA_Baseline vlp/webqa_loader.py, classes Preprocess4webqa
 and Preprocess4webqaDecoder; line numbers are of that file. For what fits without truncation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Small documents for tests: PDF written by hand, Word's by python-docx, pictures by Pillow."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zipfile

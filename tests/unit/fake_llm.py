@@ -1,7 +1,5 @@
 """A language model of known answers, behind the interface of a backend."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 
 from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong

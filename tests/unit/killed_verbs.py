@@ -6,8 +6,6 @@ The moments of a verb are just before and just after each call that changes what
 lives on prints what it wrote to stderr.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,8 +1,6 @@
 """What the YAML files of launch/ may hold: the parts of Kubernetes', JobSet's, KubeRay's and
 SkyPilot's published schemas that they use, as JSON Schema. A key that is not here is a mistake."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _NAME = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}

@@ -1,7 +1,5 @@
 """A tiny knowledge-based VQA problem, and a language model that plans, knows and answers."""
 
-from __future__ import annotations
-
 import re
 from typing import NamedTuple
 

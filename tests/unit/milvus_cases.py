@@ -1,7 +1,5 @@
 """Milvus as an index, with its embedded form: filled once, whatever happens; found as exactly."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

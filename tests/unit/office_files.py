@@ -1,7 +1,5 @@
 """Files of Office for tests, written by hand: a file of each kind, and the pieces that it may hold."""
 
-from __future__ import annotations
-
 import io
 import zipfile
 

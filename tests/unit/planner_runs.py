@@ -1,7 +1,5 @@
 """Questions, and a finished row of MAVL with the oracle's plans, whose answers a test decides."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable

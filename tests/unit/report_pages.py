@@ -1,7 +1,5 @@
 """The data of a report's cards, as the page's script reads it."""
 
-from __future__ import annotations
-
 import json
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Rows of the papers' tables over the tiny corpus and the tiny models."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from cli_runs import ROOT

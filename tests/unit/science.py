@@ -1,7 +1,5 @@
 """A tiny ScienceQA in its official files: sums, whose neighbours in the library answer alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

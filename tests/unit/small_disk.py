@@ -1,7 +1,5 @@
 """A small file system of its own, which can be filled; asserts nothing itself."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -4,8 +4,6 @@ python squares_job.py FOLDER I N KILL_AT    shard I of N; kills itself at that c
 never, and each chunk waits for a character of stdin)
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Layers of the gated delta rule: chunks beside a plain recurrence, and an engine with their states."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

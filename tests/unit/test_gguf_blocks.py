@@ -1,7 +1,5 @@
 """Dequantized blocks of GGUF files beside the package gguf's, bit by bit."""
 
-from __future__ import annotations
-
 import gguf
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Tokenizers in GGUF files: token ids beside transformers', tokenizers' and sentencepiece's."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -1,7 +1,5 @@
 """`mmqa embed` with an image tower: grids as Prophet's MCAN reads them, and resumption."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """tests/hlo: what is counted of compiled programs (FLOPs, bytes, loops, collectives)."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

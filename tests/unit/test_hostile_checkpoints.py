@@ -1,7 +1,5 @@
 """What a checkpoint's files claim, and how its tokenizer treats texts: refused by name, fast."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import time

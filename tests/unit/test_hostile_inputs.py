@@ -6,8 +6,6 @@ nothing hangs, nothing crashes and nothing else is raised. `python -m pytest -q 
 prints how many there are of each.
 """
 
-from __future__ import annotations
-
 import collections
 import json
 import os

@@ -3,8 +3,6 @@
 The servers listen on 127.0.0.1 and end after seconds; deadlines are below one.
 """
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

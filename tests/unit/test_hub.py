@@ -1,7 +1,5 @@
 """Models by name: the Hugging Face cache as huggingface_hub lays it out, and a hub on loopback."""
 
-from __future__ import annotations
-
 import contextlib
 import http.server
 import json

@@ -1,7 +1,5 @@
 """Importing the package computes nothing: hosts can still be joined afterwards."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,8 +6,6 @@ once; with --kills=50 all verbs together at least 50 times. What is to be killed
 a job, or is not disturbed, runs in this process.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import random

@@ -1,7 +1,5 @@
 """InfoSeek: its files, its score, its prediction file."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Batches made by worker processes: those of one process, in its order, whatever happens."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """The mesh of an engine by the roofline of its whole job, beside that of its programs."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """JSON and text as files hold them: marks of byte order, other encodings, damage of every kind."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Facts of compiled programs are those of the program that is lowered, or measured anew."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

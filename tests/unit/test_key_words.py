@@ -1,7 +1,5 @@
 """Key words, and Tool_2's passages of each in the layout of MAVL's figure 5."""
 
-from __future__ import annotations
-
 import pytest
 from mavl_figures import FIGURE_5
 from mavl_team import FULL, heuristics, library, prompts_of, team_llm

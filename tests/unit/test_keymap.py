@@ -1,7 +1,5 @@
 """The weights engine: strict key maps, streamed loading and export, broken files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import struct

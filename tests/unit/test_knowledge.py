@@ -1,7 +1,5 @@
 """Knowledge bases: what they find, how passages stand in prompts, what is counted."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from fake_llm import FakeLLM

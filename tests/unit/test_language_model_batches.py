@@ -1,7 +1,5 @@
 """Training batches of a language model, and how solved questions become its examples."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

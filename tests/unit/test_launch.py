@@ -5,8 +5,6 @@ launcher: read the diff. Manifests are read: they follow their schemas, hold wha
 run the command that was given.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

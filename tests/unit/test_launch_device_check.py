@@ -1,7 +1,5 @@
 """device_check: steps that fail or were interrupted, and the plan beside what was measured."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

@@ -1,8 +1,6 @@
 """The Slurm path from end to end, with stubs of srun and scontrol: slurm.sbatch starts the tasks,
 they find each other as JAX does under Slurm, fail, are restarted and queued again."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """On one CPU the engine runs a program for each layer: the same for all, and the same answers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

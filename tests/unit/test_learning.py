@@ -3,8 +3,6 @@
 The bounds are far below what a model reaches that the loss tells nothing about its inputs.
 """
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import done, quietly, train_flags
 

@@ -1,7 +1,5 @@
 """The library of a row: whose pictures and ids are whose, and what is refused."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cli_runs import ROOT

@@ -1,7 +1,5 @@
 """Beam search of a tiny random LLaMA against the published search written out with lists."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

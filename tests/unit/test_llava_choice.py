@@ -1,7 +1,5 @@
 """LLaVA-1.5's own multiple choice: its prompts byte for byte, and what is read of its answers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

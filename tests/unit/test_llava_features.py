@@ -1,7 +1,5 @@
 """Pictures of the requests in flight: each is encoded once, and gone with its last chunk."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

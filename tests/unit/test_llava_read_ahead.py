@@ -1,7 +1,5 @@
 """Pictures that threads decode ahead: order, bounds, what recurs, and what is broken."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 import time

@@ -1,7 +1,5 @@
 """LLMReader: what the model is shown, and what is read out of what it says."""
 
-from __future__ import annotations
-
 import pytest
 from fake_llm import FakeLLM
 

@@ -1,7 +1,5 @@
 """LLMReranker: P(yes) of every pair, with what failed as 0."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

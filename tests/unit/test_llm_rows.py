@@ -1,7 +1,5 @@
 """`mmqa run` of rows whose reader, and in two whose reranker, is a language model."""
 
-from __future__ import annotations
-
 import html
 import re
 

@@ -1,7 +1,5 @@
 """Host memory while weights are loaded: the model, and at most its largest tensor beside it."""
 
-from __future__ import annotations
-
 import gc
 import json
 import tracemalloc

@@ -1,7 +1,5 @@
 """VLP's cached beam search against full re-encoding of every sequence at every step."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

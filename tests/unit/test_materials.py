@@ -1,7 +1,5 @@
 """Credits: what a corpus is made of, from `mmqa prepare` to every page that shows it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

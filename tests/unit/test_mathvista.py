@@ -1,7 +1,5 @@
 """MathVista: its files, its prompts, its extraction and scores, its result file."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

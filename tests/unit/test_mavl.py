@@ -1,7 +1,5 @@
 """MAVL: prompts of every plan, passes over the benchmark, votes, ablations and defined failures."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """What MAVL's settings refuse before a model is loaded, and questions whose answers do not count."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """What MAVL's plans earn, and the examples that a planner learns from."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """M-BEIR: its files, its recall and errors as UniIR's code gives them, its run files."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The processes of a launch meet: who is absent is named, and a wrong number is refused."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

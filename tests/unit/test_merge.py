@@ -1,7 +1,5 @@
 """`mmqa merge`: a folder of parts is data, whoever it comes from."""
 
-from __future__ import annotations
-
 import json
 import os
 

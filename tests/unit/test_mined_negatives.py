@@ -1,7 +1,5 @@
 """Hard negatives from rankings, and questions that are passages of the corpus."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.core.errors import UserError

@@ -1,7 +1,5 @@
 """Mixtures of corpora: shares, passes, order, and batches that any host can make."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MMBench: its tables, circular passes, both scores, spreadsheets there and back."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import json

@@ -1,7 +1,5 @@
 """MMMU: its files, its prompts, its scores, its prediction file."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow

@@ -1,7 +1,5 @@
 """Sizes of models that do not fit together, and inputs that do not fit a model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 

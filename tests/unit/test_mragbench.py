@@ -1,7 +1,5 @@
 """MRAG-Bench: its files and pictures as sources, its prompts, its score, its prediction file."""
 
-from __future__ import annotations
-
 import json
 
 import pyarrow

@@ -1,7 +1,5 @@
 """MultimodalQA: its files as a corpus, both scores, prediction formats, a row's scores."""
 
-from __future__ import annotations
-
 import dataclasses
 import gzip
 import json

@@ -1,7 +1,5 @@
 """Which choice a text names, against the original functions and restatements of them."""
 
-from __future__ import annotations
-
 import collections
 import string
 

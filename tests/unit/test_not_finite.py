@@ -1,7 +1,5 @@
 """NaN and infinity never rank first: they are refused wherever scores or vectors come from."""
 
-from __future__ import annotations
-
 import json
 import math
 

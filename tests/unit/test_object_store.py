@@ -1,7 +1,5 @@
 """Places in an object store (gs://, s3://): paths, whole writes, locks, copies, refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """Prediction files that are odd: mixed, of unknown keys, of other benchmarks, with null answers."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """OK-VQA's official files in, schema out; files that do not belong together are refused."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests that arrive while others are served: the answers of the engine, pieces, cancellation."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import threading
 

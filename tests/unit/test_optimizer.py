@@ -1,7 +1,5 @@
 """Optimizers against torch and against a plain restatement of BertAdam."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """Validation by the likelihood of options, and of answers where a question has no options."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

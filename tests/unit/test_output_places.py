@@ -1,7 +1,5 @@
 """Where a verb writes: pipes, sockets and links are no files to replace, links to folders stay."""
 
-from __future__ import annotations
-
 import os
 import socket
 import stat

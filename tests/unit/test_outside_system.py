@@ -1,7 +1,5 @@
 """A system of a user's own: one config file outside of the package, whose rows `mmqa run` runs."""
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import ROOT, done, rows_of
 

@@ -1,7 +1,5 @@
 """A task of a user's own: one config file outside of the package, and every verb knows it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """VLP packing against vlp/webqa_loader.py's sequences, restated in plain loops."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -1,7 +1,5 @@
 """Which pages sequences get: none twice, none lost, prefixes shared and evicted."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

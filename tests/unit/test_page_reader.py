@@ -1,7 +1,5 @@
 """Scanned pages that a vision-language model reads in place of RapidOCR (`--ocr`)."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

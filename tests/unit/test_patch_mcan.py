@@ -1,7 +1,5 @@
 """MCAN on raw pictures: which pictures count, and what is trained."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

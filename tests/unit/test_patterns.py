@@ -5,8 +5,6 @@ made from each expression's own parts: long repetitions of what it repeats, behi
 and before what makes it fail.
 """
 
-from __future__ import annotations
-
 import ast
 import collections
 import contextlib

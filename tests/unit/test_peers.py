@@ -1,7 +1,5 @@
 """Who is lost, by the beats in the key-value store."""
 
-from __future__ import annotations
-
 import json
 import socket
 

@@ -1,7 +1,5 @@
 """PICa: prompts, ensembles, and its baselines without a model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """PICa on WebQA: sources in brackets, shots similar in sources, captions from side files."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory of hostile pictures is bounded; what thin ones give equals Pillow's whole picture."""
 
-from __future__ import annotations
-
 import functools
 import io
 import json

@@ -1,7 +1,5 @@
 """Every mode that Pillow opens, with its transparency: the pixels that come out, or a refusal."""
 
-from __future__ import annotations
-
 import io
 import struct
 import zlib

@@ -1,7 +1,5 @@
 """Examples and batches of a Qwen-VL's training: conversations, rows with a picture, broken ones."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Training and inference batches over a small corpus whose every token tells where it is from."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 

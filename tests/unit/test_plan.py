@@ -1,7 +1,5 @@
 """`mmqa plan`: programs from shapes alone, memory, verdicts, and what it refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """`mmqa plan` of detectors: the program of `mmqa features`, and what a number of pictures takes."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

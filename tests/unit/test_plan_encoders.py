@@ -1,7 +1,5 @@
 """`mmqa plan` of published encoders: their sizes, and the program that `mmqa embed` runs."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What a mesh has to exchange, and how a slice's links bound it."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

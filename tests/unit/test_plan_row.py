@@ -1,7 +1,5 @@
 """`mmqa plan` of a row of a paper's table: its parts, hours on each chip, money."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

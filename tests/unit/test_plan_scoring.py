@@ -1,7 +1,5 @@
 """`mmqa plan` of the fluency that `mmqa evaluate webqa --bart` scores."""
 
-from __future__ import annotations
-
 import sys
 
 import jax

@@ -1,7 +1,5 @@
 """MAVL's planners: their prompt, and what is read from their answers."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.papers.mavl import ROLES, every_plan, parse_plan, planner_prompt

@@ -1,7 +1,5 @@
 """What layers are traced to for another platform than this machine's; nothing is compiled."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a policy's trainer computes for a drawn token is what its engine computed, to the bit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

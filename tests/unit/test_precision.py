@@ -1,7 +1,5 @@
 """How a training run holds its numbers: in bfloat16, on the host, and as a moving average."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Preflight's verdicts over the facts of several hosts. Real processes: test_launch_slurm.py."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """What a run from given weights draws: the parameters that they lack, and nothing else."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import optax

@@ -1,7 +1,5 @@
 """The cache of compiled programs after processes that were killed."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """Progress: rate, time left, pauses and plain lines, by a clock that the test turns."""
 
-from __future__ import annotations
-
 import io
 
 import pytest

@@ -1,7 +1,5 @@
 """Prompts that a server's context does not hold, where the server counts tokens."""
 
-from __future__ import annotations
-
 import pytest
 from openai_stub import Stub, answer, error, said
 from test_backend_http import QUICK

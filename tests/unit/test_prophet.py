@@ -1,7 +1,5 @@
 """Prophet's second stage: prompts as its authors write them, shuffled examples, the vote."""
 
-from __future__ import annotations
-
 from fake_llm import FakeLLM
 from mavl_team import EXAMPLES, QUESTIONS, heuristics, library
 

@@ -1,7 +1,5 @@
 """What a checkpoint's config says is read or refused by name; what nothing says is asked for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Examples by the vectors that PICa's authors published; its own code chose the same ones."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Captions of questions' pictures by a vision-language model of known answers."""
 
-from __future__ import annotations
-
 import json
 import types
 

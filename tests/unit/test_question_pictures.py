@@ -1,7 +1,5 @@
 """Pictures of questions: their own or their gold sources', and questions that bring those."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from cli_runs import png

@@ -1,7 +1,5 @@
 """The kernel that decodes over each slot's own columns, interpreted, against plain products."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

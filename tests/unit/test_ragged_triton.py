@@ -3,8 +3,6 @@
 Interpreted where there is no such GPU; launch/device_check.sh runs this file on one.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """VLP trained on raw pictures: its detector's regions beside the steps, as from `mmqa features`."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """`--engine=ray` on a cluster of this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The pages: every command in them parses, every file they link to exists, the front page is short."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import re

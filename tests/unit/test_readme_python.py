@@ -1,7 +1,5 @@
 """The README's Python runs as it stands, with MiniLM and SmolLM2."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """From a config to task, batches and starting weights; presets; one training run's bookkeeping."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

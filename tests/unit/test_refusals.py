@@ -1,7 +1,5 @@
 """The threshold below which a question is refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal

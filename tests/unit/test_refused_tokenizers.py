@@ -1,7 +1,5 @@
 """Published tokenizers and chat templates that do not fit what they are needed for are refused."""
 
-from __future__ import annotations
-
 import json
 import sys
 

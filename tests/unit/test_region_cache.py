@@ -1,7 +1,5 @@
 """Regions that are detected where they are asked for: once, by content; damage, threads, sharing."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """A detector in use: few programs, the order of the pictures, whatever is beside them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import jax

@@ -1,7 +1,5 @@
 """Records in the originals' formats: read back by our readers, and as the originals' code reads."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Records of regions: what is kept, what a damaged one does, and readers beside the files."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Detectors' regions: official file layouts written here, read back; what is wrong is named."""
 
-from __future__ import annotations
-
 import _codecs
 import base64
 import collections

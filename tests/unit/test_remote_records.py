@@ -1,7 +1,5 @@
 """Records of files in a store, read by ranges: ArrayRecord's own reader of whole files judges them."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

@@ -3,8 +3,6 @@
 One browser shows all reports, each in a frame of a page that collects what scripts in them find.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

@@ -1,7 +1,5 @@
 """What is installed: the lean .venv of launch/setup.sh, the extras, and sentences for what is missing."""
 
-from __future__ import annotations
-
 import builtins
 import json
 import re

@@ -1,7 +1,5 @@
 """The response cache: what it keeps, who shares it, and what a kill leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """MiniLM's vocabulary cut down to a corpus: same splits there, nothing lost elsewhere."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

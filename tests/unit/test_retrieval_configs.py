@@ -1,7 +1,5 @@
 """configs/openstax and configs/webqa/contrastive.py, each in its mode `runlocal`."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

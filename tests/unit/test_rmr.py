@@ -1,7 +1,5 @@
 """RMR: triplets in the prompt, the letter in the output, likelihoods of options."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`mmqa tables rmr`: every printed row of the ablations, and what rows on a server need."""
 
-from __future__ import annotations
-
 import pytest
 from cli_runs import done
 

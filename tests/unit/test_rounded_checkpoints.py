@@ -3,8 +3,6 @@
 The packers here write the published layouts number by number; libraries' own tensors are in KNOWN.
 """
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """A row as a typed value, and a stage answered in chunks."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

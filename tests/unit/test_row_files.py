@@ -1,7 +1,5 @@
 """Rows of Hugging Face's data sets and of WebDataset's shards as a corpus."""
 
-from __future__ import annotations
-
 import io
 import json
 import tarfile

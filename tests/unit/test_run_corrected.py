@@ -1,7 +1,5 @@
 """`mmqa run` of a language model: a first run that was refused or failed blocks no corrected one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

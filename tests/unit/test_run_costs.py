@@ -1,7 +1,5 @@
 """What is recorded of a training run besides its losses: time, work, goodput, W&B, status."""
 
-from __future__ import annotations
-
 import json
 import sys
 import types

@@ -1,7 +1,5 @@
 """`mmqa run` interrupted and started again: only what is missing is computed."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

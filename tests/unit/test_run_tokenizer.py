@@ -1,7 +1,5 @@
 """What the tokenizer of a run is made of: which texts, in which order, in which letters."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.data.corpus import Corpus

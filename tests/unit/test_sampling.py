@@ -1,7 +1,5 @@
 """The batch plan: complete, in any order, resumable, sharded."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections import Counter

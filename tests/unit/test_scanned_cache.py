@@ -1,7 +1,5 @@
 """The engine over scanned layers, or with a GPU's attention, gives what it gives on a CPU."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

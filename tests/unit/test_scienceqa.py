@@ -1,7 +1,5 @@
 """ScienceQA: official files of every kind, the nine columns, prediction formats, real files."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """Scores by groups that overlap, as ScienceQA's columns do."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

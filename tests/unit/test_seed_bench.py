@@ -1,7 +1,5 @@
 """SEED-Bench: its file and pictures, both scores, prediction formats."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

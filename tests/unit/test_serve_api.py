@@ -1,7 +1,5 @@
 """OpenAI's API of `mmqa serve` through OpenAI's own client: a tiny engine's answers, and refusals."""
 
-from __future__ import annotations
-
 import base64
 import concurrent.futures
 import time

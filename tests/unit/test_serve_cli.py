@@ -1,7 +1,5 @@
 """`mmqa serve` as a process: it begins, answers, and ends without losing an answer; lm_eval drives it."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

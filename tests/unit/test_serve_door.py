@@ -4,8 +4,6 @@ Each cell asserts what the client is told, that work for nobody is not done, and
 answered. What computes is a fake that waits at a gate, so that no cell hangs on how fast a machine is.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

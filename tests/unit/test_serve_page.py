@@ -1,7 +1,5 @@
 """The page of `mmqa serve`: what its systems tell and answer, and clicks in a real browser."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What `mmqa serve` refuses before, while and after a system answers: status, sentence, parameter."""
 
-from __future__ import annotations
-
 import concurrent.futures
 
 import pytest

@@ -1,7 +1,5 @@
 """OpenAI's API of `mmqa serve` with a T5: transformers' answers, and what it cannot do."""
 
-from __future__ import annotations
-
 import concurrent.futures
 
 import pytest

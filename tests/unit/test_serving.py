@@ -1,7 +1,5 @@
 """How many examples a call takes, and on which devices: as given, or chosen."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

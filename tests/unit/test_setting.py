@@ -1,7 +1,5 @@
 """A setting knows its parts, its options and what it cannot answer."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Jobs in chunks: shards, kills, what is refused, and how far a job is."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

@@ -1,7 +1,5 @@
 """`--shard`, `mmqa merge` and `mmqa status` with verbs that need no model."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

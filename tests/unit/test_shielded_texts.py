@@ -1,7 +1,5 @@
 """Special tokens that texts of users and sources spell: characters in every prompt."""
 
-from __future__ import annotations
-
 import pickle
 import unicodedata
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """In-context examples: which are chosen, and which never."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

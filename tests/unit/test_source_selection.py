@@ -1,7 +1,5 @@
 """Source selection beyond the paper: two readings, and VLP with the retriever's similarity."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Speculation: answers are those of steps of one token, whatever is proposed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 

@@ -1,7 +1,5 @@
 """A second start: its programs come from the compile cache, and it loads no more than it needs."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The store of finished work: what was added is read, by everybody, or refused, or done again."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """`mmqa sweep`: cells of one row, what they share, what goes wrong, and what is left of a kill."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

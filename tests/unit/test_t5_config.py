@@ -1,7 +1,5 @@
 """A T5's config: what is read, and what is refused by name."""
 
-from __future__ import annotations
-
 import pytest
 
 from mmqa_jax.models.t5.config import PRESETS, T5Config

@@ -1,7 +1,5 @@
 """What a T5's engine and backend refuse before a batch is made."""
 
-from __future__ import annotations
-
 import pytest
 from flax import nnx
 

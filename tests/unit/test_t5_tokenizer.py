@@ -1,7 +1,5 @@
 """T5's and mT5's SentencePiece models against sentencepiece and transformers."""
 
-from __future__ import annotations
-
 import gguf
 import pytest
 import sentencepiece

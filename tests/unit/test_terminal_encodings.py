@@ -3,8 +3,6 @@
 And no control character of a text from outside reaches a terminal.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """Tokenizers from published files, against the libraries that they were published for."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """Thoughts and answers of reasoning models, in a text and as servers give them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The threshold of top_k and top_p on every platform, against a sorted vocabulary."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

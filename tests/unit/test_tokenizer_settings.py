@@ -1,7 +1,5 @@
 """What tokenizer_config.json says of a tokenizer.json beside it, against transformers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

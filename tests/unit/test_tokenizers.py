@@ -1,7 +1,5 @@
 """WordPiece against BERT's published Python tokenizer, on real text."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

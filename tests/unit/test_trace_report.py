@@ -1,7 +1,5 @@
 """The report's questions of a prompted system: every text is data, whatever it says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

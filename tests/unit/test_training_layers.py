@@ -1,7 +1,5 @@
 """What a decoder's layers keep and compute in training on TPUs, as their programs are traced."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`mmqa sweep` over trainings: its runs, what is left of a stop, and what it refuses."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs and qrels of TREC: round trip, every mistake by its line, scores beside ir-measures."""
 
-from __future__ import annotations
-
 import ir_measures
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Tokens that do not fit: what is cut keeps its end, and is counted and said."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The two-sided VLP: cached scores are those of the masked sequence, in value and gradient."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable

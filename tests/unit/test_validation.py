@@ -1,7 +1,5 @@
 """Validation during training: its values are those of the verbs with the weights of that step."""
 
-from __future__ import annotations
-
 import re
 
 import jax

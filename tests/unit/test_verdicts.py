@@ -1,7 +1,5 @@
 """The report of a row: by which scorer an answer is called right, and what the row is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

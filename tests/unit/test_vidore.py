@@ -1,7 +1,5 @@
 """ViDoRe: its sets as Parquet, nDCG equal to pytrec_eval's with ties, MTEB's results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Votes among answers, and weights fitted to them."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

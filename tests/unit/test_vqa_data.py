@@ -1,7 +1,5 @@
 """What the VQA models read: answers, words, pairs of question and caption, pictures' features."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

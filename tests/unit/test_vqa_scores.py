@@ -1,7 +1,5 @@
 """VQA accuracy and A-OKVQA's two scores, against restatements and on real questions."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import json

@@ -1,7 +1,5 @@
 """VQAv2's official files: splits, answers, and the pictures that OK-VQA tests on."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A run that stands still is ended; one that moves, rests or was suspended is not."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -3,8 +3,6 @@
 The baseline's preprocessing is restated in baseline_packing.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """WebQA's protocol where gold sources are hidden, and table 7's F1 as the authors' notebook has it."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mmqa_jax.data.corpus import Corpus

@@ -1,7 +1,5 @@
 """The paper's settings over given parts: candidates, source selection, threshold, examples."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

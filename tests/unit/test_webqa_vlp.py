@@ -1,7 +1,5 @@
 """VLP's rows on a tiny WebQA release: detectors' features or CLIP's, trained, reranked, answered."""
 
-from __future__ import annotations
-
 import base64
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Which parameters decay, for each task as its authors have it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax

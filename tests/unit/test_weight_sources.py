@@ -1,7 +1,5 @@
 """One reader for every published file format: the same tensors, little memory, clear refusals."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import sys

@@ -1,7 +1,5 @@
 """The weights folder that `mmqa convert` and training share."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

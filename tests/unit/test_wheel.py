@@ -1,7 +1,5 @@
 """The wheel is complete: away from the checkout it finds its configs and answers --help."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Wikipedia's published files as sources: each format, what is left out, what is broken."""
 
-from __future__ import annotations
-
 import bz2
 import gzip
 import json

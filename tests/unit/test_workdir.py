@@ -1,7 +1,5 @@
 """Workdirs (config, lock, stages), metrics files, and the multi-host environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

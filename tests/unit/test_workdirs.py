@@ -1,7 +1,5 @@
 """`mmqa report` and `mmqa status` of every kind of workdir."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

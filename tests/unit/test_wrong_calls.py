@@ -1,7 +1,5 @@
 """Calls from Python that would go wrong in silence: one text where several are expected."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Configs, corpora and bases that a task refuses before anything is trained."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from dataclasses import replace

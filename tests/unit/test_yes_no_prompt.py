@@ -1,7 +1,5 @@
 """Rerankers that are decoders: tokenizers and chat templates that make no prompt of a pair."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Tiny random checkpoints of every architecture, in the layouts in which they are published."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A small corpus whose every token and pixel tells where it is from, for tests of batches."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from mmqa_jax.data.batches.packing import PackingConfig

@@ -1,7 +1,5 @@
 """A tiny random LLaMA with a tokenizer of letters and ChatML's template, as a published folder."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import io

@@ -1,7 +1,5 @@
 """Small official files of OK-VQA and A-OKVQA."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """An encoder of words in place of MiniLM: texts without a common word have cosine 0."""
 
-from __future__ import annotations
-
 import re
 import zlib
 from pathlib import Path
