@@ -291,7 +291,8 @@ def test_broken_and_missing_files(tmp_path):
         broken = tmp_path / "broken.safetensors"
         broken.write_bytes(data[:cut])
         refuses(r"broken\.safetensors: not a whole", safetensors.SafetensorsSource, broken)
-    refuses("no such file", safetensors.SafetensorsSource, tmp_path / "absent.safetensors")
+    absent = tmp_path / "absent.safetensors"
+    refuses(r"absent\.safetensors: no such file", safetensors.SafetensorsSource, absent)
     (tmp_path / "empty").mkdir()
     refuses(r"holds neither model\.safetensors", safetensors.SafetensorsSource, tmp_path / "empty")
     header = json.dumps({"x": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()

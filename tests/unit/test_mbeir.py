@@ -307,7 +307,7 @@ def test_malformed_lines(raw, name, text, message):
 
 # M-BEIR has no queries of the union: what to fetch are those of its sets.
 @pytest.mark.parametrize(("pool", "message"), [
-    ("global/mbeir_union_test_cand_pool", r"put query/test/mbeir_SET_test\.jsonl there"),
+    ("global/mbeir_union_test_cand_pool", r"M-BEIR: .*; put query/test/mbeir_SET_test\.jsonl there"),
     ("local/mbeir_cirr_task7_cand_pool", r"put query/test/mbeir_cirr_task7_test\.jsonl there"),
     ("local/mbeir_cirr_task7_val_cand_pool", r"put query/val/mbeir_cirr_task7_val\.jsonl"),
     ("local/pool", r"pool\.jsonl: is not named as M-BEIR's pools are .*; give it its name"),

@@ -221,6 +221,9 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     refuses(r"absent: cannot be read .*; check the path", gguf_file, tmp_path / "absent")
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / name).touch()
+    refuses(rf"{tmp_path}: holds 2 \.gguf files; give one .*a\.gguf", gguf_file, tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch calls these kinds of tensors unfinished
