@@ -14,7 +14,6 @@ import transformers
 from compare import WHOLE, abstract, compiled, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
-from qwen_vl_pair import encoded
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
 from transformers.models.gemma4.image_processing_pil_gemma4 import (
     Gemma4ImageProcessorPil,
@@ -39,6 +38,7 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
+from tests.pictures import encoded
 
 pytestmark = pytest.mark.slow
 

@@ -47,6 +47,7 @@ from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.published import load_published, write_published
+from tests.pictures import encoded
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
