@@ -10,7 +10,6 @@ import torch
 import transformers
 from compare import WHOLE, compiled, copied, reloaded, same_parameters
 from flax import nnx
-from pictures import encoded
 from PIL import Image
 from qwen_vl_pair import (
     ANSWERED,
