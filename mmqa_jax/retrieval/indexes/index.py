@@ -75,11 +75,12 @@ class ScannParameters:
         """Brute force below 20,000 rows, where it answers in under 0.1 ms and never misses.
 
         Above, 2 sqrt(rows) partitions, of which enough are searched to score about 13,500 rows,
-        but at most a quarter and at least a 48th of the partitions (40 of 1,933 at 934,000 rows,
-        which find the exact top 20 of clustered vectors in full). At equal time, many small
-        partitions find more than a few large ones, and assigning rows to two partitions (`soar`)
-        finds much more than doubling their number: 0.93 against 0.86 of the top 20 of a trained
-        encoder's 11,000 vectors, with hard queries. More than 100 candidates find no more. k-means
+        but at most a quarter and at least a 48th of the partitions (61 of 894 at 200,000 rows,
+        which find .996 of the exact top 10 of MiniLM's vectors of real texts:
+        tests/bench/RESULTS.md). At equal time, many small partitions find more than a few large
+        ones, and assigning rows to two partitions (`soar`) finds much more than doubling their
+        number: 0.93 against 0.86 of the top 20 of a trained encoder's 11,000 vectors, with hard
+        queries. More than 100 candidates find no more. k-means
         needs about a hundred rows per partition.
         """
         if rows < 20_000:
