@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +73,7 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     """Answers from a folder of documents."""
     from mmqa_jax.core.host import cache_dir
     from mmqa_jax.prompting.llm_reader import LLMReader
-    from mmqa_jax.runs.ask_corpus import answer_notes
+    from mmqa_jax.runs.ask_corpus import answer_notes, ask_in_turn
     from mmqa_jax.runs.ask_folder import FolderAnswerer, open_folder
     from mmqa_jax.runs.parts import LLMSpec, open_llm
     from mmqa_jax.runs.prepare import folder_notes
@@ -97,7 +95,7 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     rows = []
     try:
         answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
-        for answer, row in _answered(answerer, arguments.question, picture):
+        for answer, row in ask_in_turn(answerer, arguments.question, picture):
             for note in answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
             trace = answer.prediction.trace
@@ -110,68 +108,14 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
 def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
     """Answers from a demo's corpus, by the demo's models."""
     from mmqa_jax.runs.ask import Answerer
+    from mmqa_jax.runs.ask_corpus import ask_in_turn
 
     answerer = Answerer(Path(arguments.workdir or _DEMO))
     rows = []
-    for answer, row in _answered(answerer, arguments.question, picture):
+    for answer, row in ask_in_turn(answerer, arguments.question, picture):
         sources_shown = zip(row["sources"], answer.sources_shown(answerer.corpus), strict=True)
         sources = [
             {**source, "title": shown_source.source.title} for source, shown_source in sources_shown
         ]
         rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
     return rows
-
-
-def _answered(
-    answerer: Any, questions: Iterable[str], picture: bytes | None
-) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Asks the questions in turn and prints each answer; yields it with what `--json` prints.
-
-    Behind the last one it prints the credits of what may be quoted.
-    """
-    for text in questions:
-        began = time.perf_counter()
-        answer = answerer.answer(text, picture)
-        seconds = round(time.perf_counter() - began, 2)
-        sources = answer.sources_shown(answerer.corpus)
-        _show(text, answer, sources, seconds)
-        yield (
-            answer,
-            {
-                "question": text,
-                "answer": answer.text,
-                "found": answer.found,
-                "sources": [source.row() for source in sources],
-                "seconds": seconds,
-            },
-        )
-    for material in answerer.corpus.materials:
-        print(material, file=sys.stderr)
-
-
-def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:
-    """Prints an answer on stderr, because stdout is reserved for the JSON."""
-    from rich.text import Text
-
-    from mmqa_jax.core.progress import Screen
-    from mmqa_jax.core.terminal import escaped
-
-    console = Screen()
-    console.print(Text(f"\n{escaped(question)}", "bold"))
-    text = escaped(answer.text or "(no answer)")
-    console.print(Text.assemble(text, (f"  ({seconds:.1f} s)", "dim")))
-    if not answer.found and sources:
-        console.print("The nearest source:" if len(sources) == 1 else "What was read:")
-    elif sources and sources[0].cited is None:
-        console.print("The answer cites no source. What was read:")
-    for source, score, cited in sources:
-        number = "-" if cited is None else f"[{cited}]"
-        place = source.extra.get("file") or source.id
-        if (page := source.extra.get("page")) is not None:
-            place += f", page {page}"
-        kind = "picture" if source.modality == "image" else "text"
-        named, title = (escaped(place), "cyan"), (escaped(source.title), "bold")
-        console.print(
-            Text.assemble(f"  {number} {kind} ", named, f" ({score:.2f})"),
-            Text.assemble(title, ": " if source.title else "", escaped(source.text)),
-        )

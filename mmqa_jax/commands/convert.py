@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.commands import flags
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.weights.bundled import MODELS
 from mmqa_jax.weights.registry import check_declared, describe, model_of, names
 
@@ -84,6 +83,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _check_flags(arguments)
     import jax
 
+    from mmqa_jax.runs.verbs.conversion import compare_layers, write_tokenizer
     from mmqa_jax.weights.convert import convert
     from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     else:
         source = find_model(name, "--source") if is_hub_name(name) else Path(name)
     if arguments.out is None:
-        return _compared(arguments.model, source, None)
+        return compare_layers(arguments.model, source, None)
     model = arguments.model or model_of(source)
     if model is None:
         check_declared(source)
@@ -113,10 +113,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         changes=arguments.set,
         clip=Path(arguments.clip) if arguments.clip else None,
         preprocessing=arguments.preprocessing,
-        write_more=_write_tokenizer if source.suffix == ".gguf" else None,
+        write_more=write_tokenizer if source.suffix == ".gguf" else None,
     )
     if arguments.check:
-        made |= _compared(model, source, Path(arguments.out))
+        made |= compare_layers(model, source, Path(arguments.out))
     return made
 
 
@@ -138,42 +138,3 @@ def _check_flags(arguments: argparse.Namespace) -> None:
                 f"--check: compares the source as it is, in float32; leave --{name} out, and check "
                 "what it writes by --source."
             )
-
-
-def _compared(model: str | None, source: Path, converted: Path | None) -> dict[str, Any]:
-    """Prints both sides' deviations; RunError if one is beyond the bound."""
-    from mmqa_jax.evaluation.tables import Table, show
-    from mmqa_jax.models.check import BOUND, check
-
-    rows = check(model, source, converted)
-    cells = [
-        [row.name, *(f"{x:.1e}" for x in (row.deviation, row.allowed)), f"{row.size:.3g}",
-         "pass" if row.passed else "FAIL"]
-        for row in rows
-    ]  # fmt: skip
-    columns = ["", "largest deviation", "allowed", "of values up to", ""]
-    show(Table(f"{converted or source} beside transformers", columns, cells, f"Allowed: {BOUND}."))
-    failed = [row for row in rows if not row.passed]
-    if failed:
-        raise RunError(
-            f"--check: {len(failed)} of {len(rows)} layers and outputs deviate from transformers "
-            f"by more than is allowed, the first is {failed[0].name} by "
-            f"{failed[0].deviation:.1e}; report it with the model's name."
-        )
-    print(f"pass: {len(rows)} layers and outputs are within the bound")
-    compared = [row._asdict() | {"allowed": row.allowed} for row in rows]
-    return {"check": {"passed": True, "bound": BOUND, "compared": compared}}
-
-
-def _write_tokenizer(source: Path, folder: Path) -> list[str]:
-    """Writes the tokenizer of a GGUF file as files; returns their names."""
-    from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-
-    try:
-        tokenizer = open_text_tokenizer(source)
-    except UserError as error:  # the weights are of use without it
-        print(f"{source}: its tokenizer is not written ({error})", file=sys.stderr)
-        return []
-    before = set(folder.iterdir())
-    tokenizer.save(folder)
-    return sorted(file.name for file in set(folder.iterdir()) - before)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from rich.text import Text
+
+from mmqa_jax.core.progress import Screen
+from mmqa_jax.core.terminal import escaped
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Source
 
@@ -105,3 +111,56 @@ def shown_sources(
         ShownSource(corpus.sources[corpus.row[name]], float(score), number if cited else None)
         for number, (name, score) in enumerate(zip(names, scores, strict=True), start=1)
     ]
+
+
+# Asked and printed one after the other, as `mmqa ask` does.
+
+
+def ask_in_turn(
+    answerer: Any, questions: Iterable[str], picture: bytes | None
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Asks the questions in turn and prints each answer; yields it with what `--json` prints.
+
+    Behind the last one it prints the credits of what may be quoted.
+    """
+    for text in questions:
+        began = time.perf_counter()
+        answer = answerer.answer(text, picture)
+        seconds = round(time.perf_counter() - began, 2)
+        sources = answer.sources_shown(answerer.corpus)
+        _show(text, answer, sources, seconds)
+        yield (
+            answer,
+            {
+                "question": text,
+                "answer": answer.text,
+                "found": answer.found,
+                "sources": [source.row() for source in sources],
+                "seconds": seconds,
+            },
+        )
+    for material in answerer.corpus.materials:
+        print(material, file=sys.stderr)
+
+
+def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:
+    """Prints an answer on stderr, because stdout is reserved for the JSON."""
+    console = Screen()
+    console.print(Text(f"\n{escaped(question)}", "bold"))
+    text = escaped(answer.text or "(no answer)")
+    console.print(Text.assemble(text, (f"  ({seconds:.1f} s)", "dim")))
+    if not answer.found and sources:
+        console.print("The nearest source:" if len(sources) == 1 else "What was read:")
+    elif sources and sources[0].cited is None:
+        console.print("The answer cites no source. What was read:")
+    for source, score, cited in sources:
+        number = "-" if cited is None else f"[{cited}]"
+        place = source.extra.get("file") or source.id
+        if (page := source.extra.get("page")) is not None:
+            place += f", page {page}"
+        kind = "picture" if source.modality == "image" else "text"
+        named, title = (escaped(place), "cyan"), (escaped(source.title), "bold")
+        console.print(
+            Text.assemble(f"  {number} {kind} ", named, f" ({score:.2f})"),
+            Text.assemble(title, ": " if source.title else "", escaped(source.text)),
+        )
