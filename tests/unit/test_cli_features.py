@@ -163,7 +163,9 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
     assert not (killed / "manifest.json").exists()
     for folder in (killed, whole):
         write_regions(named(), detector, folder, options)
-    first = write_regions(named(), detector, shared, options._replace(shard=Shard(1, 2)))
+    first = write_regions(
+        named(), detector, shared, dataclasses.replace(options, shard=Shard(1, 2))
+    )
     assert "waiting_for_other_shards" in first
     status = done("status", str(shared))
     assert not status["complete"]
@@ -173,7 +175,9 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
     ended = mmqa("merge", str(shared))
     assert ended.code == 2
     assert "who writes the last of the records finishes them; see with `mmqa" in ended.err
-    second = write_regions(named(), detector, shared, options._replace(shard=Shard(0, 2)))
+    second = write_regions(
+        named(), detector, shared, dataclasses.replace(options, shard=Shard(0, 2))
+    )
     assert "waiting_for_other_shards" not in second
     assert (first["pictures"], second["pictures"]) == (3, 4)
     assert done("status", str(shared))["complete"]
@@ -184,12 +188,14 @@ def test_killed_shared_and_whole_jobs_write_the_same(detector, tmp_path):
     with pytest.raises(UserError, match="of other pictures, another model or other options"):
         write_regions(named(6), detector, whole, options)
     assert shards(whole) == want
-    write_regions(named(6), detector, whole, options._replace(overwrite=True))
+    write_regions(named(6), detector, whole, dataclasses.replace(options, overwrite=True))
     assert len(RegionRecords(whole)) == 6
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("x")
     with pytest.raises(UserError, match="holds other files than regions"):
-        write_regions(named(), detector, tmp_path / "mine", options._replace(overwrite=True))
+        write_regions(
+            named(), detector, tmp_path / "mine", dataclasses.replace(options, overwrite=True)
+        )
     assert (tmp_path / "mine/thesis.txt").exists()
 
 
