@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -15,6 +16,7 @@ from mmqa_jax.retrieval.embeddings import (
     open_embeddings,
     write_embeddings,
 )
+from mmqa_jax.retrieval.indexes import max_sim
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import build_index, load_index
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
@@ -101,6 +103,29 @@ def test_every_source_by_max_sim(precision, mean):
     assert rows[0].tolist() == [*sorted(own[0], key=lambda row: -want[0, row]), -1]
     assert rows[1:].tolist() == [[-1] * 5, [149] + [-1] * 4]
     np.testing.assert_allclose(scores[2, 0], want[2, 149], rtol=1e-5)
+
+
+def test_a_tpu_scores_in_bfloat16_and_the_best_again(monkeypatch):
+    """Its kernel is run by Python here; four times as many as are asked for are scored again."""
+    rng = np.random.default_rng(8)
+    tokens, queries = sources(rng, 40), [unit(rng, count, DIM) for count in (9, 30)]
+    fixed = Embeddings(unit(rng, 40, FIXED), "m", "c")
+    index = MaxSimIndex(ExactIndex(fixed), stored(tokens, TokenFormat()), exhaustive=True)
+    packed = pack_queries(unit(rng, 2, FIXED), queries, mean=False)
+    want = index.search(packed, 40)
+    rounded = functools.partial(max_sim._rounded_scores, interpret=True)
+    monkeypatch.setattr(max_sim, "platform", lambda: "tpu")
+    monkeypatch.setattr(max_sim, "_rounded_scores", rounded)
+    rows, scores = index.search(packed, 10)
+    np.testing.assert_array_equal(rows, want[0][:, :10])
+    np.testing.assert_allclose(scores, want[1][:, :10], rtol=1e-6)
+    few = np.arange(40) % 9 == 0
+    assert {*index.search(packed, 5, few)[0].flat} == {*np.flatnonzero(few)}
+    for _, codes, counts in index._all_blocks():
+        block = rounded(index._mesh, index._split(packed)[1], codes, counts, TokenFormat(), DIM)
+        exact = max_sim._score(index._split(packed)[1], codes, counts, TokenFormat(), DIM)
+        np.testing.assert_allclose(block, exact, rtol=2e-2)
+        assert np.abs(np.asarray(block)[:, counts > 0] - exact[:, counts > 0]).max() > 1e-4
 
 
 def test_candidates_of_another_index_are_ranked_by_max_sim():

@@ -2,7 +2,8 @@
 
 Candidates are found by fixed vectors (MUVERA) in any index, and ranked by MaxSim itself; or every
 source is ranked so, on all devices. A query is one row: its fixed vector, and behind it the vectors
-of its tokens, zeros where it has fewer, which add nothing to MaxSim.
+of its tokens, zeros where it has fewer, which add nothing to MaxSim. On a TPU every source is
+scored in bfloat16, and the best of them again in float32.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float32, Int32, UInt8
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import fetch, make_mesh
+from mmqa_jax.core.mesh import fetch, make_mesh, platform
 from mmqa_jax.core.serving import free_bytes
 from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
+from mmqa_jax.retrieval.indexes.max_sim_kernel import COLUMNS, largest_products
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, TokenVectors
@@ -30,6 +32,7 @@ _CANDIDATES = 200  # of fixed vectors, which MaxSim ranks
 _ENCODED = 32  # the same where nobody stored their tokens
 _TOGETHER = 64  # candidates of a program's call
 _LENGTHS = 64  # lengths of sources are padded to multiples of it
+_ROUNDED = 4  # per result, candidates by vectors in bfloat16 that are scored again
 _BLOCK = 1 << 16  # tokens of a device that are scored at once
 
 
@@ -78,7 +81,7 @@ class MaxSimIndex:
         usual = _CANDIDATES if isinstance(self.tokens, TokenVectors) else _ENCODED
         most = min(available, max(usual, 2 * top_k))
         rows, _ = self._candidates.search(fixed, most, allowed)
-        return self.search_within(queries, rows, top_k)
+        return self.search_within(queries, [row[row >= 0] for row in rows], top_k)
 
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
@@ -124,10 +127,13 @@ class MaxSimIndex:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Scores every source, block by block; equal scores in row order."""
         _, tokens = self._split(queries)
+        if on_tpu := platform() == "tpu":
+            result, top_k = top_k, _ROUNDED * top_k
         best = np.full((len(queries), 0), -1, np.int32)
         scores = np.zeros((len(queries), 0), np.float32)
         for rows, codes, counts in self._all_blocks():
-            part = fetch(_score(tokens, codes, counts, self.tokens.format, self.tokens.dim))
+            score = functools.partial(_rounded_scores, self._mesh) if on_tpu else _score
+            part = fetch(score(tokens, codes, counts, self.tokens.format, self.tokens.dim))
             part = part[:, : len(rows)]
             if allowed is not None:
                 part = np.where(allowed[rows], part, -np.inf)
@@ -136,13 +142,15 @@ class MaxSimIndex:
             order = np.lexsort((best, -scores), axis=1)[:, :top_k]
             best = np.take_along_axis(best, order, 1)
             scores = np.take_along_axis(scores, order, 1)
-        return best, scores
+        if not on_tpu:
+            return best, scores
+        allowed_rows = [row[score > -np.inf] for row, score in zip(best, scores, strict=True)]
+        return self.search_within(queries, allowed_rows, result)
 
     def _all_blocks(self) -> Iterator[tuple[np.ndarray, jax.Array, jax.Array]]:
         """Rows of similar length, their tokens' bytes [B, L, W] split over all devices, and their
         counts; blocks stay on the devices while they fit into a share of their memory."""
-        mesh = make_mesh({"data": len(jax.devices())})
-        split = NamedSharding(mesh, PartitionSpec("data"))
+        mesh, split = self._mesh, NamedSharding(self._mesh, PartitionSpec("data"))
         room = SHARE * free_bytes(jax.local_devices()[0]) * mesh.size
         room -= sum(codes.nbytes for codes, _ in self._on_device.values())
         for number, rows in enumerate(self._block_rows(mesh.size)):
@@ -155,6 +163,11 @@ class MaxSimIndex:
                     self._on_device[number] = block
                     room -= block[0].nbytes
             yield rows, *block
+
+    @functools.cached_property
+    def _mesh(self) -> Mesh:
+        """All devices."""
+        return make_mesh({"data": len(jax.devices())})
 
     def _block_rows(self, devices: int) -> list[np.ndarray]:
         """All rows in blocks of similar length, of about _BLOCK tokens a device with padding."""
@@ -173,14 +186,47 @@ class MaxSimIndex:
 def _padded(
     sources: Sequence[UInt8[np.ndarray, "tokens W"]], size: int
 ) -> tuple[UInt8[np.ndarray, "size L W"], Int32[np.ndarray, " size"]]:
-    """The bytes of sources' tokens, padded to `size` sources and one of few lengths; the counts."""
+    """The bytes of sources' tokens, padded to `size` sources and one of few lengths; the counts.
+
+    A shorter source repeats its first token, which changes no largest product.
+    """
     counts = np.zeros(size, np.int32)
     counts[: len(sources)] = [len(codes) for codes in sources]
     length = -(-max(int(counts.max(initial=1)), 1) // _LENGTHS) * _LENGTHS
     codes = np.zeros((size, length, sources[0].shape[1]), np.uint8)
     for row, of_source in enumerate(sources):
         codes[row, : len(of_source)] = of_source
+        if len(of_source):
+            codes[row, len(of_source) :] = of_source[0]
     return codes, counts
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "form", "dim", "interpret"))
+def _rounded_scores(
+    mesh: Mesh,
+    queries: jax.Array,
+    codes: jax.Array,
+    counts: jax.Array,
+    form: TokenFormat,
+    dim: int,
+    interpret: bool = False,
+) -> jax.Array:
+    """As `_score`, of vectors in bfloat16, by the TPU's kernel on each device's sources."""
+    number, length, _ = queries.shape
+    flat = queries.reshape(-1, dim).astype(jnp.bfloat16)
+    flat = jnp.pad(flat, ((0, -len(flat) % COLUMNS), (0, 0)))
+
+    def of_sources(flat: jax.Array, codes: jax.Array, counts: jax.Array) -> jax.Array:
+        vectors = form.decode(codes, dim).astype(jnp.bfloat16)
+        best = largest_products(flat, vectors, interpret=interpret)  # [B, C]
+        scores = best[:, : number * length].reshape(-1, number, length).sum(-1)
+        return jnp.where(counts[:, None] > 0, scores, jnp.finfo(jnp.float32).min)
+
+    split, whole = PartitionSpec("data"), PartitionSpec()
+    sharded = jax.shard_map(
+        of_sources, mesh=mesh, in_specs=(whole, split, split), out_specs=split, check_vma=False
+    )
+    return sharded(flat, codes, counts).T
 
 
 @functools.partial(jax.jit, static_argnames=("form", "dim"))
