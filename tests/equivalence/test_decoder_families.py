@@ -801,8 +801,8 @@ def test_llama4_with_a_vision_tower_is_its_language_model(tmp_path, caplog):
 
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
-# behind the parts and caps; the gated delta rule and gates. Windows, rotations and multipliers have
-# no parameters.
+# behind the parts and caps; the gated delta rule, convolutions and gates; a router of sigmoids.
+# Windows, rotations and multipliers have no parameters.
 TRAINED = (
     "qwen3_moe",
     "gemma2",
@@ -811,6 +811,8 @@ TRAINED = (
     "qwen3_5",
     GEMMA4[1],
     "nemotron",
+    "glm4_moe",
+    "lfm2",
     "apertus",
 )
 
