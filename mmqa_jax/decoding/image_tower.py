@@ -34,10 +34,10 @@ from mmqa_jax.models.onevision.network import (
 )
 from mmqa_jax.models.qwen_vl import network
 
-# Pictures that a device encodes at once, one of these; a CPU gains nothing by more than one, and
-# would compute the padding.
+# Pictures of one size that a device encodes at once, one of these. A CPU gains nothing by more than
+# one, nor does a TPU by several of the models whose pictures have more tokens (RESULTS.md).
 _AT_ONCE = (1, 8)
-_AT_ONCE_ON_CPU = (1,)
+_ALONE = (1,)
 # Pictures of a usual size, for plans: 1,008 x 1,008 pixels for Qwen2.5-VL, 2 x 2 of OneVision's
 # tiles.
 _SHOWN, _SHOWN_TILES = network.Grid(36, 36), 2
@@ -56,6 +56,7 @@ class TowerPrograms(abc.ABC):
       features: their number.
       rows: where `place` leaves its result.
       mesh: where all lies; None is the default device.
+      at_once: pictures that a device encodes at once, of devices that are no CPU.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class TowerPrograms(abc.ABC):
         features: int,
         rows: Sharding,
         mesh: Mesh | None = None,
+        at_once: tuple[int, ...] = _ALONE,
     ):
         if mesh is None:
             device = jax.local_devices()[0]
@@ -75,7 +77,7 @@ class TowerPrograms(abc.ABC):
             self.parameters = replicated(mesh)
             self.pixels = NamedSharding(mesh, PartitionSpec(axes))
             self.features = NamedSharding(mesh, PartitionSpec(None, columns))
-        each = _AT_ONCE_ON_CPU if device.platform == "cpu" else _AT_ONCE
+        each = _ALONE if device.platform == "cpu" else at_once
         self.batches = tuple(size * count for size in each)
         self.rows, self.width = rows, features
 
@@ -140,7 +142,7 @@ class LlavaTower(TowerPrograms):
             rows = jnp.concatenate(features)  # [K * patches, H]
             return rows.at[index].get(mode="promise_in_bounds")
 
-        super().__init__(of_pictures, config.llama.hidden, rows, mesh)
+        super().__init__(of_pictures, config.llama.hidden, rows, mesh, _AT_ONCE)
         self._patches = config.features
         self.gather = jax.jit(gather, out_shardings=rows)
 

@@ -27,7 +27,7 @@ from mmqa_jax.models.llama.network import NO_TRAITS, LayerTraits
 
 _LANES = 128  # columns of a block are a multiple of this
 _LARGEST = 1024  # columns of a block
-_BLOCK_BYTES = 2**19  # of one block's keys
+_BLOCK_BYTES, _INT8_BYTES = 2**19, 2**20  # of one block's keys; int8 ones take more instructions
 _AHEAD_BYTES = 3 * 2**20  # of the blocks that lie in VMEM, of which all but one are on their way
 _ROWS = 4096  # of queries that lie in VMEM at once
 _WRITES = 4  # tiles that are on their way to the cache
@@ -110,12 +110,10 @@ def attend_on(
     return of_layer
 
 
-def _block_columns(page: int, most: int, column_bytes: int) -> int:
-    """How many columns one block has, of `most` pages, with `column_bytes` of keys each.
-
-    A block is several pages, or a part of one.
-    """
-    largest = max(_LANES, min(_LARGEST, _BLOCK_BYTES // column_bytes))
+def _block_columns(page: int, most: int, fitting: int) -> int:
+    """How many columns one block has, of `most` pages, where so many fit: several pages, or a part
+    of one."""
+    largest = max(_LANES, min(_LARGEST, fitting))
     if page <= largest:
         return page * min(most, largest // page)
     return max(n for n in range(_LANES, largest + 1, _LANES) if page % n == 0)
@@ -161,7 +159,9 @@ def ragged_attention(
     kv_heads = k.shape[2]
     arrays, structure = jax.tree.flatten(cache)
     page, most = arrays[0].shape[3], table.shape[1]
-    block = _block_columns(page, most, kv_heads * size * arrays[0].dtype.itemsize)
+    item = arrays[0].dtype.itemsize
+    of_keys = _INT8_BYTES if item == 1 else _BLOCK_BYTES
+    block = _block_columns(page, most, of_keys // (kv_heads * size * item))
     of_column = [kv_heads * math.prod(x.shape[4:]) * x.dtype.itemsize for x in arrays]
     depth = max(2, min(8, _AHEAD_BYTES // (block * sum(of_column))))
     fitting = min(slots // cores, _ROWS // (length * heads))

@@ -90,11 +90,13 @@ class Counted(Planned):
     Attributes:
       counts: None where the compiler refused it.
       bundles: of its kernels by instruction (see twins.py), of a TPU; empty where they were not written.
+      parts: cycles by what they are for, see `part_of`.
     """
 
     counts: Counts | None = None
     collectives: tuple[Collective, ...] = ()
     bundles: Mapping[str, Bundles] = dataclasses.field(default_factory=dict)
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def compiled_for(
@@ -121,7 +123,8 @@ class Counted(Planned):
         least = least_bytes(program, executable)
         compiled = Compiled(program, memory, counts.flops, (), least, seconds)
         bound = counted_bound(compiled, counts, collectives, chip)
-        return cls(compiled, chip, bound, counts, collectives, bundles)
+        parts = {name: count(text, cycles_by(bundles, chip, name)).cycles for name in PARTS}
+        return cls(compiled, chip, bound, counts, collectives, bundles, parts)
 
     @property
     def moved(self) -> float:
@@ -160,15 +163,34 @@ class Counted(Planned):
                 for one in self.collectives
             ],
             "loops": 0 if counts is None else len(counts.loops),
+            "parts_ms": {name: 1e3 * x / self.chip.clock for name, x in self.parts.items() if x},
         }
 
 
-def cycles_by(bundles: Mapping[str, Bundles], chip: Chip) -> CyclesOf:
+PARTS = ("kernels", "products in loops", "products", "in loops", "beside")
+
+
+def part_of(one: Instruction, counted: Counts) -> str:
+    """Which of PARTS an instruction is: a Pallas kernel, products (of layers, which lie in a loop, or
+    of the head), or else."""
+    if one.opcode == "custom-call":
+        return PARTS[0]
+    inside = one.attribute(r'op_name="([^"]*)"') or ""
+    kind = "products" if counted.total_flops else ""
+    if "/while/" in inside:
+        return f"{kind} in loops".strip()
+    return kind or PARTS[-1]
+
+
+def cycles_by(bundles: Mapping[str, Bundles], chip: Chip, part: str = "") -> CyclesOf:
     """Cycles of an instruction: its bundles, or if that is longer its bytes or FLOPs at the chip's
     peak, for which it waits. Instructions without bundles take what XLA estimates. A collective
-    takes none, though its kernel has bundles: the links' time is counted in its place."""
+    takes none, though its kernel has bundles: the links' time is counted in its place. Nor do those
+    of another `part`, where that is given."""
 
     def cycles_of(one: Instruction, counted: Counts) -> float:
+        if part and part_of(one, counted) != part:
+            return 0.0
         scatters = one.called.get("calls", "").startswith("all-reduce-scatter")
         if scatters or one.opcode.removesuffix("-start") in KINDS:
             return 0.0
