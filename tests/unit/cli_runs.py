@@ -241,6 +241,11 @@ def flags_with(verb: str, config: str, workdir: Path, values: Mapping[str, objec
     return flags + [f"--config.{key}={value}" for key, value in values.items()]
 
 
+def of_engine(sizes: Mapping[str, object] = ENGINE, part: str = "llm") -> dict[str, object]:
+    """A row's config values that give the engine of a part these sizes."""
+    return {f"parts.{part}.engine.{key}": value for key, value in sizes.items()}
+
+
 def weights_of(folder: Path, part: str = "weights") -> dict[str, np.ndarray]:
     """The arrays of a weights folder by name, or those of a checkpoint's `part`."""
     specs = stored_specs(folder / part)

@@ -1,7 +1,7 @@
 """`mmqa run` of Prophet's and MAVL's rows, with a tiny language model on OK-VQA's official files."""
 
 import pytest
-from cli_runs import ENGINE, ROOT, done, flags_with, rows_of, succeeded
+from cli_runs import done, flags_with, of_engine, rows_of, succeeded
 from tiny_llm import LETTERS, llama_config, write_folder
 from vqa_files import prepare_team, write_aokvqa
 
@@ -34,7 +34,7 @@ def flags(inputs, row, workdir, **changes):
             "parts.heuristics.candidates": inputs / "candidates.json",
             "parts.heuristics.examples": inputs / "examples.json", "options.shots": 0,
         }  # fmt: skip
-        values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+        values |= of_engine()
         if "mavl" in row:
             values["parts.knowledge.data"] = inputs / "knowledge"
     return flags_with("run", f"okvqa/tables.py:{row}", workdir, values | changes)
@@ -154,7 +154,7 @@ def test_a_planner_of_its_own(inputs, tmp_path):
     write_folder(tmp_path / "planner", llama_config(len(LETTERS) + 2, positions=640))
     changes = {
         "parts.planner.model": tmp_path / "planner", "parts.planner.cache": tmp_path / "plans",
-        **{f"parts.planner.engine.{key}": value for key, value in ENGINE.items()},
+        **of_engine(part="planner"),
         "parts.planner.engine.length": 640,
         "options.max_new_tokens": 4, "options.plan_tokens": 4,
         "data.folds": 1, "data.fold": 0,
@@ -191,9 +191,8 @@ def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
     values = {"data.dir": tmp_path / "data",
               "parts.heuristics.candidates": tmp_path / "candidates.json",
               "parts.heuristics.examples": ""}  # fmt: skip
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/aokvqa/tables.py:vqa_model_alone"
-    result = done("run", config, f"--workdir={workdir}", "--split=test", *flags)
+    row = "aokvqa/tables.py:vqa_model_alone"
+    result = done(*flags_with("run", row, workdir, values), "--split=test")
     assert result["scores"] == {}
     assert "nothing is scored; submission.json is the leaderboard's file" in result["notes"][0]
     assert read_json(workdir / "submission.json") == {"t1": {"direct_answer": "moon"}}
@@ -207,7 +206,7 @@ def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
     listed = done("tables", "aokvqa", f"--workdir={tmp_path / 'rows'}")["rows"]
     (row,) = (row for row in listed if row["config_row"] == "vqa_model_alone")
     assert row["status"] == "leaderboard"
-    done("run", config, f"--workdir={tmp_path / 'val'}", *flags)  # answers are published
+    done(*flags_with("run", row, tmp_path / "val", values))  # answers are published
     assert not (tmp_path / "val" / "submission.json").exists()
 
 

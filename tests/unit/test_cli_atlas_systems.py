@@ -1,7 +1,7 @@
 """Prophet, MAVL and RMR on a corpus of sources: MCAN over its pictures, and rows of Atlas."""
 
 import pytest
-from cli_runs import LANDS, ROOT, done, mmqa, quietly, rows_of, sentence, traced_loss
+from cli_runs import LANDS, ROOT, done, flags_with, mmqa, quietly, rows_of, sentence, traced_loss
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
@@ -31,9 +31,7 @@ TINY = {
 
 def train(data, workdir, **changes) -> list[str]:
     values = {**TINY, "data.dir": data, **changes}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/atlas/mcan.py:runlocal"
-    return ["train", config, f"--workdir={workdir}", *flags]
+    return flags_with("train", "atlas/mcan.py:runlocal", workdir, values)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, mmqa, quietly, tree, weights_of
+from cli_runs import ROOT, done, flags_with, mmqa, quietly, tree, weights_of
 from vqa_files import write_okvqa
 
 from mmqa_jax.core.config import load_config
@@ -34,8 +34,7 @@ TEXT = {
 
 def flags_of(workdir, data, mode="runlocal", **changes) -> list[str]:
     values = {**TINY, "data.dir": data, **changes}
-    flags = ["train", f"--config={ROOT}/configs/okvqa/mcan.py:{mode}", f"--workdir={workdir}"]
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+    return flags_with("train", f"okvqa/mcan.py:{mode}", workdir, values)
 
 
 def whole_run_flags(workdir, data, **changes) -> list[str]:

@@ -7,7 +7,7 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from cli_runs import ROOT, done, mmqa, rows_of, succeeded, write_rows
+from cli_runs import done, flags_with, mmqa, of_engine, rows_of, write_rows
 from test_mmbench import ROWS as MMBENCH
 from test_mmbench import write_tsv
 from test_scienceqa import PROBLEMS
@@ -87,14 +87,11 @@ def run(inputs, name: str, row: str, workdir, *more: str, **values):
     values = {
         "data.dir": inputs / name, "parts.llm.model": inputs / "llm",
         "parts.library.text_model": "", "parts.library.image_model": "",
-        "options.similarity": "random", **values,
+        "options.similarity": "random", **values, **of_engine(ENGINE),
     }  # fmt: skip
     if name != "openstax":
         values["parts.library.data"] = inputs / "scienceqa"
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
-    return mmqa("run", config, f"--workdir={workdir}", *flags, *more, "--json")
+    return mmqa(*flags_with("run", f"{name}/tables.py:{row}", workdir, values), *more, "--json")
 
 
 def test_multiple_choice_of_a_corpus(inputs, tmp_path):
@@ -206,12 +203,9 @@ def test_captions_by_a_model_that_sees(inputs, tmp_path, monkeypatch):
 def test_llavas_own_rows(inputs, tmp_path, name, scorer):
     """Without a library; here on questions without pictures, which the tiny model cannot see."""
     values = {"data.dir": inputs / name, "parts.llm.model": inputs / "llm"}
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/{name}/tables.py:llava15_7b"
-    new = "--config.options.max_new_tokens=4"
-    ended = succeeded("run", config, f"--workdir={tmp_path / 'run'}", *flags, new, "--json")
-    assert scorer in ended.value["scores"]
+    values |= {**of_engine(ENGINE), "options.max_new_tokens": 4}
+    config = f"{name}/tables.py:llava15_7b"
+    assert scorer in done(*flags_with("run", config, tmp_path / "run", values))["scores"]
     for trace in rows_of(tmp_path / "run" / "trace.jsonl"):
         assert trace["prompts"][0].endswith("from the given choices directly.")
 

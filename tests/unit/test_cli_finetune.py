@@ -13,6 +13,7 @@ from cli_runs import (
     flags_with,
     killed_after,
     mmqa,
+    of_engine,
     quietly,
     rows_of,
     weights_of,
@@ -177,7 +178,7 @@ def test_the_exported_run_is_the_same_model(inputs, tmp_path):
 def test_a_row_with_the_run(inputs, tmp_path):
     values = {"data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
               "parts.library.text_model": "", "options.similarity": "random"}  # fmt: skip
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+    values |= of_engine()
     config = "scienceqa/tables.py:smollm2_finetuned_k0"
     result = done(*flags_with("run", config, tmp_path / "row", values))
     assert (result["row"], result["questions"]) == ("smollm2_finetuned_k0", 4)

@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import numpy as np
 import pytest
-from cli_runs import ROOT, done, rows_of, write_rows
+from cli_runs import ROOT, done, flags_with, rows_of, write_rows
 from tiny_t5 import write_folder
 
 from mmqa_jax.core.config import load_config
@@ -63,9 +63,7 @@ def run(tmp_path_factory):
         "train.checkpoint_every": 12, "train.optimizer.learning_rate": 0.01,
         "train.optimizer.warmup": 0.0, "validate.questions": 4,
     }  # fmt: skip
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/webqa/fusion_in_decoder.py"
-    result = done("train", config, f"--workdir={tmp_path / 'run'}", *flags)  # fmt: skip
+    result = done(*flags_with("train", "webqa/fusion_in_decoder.py", tmp_path / "run", values))
     assert result["best"]["metric"] == "exact_match"
     losses = [row["loss"] for row in rows_of(tmp_path / "run" / "metrics.jsonl") if "loss" in row]
     assert losses[-1] < losses[0] - 0.5

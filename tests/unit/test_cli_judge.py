@@ -1,7 +1,7 @@
 """`mmqa judge`, the retriever that is trained on its scores, and the row that uses it."""
 
 import pytest
-from cli_runs import ENGINE, ROOT, done, quietly, rows_of
+from cli_runs import done, flags_with, of_engine, quietly, rows_of
 from science import prepare_science
 from tiny_llm import write_folder
 
@@ -9,7 +9,7 @@ from mmqa_jax.data.batches.example_retrieval import read_example_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
-CONFIG = f"{ROOT}/configs/scienceqa/rmr_retriever.py"
+CONFIG = "scienceqa/rmr_retriever.py"
 TINY = {
     "tokenizer": "corpus:120", "model.changes.hidden": 32, "model.changes.layers": 1,
     "model.changes.heads": 2, "model.changes.mlp": 32,
@@ -23,15 +23,12 @@ def judge_flags(folder, workdir, **changes) -> list[str]:
     values = {"data.dir": folder / "data", "parts.llm.model": folder / "llm",
               "parts.library.text_model": "", "judge.similarity": "random", "judge.candidates": 3,
               "judge.questions": 6, **changes}  # fmt: skip
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    flags = ["judge", f"--config={CONFIG}:judge", f"--workdir={workdir}"]
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+    return flags_with("judge", f"{CONFIG}:judge", workdir, values | of_engine())
 
 
 def train_flags(folder, workdir, **changes) -> list[str]:
     values = {"data.dir": folder / "data", "data.scores": folder / "scores", **TINY, **changes}
-    flags = ["train", f"--config={CONFIG}:runlocal", f"--workdir={workdir}"]
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+    return flags_with("train", f"{CONFIG}:runlocal", workdir, values)
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +73,8 @@ def test_the_best_step_has_the_highest_score(inputs):
 def test_a_row_retrieves_with_the_run(inputs, tmp_path):
     values = {"data.dir": inputs / "data", "parts.llm.model": inputs / "llm", "options.shots": 1,
               "parts.library.text_model": inputs / "run" / "best"}  # fmt: skip
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/scienceqa/tables.py:smollm2_trained_retriever_k3"
-    done("run", config, f"--workdir={tmp_path / 'row'}", "--limit=2", *flags)
+    config = "scienceqa/tables.py:smollm2_trained_retriever_k3"
+    done(*flags_with("run", config, tmp_path / "row", values | of_engine()), "--limit=2")
     for trace in rows_of(tmp_path / "row" / "trace.jsonl"):
         (shots,) = trace["shots"]
         assert len(shots) == 1

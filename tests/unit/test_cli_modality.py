@@ -3,9 +3,9 @@
 import pytest
 from cli_runs import (
     LANDS,
-    ROOT,
     TEST,
     done,
+    flags_with,
     mmqa,
     question,
     quietly,
@@ -43,9 +43,7 @@ def both_kinds(split: str) -> list[dict]:
 
 def flags_of(data, workdir, **changes) -> list[str]:
     values = {**TINY, "data.dir": data, **changes}
-    flags = ["train", f"--config={ROOT}/configs/webqa/modality.py:runlocal"]
-    flags.append(f"--workdir={workdir}")
-    return flags + [f"--config.{key}={value}" for key, value in values.items()]
+    return flags_with("train", "webqa/modality.py:runlocal", workdir, values)
 
 
 @pytest.fixture(scope="module")

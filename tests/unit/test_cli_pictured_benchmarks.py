@@ -4,7 +4,7 @@ import pytest
 import test_mathvista
 import test_mmmu
 import test_mragbench
-from cli_runs import ROOT, done, rows_of
+from cli_runs import done, flags_with, of_engine, rows_of
 from test_mragbench import data as mragbench  # noqa: F401  a fixture
 from tiny_llm import MODEL, llama_config, write_folder, write_qwen_vl
 
@@ -21,11 +21,8 @@ def model(tmp_path_factory):
 
 def run(name: str, row: str, model, data, workdir, length=512, **values) -> tuple[dict, list[dict]]:
     values = {"data.dir": data, "parts.llm.model": model, **values}
-    values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    values["parts.llm.engine.length"] = length
-    flags = [f"--config.{key}={value}" for key, value in values.items()]
-    config = f"--config={ROOT}/configs/{name}/tables.py:{row}"
-    scores = done("run", config, f"--workdir={workdir}", *flags)
+    values |= of_engine({**ENGINE, "length": length})
+    scores = done(*flags_with("run", f"{name}/tables.py:{row}", workdir, values))
     assert (scores["prompts"]["failed"], scores["prompts"]["too_long"]) == (0, 0)
     return scores, rows_of(workdir / "trace.jsonl")
 

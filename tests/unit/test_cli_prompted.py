@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from cli_runs import ENGINE, ROOT, done, mmqa, rows_of
+from cli_runs import done, flags_with, mmqa, of_engine, rows_of
 from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
@@ -31,11 +31,9 @@ def flags(inputs, row, workdir, **options):
     values = {"data.dir": inputs / "data", "parts.library.text_model": ""}
     if row.startswith("smollm2"):
         values["parts.llm.model"] = inputs / "llm"
-        values |= {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
+        values |= of_engine()
     values |= {f"options.{key}": value for key, value in options.items()}
-    config = f"--config={ROOT}/configs/okvqa/tables.py:{row}"
-    overrides = [f"--config.{key}={value}" for key, value in values.items()]
-    return ["run", config, f"--workdir={workdir}", *overrides]
+    return flags_with("run", f"okvqa/tables.py:{row}", workdir, values)
 
 
 def test_a_prompted_row(inputs, tmp_path):
@@ -147,7 +145,7 @@ def promptcap(inputs, workdir, captions):
     values = {
         "parts.llm.backend": "engine", "parts.llm.model": inputs / "llm",
         "parts.library.vectors": "", "parts.captions.captions": captions_file,
-        **{f"parts.llm.engine.{key}": value for key, value in ENGINE.items()},
+        **of_engine(),
     }  # fmt: skip
     return [*run, *(f"--config.{key}={value}" for key, value in values.items())]
 

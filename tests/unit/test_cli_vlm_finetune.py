@@ -14,6 +14,7 @@ from cli_runs import (
     done,
     flags_with,
     mmqa,
+    of_engine,
     png,
     quietly,
     rows_of,
@@ -144,7 +145,7 @@ def test_rows_with_the_run(inputs, tmp_path, row):
         "parts.library.data": inputs / "data", "parts.library.text_model": "",
         "parts.library.image_model": "", "options.similarity": "random",
         "options.max_new_tokens": 4,
-        **{f"parts.llm.engine.{key}": value for key, value in ENGINE.items()},
+        **of_engine(ENGINE),
     }  # fmt: skip
     result = done(*flags_with("run", f"aokvqa/tables.py:{row}", tmp_path / "row", values))
     assert (result["row"], result["questions"]) == (row, 3)

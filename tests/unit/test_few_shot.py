@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
+from fake_llm import FakeLLM
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.decoding.requests import Candidate, Result, Score, Scores, TooLong
-from mmqa_jax.prompting.backends import Choices, Completion, Decoding, Failure, Usage
+from mmqa_jax.decoding.requests import Score, Scores
+from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.examples.library import Shot
 from mmqa_jax.prompting.few_shot import (
@@ -33,41 +34,16 @@ def make(text: str) -> Completion:
 
 
 def limit(characters: int):
-    def check(query):
-        if len(query.prompt) > characters:
-            raise TooLong(query.id, len(query.prompt), 0, characters)
-
-    return check
+    return FakeLLM(length=characters).check
 
 
-class FakeBackend:
-    def __init__(self, fail=()):
-        self.usage, self.failures, self.seen, self._fail = Usage(), [], [], set(fail)
+def score_by_length(prompt: str, option: str) -> tuple[float, ...]:
+    return (-float(len(option)),)
 
-    def check(self, query):
-        pass
 
-    def rates(self):
-        return {}
-
-    def sizes(self):
-        return None
-
-    def answer(self, queries):
-        for query in queries:
-            self.seen.append(query.id)
-            if query.id in self._fail:
-                self.usage.failures += 1
-                self.failures.append(Failure(query.id, "timed out"))
-            elif isinstance(query, Choices):
-                scores = (
-                    Score(-float(len(c)), (-1.0,) * len(c.split()), False)
-                    for c in query.continuations
-                )
-                yield Scores(query.id, tuple(scores))
-            else:
-                text = query.prompt.split()[-1]
-                yield Result(query.id, (Candidate(text, (1,), -1.0, None, "stop"),), 3, 0)
+def fake(**options) -> FakeLLM:
+    """Answers a completion by its last word, scores continuations by their length."""
+    return FakeLLM(lambda prompt: (prompt.split()[-1], -1.0), score_by_length, **options)
 
 
 def test_the_order_of_shots():
@@ -122,10 +98,10 @@ def test_an_unknown_template():
 
 
 def test_queries_are_sent_in_the_order_of_their_texts():
-    backend = FakeBackend(fail=["b"])
+    backend = fake(fail=["b"])
     queries = [Completion("a", "x z"), Completion("b", "x y"), Completion("c", "a")]
     answers = answer_all(backend, queries)
-    assert backend.seen == ["c", "b", "a"]
+    assert [query.id for query in backend.seen] == ["c", "b", "a"]
     assert {name: result.text for name, result in answers.by_id.items()} == {"a": "z", "c": "a"}
     assert answers.failed == {"b": "timed out"}
 
@@ -155,14 +131,14 @@ def test_options_that_tie_or_have_no_scores():
 
 
 def test_the_prior_of_options():
-    backend = FakeBackend()
+    backend = fake()
     options = {"q": (" one", " three"), "r": (" one", " eleven")}
     prior = option_prior(backend, options, "A:")
     assert {name: values.tolist() for name, values in prior.items()} == {
         "q": [-4.0, -6.0],
         "r": [-4.0, -7.0],
     }
-    assert backend.seen == ["prior 0"]  # all distinct options in one query
+    assert [query.id for query in backend.seen] == ["prior 0"]  # all distinct options in one query
 
 
 class _Recorder(dict):
@@ -190,8 +166,7 @@ def test_reports_count_the_keys_that_a_trace_has():
 
 
 def test_a_query_that_does_not_fit_fails_and_the_others_are_answered():
-    backend = FakeBackend()
-    backend.check = limit(12)
+    backend = fake(length=12)
     queries = [Completion("long", "a b c d e f g h"), Completion("short", "a b c")]
     answers = answer_all(backend, queries)
     assert list(answers.by_id) == ["short"]
