@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_runs import ENGINE, ROOT, done, mmqa, rows_of, write_rows
+from cli_runs import ENGINE, done, flags_with, of_engine, rows_of, write_rows
 from tiny_encoders import save_plain
 from tiny_llm import write_folder
 
@@ -46,27 +46,21 @@ def inputs(tmp_path_factory):
     return folder
 
 
-def flags(inputs, row: str, **more) -> list[str]:
+def flags(inputs, row: str, workdir, **more) -> list[str]:
     values = {
-        "data.dir": inputs / "data",
-        "data.sources": inputs / "sources",
-        "parts.retriever.method": "bm25",
-        "parts.retriever.model": "",
-        "parts.retriever.index": "",
-        "parts.retriever.asks": "text",
-        "parts.retriever.modality": "text",
-        **more,
-    }
+        "data.dir": inputs / "data", "data.sources": inputs / "sources",
+        "parts.retriever.method": "bm25", "parts.retriever.model": "",
+        "parts.retriever.index": "", "parts.retriever.asks": "text",
+        "parts.retriever.modality": "text", **more,
+    }  # fmt: skip
     if row.endswith("_reranked"):
         values["parts.reranker.model"] = inputs / "reranker"
-    config = f"--config={ROOT}/configs/evqa/tables.py:{row}"
-    return ["run", config, *(f"--config.{key}={value}" for key, value in values.items())]
+    return flags_with("run", f"evqa/tables.py:{row}", workdir, values)
 
 
 def test_a_row_reads_the_best_section(inputs, tmp_path):
-    llm = {f"parts.llm.engine.{key}": value for key, value in ENGINE.items()}
-    run = flags(inputs, "smollm2_reranked", **llm, **{"parts.llm.model": inputs / "llm"})
-    result = done(*run, f"--workdir={tmp_path}", "--config.options.max_new_tokens=3")
+    llm = {**of_engine(ENGINE), "parts.llm.model": inputs / "llm", "options.max_new_tokens": 3}
+    result = done(*flags(inputs, "smollm2_reranked", tmp_path, **llm))
     assert set(result["scores"]) >= {"evqa/exact_match", "article_recall@1", "article_mrr"}
     traces, answers = (rows_of(tmp_path / f"{name}.jsonl") for name in ("trace", "predictions"))
     for trace, answer in zip(traces, answers, strict=True):
@@ -80,7 +74,7 @@ def test_a_row_reads_the_best_section(inputs, tmp_path):
 
 def test_recall_of_articles_without_an_answer(inputs, tmp_path):
     """By the words of their captions the right articles come first."""
-    result = done(*flags(inputs, "clip_by_picture"), f"--workdir={tmp_path}")
+    result = done(*flags(inputs, "clip_by_picture", tmp_path))
     assert result["scores"]["article_recall@1"] == 1.0
     assert "evqa/exact_match" not in result["scores"]
 
@@ -93,17 +87,13 @@ def test_search_and_evaluate(inputs, tmp_path):
         *common,
     )  # fmt: skip
     assert searched["articles"]["article_recall@1"] == 1.0
-    scored = done(
-        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}", *common
-    )
+    evaluate = ("evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}")
+    scored = done(*evaluate, *common)
     assert scored["scores"] == pytest.approx(searched["articles"])
     rows = rows_of(found)
     rows[0] |= {"sources": [f"{url('Owl')}#1"], "scores": [1.0]}
     write_rows(found, rows)
-    again = done(
-        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={found}", *common
-    )
-    assert again["scores"]["article_recall@1"] == pytest.approx(2 / 3)
+    assert done(*evaluate, *common)["scores"]["article_recall@1"] == pytest.approx(2 / 3)
 
 
 def test_refusals(inputs, tmp_path, refused):
@@ -112,10 +102,7 @@ def test_refusals(inputs, tmp_path, refused):
     refused("search", data, "--method=bm25", "--asks=picture", out, message="asks=picture.*dense")
     said = tmp_path / "said.jsonl"
     said.write_text(json.dumps({"question_id": "test_0_0", "answer": "x"}) + "\n")
-    refused(
-        "evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={said}",
-        "--sources=y", message="--sources=y: tells the articles of ranked sources",
-    )  # fmt: skip
-    ended = mmqa(*flags(inputs, "clip_by_picture", **{"data.sources": "nowhere"}), "--workdir=x")
-    assert ended.code == 2
-    assert "nowhere" in ended.err
+    evaluate = ("evaluate", "evqa", f"--references={inputs / 'data'}", f"--predictions={said}")
+    refused(*evaluate, "--sources=y", message="--sources=y: tells the articles of ranked sources")
+    lost = {"data.sources": "nowhere"}
+    refused(*flags(inputs, "clip_by_picture", tmp_path / "run", **lost), message="nowhere")

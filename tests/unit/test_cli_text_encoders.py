@@ -286,11 +286,8 @@ def cached(published, tmp_path, fresh_cache, monkeypatch):
 
 
 def test_what_depends_on_a_model_sees_its_weights(cached, tmp_path):
-    assert (is_cached(cached[0]), is_cached("org/none"), is_cached("minilm")) == (
-        True,
-        False,
-        False,
-    )
+    there = [is_cached(name) for name in (cached[0], "org/none", "minilm")]
+    assert there == [True, False, False]
     folder = shutil.copytree(find_model(cached[0]), tmp_path / "copy")
     before = identity.of_folders(folder)
     assert identity.of_folders(cached[0]) == before

@@ -187,6 +187,13 @@ def test_a_submission_of_aokvqas_hidden_split(tmp_path):
     assert "none of the 1 questions has published direct answers" in ended.err
 
 
+def check_bad(benchmark, raw, text, message, refused) -> None:
+    path = raw.parent / "bad.json"
+    path.write_text(text)
+    flags = (f"--references={raw}", f"--predictions={path}")
+    refused("evaluate", benchmark, *flags, message=message)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -198,17 +205,11 @@ def test_a_submission_of_aokvqas_hidden_split(tmp_path):
         ('[{"question_id": true, "answer": "a"}]', r"bad\.json, entry 1: .* was expected"),
         (json.dumps(official({99: "a"})), r"no question has the id '99' among the 3"),
         (json.dumps(official({25: "a"}) * 2), r"bad\.json, entry 2: question 25 is answered twice"),
-        (
-            '[{"question_id": 25, "answer": "\\ud83d"}]',
-            r"bad\.json, line 1, column 33: holds '\\ud83d', half",
-        ),
+        ('[{"question_id": 25, "answer": "\\ud83d"}]', r"line 1, column 33: holds '\\ud83d', half"),
     ],
 )
 def test_bad_predictions_of_okvqa(text, message, refused, tmp_path):
-    raw = write_okvqa(tmp_path / "raw")
-    (tmp_path / "bad.json").write_text(text)
-    flags = (f"--references={raw}", f"--predictions={tmp_path / 'bad.json'}")
-    refused("evaluate", "okvqa", *flags, message=message)
+    check_bad("okvqa", write_okvqa(tmp_path / "raw"), text, message, refused)
 
 
 @pytest.mark.parametrize(
@@ -225,10 +226,7 @@ def test_bad_predictions_of_okvqa(text, message, refused, tmp_path):
     ],
 )
 def test_bad_predictions_of_aokvqa(text, message, refused, tmp_path):
-    raw = write_aokvqa(tmp_path / "raw")
-    (tmp_path / "bad.json").write_text(text)
-    flags = (f"--references={raw}", f"--predictions={tmp_path / 'bad.json'}")
-    refused("evaluate", "aokvqa", *flags, message=message)
+    check_bad("aokvqa", write_aokvqa(tmp_path / "raw"), text, message, refused)
 
 
 def test_choices_come_back_from_predictions_jsonl(tmp_path):

@@ -14,16 +14,10 @@ from mmqa_jax.data.documents.document import Document, letters
 from mmqa_jax.data.documents.pdf import read_pdf
 from tests.bench.rectangles import placed
 
-LEFT = (
-    "The north pier was built in 1907",
-    "from granite blocks that ships",
-    "brought from Bornholm.",
-)
-RIGHT = (
-    "The south pier is younger than it",
-    "and it is closed to all visitors",
-    "from October to March.",
-)
+LEFT = ["The north pier was built in 1907", "from granite blocks that ships"]
+LEFT += ["brought from Bornholm."]
+RIGHT = ["The south pier is younger than it", "and it is closed to all visitors"]
+RIGHT += ["from October to March."]
 ROWS = (("Pump", "Flow", "Power"), ("P-11", "40 l/s", "3 kW"), ("P-12", "55 l/s", "7 kW"))
 
 
@@ -208,13 +202,9 @@ def test_forms_and_notes_are_read_where_they_stand():
     ]
     document = read_pdf(pdf_of([(page, "\n".join(added))], is_form=True), 64)
     assert texts(document) == [
-        "Vessel: | Morning Heron",
-        "Shore power: | ☑ checked",
-        "Crane: | ☐",
-        "The sluice opens at 5.20",
-        "The plan follows.",
-        "See the other plan.",
-    ]
+        "Vessel: | Morning Heron", "Shore power: | ☑ checked", "Crane: | ☐",
+        "The sluice opens at 5.20", "The plan follows.", "See the other plan.",
+    ]  # fmt: skip
     assert document.missing == 0
     assert document.left_out == {"hidden notes": letters("Nobody sees it")}
 

@@ -88,23 +88,28 @@ def interpreted(monkeypatch):
     return monkeypatch
 
 
+def same_gradients(one, other, *arrays):
+    """Compares values and gradients of two functions whose results are of the first array's shape."""
+    weights = np.random.default_rng(1).normal(size=arrays[0].shape).astype(np.float32)
+
+    def value_and_gradients(f):
+        value = jax.value_and_grad(lambda *x: (f(*x) * weights).sum(), argnums=range(len(arrays)))
+        return jax.jit(value)(*arrays)
+
+    got, want = value_and_gradients(one), value_and_gradients(other)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
+    for ours, theirs in zip(got[1], want[1], strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+
+
 def same_values_and_gradients(q, k, v, attend, mask):
     """Beside a dense mask, bool [B or 1, 1, L, L], over repeated heads."""
-    weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
 
     def wanted(q, k, v):
         k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
         return attention(q, k, v, mask=mask)
 
-    got, want = (
-        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), argnums=(0, 1, 2)))(
-            q, k, v
-        )
-        for f in (attend, wanted)
-    )
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for ours, theirs in zip(got[1], want[1], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    same_gradients(attend, wanted, q, k, v)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +166,6 @@ def test_sinks_are_in_the_softmax_alone(name, interpreted):
     length = 256
     q, k, v = inputs(length, length, size=32)
     sinks = np.array([-1.0, 0.5, 2.0, 4.0], np.float32)
-    weights = np.random.default_rng(1).normal(size=q.shape).astype(np.float32)
     window = Window(jnp.int32(48), (48, 2**30))
     distance = np.arange(length)[:, None] - np.arange(length)
     seen = (distance >= 0) & (distance < 48)
@@ -179,15 +183,7 @@ def test_sinks_are_in_the_softmax_alone(name, interpreted):
         shares = jax.nn.softmax(jnp.concatenate([scores, column], axis=-1), axis=-1)
         return jnp.einsum("bhqk,bkhd->bqhd", shares[..., :-1], v)
 
-    got, want = (
-        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) * weights).sum(), argnums=range(4)))(
-            q, k, v, sinks
-        )
-        for f in (attend, wanted)
-    )
-    np.testing.assert_allclose(got[0], want[0], rtol=1e-5)
-    for ours, theirs in zip(got[1], want[1], strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    same_gradients(attend, wanted, q, k, v, sinks)
 
 
 @pytest.mark.parametrize(
