@@ -194,11 +194,7 @@ def test_a_split_whose_questions_list_no_sources(bare_data, models, refused, tmp
     message = r"oracle sources: the gold sources of all 8 questions .* are hidden"
     refused("answer", data, model, f"--out={answers}", message=message)
     flags = ("evaluate", "corpus", f"--references={bare_data}")
-    refused(
-        *flags, f"--predictions={restricted}",
-        message=r"none of the 8 questions has gold",
-    )  # fmt: skip
-    refused(
-        *flags, f"--predictions={answers}",
-        message=r"none of the 8 questions has keyword",
-    )  # fmt: skip
+    message = r"none of the 8 questions has gold"
+    refused(*flags, f"--predictions={restricted}", message=message)
+    message = r"none of the 8 questions has keyword"
+    refused(*flags, f"--predictions={answers}", message=message)

@@ -1,7 +1,7 @@
 """Prophet, MAVL and RMR on a corpus of sources: MCAN over its pictures, and rows of Atlas."""
 
 import pytest
-from cli_runs import LANDS, ROOT, done, flags_with, mmqa, quietly, rows_of, sentence, traced_loss
+from cli_runs import LANDS, ROOT, done, flags_with, quietly, rows_of, sentence, traced_loss
 from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
@@ -172,11 +172,10 @@ def test_captions_take_neither_pictures_nor_augmentation():
         check_config(config)
 
 
-def test_an_unknown_context(data, tmp_path):
-    flags = ["--config.data.context=captions", f"--config.data.dir={data}"]
-    ended = mmqa("run", f"--config={TABLES}:vqa_model_alone", f"--workdir={tmp_path / 'r'}", *flags)
-    assert ended.code == 2
-    assert "data.context" in ended.err
+def test_an_unknown_context(data, tmp_path, refused):
+    values = {"data.context": "captions", "data.dir": data}
+    run = flags_with("run", "atlas/tables.py:vqa_model_alone", tmp_path / "r", values)
+    refused(*run, message=r"data\.context")
 
 
 @pytest.mark.parametrize("mode", ["small", "runlocal"])

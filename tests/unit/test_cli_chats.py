@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from cli_runs import done, flags_with, mmqa, png, quietly, rows_of
+from cli_runs import done, flags_with, png, quietly, rows_of
 from tiny_llm import write_folder, write_qwen_vl
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -69,8 +69,7 @@ def test_a_model_learns_conversations_and_the_loss_of_others_falls(
     assert "eval/accuracy" not in rows[-1]
 
 
-def test_pictures_are_refused_by_a_model_of_words(data, tmp_path):
+def test_pictures_are_refused_by_a_model_of_words(data, tmp_path, refused):
     values = {**TINY, "init": data / "llm", "data.dir": data / "pictured"}
-    found = mmqa(*flags_with("train", "scienceqa/rmr_finetune.py", tmp_path / "run", values))
-    assert found.code == 2
-    assert "shows pictures, which the model does not see" in found.err
+    run = flags_with("train", "scienceqa/rmr_finetune.py", tmp_path / "run", values)
+    refused(*run, message="shows pictures, which the model does not see")

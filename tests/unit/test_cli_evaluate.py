@@ -221,12 +221,12 @@ def test_a_submission_goes_by_the_questions_own_snippet_ids(webqa_files, tmp_pat
     assert again["scores"] == result["scores"]
 
 
-def test_unknown_sources_of_a_submission_count_as_wrong_and_are_counted(webqa_files, tmp_path):
+def test_unknown_sources_of_a_submission_count_as_wrong_and_are_counted(
+    webqa_files, tmp_path, refused
+):
     """As the authors' own submissions have them ("dummy"): CLIP_encodings.ipynb, cell 40."""
-    flags = (
-        *("evaluate", "webqa", f"--references={webqa_files / 'val.json'}"),
-        *("--split=val", "--lemmatizer=none"),
-    )
+    official = f"--references={webqa_files / 'val.json'}"
+    flags = ("evaluate", "webqa", official, "--split=val", "--lemmatizer=none")
     known = {"g2": {"sources": ["g2_0"], "answer": "Red."}}
     path = tmp_path / "EvalAI.json"
     path.write_text(json.dumps(known))
@@ -248,16 +248,15 @@ def test_unknown_sources_of_a_submission_count_as_wrong_and_are_counted(webqa_fi
     assert result["scores"]["source_f1/notebook"] == pytest.approx(third / count, abs=1e-5)
     # The leaderboard would not know them either.
     out = f"--submission={tmp_path / 'out.json'}"
-    ended = mmqa(*flags, f"--predictions={path}", out)
-    assert ended.code == 2
-    assert "prediction for g2: cites 'dummy', which is not in the corpus" in ended.err
+    message = "prediction for g2: cites 'dummy', which is not in the corpus"
+    refused(*flags, f"--predictions={path}", out, message=message)
 
 
 def f1(precision: float) -> float:
     return 2 * precision / (precision + 1 + 1e-5)
 
 
-def test_a_submission_of_the_hidden_split(tmp_path):
+def test_a_submission_of_the_hidden_split(tmp_path, refused):
     hidden = {
         "h1": {
             "Q": "Where?", "Qcate": "text", "split": "test", "Guid": "h1",
@@ -277,9 +276,8 @@ def test_a_submission_of_the_hidden_split(tmp_path):
         f"written {path}; the answers of this split are hidden, nothing was scored",
     ]
     assert json.loads(path.read_text()) == {"h1": {"sources": ["h1_0"], "answer": "Here"}}
-    ended = mmqa(*flags, f"--predictions={predictions}")
-    assert ended.code == 2
-    assert "none of the 2 questions has keyword answers" in ended.err
+    message = "none of the 2 questions has keyword answers"
+    refused(*flags, f"--predictions={predictions}", message=message)
 
 
 def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refused, tmp_path):
@@ -291,10 +289,8 @@ def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refu
         "evaluate", "webqa", f"--references={webqa_files / 'out.tsv'}", f"--predictions={bm25}",
         message=r"--references: an output TSV has no gold sources to score .*bm25\.jsonl by; give",
     )  # fmt: skip
-    refused(
-        "evaluate", "evqa", f"--predictions={bm25}",
-        message=r"--references: is missing; name",
-    )  # fmt: skip
+    message = r"--references: is missing; name"
+    refused("evaluate", "evqa", f"--predictions={bm25}", message=message)
     out = f"--submission={tmp_path / 'leaderboard.json'}"
     refused("evaluate", "webqa", tsv, out, message=r"--submission: the references hold no sources")
     refused(
@@ -308,6 +304,5 @@ def test_references_and_submissions_that_cannot_be(webqa_files, data, bm25, refu
         (f"--against={tmp_path / 'gone.jsonl'}", r"gone\.jsonl: no such file"),
     ):
         refused("evaluate", "webqa", f"--predictions={said}", *flags, more, message=message)
-    refused(
-        "evaluate", "webqa", tsv, f"--references={tmp_path / 'no.json'}", message="no such folder"
-    )
+    nowhere = f"--references={tmp_path / 'no.json'}"
+    refused("evaluate", "webqa", tsv, nowhere, message="no such folder")

@@ -6,7 +6,6 @@ from cli_runs import (
     TEST,
     done,
     flags_with,
-    mmqa,
     question,
     quietly,
     rows_of,
@@ -97,15 +96,13 @@ def test_the_row_of_the_classifier(trained, data, models, index, tmp_path):
     assert all(right[:3])  # questions on capitals, as in its training
 
 
-def test_another_classifier_is_another_retriever(trained, data, models, index, tmp_path):
+def test_another_classifier_is_another_retriever(trained, data, models, index, tmp_path, refused):
     """A run resumes with the same classifier only; a missing one is named."""
     flags = row_flags("webqa:clip2_classified", tmp_path / "run", data, models, index)
-    ended = mmqa(*flags, "--config.parts.retriever.modality_model=nowhere")
-    assert ended.code == 2
-    assert "1 of its inputs are missing: nowhere (no such path" in ended.err
-    ended = mmqa(*flags, f"--config.parts.retriever.modality_model={models / 'answer'}")
-    assert ended.code == 2
-    assert "holds a model of task 'answer', modality was expected" in ended.err
+    message = r"1 of its inputs are missing: nowhere \(no such path"
+    refused(*flags, "--config.parts.retriever.modality_model=nowhere", message=message)
+    message = "holds a model of task 'answer', modality was expected"
+    refused(*flags, f"--config.parts.retriever.modality_model={models / 'answer'}", message=message)
 
 
 @pytest.mark.parametrize(
@@ -123,10 +120,8 @@ def test_another_classifier_is_another_retriever(trained, data, models, index, t
 def test_wrong_configs(change, message, trained, data, refused, tmp_path):
     if "data.dir" in change:
         change = {"data.dir": data}  # its train questions all need snippets
-    refused(
-        *flags_of(**{"data": trained / "data", "workdir": tmp_path / "run"}, **change),
-        message=message,
-    )
+    places = {"data": trained / "data", "workdir": tmp_path / "run"}
+    refused(*flags_of(**places, **change), message=message)
 
 
 def test_a_classifier_that_nothing_uses(trained, refused, tmp_path):

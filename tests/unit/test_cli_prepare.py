@@ -209,10 +209,8 @@ def test_bad_official_files(webqa_raw, refused, tmp_path):
     number = next(n for n, line in enumerate(lines) if '"Qcate"' in line)
     lines[number] = lines[number].replace(":", "")
     (webqa_raw / "WebQA_train_val.json").write_text("\n".join(lines))
-    refused(
-        *flags,
-        message=rf"WebQA_train_val\.json, line {number + 1}, .*not valid JSON .*; repair that line",
-    )
+    message = rf"WebQA_train_val\.json, line {number + 1}, .*not valid JSON .*; repair that line"
+    refused(*flags, message=message)
     (webqa_raw / "WebQA_train_val.json").write_text("{}")
     refused(*flags, message=r"list no facts, so the corpus is empty; check the files")
     (webqa_raw / "WebQA_train_val.json").write_text(good)

@@ -303,27 +303,20 @@ def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_pa
     refused(*flags, f"--model={folder}", message=rf"{prompts}, {long}")
     refused(*flags, "--model=missing", message="--model=missing: no such file .* names smollm2")
     refused(*flags, f"--model={tmp_path / 'notes.txt'}", message="notes.txt: not a checkpoint")
-    refused(
-        *flags, f"--model={folder}", f"--tokenizer={tmp_path}", message="neither tokenizer.json"
-    )
-    refused(
-        *flags, f"--model={folder}", "--config.model.dtype=float64",
-        message="config key model.dtype='float64': expected auto",
-    )  # fmt: skip
+    message = "neither tokenizer.json"
+    refused(*flags, f"--model={folder}", f"--tokenizer={tmp_path}", message=message)
+    message = "config key model.dtype='float64': expected auto"
+    refused(*flags, f"--model={folder}", "--config.model.dtype=float64", message=message)
     refused(
         *flags, f"--model={folder}", "--config.model.mesh.data=4", "--config.engine.slots=6",
         message="engine.slots is 6: expected a multiple of 4, .* data=4; set it to 8,",
     )  # fmt: skip
-    refused(
-        *flags, "--backend=openai", "--model=gpt-4", f"--tokenizer={folder}",
-        message="--tokenizer=.*: a server has its own; leave it out",
-    )  # fmt: skip
+    message = "--tokenizer=.*: a server has its own; leave it out"
+    refused(*flags, "--backend=openai", "--model=gpt-4", f"--tokenizer={folder}", message=message)
     missing = tmp_path / "none.txt"
-    refused(
-        "prompt", f"--prompts={missing}", "--model=x", f"--out={tmp_path / 'o'}", CONFIG,
-        message=f"{missing}: no such file",
-    )  # fmt: skip
-    refused(
-        "prompt", f"--prompts={prompts}", "--model=x", f"--out={tmp_path}", CONFIG,
-        message="--out=.*: is a folder",
-    )  # fmt: skip
+    for asked, out, message in (
+        (missing, tmp_path / "o", f"{missing}: no such file"),
+        (prompts, tmp_path, "--out=.*: is a folder"),
+    ):
+        flags = (f"--prompts={asked}", "--model=x", f"--out={out}", CONFIG)
+        refused("prompt", *flags, message=message)

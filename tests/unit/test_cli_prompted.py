@@ -4,7 +4,7 @@ import json
 
 import jax
 import pytest
-from cli_runs import done, flags_with, mmqa, of_engine, rows_of
+from cli_runs import done, flags_with, of_engine, rows_of
 from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
@@ -77,16 +77,15 @@ def test_a_prompted_row(inputs, tmp_path):
     assert json.loads((tmp_path / "run" / "scores.json").read_bytes()) == scores
 
 
-def test_shards_of_a_row_whose_engines_have_other_sizes(inputs, tmp_path):
+def test_shards_of_a_row_whose_engines_have_other_sizes(inputs, tmp_path, refused):
     cache = f"--config.parts.llm.cache={tmp_path / 'responses.sqlite'}"
     run = [*flags(inputs, "smollm2_zero_shot", tmp_path / "run", max_new_tokens=2), cache]
     run.append("--chunk=2")
     result = done(*run, "--shard=0/2")
     assert result["waiting_for_other_shards"]
     other = [*run, "--shard=1/2", "--config.parts.llm.engine.prefill_tokens=32"]
-    ended = mmqa(*other, "--config.parts.llm.engine.length=128")
-    assert ended.code == 2
-    assert "parts.llm.engine.length (192 there, 128 now) differ; name a new" in ended.err
+    message = r"parts\.llm\.engine\.length \(192 there, 128 now\) differ; name a new"
+    refused(*other, "--config.parts.llm.engine.length=128", message=message)
     result = done(*other)
     assert (result["questions"], result["engine"]["prefill_tokens"]) == (3, 32)  # the last part's
 

@@ -159,7 +159,7 @@ def test_known_modality_finds_no_other(method, data, models, index, tmp_path):
     assert result["by_modality"]["text"]["recall"].keys() >= {"recall@1", "recall@5"}
 
 
-def test_classified_modality(data, tmp_path):
+def test_classified_modality(data, tmp_path, refused):
     """Two train questions on flags teach it; the test question on a flag is told apart."""
     flags = [
         question(n, "train", land, question=f"What color has the flag of {land}?", category="color",
@@ -177,9 +177,7 @@ def test_classified_modality(data, tmp_path):
     assert len(rows["test3"]) == 3
     # Without questions of both kinds there is nothing to learn.
     one_kind = ("search", f"--data={data}", *search[2:])
-    ended = mmqa(*one_kind)
-    assert ended.code == 2
-    assert "none of the 8 training questions needs image sources" in ended.err
+    refused(*one_kind, message="none of the 8 training questions needs image sources")
 
 
 def test_restricted_and_compatible_bm25(data, tmp_path):

@@ -54,11 +54,8 @@ def test_wrong_flags_of_the_stages(verb, flag, message, wrong, refused):
     ],
 )
 def test_a_model_of_another_task(verb, task, expected, wrong, models, refused):
-    refused(
-        *wrong[verb],
-        f"--model={models / task}",
-        message=rf"{task}: holds a model of task '{task}', {expected} was expected",
-    )
+    message = rf"{task}: holds a model of task '{task}', {expected} was expected"
+    refused(*wrong[verb], f"--model={models / task}", message=message)
 
 
 @pytest.mark.parametrize("verb", ["embed", "search", "rerank", "answer", "evaluate"])
