@@ -191,8 +191,8 @@ def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
     values = {"data.dir": tmp_path / "data",
               "parts.heuristics.candidates": tmp_path / "candidates.json",
               "parts.heuristics.examples": ""}  # fmt: skip
-    row = "aokvqa/tables.py:vqa_model_alone"
-    result = done(*flags_with("run", row, workdir, values), "--split=test")
+    config = "aokvqa/tables.py:vqa_model_alone"
+    result = done(*flags_with("run", config, workdir, values), "--split=test")
     assert result["scores"] == {}
     assert "nothing is scored; submission.json is the leaderboard's file" in result["notes"][0]
     assert read_json(workdir / "submission.json") == {"t1": {"direct_answer": "moon"}}
@@ -206,7 +206,7 @@ def test_a_hidden_split_gives_the_leaderboards_file(tmp_path):
     listed = done("tables", "aokvqa", f"--workdir={tmp_path / 'rows'}")["rows"]
     (row,) = (row for row in listed if row["config_row"] == "vqa_model_alone")
     assert row["status"] == "leaderboard"
-    done(*flags_with("run", row, tmp_path / "val", values))  # answers are published
+    done(*flags_with("run", config, tmp_path / "val", values))  # answers are published
     assert not (tmp_path / "val" / "submission.json").exists()
 
 
