@@ -158,6 +158,7 @@ class Engine:
             whole and PatchIds(whole.config),
             self._adapters,
             recurrent=model.config.recurrent,
+            has_beams=not (model.config.recurrent or model.config.borrowers),
         )
         self._pool = PagePool(
             config.slots,

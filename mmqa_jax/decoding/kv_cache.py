@@ -72,7 +72,9 @@ def layout(
         spec = mesh and NamedSharding(mesh, partition_spec(names, shape, mesh))
         return jax.ShapeDtypeStruct(shape, kind, sharding=spec)
 
-    def of_layer(config: LlamaConfig) -> LayerCache | State:
+    def of_layer(config: LlamaConfig) -> LayerCache | State | None:
+        if config.borrows:
+            return None
         if config.recurrent:
             return recurrent_state.layout(config, slots, mesh)
         head = (pages, config.kv_heads)
@@ -199,6 +201,8 @@ class Tokens:
     adapters: jax.Array | None  # int [R, 1]
     rows: jax.Array | None  # int32 [R]: slots of recurrent states
     side: jax.Array | None = None  # [N, R, L, P]: of `LlamaConfig.side`
+    # Of each layer the one whose keys and values it reads.
+    lenders: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
 
 
 def tokens_in(
@@ -221,7 +225,9 @@ def tokens_in(
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
     if pictures is not None and config.picture_sight != "causal":
         branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
-    return Tokens(columns, cos, sin, table, starts, ends, branches, adapters, rows)
+    lenders = tuple(map(config.lender, range(config.layers)))
+    where = (columns, cos, sin, table, starts, ends, branches, adapters, rows)
+    return Tokens(*where, lenders=lenders)
 
 
 def run_layers(
@@ -241,13 +247,13 @@ def run_layers(
     program: of `layer_program`, which every layer runs by itself and which takes over its cache;
       None within a program.
     """
-    written, program = [], program or _inlined
+    written, program, lenders = [*cache], program or _inlined, of_tokens.lenders
     traits, of_tokens = traits.replace(side=of_tokens.side), of_tokens.replace(side=None)
-    for number, ((graphdef, params), held) in enumerate(zip(layers, cache, strict=True)):
-        of_layer = traits.of(number)
+    for number, (graphdef, params) in enumerate(layers):
+        of_layer, held = traits.of(number), written[lenders[number]]
         x, held = program(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
         x = added(x, deepstack, number)
-        written.append(held)
+        written[lenders[number]] = held
     return x, tuple(written)
 
 
@@ -271,7 +277,7 @@ def _layer(
     cap = layer.config.attention_cap
 
     def write_and_attend(q, k, v, held, sinks, table, starts, ends, columns, branches, window=None):
-        held = write(held, k, v, table, starts)
+        held = held if k is None else write(held, k, v, table, starts)
         width = held.value.shape[2]
         read = table.shape[1] * width if limit is None else limit
         options = {"window": window, "cap": cap, "sinks": sinks}

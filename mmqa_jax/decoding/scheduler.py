@@ -314,6 +314,7 @@ class RequestTokenizer:
       patches: of a model with pictures, None of a text-only one.
       adapters: names of adapters, from number 1 on.
       recurrent: whether the model has layers whose state has no branches.
+      has_beams: whether all that its layers hold is held for beams, too.
     """
 
     def __init__(
@@ -327,8 +328,9 @@ class RequestTokenizer:
         adapters: Sequence[str] = (),
         *,
         recurrent: bool = False,
+        has_beams: bool = True,
     ):
-        self._recurrent = recurrent
+        self._recurrent, self._has_beams = recurrent, has_beams
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
@@ -351,10 +353,10 @@ class RequestTokenizer:
             )
         if isinstance(request, requests.Scoring):
             return self._scoring(request, adapter)
-        if request.beams and self._recurrent:
+        if request.beams and not self._has_beams:
             raise UserError(
-                f"request {request.id!r}: beams is {request.beams}: states of the gated delta rule "
-                "are not held for beams; set it to 0."
+                f"request {request.id!r}: beams is {request.beams}: states of the gated delta "
+                "rule, and keys that layers share, are not held for beams; set it to 0."
             )
         prompt = self._tokens(request.id, "prompt", request.prompt)
         prompt, pictures, shifts = self._expand(request, prompt)

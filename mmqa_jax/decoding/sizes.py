@@ -442,7 +442,7 @@ class _Cost:
 
         def of_layer(layer: LlamaConfig) -> float:
             numbers = token_width(layer.head_size) if self.scanned else 2 * layer.head_size
-            heads = 0 if layer.recurrent else _kv_heads(layer, tensor, layer.heads)
+            heads = 0 if layer.recurrent or layer.borrows else _kv_heads(layer, tensor, layer.heads)
             return heads * (numbers * item + 2 * of_scale)
 
         return self._of_places(of_layer) / tensor + of_draft

@@ -473,10 +473,11 @@ def embed(
 
     And what these add to the first layers' states, [n, R, L, H]; None: nothing.
     """
-    embedded = model.embed(jnp.maximum(tokens, 0))
-    if patches is None:
-        return embedded, None
-    return spread(embedded, patches, tokens < 0)
+    words = jnp.maximum(tokens, 0)
+    embedded, deepstack = model.words_of(words), None
+    if patches is not None:
+        embedded, deepstack = spread(embedded, patches, tokens < 0)
+    return model.with_side(embedded, words), deepstack
 
 
 def next_tokens(

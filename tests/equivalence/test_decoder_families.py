@@ -586,6 +586,31 @@ CASES = {
             **TOKENS,
         },
     ),
+    "gemma4_text, E2B": Case(
+        "Gemma4",
+        {
+            "num_hidden_layers": 5,
+            "head_dim": 4,
+            "global_head_dim": 8,
+            "sliding_window": 33,
+            "layer_types": ["sliding_attention"] * 2
+            + ["full_attention", "sliding_attention", "full_attention"],
+            "final_logit_softcapping": 4.0,
+            "hidden_size_per_layer_input": 10,
+            "vocab_size_per_layer_input": 97,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "rope_theta": 4321.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
+            },
+            **TOKENS,
+        },
+    ),
 }
 
 
@@ -652,7 +677,7 @@ def test_packed_rows_are_texts_alone(pair):
 FEW = {"slots": 3, "length": 192, "buckets": (32,), "prefill_tokens": 64}
 MANY = FEW | {"buckets": (16, 64)}
 OF_MANY = "gemma2"
-GEMMA4 = ("gemma4_text", "gemma4_text, heads alike, experts")
+GEMMA4 = ("gemma4_text", "gemma4_text, heads alike, experts", "gemma4_text, E2B")
 IN_CHUNKS = "llama4_text, of long chunks"
 # Choices: branches of a prompt, with windows, scanned or not, and with rotations.
 BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen3_5", False))
@@ -809,7 +834,7 @@ TRAINED = (
     "gpt_oss",
     "llama4_text",
     "qwen3_5",
-    GEMMA4[1],
+    *GEMMA4[1:],
     "nemotron",
     "glm4_moe",
     "lfm2",
@@ -818,11 +843,13 @@ TRAINED = (
 
 
 @pytest.mark.parametrize("pair", TRAINED, indirect=True)
-def test_three_training_steps_are_torchs(pair):
+def test_three_training_steps_are_torchs(pair, request):
     """Plain gradient descent on packed examples, each of which is a row of its own in torch."""
     theirs, ours, folder, _ = pair
     theirs = type(theirs).from_pretrained(folder, attn_implementation="eager").train()
-    rng, size, rate = np.random.default_rng(5), RowSize(96, 48), 0.3
+    rng, size = np.random.default_rng(5), RowSize(96, 48)
+    # Five layers of undivided scores enlarge what is rounded in longer steps.
+    rate = 0.03 if request.node.callspec.params["pair"] == GEMMA4[2] else 0.3
     graphdef, state = nnx.split(ours)
     step = descent(LanguageModelObjective(ours.config), graphdef, rate)
     for _ in range(3):
@@ -1041,7 +1068,7 @@ REFUSED = [
         {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
         "sliding_attention is scaled",
     ),
-    ("gemma4_text", {"num_kv_shared_layers": 1}, "num_kv_shared_layers is 1, which this reader"),
+    ("gemma4_text", {"num_kv_shared_layers": 1}, r"model\.borrowers is 1: expected so many"),
     ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention is 'all'"),
     ("gemma4_text", {"global_head_dim": 0}, "global_head_dim is 0, expected a whole number"),
     ("gemma4_text", {"per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config is "),

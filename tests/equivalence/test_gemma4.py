@@ -61,20 +61,22 @@ TOWER = {
 }  # fmt: skip
 # Of the language model and the tower.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "31B, windows smaller than a picture": (
+    "26B-A4B, windows smaller than a picture": (
         {
             "num_hidden_layers": 3, "global_head_dim": 12, "num_global_key_value_heads": 3,
             "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
+            "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
         },
         {"standardize": True, "pooling_kernel_size": 2},
     ),
-    "26B-A4B, a picture is causal": (
+    "E2B, a picture is causal": (
         {
-            "global_head_dim": 12, "layer_types": ["sliding_attention", "full_attention"],
-            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
-            "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+            "num_hidden_layers": 4, "global_head_dim": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "hidden_size_per_layer_input": 10, "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
         },
         {"use_clipped_linears": True, "pooling_kernel_size": 3},
     ),

@@ -90,6 +90,10 @@ class LlamaConfig:
     the heads of "full" layers beside "near" ones, which are `local`; None is as the others'.
     `keys_are_values`: values are what is projected for the keys.
 
+    `borrowers`: how many of the last layers have no keys and values of their own and take those of
+    the last layer of their kind before them (Gemma 4's E2B and E4B), whose MLPs have a width
+    `borrower_mlp` of their own; None is `mlp`.
+
     `dtype` is the compute dtype (norms, softmax, rotary angles and logits stay float32),
     `attention` the implementation of `layers.attention`; `remat` and `unroll` go to
     `layers.scan_layers`.
@@ -164,6 +168,8 @@ class LlamaConfig:
     choice_bias: bool = False
     expert_weight: float = 1.0
     conv_taps: int | None = None
+    borrowers: int = 0
+    borrower_mlp: int | None = None
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -247,6 +253,14 @@ class LlamaConfig:
             raise UserError(
                 'model.picture_sight "near" needs layers of that kind in model.kinds; leave it out.'
             )
+        own = self.layers - self.borrowers
+        lend = {*self.kinds[:own]}
+        if (self.layers > 1 and self.borrowers and not {*self.kinds[own:]} <= lend) or own < 0:
+            raise UserError(
+                f"model.borrowers is {self.borrowers}: expected so many last layers "
+                f"of model.layers = {self.layers} that those before have their model.kinds, too; "
+                "correct it."
+            )
         if any(window < 0 for window in self.windows):
             raise UserError(
                 f"model.windows is {self.windows}: expected numbers from 0; correct it."
@@ -280,6 +294,8 @@ class LlamaConfig:
     @property
     def period(self) -> int:
         """After how many layers their kinds repeat: the least number that divides all layers."""
+        if self.borrowers:
+            return self.layers
         kinds = self.kinds or ("full",) * self.layers
         periods = (n for n in range(1, self.layers + 1) if self.layers % n == 0)
         return next(n for n in periods if kinds == kinds[:n] * (self.layers // n))
@@ -295,10 +311,25 @@ class LlamaConfig:
         if self.kinds[number].startswith("plain"):
             changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
             changes |= {"mlp": self.plain_mlp}
+        if number >= self.layers - self.borrowers:
+            changes["mlp"] = self.borrower_mlp or self.mlp
+        changes["borrowers"] = int(number >= self.layers - self.borrowers)
         if self.picture_sight == "near":
             near = self.kinds[number] == "near"
             changes["picture_sight"] = "both" if near else "causal"
         return dataclasses.replace(self, kinds=(self.kinds[number],), layers=1, **changes)
+
+    def lender(self, number: int) -> int:
+        """The layer whose keys and values a layer takes: itself, or one before."""
+        own = self.layers - self.borrowers
+        if number < own:
+            return number
+        return max(n for n in range(own) if self.kinds[n] == self.kinds[number])
+
+    @property
+    def borrows(self) -> bool:
+        """Whether a layer takes keys and values of another; of the config of one layer."""
+        return 0 < self.borrowers == self.layers
 
     @property
     def places(self) -> tuple[LlamaConfig, ...]:
@@ -309,7 +340,8 @@ class LlamaConfig:
     def mixing(self) -> int:
         """Parameters of the products of one layer's attention, or of what is in its place."""
         if not self.recurrent:
-            heads = (2 + self.gated) * self.heads + (2 - self.keys_are_values) * self.kv_heads
+            own = 0 if self.borrows else 2 - self.keys_are_values
+            heads = (2 + self.gated) * self.heads + own * self.kv_heads
             return self.hidden * self.head_size * heads
         delta = self.delta
         if delta is None:
@@ -330,6 +362,7 @@ class LlamaConfig:
     def linears(self) -> tuple[str, ...]:
         """The names of a layer's linears, without those inside experts and the gated delta rule."""
         names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
+        names = ("q", "out") if self.borrows else names
         names = () if self.kinds and RECURRENT.issuperset(self.kinds) else names
         names += ("out_gate",) if self.gated and names else ()
         names += ("side_gate", "side_out") if self.side else ()
@@ -474,6 +507,7 @@ _GEMMA3 = {**_GEMMA, "family": "gemma3_text", "qk_norm": "head", "rope_theta": 1
 _GEMMA4 = {**_GEMMA3, "family": "gemma4_text", "unit_norms": False, "vocab_size": 262144}
 _GEMMA4 |= {"positions": 262144, "rope_scaling": RopeScaling("proportional", 1.0, partial=0.25)}
 _GEMMA4 |= {"attention_scale": 1.0, "logit_cap": 30.0, "value_norm": True, "layer_scales": True}
+_GEMMA4_SMALL = {**_GEMMA4, "window": 512, "positions": 131072, "side": 256, "side_table": True}
 _GEMMA4 |= {"every": 6, "window": 1024}
 
 
@@ -704,6 +738,14 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         **_GEMMA3 | {"head_dim": 128}, hidden=5376, layers=62, heads=32, kv_heads=16, mlp=21504,
         positions=131072, vocab_size=262208, every=6, window=1024,
         rope_scaling=RopeScaling("linear", 8.0), attention_scale=168**-0.5,
+    ),
+    "gemma4_e2b": _gemma(
+        **_GEMMA4_SMALL, hidden=1536, layers=35, heads=8, kv_heads=1, mlp=6144, every=5,
+        full_layers=FullLayers(512, 1), borrowers=20, borrower_mlp=12288,
+    ),
+    "gemma4_e4b": _gemma(
+        **_GEMMA4_SMALL, hidden=2560, layers=42, heads=8, kv_heads=2, mlp=10240, every=6,
+        full_layers=FullLayers(512, 2), borrowers=18,
     ),
     "gemma4_31b": _gemma(
         **_GEMMA4, hidden=5376, layers=60, heads=32, kv_heads=16, mlp=21504,

@@ -979,8 +979,9 @@ FAMILIES: Mapping[str, Family] = {
             **{key: kind for key, kind in _GEMMA.items() if key != "query_pre_attn_scalar"},
             **_WIDE_LAYERS,
             **kinds(
-                flag="enable_moe_block",
+                flag="enable_moe_block use_double_wide_mlp",
                 integer_or_null="hidden_size_per_layer_input",
+                integer="num_kv_shared_layers",
                 size="vocab_size_per_layer_input",
                 size_or_null="num_experts top_k_experts moe_intermediate_size",
             ),
@@ -1014,9 +1015,7 @@ FAMILIES: Mapping[str, Family] = {
         fixed={
             # "vision": of pictures' tokens, of which the language model alone has none.
             "use_bidirectional_attention": ("vision",),
-            "num_kv_shared_layers": (0,),
             "rope_scaling": (),  # rope_parameters say it
-            "use_double_wide_mlp": (False,),
         },
         names={
             **_GEMMA_NAMES,

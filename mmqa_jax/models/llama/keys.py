@@ -194,6 +194,7 @@ def _layer_rules(
     norms += (
         ("q_norm", "k_norm") if config.qk_norm in ("head", "whole") and not config.recurrent else ()
     )
+    norms = tuple(norm for norm in norms if norm != "k_norm" or not config.borrows)
     norms += ("side_norm",) if config.side else ()
     for norm in norms:
         turned = turns.get(norm, of_norms)
@@ -252,12 +253,20 @@ def _delta_rules(layer: str, path: str) -> list[Rule]:
     ]
 
 
+def unread(config: LlamaConfig) -> list[str]:
+    """Patterns of published tensors of layers that borrow keys and values, which nothing reads."""
+    borrowers = range(config.layers - config.borrowers, config.layers)
+    numbers = "|".join(map(str, borrowers))
+    layers = rf"^(?:language_model\.)?model\.layers\.(?:{numbers})\."
+    return [rf"{layers}self_attn\.[kv]_(proj|norm)\."] if numbers else []
+
+
 def llama_key_map(config: LlamaConfig, layout: str = "transformers") -> KeyMap:
     """Key map of one published layout, see `llama_rules`."""
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.tied else ()
     if layout != "transformers":
         tied = ()
-    ignore = (_COMPUTED[layout], *proposing(config))
+    ignore = (_COMPUTED[layout], *proposing(config), *unread(config))
     return KeyMap(llama_rules(config, layout), ignore=ignore, tied=tied)
 
 

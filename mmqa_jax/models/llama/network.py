@@ -72,6 +72,10 @@ class LayerTraits:
     number: jax.Array | np.ndarray | None = None  # int32: in the stack
     side: jax.Array | None = None  # [N, B, L, P] or [B, L, P]: of `LlamaConfig.side`
     sizes: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())  # of all windows
+    # Keys and values of the last layer of each kind, which it writes or borrows.
+    lent: dict[str, tuple[jax.Array, jax.Array]] | None = flax.struct.field(
+        pytree_node=False, default=None
+    )
 
     def of(self, number: int) -> LayerTraits:
         """One layer's."""
@@ -309,7 +313,8 @@ class LlamaLayer(nnx.Module):
             self.conv = ShortConv(config, rngs=rngs)
         else:
             self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
-            self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
+            if "k" in config.linears:
+                self.k = linear(size, kv_width, ("embed", "heads"), use_bias="k" in biases)
             if "v" in config.linears:
                 self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
             self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
@@ -334,7 +339,9 @@ class LlamaLayer(nnx.Module):
         if config.recurrent:
             pass  # it has norms of its own
         elif config.qk_norm == "head":
-            self.q_norm, self.k_norm = (norm(config.head_size, name="head_dim") for _ in "qk")
+            self.q_norm = norm(config.head_size, name="head_dim")
+            if not config.borrows:
+                self.k_norm = norm(config.head_size, name="head_dim")
         elif config.qk_norm == "whole":
             self.q_norm = norm(width, name="heads")
             self.k_norm = norm(kv_width, name="heads")
@@ -365,11 +372,12 @@ class LlamaLayer(nnx.Module):
         traits: LayerTraits = NO_TRAITS,
         *,
         apart: bool = False,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]."""
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """x [B, L, H] -> rotated query [B, L, heads, D] and key, and value [B, L, kv_heads, D]; the
+        latter are None where the layer borrows them."""
         q, k, v = self.products(x, traits, apart=apart)
         cos, sin = self.turned(*traits.turned(cos, sin))
-        return rotate_rows(q, cos, sin), rotate_rows(k, cos, sin), v
+        return rotate_rows(q, cos, sin), None if k is None else rotate_rows(k, cos, sin), v
 
     def turned(self, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The rotation of this layer's heads, of that of all kinds of layers side by side, those of
@@ -381,7 +389,7 @@ class LlamaLayer(nnx.Module):
 
     def products(
         self, x: jax.Array, traits: LayerTraits = NO_TRAITS, *, apart: bool = False
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
         """`project` without the rotation.
 
         apart: the products end before they are split into heads. XLA on TPU else gives them the
@@ -389,6 +397,8 @@ class LlamaLayer(nnx.Module):
         """
         config = self.config
         y = x if config.norms == "after" else self.input_norm(x)
+        if config.borrows:
+            return self._asked(self.q_norm(split_heads(self.q(y), config.heads))), None, None
         q, k = self.q(y), self.k(y)
         v = k if config.keys_are_values else self.v(y)
         if apart:
@@ -404,9 +414,12 @@ class LlamaLayer(nnx.Module):
         if config.qk_norm == "rotated":  # Llama 4 norms what is rotated, which has the same length
             turns = True if traits.rotated is None else traits.rotated
             q, k = (jnp.where(turns, unit_rms(x, config.eps), x) for x in (q, k))
-        if config.attention_scale is not None:  # attention divides by the root of a head's size
-            q = q * (config.attention_scale * config.head_size**0.5)
-        return q, k, v
+        return self._asked(q), k, v
+
+    def _asked(self, q: jax.Array) -> jax.Array:
+        """Queries for attention, which divides by the root of a head's size."""
+        scale = self.config.attention_scale
+        return q if scale is None else q * (scale * self.config.head_size**0.5)
 
     def finish(
         self, x: jax.Array, attended: jax.Array, traits: LayerTraits = NO_TRAITS
@@ -502,6 +515,10 @@ class LlamaLayer(nnx.Module):
                 mask = window.mask(mask, length, length, is_causal=True)
             both, window = True, None
         q, k, v = self.project(x, cos, sin, traits)
+        if self.config.borrows:
+            k, v = traits.lent[self.config.kinds[0]]
+        elif traits.lent is not None:
+            traits.lent[self.config.kinds[0]] = k, v
         q = far.grown(q, traits.rotated)
         attended = attention(
             q,
@@ -572,8 +589,15 @@ class Llama(nnx.Module):
     def embed(self, input_ids: jax.Array) -> jax.Array:
         """int [B, L] -> [B, L, H] in the compute dtype; with `LlamaConfig.side` what the layers get
         is behind it, [B, L, H + layers * side], see `parted`."""
+        return self.with_side(self.words_of(input_ids), input_ids)
+
+    def words_of(self, input_ids: jax.Array) -> jax.Array:
+        """int [B, L] -> [B, L, H] in the compute dtype."""
         x, scale = self.tokens(input_ids).astype(self.config.dtype), self.config.embedding_scale
-        x = x if scale == 1 else x * scale
+        return x if scale == 1 else x * scale
+
+    def with_side(self, x: jax.Array, input_ids: jax.Array) -> jax.Array:
+        """What `embed` gives of [B, L, H], of words or pictures; these have the id 0."""
         if not self.config.side:
             return x
         config, shape = self.config, (*x.shape[:-1], self.config.layers, self.config.side)
@@ -741,9 +765,9 @@ def _of_period(
     body: Callable, period: Period, x: jax.Array, traits: LayerTraits, key: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     """What `body` makes of one layer after another, and what it gives besides, stacked."""
-    ys = []
+    ys, lent = [], {}
     for place, of_layer in enumerate(split_key(key, len(period.places))):
-        x, y = body(period.places[place], x, traits.of(place), of_layer)
+        x, y = body(period.places[place], x, traits.of(place).replace(lent=lent), of_layer)
         ys.append(y)
     return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
 

@@ -213,11 +213,6 @@ class LlavaConfig:
         check_known("model.select", self.select, SELECTS)
         check_known("model.resize", self.resize, RESIZES)
         check_known("model.connector", self.connector, CONNECTORS)
-        if self.llama.side:
-            raise UserError(
-                f"model.llama.side is {self.llama.side}: expected none: inputs of layers' own "
-                "follow from words, which a picture lacks; use a decoder without them."
-            )
         if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
             raise UserError(
                 "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
@@ -464,12 +459,33 @@ def gemma4_31b_vl(**changes) -> LlavaConfig:
     return _gemma4("gemma4_31b", **changes)
 
 
+def _gemma4_small(decoder: str, **changes: Any) -> LlavaConfig:
+    vision = Gemma4VisionConfig(
+        width=768, layers=16, heads=12, head_dim=64, mlp_width=3072, clipped=True, standardize=False
+    )
+    sizes = _gemma4(decoder, vision=vision)
+    llama = dataclasses.replace(sizes.llama, picture_sight="causal")
+    return dataclasses.replace(sizes, llama=llama, **changes)
+
+
+def gemma4_e2b_vl(**changes) -> LlavaConfig:
+    """google/gemma-4-E2B-it, without what it hears by."""
+    return _gemma4_small("gemma4_e2b", **changes)
+
+
+def gemma4_e4b_vl(**changes) -> LlavaConfig:
+    """google/gemma-4-E4B-it, without what it hears by."""
+    return _gemma4_small("gemma4_e4b", **changes)
+
+
 def gemma4_26b_a4b_vl(**changes) -> LlavaConfig:
     """google/gemma-4-26B-A4B-it."""
     return _gemma4("gemma4_26b_a4b", **changes)
 
 
 PRESETS = {
+    "gemma4_e2b_vl": gemma4_e2b_vl,
+    "gemma4_e4b_vl": gemma4_e4b_vl,
     "gemma4_31b_vl": gemma4_31b_vl,
     "gemma4_26b_a4b_vl": gemma4_26b_a4b_vl,
     "gemma3_4b_vl": gemma3_4b_vl,

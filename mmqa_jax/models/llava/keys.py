@@ -29,7 +29,7 @@ from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors
+from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rule_tensors, unread
 from mmqa_jax.models.llava import families, towers
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, PREFIX
@@ -138,6 +138,7 @@ def llava_key_map(config: LlavaConfig, ignore: Sequence[str] = _BUFFERS) -> KeyM
         *llama_rules(config.llama, prefix=LLAMA_PREFIX, path="llama/"),
     ]
     tied = ((_HEAD, _TABLE),) if config.llama.tied else ()
+    ignore = (*ignore, *unread(config.llama))
     return KeyMap(rules, rename=(*rename, *_RENAME), ignore=ignore, tied=tied)
 
 

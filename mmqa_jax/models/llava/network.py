@@ -114,7 +114,8 @@ class Llava(nnx.Module):
           cannot go unnoticed; `expand_images` rejects it on the host.
         """
         placeholder = input_ids == self.config.image_token  # [B, L]
-        tokens = self.llama.embed(jnp.where(placeholder, 0, input_ids))
+        words = jnp.where(placeholder, 0, input_ids)
+        tokens = self.llama.words_of(words)
         if features is None:
             patches = jnp.full_like(tokens, jnp.nan)
         else:
@@ -122,7 +123,8 @@ class Llava(nnx.Module):
             index = jnp.cumsum(placeholder.reshape(-1)).reshape(placeholder.shape) - 1
             flat = features.reshape(-1, features.shape[-1]).astype(tokens.dtype)  # [N * patches, H]
             patches = flat.at[index].get(mode="fill", fill_value=jnp.nan)  # [B, L, H]
-        return jnp.where(placeholder[..., None], patches, tokens)
+        merged = jnp.where(placeholder[..., None], patches, tokens)
+        return self.llama.with_side(merged, words)
 
     def __call__(
         self,
