@@ -154,7 +154,10 @@ def first_seen(
     first = columns - window[:, None] + 1
     if branches is None:
         return first, None
-    return first, branches.positions(columns) - window[:, None] + 1
+    in_trunk = branches.positions(columns) - window[:, None] + 1
+    if branches.whole is not None:
+        first, in_trunk = (jnp.where(branches.whole, 0, x) for x in (first, in_trunk))
+    return first, in_trunk
 
 
 Softmax = tuple[jax.Array, jax.Array, jax.Array]  # largest score, sum of weights, weighted values
@@ -234,6 +237,7 @@ class Branches:
     trunk: jax.Array  # int32 [R]: columns below belong to the prompt
     begin: jax.Array  # int32 [R, L]: the column where the token's branch begins, 0 in the trunk
     last: jax.Array | None = None  # int32 [R, L]: the last column that a token sees
+    whole: jax.Array | None = None  # bool [R, L]: whether a token has no window
 
     def positions(self, columns: jax.Array) -> jax.Array:
         """Positions of the tokens in `columns` [R, L]: a branch continues where the trunk ends."""

@@ -39,7 +39,12 @@ class Chunk(NamedTuple):
 
 
 def split(
-    tokens: Sequence[int], buckets: Buckets, *, adapter: int = 0, whole: bool = False
+    tokens: Sequence[int],
+    buckets: Buckets,
+    *,
+    adapter: int = 0,
+    sight: str = "causal",
+    prompt: int = 0,
 ) -> list[Chunk]:
     """Splits tokens into chunks of the largest bucket, and a last one of the smallest that fits.
 
@@ -50,18 +55,27 @@ def split(
       tokens: of a prompt and what follows it.
       buckets: sizes of chunks.
       adapter: its number.
-      whole: no picture is cut; a chunk may then be several of the largest bucket.
+      sight: `LlamaConfig.picture_sight`; but for "causal" no picture is cut, nor the prompt where
+        all of it is seen: a chunk may then be several of the largest bucket.
+      prompt: tokens of it.
     """
     starts = [
         start
         for start in range(0, len(tokens), buckets[-1])
-        if not (whole and start and max(tokens[start - 1 : start + 1]) < 0)
+        if not start or not _joins(sight, tokens, start, prompt)
     ]
     ends = [*starts[1:], len(tokens)]
     return [
         Chunk(start, tuple(tokens[start:end]), adapter=adapter)
         for start, end in zip(starts, ends, strict=True)
     ]
+
+
+def _joins(sight: str, tokens: Sequence[int], start: int, prompt: int) -> bool:
+    """Whether the token at `start` must be encoded with the one before it."""
+    if sight == "prompt":
+        return start < prompt
+    return sight != "causal" and max(tokens[start - 1 : start + 1]) < 0
 
 
 def bucket_of(count: int, buckets: Buckets) -> int:

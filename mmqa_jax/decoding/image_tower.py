@@ -355,6 +355,7 @@ def tower_programs_of(
     """
     kinds = {
         "square": LlavaTower,
+        "first": LlavaTower,
         "marked": LlavaTower,
         "tiles": LlavaTower,
         "anyres": OnevisionTower,
@@ -381,7 +382,7 @@ class PatchIds:
 
     def __init__(self, config: PictureConfig):
         self.token, self._config = config.image_token, config
-        self.whole = config.llama.picture_sight != "causal"  # prompts are not cut within pictures
+        self.sight = config.llama.picture_sight
 
     def expand(
         self, request_id: object, tokens: Sequence[int], images: Sequence[np.ndarray]

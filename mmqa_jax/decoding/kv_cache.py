@@ -187,6 +187,23 @@ def forward(
     return model.norm(x), cache
 
 
+def seen_whole(
+    config: LlamaConfig,
+    tokens: jax.Array,
+    starts: jax.Array,
+    ends: jax.Array,
+    branches: Branches | None,
+    patches: jax.Array | None,
+) -> jax.Array | None:
+    """`pictures` of `forward`: of tokens int [R, L] the negative ones; of a model that sees prompts
+    whole those of the prompt, which lies in one chunk."""
+    if config.picture_sight != "prompt":
+        return None if patches is None else tokens < 0
+    columns = starts[:, None] + jnp.arange(tokens.shape[1])
+    of_prompt = (starts[:, None] == 0) & (columns < ends[:, None])
+    return of_prompt if branches is None else of_prompt & (branches.begin == 0)
+
+
 @flax.struct.dataclass
 class Tokens:
     """Where the tokens are whose keys and values every layer writes and reads."""
@@ -224,7 +241,8 @@ def tokens_in(
     angles = rotary_angles(config, shifted(positions, shifts))
     cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
     if pictures is not None and config.picture_sight != "causal":
-        branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures))
+        whole = pictures if config.picture_sight == "prompt" else None
+        branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures), whole=whole)
     lenders = tuple(map(config.lender, range(config.layers)))
     where = (columns, cos, sin, table, starts, ends, branches, adapters, rows)
     return Tokens(*where, lenders=lenders)
@@ -303,7 +321,7 @@ def _layer(
     where = (of_tokens.table, of_tokens.starts, of_tokens.ends, of_tokens.columns)
     branches = of_tokens.branches
     if branches is not None and layer.config.picture_sight == "causal":
-        branches = branches.replace(last=None)
+        branches = branches.replace(last=None, whole=None)
     where = (*where, branches)
     if traits.window is not None:
         where = (*where, jnp.full_like(of_tokens.starts, traits.window))

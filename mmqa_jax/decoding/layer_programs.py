@@ -15,7 +15,13 @@ import jax
 from flax import nnx
 
 from mmqa_jax.core.compiler_options import EXACT_ON_CPU
-from mmqa_jax.decoding.kv_cache import KVCache, layer_program, run_layers, tokens_in
+from mmqa_jax.decoding.kv_cache import (
+    KVCache,
+    layer_program,
+    run_layers,
+    seen_whole,
+    tokens_in,
+)
 from mmqa_jax.decoding.slots import Slots, step_ends, token_rows
 from mmqa_jax.decoding.speculation import proposals
 from mmqa_jax.models.llama.network import LayerTraits, Llama
@@ -104,6 +110,7 @@ def _enter(
 ) -> tuple[Any, ...]:
     """Computes what the layers take: tokens [R, L] embedded, deepstack, and their places."""
     model = nnx.merge(graphdef, outer)
+    whole = (model.config, tokens, starts, ends, branches, patches)
     of_tokens = tokens_in(
         model.config,
         tokens.shape[1],
@@ -113,7 +120,7 @@ def _enter(
         branches=branches,
         shifts=shifts,
         adapters=adapters,
-        pictures=None if patches is None else tokens < 0,
+        pictures=None if branches is None else seen_whole(*whole),  # of a step: none
         rows=rows,
     )
     embedded, deepstack = embed(model, tokens, patches)

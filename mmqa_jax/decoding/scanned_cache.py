@@ -256,7 +256,7 @@ def prefill(
     mask = jnp.pad(mask, ((0, 0), (0, length)), constant_values=True)[:, None, None]
     cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
     column = jnp.concatenate([cached, columns], axis=1)[:, None]  # [R, 1, limit + L]
-    whole = pictures is not None and model.config.picture_sight == "both"
+    whole = pictures is not None and model.config.picture_sight in ("both", "prompt")
     if whole:
         last = starts[:, None] + last_of_pictures(pictures)
         mask = mask & (column <= last[:, :, None])[:, None]
@@ -273,7 +273,10 @@ def prefill(
         if branches is not None:
             in_trunk = in_trunk[:, :, None]
             first = jnp.where(column < branches.trunk[:, None, None], in_trunk, first)
-        return (column >= first)[:, None]
+        seen = column >= first
+        if whole and model.config.picture_sight == "prompt":  # whose tokens have no window
+            seen = seen | pictures[:, :, None]
+        return seen[:, None]
 
     def attend(
         q: jax.Array,

@@ -130,12 +130,12 @@ class TokenizedRequest:
         buckets: Buckets,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        whole: bool = False,
+        sight: str = "causal",
     ):
         self.adapter = adapter
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        chunks = split(prompt, buckets, adapter=adapter, whole=whole)
+        chunks = split(prompt, buckets, adapter=adapter, sight=sight, prompt=len(prompt))
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
@@ -186,7 +186,7 @@ class ScoredSequence(SlotSequence):
       continuations: token ids of each, and where their scores go.
       buckets: chunk sizes.
       pictures, shifts, adapter: of the prompt.
-      whole: see `chunks.split`.
+      sight: see `chunks.split`.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class ScoredSequence(SlotSequence):
         pictures: Pictures,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        whole: bool = False,
+        sight: str = "causal",
     ):
         trunk = len(prompt)
         tokens, begins = list(prompt), [0] * trunk
@@ -216,7 +216,7 @@ class ScoredSequence(SlotSequence):
             chunk
             if chunk.end <= trunk
             else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
-            for chunk in split(tokens, buckets, adapter=adapter, whole=whole)
+            for chunk in split(tokens, buckets, adapter=adapter, sight=sight, prompt=trunk)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
@@ -277,7 +277,7 @@ class TokenizedScoring:
         length: int,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        whole: bool = False,
+        sight: str = "causal",
         apart: bool = False,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
@@ -292,7 +292,7 @@ class TokenizedScoring:
             groups[-1].append(continuation)
             room -= encoded
         self.sequences = [
-            ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter, whole)
+            ScoredSequence(self, prompt, own, buckets, pictures, shifts, adapter, sight)
             for own in groups
         ]
 
@@ -334,7 +334,7 @@ class RequestTokenizer:
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
-        self._whole = patches is not None and patches.whole
+        self._sight = "causal" if patches is None else patches.sight
 
     def tokenize(
         self, request: requests.Request | requests.Scoring
@@ -367,7 +367,7 @@ class RequestTokenizer:
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
         sizes = self._tokenizer, self._end_ids, self._buckets
-        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter, self._whole)
+        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter, self._sight)
 
     def _scoring(self, request: requests.Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):
@@ -382,7 +382,7 @@ class RequestTokenizer:
         if len(prompt) + longest > self._length:
             raise requests.TooLong(request.id, len(prompt), longest, self._length)
         sizes = self._buckets, self._length
-        rest = shifts, adapter, self._whole, self._recurrent
+        rest = shifts, adapter, self._sight, self._recurrent
         return TokenizedScoring(request, prompt, continuations, pictures, *sizes, *rest)
 
     def _expand(

@@ -319,7 +319,8 @@ class Programs:
             model = nnx.merge(graphdef, state)
             embedded, deepstack = embed(model, tokens, patches)
             embedded = by_rows(embedded)
-            pictures = None if patches is None else tokens < 0
+            whole = (model.config, tokens, starts, ends, branches, patches)
+            pictures = kv_cache.seen_whole(*whole)
             if self.scanned:
                 return scanned_cache.prefill(
                     model,

@@ -174,6 +174,46 @@ class MarkedFormat(LlavaFormat):
         return decode.decode_upright(picture.data, picture.name)
 
 
+class FirstFormat(LlavaFormat):
+    """PaliGemma's: pictures in front of the first token, and a line's end behind the words.
+
+    It is asked once. Original: transformers models/paligemma/processing_paligemma.py. Pictures are
+    turned as EXIF says, as by transformers' load_image.
+    """
+
+    before_answer = ""
+
+    def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
+        self._config, self._tokenizer, self.chat_format = config, tokenizer, self
+        self.placeholder = tokenizer.decode([config.image_token])
+        _check_placeholder(self.placeholder, config.image_token, tokenizer)
+
+    def with_places(self, text: str, pictures: int) -> str:
+        """See PictureFormat."""
+        if pictures:
+            text = text.replace(PLACEHOLDER, "")
+        bos = self._tokenizer.bos
+        first = "" if bos is None else self._tokenizer.decode([bos])
+        return f"{self.placeholder * pictures}{first}{self._tokenizer.shield(text)}\n"
+
+    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+        """The prompt of one message; see ChatFormat."""
+        if [message.role for message in messages] != ["user"]:
+            roles = ", ".join(message.role for message in messages)
+            raise UserError(
+                f"request {request_id!r}: its messages are {roles or 'none'}, expected one of the "
+                "user: a PaliGemma is asked once; put all into it."
+            )
+        return self.with_places(messages[0].text, len(messages[0].pictures))
+
+    def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
+        """See PictureFormat."""
+        return self._tokenizer.encode_plain(text)
+
+    def _image(self, picture: Picture) -> Image.Image:
+        return decode.decode_upright(picture.data, picture.name)
+
+
 class OnevisionFormat(LlavaFormat):
     """LLaVA-OneVision's: as LLaVA's, with a picture in tiles where it is alone.
 
@@ -436,6 +476,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
     """Finds the picture format of a model."""
     kinds = {
         "square": LlavaFormat,
+        "first": FirstFormat,
         "marked": MarkedFormat,
         "tiles": TilesFormat,
         "anyres": OnevisionFormat,

@@ -509,6 +509,9 @@ CASES = {
         },
     ),
     "apertus": Case("Apertus", {"attention_bias": True, "rope_parameters": _THETA, **TOKENS}),
+    "gemma": Case(
+        "Gemma", {"head_dim": 12, "attention_bias": True, "rope_parameters": _THETA, **TOKENS}
+    ),
     "gemma2": Case(
         "Gemma2",
         {
@@ -1131,7 +1134,8 @@ REFUSED = [
     ("stablelm", {**_LAYER_NORMS, "qk_layernorm": True}, "qk_layernorm is True"),
     ("apertus", {"post_norm": True}, "post_norm is True"),
     ("llama", {"hidden_act": "xielu"}, "hidden_act"),
-    ("gemma", {}, "model_type is 'gemma', expected one of llama, "),
+    ("gemma", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
+    ("gemma3n", {}, "model_type is 'gemma3n', expected one of llama, "),
 ]
 
 

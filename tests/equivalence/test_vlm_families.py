@@ -31,6 +31,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
     Idefics3ImageProcessorPil,
     get_resize_output_image_size,
 )
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
@@ -141,6 +142,43 @@ def marked_processor(tokenizer: Any, side: int, tokens: int) -> Any:
     return transformers.Gemma3Processor(pictures, tokenizer, PARTS, image_seq_length=tokens)
 
 
+class _InFront:
+    """transformers' processor of PaliGemma, whose tokenizer has 1,152 tokens beside; its rules for
+    texts are written here again."""
+
+    chat_template = PARTS
+
+    def __init__(self, tokenizer: Any, side: int, patch: int):
+        self.image_processor = SiglipImageProcessorPil(size={"height": side, "width": side})
+        self.tokenizer, self.tokens = tokenizer, (side // patch) ** 2
+
+    def __call__(self, images: Any, text: str, **unused: Any) -> dict[str, Any]:
+        text = text.replace("<image>", "<image>" * self.tokens)
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        pixels = self.image_processor(images, return_tensors="pt") if images else {}
+        whole = {"token_type_ids": torch.zeros_like(ids), "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, **whole, **pixels}
+
+    def apply_chat_template(self, messages: Any, **unused: Any) -> str:
+        parts = messages[0]["content"]
+        words = "".join(part.get("text", "") for part in parts)
+        return "<image>" * sum(part["type"] == "image" for part in parts) + f"{words}\n"
+
+
+def paligemma(text: dict[str, Any], vision: dict[str, Any]) -> Any:
+    sizes = {name: value for name, value in TEXT.items() if name != "rope_theta"}
+    return transformers.PaliGemmaConfig(
+        text_config=sizes | {"head_dim": 12} | text,
+        vision_config=VISION
+        | {"model_type": "siglip_vision_model", "layer_norm_eps": 3e-5, "vision_use_head": False}
+        | vision,
+        image_token_index=IMAGE,
+        projection_dim=TEXT["hidden_size"],
+        attn_implementation="eager",
+    )
+
+
+PALIGEMMA = "paligemma, Gemma 2, prompts longer than windows"
 CASES = {
     # Windows that are smaller than a picture; a picture that is longer than a chunk.
     "gemma3": Case(
@@ -153,6 +191,20 @@ CASES = {
     "gemma3, a patch a token": Case(
         lambda: gemma3({"sliding_window_pattern": 2}, {"image_size": 28, "patch_size": 4}, 49),
         lambda tokenizer: marked_processor(tokenizer, 28, 49),
+    ),
+    PALIGEMMA: Case(
+        lambda: paligemma(
+            {
+                **{"model_type": "gemma2", "sliding_window": 21, "query_pre_attn_scalar": 9},
+                "final_logit_softcapping": 4.0,
+            },
+            {"image_size": 24, "patch_size": 4},
+        ),
+        lambda tokenizer: _InFront(tokenizer, 24, 4),
+    ),
+    "paligemma, Gemma 1": Case(
+        lambda: paligemma({"model_type": "gemma"}, {"image_size": 28, "patch_size": 4}),
+        lambda tokenizer: _InFront(tokenizer, 28, 4),
     ),
     "internvl": Case(
         lambda: internvl(
@@ -291,9 +343,10 @@ def test_pictures_of_gemma3_are_seen_whole(tmp_path_factory):
     assert (whole - causal).abs().max() > 1e-2
 
 
-def test_scanned_layers_see_pictures_whole(tmp_path_factory):
+@pytest.mark.parametrize("name", ["gemma3", PALIGEMMA])
+def test_scanned_layers_see_pictures_whole(tmp_path_factory, name):
     """The cache of scanned layers has masks of its own; a picture lies in two chunks' columns."""
-    folder = make_pair("gemma3", folder_of("gemma3", tmp_path_factory)).folder
+    folder = make_pair(name, folder_of(name, tmp_path_factory)).folder
     files = [Picture(encoded(one), "one") for one in pictures()[:2]]
     query = Completion(
         "a", "words<image>and<image>more", Decoding(NEW, logprobs=True), tuple(files)
@@ -462,7 +515,27 @@ INTERNVL35_1B = {
 }  # fmt: skip
 
 
+PALIGEMMA2_3B = {
+    "model_type": "paligemma",
+    "image_token_index": 257152,
+    "projection_dim": 2304,
+    "text_config": {
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 2304, "intermediate_size": 9216,
+        "model_type": "gemma2", "num_attention_heads": 8, "num_hidden_layers": 26,
+        "num_image_tokens": 1024, "num_key_value_heads": 4, "vocab_size": 257216,
+        "query_pre_attn_scalar": 256,
+    },
+    "vision_config": {
+        "hidden_size": 1152, "image_size": 448, "intermediate_size": 4304, "patch_size": 14,
+        "model_type": "siglip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 27,
+        "num_image_tokens": 1024, "projection_dim": 2304, "projector_hidden_act": "gelu_fast",
+        "vision_use_head": False,
+    },
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("name", "published"), [
+    ("paligemma2_3b", PALIGEMMA2_3B),
     ("granite_docling_258m", GRANITE_DOCLING),
     ("smolvlm2_256m", SMOLVLM2_256M),
     ("internvl35_1b", INTERNVL35_1B),
@@ -487,6 +560,7 @@ def test_presets_have_the_published_sizes(name, published):
 
 
 INSIDE = {"smolvlm": SMOLVLM2_256M, "internvl": INTERNVL35_1B, "gemma3": GEMMA3_4B}
+INSIDE["paligemma"] = PALIGEMMA2_3B
 REFUSED = [
     ("gemma3", {"mm_tokens_per_image": 255}, "mm_tokens_per_image is 255, expected the number of"),
     ("gemma3", {"mm_tokens_per_image": 100}, "mm_tokens_per_image is 100, expected the number of"),
@@ -494,6 +568,10 @@ REFUSED = [
     ("gemma3", {"pooling": "max"}, "key 'pooling'"),
     ("gemma3", {"vision_config": {"model_type": "dinov2"}}, "model_type is 'dinov2'"),
     ("gemma3", {"boi_token_index": None}, "boi_token_index is None"),
+    ("paligemma", {"text_config": {"use_bidirectional_attention": False}}, "attention is False"),
+    ("paligemma", {"vision_config": {"model_type": "dinov2"}}, "model_type is 'dinov2'"),
+    ("paligemma", {"projection_dim": 0}, "projection_dim is 0, expected a whole number"),
+    ("paligemma", {"sights": 3}, "key 'sights'"),
     ("smolvlm", {"scale_factor": 5}, r"model\.merge is 5: expected a divisor of the side"),
     ("smolvlm", {"scale_factor": 0}, "scale_factor is 0, expected a whole number"),
     ("smolvlm", {"perceiver": 1}, "key 'perceiver'"),

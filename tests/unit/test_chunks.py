@@ -20,7 +20,7 @@ BUCKETS = (2, 4)
     ],
 )
 def test_no_picture_is_cut(tokens, sizes):
-    chunks = split(tokens, BUCKETS, whole=True)
+    chunks = split(tokens, BUCKETS, sight="both")
     assert [len(chunk.tokens) for chunk in chunks] == sizes
     assert [token for chunk in chunks for token in chunk.tokens] == tokens
     assert all(chunk.start % 4 == 0 for chunk in chunks)
@@ -31,7 +31,7 @@ def test_no_picture_is_cut(tokens, sizes):
 
 def test_prompts_share_what_is_before_a_chunk_of_several_buckets():
     tokens = [1, 2, 3, 4, 5, 6, -1, -2, -3, 10, 11, 12, 13, 14]
-    chunks = split(tokens, BUCKETS, whole=True)
+    chunks = split(tokens, BUCKETS, sight="both")
     assert [chunk.end for chunk in chunks] == [4, 12, 14]
     assert len(prefix_keys(chunks, 4)) == 1
     assert [chunks_within(chunks, columns) for columns in (0, 4, 8, 12, 14)] == [0, 1, 1, 2, 3]

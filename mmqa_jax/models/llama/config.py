@@ -23,7 +23,7 @@ from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole", "rotated")
 NORMS = ("before", "after", "both")
-PICTURE_SIGHTS = ("causal", "both", "near")
+PICTURE_SIGHTS = ("causal", "both", "near", "prompt")
 NORM_KINDS = ("rms", "layer", "biased_layer")
 ROUTERS = ("softmax", "sigmoid")
 
@@ -83,7 +83,8 @@ class LlamaConfig:
     (Gemma 3n's per-layer embeddings).
 
     `picture_sight`: whether a picture's tokens see it up to themselves, "causal", or whole, "both"
-    (Gemma 3); with "near" ones whole in layers with a window alone (Gemma 4).
+    (Gemma 3); with "near" ones whole in layers with a window alone (Gemma 4). With
+    "prompt" all tokens of a prompt, words too, see all of it in every layer (PaliGemma).
 
     `value_norm`: each head of the values is divided by its root mean square. `layer_scales`: what a
     layer gives is multiplied by a number of its own, which training leaves as it is. `full_layers`:

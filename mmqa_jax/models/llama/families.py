@@ -927,6 +927,30 @@ FAMILIES: Mapping[str, Family] = {
         },
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
+    "gemma": Family(
+        title="Gemma 1",
+        architecture="GemmaForCausalLM",
+        keys=kinds(flag="attention_bias"),
+        defaults={
+            "vocab_size": 256000,
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        },
+        # transformers reads "gelu" as the same.
+        computes={"unit_norms": True, "activation": "gelu_pytorch_tanh"},
+        harmless=("cache_implementation",),
+        fixed={
+            **dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", "gelu")),
+            "use_bidirectional_attention": (False,),
+        },
+        scaled=True,
+    ),
     "gemma2": Family(
         title="Gemma 2",
         architecture="Gemma2ForCausalLM",

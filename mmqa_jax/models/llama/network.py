@@ -507,12 +507,15 @@ class LlamaLayer(nnx.Module):
             is_real = None if mask is None else mask[:, 0, 0]
             return self.continued(x, begins=_begins(segments), is_real=is_real)[0]
         both, window = self.config.bidirectional, traits.sight
-        if last is not None and self.config.picture_sight == "both":
+        if last is not None and self.config.picture_sight != "causal":
             length = x.shape[1]
             seen = (jnp.arange(length) <= last[:, :, None])[:, None]  # [B, 1, L, L]
             mask = seen if mask is None else seen & mask
             if window is not None:
-                mask = window.mask(mask, length, length, is_causal=True)
+                near = window.mask(mask, length, length, is_causal=True)
+                if self.config.picture_sight == "prompt":  # whose tokens have no window
+                    near = near | (mask & (last == last[:, :1])[:, None, :, None])
+                mask = near
             both, window = True, None
         q, k, v = self.project(x, cos, sin, traits)
         if self.config.borrows:
@@ -671,7 +674,8 @@ class Llama(nnx.Module):
           segments: int [B, L], the number of a token's text in its row: several texts in a row do
             not see each other.
           deepstack: [n, B, L, H], added to what the first n layers give (Qwen3-VL); None: nothing.
-          pictures: bool [B, L], of pictures' tokens, for `LlamaConfig.picture_sight`; None: none.
+          pictures: bool [B, L], of pictures' tokens, or of those of the prompt, as
+            `LlamaConfig.picture_sight` says; None: none.
           dropout_key: drops attention weights at `config.attention_dropout`.
 
         Returns:

@@ -6,7 +6,7 @@ FAMILIES = (
     Architecture(
         name="llava",
         model_types=("llava.families.FAMILIES", "llava.keys.MODEL_TYPES"),
-        title="LLaVA, SmolVLM, InternVL, Gemma 3 and 4: a tower, and any family of decoders",
+        title="LLaVA, SmolVLM, InternVL, PaliGemma, Gemma 3 and 4: a tower, any decoder",
         model="llava.network.Llava",
         config="llava.config.LlavaConfig",
         layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),

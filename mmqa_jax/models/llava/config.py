@@ -40,13 +40,13 @@ from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle", "normed_shuffle", "merger", "pooled", "unit_pooled")
+CONNECTORS = ("mlp", "shuffle", "plain", "normed_shuffle", "merger", "pooled", "unit_pooled")
 SELECTS = ("default", "full")
 RESIZES = ("pad", "squash", "squash_bilinear")
-# What `PictureConfig.picture_kind` says: a square; one between two tokens; several squares; a
-# OneVision's tiles, of which one sequence is made; a picture of any size: Qwen-VL's, Gemma 4's
-# within a number of tokens, Mistral 3's row by row.
-PictureKind = Literal["square", "marked", "tiles", "anyres", "units", "budget", "rows"]
+# What `PictureConfig.picture_kind` says: a square; one in front of all words; one between two
+# tokens; several squares; OneVision's tiles, of which one sequence is made; a picture of any size:
+# Qwen-VL's, Gemma 4's within a number of tokens, Mistral 3's row by row.
+PictureKind = Literal["square", "first", "marked", "tiles", "anyres", "units", "budget", "rows"]
 _LARGEST_BUDGET = 8192  # tokens of a picture
 _EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
 
@@ -247,6 +247,8 @@ class LlavaConfig:
             return "budget"
         if self.split is not None:
             return "tiles"
+        if self.llama.picture_sight == "prompt":
+            return "first"
         return "square" if self.before_token is None else "marked"
 
     @property
@@ -483,7 +485,41 @@ def gemma4_26b_a4b_vl(**changes) -> LlavaConfig:
     return _gemma4("gemma4_26b_a4b", **changes)
 
 
+def _paligemma2(decoder: str, side: int, **changes: Any) -> LlavaConfig:
+    vision = dataclasses.replace(siglip_so400m().vision, image_size=side, head=False)
+    sizes = LlavaConfig(
+        vision,
+        RELATIVES[decoder](vocab_size=257216, picture_sight="prompt"),
+        feature_layer=-1,
+        select="full",
+        resize="squash",
+        image_token=257152,
+        family="paligemma",
+        connector="plain",
+        normed=True,
+    )
+    return dataclasses.replace(sizes, **changes)
+
+
+def paligemma2_3b(**changes) -> LlavaConfig:
+    """google/paligemma2-3b-mix-448."""
+    return _paligemma2("gemma2_2b", 448, **changes)
+
+
+def paligemma2_10b(**changes) -> LlavaConfig:
+    """google/paligemma2-10b-mix-448."""
+    return _paligemma2("gemma2_9b", 448, **changes)
+
+
+def paligemma2_28b(**changes) -> LlavaConfig:
+    """google/paligemma2-28b-mix-448."""
+    return _paligemma2("gemma2_27b", 448, **changes)
+
+
 PRESETS = {
+    "paligemma2_3b": paligemma2_3b,
+    "paligemma2_10b": paligemma2_10b,
+    "paligemma2_28b": paligemma2_28b,
     "gemma4_e2b_vl": gemma4_e2b_vl,
     "gemma4_e4b_vl": gemma4_e4b_vl,
     "gemma4_31b_vl": gemma4_31b_vl,

@@ -129,7 +129,7 @@ class Shuffle(nnx.Module):
             config.vision.width * config.merge**2,
             config.llama.hidden,
             ("mlp", "embed"),
-            use_bias=False,
+            use_bias=config.projector_bias,
             rngs=rngs,
             kernel_init=normal_init(config.llama.init_stddev),
         )
@@ -143,6 +143,15 @@ class Shuffle(nnx.Module):
     def rules(config: LlavaConfig) -> list[Rule]:
         """Rules of its tensors in a checkpoint."""
         return [Rule(f"{PREFIX}proj.weight", f"{_PATH}linear/kernel", TRANSPOSE)]
+
+
+class Plain(Shuffle):
+    """A linear of each state, with a bias (PaliGemma)."""
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return linear_rules(f"{PREFIX}linear", f"{_PATH}linear")
 
 
 class Pooled(nnx.Module):
@@ -220,6 +229,7 @@ Connector = Projector | Shuffle | Pooled | UnitPooled
 KINDS: Mapping[str, type[Connector]] = {
     "mlp": Projector,
     "shuffle": Shuffle,
+    "plain": Plain,
     "normed_shuffle": NormedShuffle,
     "merger": PatchMerger,
     "pooled": Pooled,

@@ -45,6 +45,8 @@ class Family:
       tied: whether the head is the embedding table where neither config.json nor the tensors say.
       prefixes: of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
       vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
+      tower_harmless: keys of its vision_config that change nothing.
+      width_key: its key for the decoder's width, beside its text_config.
       of_tower: our fields whose keys, with defaults, stand in its vision_config.
       split: how its pictures are cut; None: they are squares.
       budget: the most tokens of a picture of any size, where its processor does not say it.
@@ -70,6 +72,8 @@ class Family:
     tied: bool = False
     prefixes: Mapping[str, str] = _none()
     vision: VisionConfig | SiglipVisionConfig | None = None
+    tower_harmless: tuple[str, ...] = ()
+    width_key: str = ""
     of_tower: Mapping[str, tuple[str, int]] = _none()
     split: type[Split] | None = None
     budget: int | None = None
@@ -210,6 +214,28 @@ _GEMMA4 = Family(
     sight="",
     is_capped=True,
 )
+_PALIGEMMA = Family(
+    title="PaliGemma, PaliGemma 2",
+    architecture="PaliGemmaForConditionalGeneration",
+    tower="siglip_vision_model",
+    keys={"image_token": ("image_token_index", 256000)},
+    kinds=kinds(integer="image_token_index image_token_id", size="projection_dim"),
+    computes={
+        "connector": "plain",
+        "feature_layer": -1,
+        "select": "full",
+        "normed": True,
+        "projector_bias": True,
+    },
+    text={"model_type": "gemma"},
+    text_fixed={"use_bidirectional_attention": (True,)},
+    text_harmless=("num_image_tokens",),
+    tied=True,
+    width_key="projection_dim",
+    tower_harmless=("num_image_tokens", "projection_dim", "projector_hidden_act", "vocab_size"),
+    sight="prompt",
+    is_capped=True,
+)
 _LLAVA = Family(
     title="LLaVA-1.5",
     architecture="LlavaForConditionalGeneration",
@@ -231,6 +257,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "internvl": _INTERNVL,
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
+    "paligemma": _PALIGEMMA,
 }
 # By `LlavaConfig.family`: OneVision and Mistral 3 read config.json and tensors as LLaVA does, and
 # are models of their own (models/onevision, models/mistral3).

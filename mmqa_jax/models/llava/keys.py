@@ -281,7 +281,8 @@ def fields_from_hf(
             f"{where}: vision_feature_layer is {layer!r}, which is not supported; use a checkpoint "
             "that reads one layer."
         )
-    tower, vision = dict(published.get("vision_config") or {}), family.vision
+    tower, vision = published.get("vision_config") or {}, family.vision
+    tower = {key: value for key, value in tower.items() if key not in family.tower_harmless}
     of_tower = {key: tower.pop(key, usual) for key, usual in family.of_tower.values()}
     check_keys(of_tower, f"{where}, vision_config", read=kinds(size=" ".join(of_tower)))
     fields |= {name: of_tower[key] for name, (key, _) in family.of_tower.items()}
@@ -406,6 +407,7 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     fields = {key: getattr(config, name) for name, (key, _) in family.keys.items()}
     fields |= {family.keys[name][0]: 1 / getattr(config, name) for name in family.inverse}
     lengths = {family.length_key: config.features} if family.length_key else {}
+    lengths |= {family.width_key: config.llama.hidden} if family.width_key else {}
     sight = {_SIGHT: "vision"} if config.llama.picture_sight == "near" else {}
     of_tower = {key: getattr(config, name) for name, (key, _) in family.of_tower.items()}
     vision = TOWERS[family.tower].write(config.vision) | of_tower
@@ -457,7 +459,9 @@ def _inputs(config: LlavaConfig) -> dict[str, Any]:
     pixels = comparison.picture(config.vision)
     is_nested = families.ALL[config.family].nested
     inputs = {"ids": ids, "pixels": pixels[None] if is_nested else pixels}
-    if config.llama.picture_sight != "causal":
+    if config.llama.picture_sight == "prompt":
+        inputs["types"] = np.zeros(ids.shape, np.int64)
+    elif config.llama.picture_sight != "causal":
         inputs["types"] = (ids == config.image_token).astype(np.int64)
     return inputs
 
@@ -500,7 +504,7 @@ def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
 def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> comparison.Outputs:
     """A prompt with pictures; `pixels` are what the tower's layers get of them."""
     embedded = model.embed(ids, model.encode_images(pictures))
-    layers = model.llama.layer_outputs(embedded, pictures=ids == model.config.image_token)
+    layers = model.llama.layer_outputs(embedded, pictures=model.seen_whole(ids))
     stacks = {
         "picture": model.vision.hidden_states(pixels),
         "": comparison.states_of(embedded, layers),

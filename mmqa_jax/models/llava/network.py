@@ -126,6 +126,16 @@ class Llava(nnx.Module):
         merged = jnp.where(placeholder[..., None], patches, tokens)
         return self.llama.with_side(merged, words)
 
+    def seen_whole(
+        self, input_ids: jax.Array, attention_mask: jax.Array | None = None
+    ) -> jax.Array:
+        """`pictures` of `Llama.encode` of a text that is all prompt, bool [B, L]."""
+        if self.config.llama.picture_sight != "prompt":
+            return input_ids == self.config.image_token
+        if attention_mask is None:
+            return jnp.ones(input_ids.shape, bool)
+        return attention_mask.astype(bool)
+
     def __call__(
         self,
         input_ids: jax.Array,
@@ -147,7 +157,7 @@ class Llava(nnx.Module):
             self.embed(input_ids, features),
             attention_mask,
             positions,
-            pictures=input_ids == self.config.image_token,
+            pictures=self.seen_whole(input_ids, attention_mask),
             dropout_key=dropout_key,
         )
         return self.llama.logits(hidden)
