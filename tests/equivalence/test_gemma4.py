@@ -20,7 +20,6 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import (
     get_aspect_ratio_preserving_size,
 )
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.pictures.resize import budget_size
 from mmqa_jax.decoding.sizes import tower_programs
@@ -38,7 +37,8 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
 from mmqa_jax.weights.published import load_published, write_published
-from tests.pictures import encoded
+from tests.pictures import encoded, smooth
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -128,11 +128,7 @@ def pair(request, tmp_path_factory) -> Pair:
 
 
 def pictures() -> list[Image.Image]:
-    made = []
-    for number, size in enumerate(SIZES):
-        noise = np.random.default_rng(number).integers(0, 256, (9, 7, 3), np.uint8)
-        made.append(Image.fromarray(noise).resize(size, Image.Resampling.BILINEAR))
-    return made
+    return [smooth(size, number) for number, size in enumerate(SIZES)]
 
 
 def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
@@ -322,8 +318,7 @@ def test_a_bad_config_is_refused_by_name(changes, match):
     published = dict(GEMMA4_31B)
     for key, value in changes.items():
         published[key] = published[key] | value if isinstance(value, dict) else value
-    with pytest.raises(UserError, match=match):
-        llava_config(published)
+    refuses(match, llava_config, published)
 
 
 FILES = [
@@ -338,5 +333,4 @@ FILES = [
 @pytest.mark.parametrize(("content", "match"), FILES)
 def test_a_bad_processor_is_refused_by_name(tmp_path, content, match):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=match):
-        with_budget(tmp_path, llava_config(GEMMA4_31B))
+    refuses(match, with_budget, tmp_path, llava_config(GEMMA4_31B))
