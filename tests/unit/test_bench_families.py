@@ -15,10 +15,7 @@ pytestmark = pytest.mark.slow
 def test_every_preset_has_its_family():
     found = families.presets_by_family()
     assert {"llama", "qwen3", "gemma3_text", "t5", "llava", "qwen_vl", "siglip"} <= set(found)
-    assert found["qwen_vl"].keys() == {
-        *("qwen2_vl_7b", "qwen25_vl_7b"),
-        *("qwen3_vl_2b", "qwen3_vl_8b", "qwen3_vl_30b_a3b"),
-    }
+    assert {"qwen25_vl_7b", "qwen3_vl_30b_a3b", "glm41v_9b"} <= found["qwen_vl"].keys()
     assert "mt5_small" in found["t5"]
     known = {*programs.PRESETS, *programs.WITH_PICTURES}
     shown = {name for named in found.values() for name in named}
