@@ -379,10 +379,15 @@ def to_published_tensors(
         source = experts_apart(source)
     if family.constants:
         source = with_constants(source, config, prefix)
+    return renamed(source, published_names(config.family))
+
+
+def published_names(family: str) -> dict[str, str]:
+    """Parts of our rules' keys -> what a family's checkpoints have in their place."""
     published: dict[str, str] = {}
-    for theirs, ours in family.tensors.items():
+    for theirs, ours in FAMILIES[family].tensors.items():
         published.setdefault(ours, theirs)  # the first of two is the one that is published
-    return renamed(source, published)
+    return published
 
 
 def without_constants(source: TensorSource, constants: Mapping[str, float]) -> TensorSource:
@@ -415,12 +420,18 @@ def renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
     """The tensors under other names: each part of `names` that a name holds is replaced, once."""
     if not names:
         return source
-    part = re.compile("|".join(map(re.escape, names)))
     tensors = {
-        part.sub(lambda match: names[match[0]], key): (spec, functools.partial(source.read, key))
+        with_names(key, names): (spec, functools.partial(source.read, key))
         for key, spec in source.specs().items()
     }
     return DerivedSource(source.name, tensors)
+
+
+def with_names(key: str, names: Mapping[str, str]) -> str:
+    """The key with each part of `names` replaced, once."""
+    if not names:
+        return key
+    return re.sub("|".join(map(re.escape, names)), lambda match: names[match[0]], key)
 
 
 def publish_llama(config: LlamaConfig, state: nnx.State) -> layouts.Published:

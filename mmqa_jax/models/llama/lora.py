@@ -407,11 +407,16 @@ def peft_linears(config: LlamaConfig | None = None) -> Mapping[str, str]:
 
 
 def _kernels(config: LlamaConfig) -> list[Rule]:
-    """The rules of a layer's projections, of transformers' layout."""
-    from mmqa_jax.models.llama.keys import llama_rules  # imports torch, to read its files
+    """The rules of a layer's projections, by the names of the family's class in transformers."""
+    from mmqa_jax.models.llama.keys import (  # imports torch, to read its files
+        llama_rules,
+        published_names,
+        with_names,
+    )
 
+    names = published_names(config.family)
     return [
-        rule
+        dataclasses.replace(rule, key=with_names(rule.key, names))
         for rule in llama_rules(config)
         if re.fullmatch(r"layers/(places/\d+/)?\w+/kernel", rule.path)
         and _linear(rule) in config.linears
