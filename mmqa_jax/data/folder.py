@@ -598,8 +598,12 @@ def _with_scans(
     rows.sort(key=lambda row: row[2])
     more = {name: document[name] + added for name in ("letters", "held")}
     return {
-        **document, **more, "paragraphs": rows, "scanned_pages": unread, "broken_figures": broken,
-    }  # fmt: skip
+        **document,
+        **more,
+        "paragraphs": rows,
+        "scanned_pages": unread,
+        "broken_figures": broken,
+    }
 
 
 def _letters_of(text: str) -> str:

@@ -28,8 +28,16 @@ from mmqa_jax.retrieval.picture_batches import HELD, PicturePrompt, prompt_batch
 from mmqa_jax.retrieval.text_encoder import encoder_cost
 from mmqa_jax.retrieval.vlm_encoder import LONGEST, picture_options, prompt_lengths
 
-_PAGE = ("<|im_start|>", "user\n", "<|vision_start|>", None, "<|vision_end|>",
-         "Describe the image.", "<|im_end|>", "<|endoftext|>")  # fmt: skip
+_PAGE = (
+    "<|im_start|>",
+    "user\n",
+    "<|vision_start|>",
+    None,
+    "<|vision_end|>",
+    "Describe the image.",
+    "<|im_end|>",
+    "<|endoftext|>",
+)
 _AUGMENTATION = "<|endoftext|>", 10  # a token behind a question, and how often
 
 

@@ -262,10 +262,12 @@ def test_other_answers_give_other_scores(demo, tmp_path):
     right = {q.id: q.answers[0] for i, q in enumerate(demo.questions) if i % 2 == 0}
     (journal,) = (workdir / "journals").glob("reader-*")
     with Store(journal, read_head(journal)["job"]) as store:
-        store.add({
-            key: [[right.get(key.rsplit(" ", 1)[0], "no"), beams], seconds]
-            for key, ((_, beams), seconds) in ((key, store[key]) for key in store)
-        })  # fmt: skip
+        store.add(
+            {
+                key: [[right.get(key.rsplit(" ", 1)[0], "no"), beams], seconds]
+                for key, ((_, beams), seconds) in ((key, store[key]) for key in store)
+            }
+        )
     code, out, err = run_here("demo", *CONFIG, f"--workdir={workdir}", "--json")
     assert code == 0, err
     result = json.loads(out.splitlines()[-1])

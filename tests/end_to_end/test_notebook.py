@@ -24,9 +24,12 @@ async def launch_fork(provisioner, command, *, cwd, env, **_):
     provisioner.pid = fork.pid
     # What is used of `subprocess.Popen`.
     provisioner.process = SimpleNamespace(
-        poll=fork.poll, wait=fork.communicate, send_signal=fork.send_signal, kill=fork.kill,
+        poll=fork.poll,
+        wait=fork.communicate,
+        send_signal=fork.send_signal,
+        kill=fork.kill,
         **dict.fromkeys(("stdin", "stdout", "stderr")),
-    )  # fmt: skip
+    )
     return provisioner.connection_info
 
 

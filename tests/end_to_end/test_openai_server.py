@@ -113,8 +113,11 @@ def remote(server):
 def test_tokens_are_llama_cpps(server):
     tokenizer = open_text_tokenizer(smollm2_path())
     texts = [
-        *TEXTS, "<|im_start|>user\nHi<|im_end|>\n", " 1,000.50 $x^2$\t\n\n  ½ ² ٣ 🙂", "I'LL we've",
-    ]  # fmt: skip
+        *TEXTS,
+        "<|im_start|>user\nHi<|im_end|>\n",
+        " 1,000.50 $x^2$\t\n\n  ½ ² ٣ 🙂",
+        "I'LL we've",
+    ]
     for text in texts:
         body = json.dumps({"content": text, "add_special": True}).encode()
         head = {"Content-Type": "application/json"}

@@ -20,10 +20,13 @@ def prefill(
     pages: int [R], of each row; by default the first ones.
     """
     hidden, cache = kv_cache.forward(
-        model, embedded, cache,
+        model,
+        embedded,
+        cache,
         table=kv_cache.page_each(len(lengths)) if pages is None else pages[:, None],
-        starts=jnp.zeros_like(lengths), ends=lengths,
-    )  # fmt: skip
+        starts=jnp.zeros_like(lengths),
+        ends=lengths,
+    )
     return model.logits(last_token(hidden, lengths)), cache
 
 
@@ -41,8 +44,11 @@ def decode(
     """
     table = kv_cache.page_each(len(tokens))
     hidden, cache = kv_cache.forward(
-        model, model.embed(tokens[:, None]), cache,
-        table=table if active is None else jnp.where(active[:, None], table, 0), starts=positions,
+        model,
+        model.embed(tokens[:, None]),
+        cache,
+        table=table if active is None else jnp.where(active[:, None], table, 0),
+        starts=positions,
         ends=positions + 1,
-    )  # fmt: skip
+    )
     return model.logits(hidden[:, 0]), cache

@@ -103,9 +103,15 @@ class TorchDetector:
 
             y = step("conv1", x, inner, 1, stride=first).relu()
             y = step(
-                "conv2", y, inner, 3, stride=second, padding=dilation, dilation=dilation,
+                "conv2",
+                y,
+                inner,
+                3,
+                stride=second,
+                padding=dilation,
+                dilation=dilation,
                 groups=c.groups,
-            ).relu()  # fmt: skip
+            ).relu()
             y = step("conv3", y, out, 1, mean=0.4)
             x = step("shortcut", x, out, 1, mean=0.5, stride=stride) if block == 0 else x
             x = (x + y).relu()
@@ -244,9 +250,12 @@ class TorchDetector:
         else:
             unscaled = torch.from_numpy(rois / np.float32(scale))
             per_class = decode(
-                deltas.view(len(rois), -1, 4), unscaled[:, None], (10, 10, 5, 5), end_pixel=1,
+                deltas.view(len(rois), -1, 4),
+                unscaled[:, None],
+                (10, 10, 5, 5),
+                end_pixel=1,
                 bounded=True,
-            )  # fmt: skip
+            )
             per_class = clip(per_class, *original).numpy()
             index, scores, labels, boxes = vlp_regions(per_class, probabilities, rule)
         attributes = None

@@ -20,16 +20,29 @@ SIDE, PATCHES = 40, 100
 LENGTH = 520  # short prompts hide mistakes in rotary positions
 
 VISION = {
-    "model_type": "clip_vision_model", "hidden_size": 40, "intermediate_size": 72,
-    "num_hidden_layers": 4, "num_attention_heads": 5, "image_size": SIDE, "patch_size": 4,
-    "projection_dim": 28, "layer_norm_eps": 3e-5,
-}  # fmt: skip
+    "model_type": "clip_vision_model",
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 5,
+    "image_size": SIDE,
+    "patch_size": 4,
+    "projection_dim": 28,
+    "layer_norm_eps": 3e-5,
+}
 TEXT = {
-    "model_type": "llama", "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 80,
-    "num_hidden_layers": 3, "num_attention_heads": 6, "num_key_value_heads": 2,
-    "max_position_embeddings": 640, "rms_norm_eps": 2e-5, "rope_theta": 1234.5,
+    "model_type": "llama",
+    "vocab_size": WORDS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-5,
+    "rope_theta": 1234.5,
     "initializer_range": 0.08,
-}  # fmt: skip
+}
 # The first case has LLaVA-1.5's options, the second others.
 CASES = {
     "as published": ({}, {}, {}),
@@ -37,11 +50,13 @@ CASES = {
         {"hidden_act": "gelu"},
         {"num_key_value_heads": 6, "tie_word_embeddings": True},
         {
-            "vision_feature_layer": 1, "projector_hidden_act": "gelu_new",
-            "multimodal_projector_bias": False, "tie_word_embeddings": True,
+            "vision_feature_layer": 1,
+            "projector_hidden_act": "gelu_new",
+            "multimodal_projector_bias": False,
+            "tie_word_embeddings": True,
         },
     ),
-}  # fmt: skip
+}
 
 
 class Pair(NamedTuple):
@@ -58,9 +73,13 @@ def make_pair(case: str, folder: Path) -> Pair:
     vision, text, both = CASES[case]
     torch.manual_seed(0)
     config = transformers.LlavaConfig(
-        vision_config=VISION | vision, text_config=TEXT | text, image_token_index=IMAGE_TOKEN,
-        image_seq_length=PATCHES, attn_implementation="eager", **both,
-    )  # fmt: skip
+        vision_config=VISION | vision,
+        text_config=TEXT | text,
+        image_token_index=IMAGE_TOKEN,
+        image_seq_length=PATCHES,
+        attn_implementation="eager",
+        **both,
+    )
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     return Pair(theirs, load_published("llava", folder, unroll=1), folder)

@@ -16,9 +16,15 @@ VOCAB, FEATURES = 41, 10
 SEP_BIAS = 1.8
 DROPOUT = {"dropout": 0.3, "attention_dropout": 0.2}
 LAYOUT = OscarLayout(
-    caption=9, text=16, regions=6, region_features=FEATURES, cls_id=CLS, sep_id=SEP, pad_id=PAD,
+    caption=9,
+    text=16,
+    regions=6,
+    region_features=FEATURES,
+    cls_id=CLS,
+    sep_id=SEP,
+    pad_id=PAD,
     mask_id=MASK,
-)  # fmt: skip
+)
 
 
 class Pair(NamedTuple):
@@ -37,10 +43,18 @@ def make_pair(
 ) -> Pair:
     """A random checkpoint of the published layout, loaded here; `scale` is of the weights."""
     config = transformers.BertConfig(
-        vocab_size=VOCAB, hidden_size=24, num_hidden_layers=2, num_attention_heads=3,
-        intermediate_size=40, max_position_embeddings=48, type_vocab_size=2, layer_norm_eps=eps,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        intermediate_size=40,
+        max_position_embeddings=48,
+        type_vocab_size=2,
+        layer_norm_eps=eps,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     theirs = TorchOscar(config, FEATURES, region_norm, region_eps).eval()
     with torch.no_grad():
@@ -55,10 +69,12 @@ def make_pair(
     folder.mkdir(exist_ok=True)
     torch.save(tensors, folder / "pytorch_model.bin")
     published = config.to_dict() | {
-        "img_feature_dim": FEATURES, "img_feature_type": "faster_r-cnn",
-        "use_img_layernorm": int(region_norm), "img_layer_norm_eps": region_eps,
+        "img_feature_dim": FEATURES,
+        "img_feature_type": "faster_r-cnn",
+        "use_img_layernorm": int(region_norm),
+        "img_layer_norm_eps": region_eps,
         "tie_weights": True,
-    }  # fmt: skip
+    }
     del published["model_type"]  # pytorch_transformers wrote none
     (folder / "config.json").write_text(json.dumps(published))
     return Pair(load_published("oscar", folder, unroll=1, **DROPOUT), theirs, folder)

@@ -109,9 +109,12 @@ class TorchCaptioner:
         beams = len(written)
         repeat = lambda x: torch.tensor(np.repeat(x[None], beams, axis=0))  # noqa: E731
         hidden = self.model(
-            torch.tensor(ids), repeat(segments[keep]), repeat(positions[keep]), repeat(padded),
+            torch.tensor(ids),
+            repeat(segments[keep]),
+            repeat(positions[keep]),
+            repeat(padded),
             repeat(mask[np.ix_(with_regions, with_regions)]),
-        )  # fmt: skip
+        )
         return self.model.words(hidden[:, now - 1]).log_softmax(-1).double().numpy()
 
     def greedy(self, labels, features):

@@ -23,9 +23,11 @@ from mmqa_jax.weights.published import load_published
 
 WORDS, ANSWERED, IMAGE, VIDEO, START, END = 97, 89, 90, 91, 92, 93
 TOKEN_IDS = {
-    "image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": START,
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
     "vision_end_token_id": END,
-}  # fmt: skip
+}
 SPECIAL = (
     *("<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|video_pad|>"),
     *("<|vision_start|>", "<|vision_end|>"),
@@ -46,15 +48,26 @@ LENGTH = 560  # short prompts hide mistakes in positions
 UNIT = 8
 
 _VISION = {
-    "depth": 3, "hidden_size": 32, "num_heads": 2, "patch_size": 4,
+    "depth": 3,
+    "hidden_size": 32,
+    "num_heads": 2,
+    "patch_size": 4,
     "rope_parameters": {"rope_type": "axial", "rope_theta": 321.0},
-}  # fmt: skip
+}
 _SINCE_2_5 = {"intermediate_size": 44, "out_hidden_size": 48}
 _TEXT = {
-    "vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
-    "rms_norm_eps": 2e-5, "initializer_range": 0.08, "bos_token_id": None, "eos_token_id": ANSWERED,
-}  # fmt: skip
+    "vocab_size": WORDS,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-5,
+    "initializer_range": 0.08,
+    "bos_token_id": None,
+    "eos_token_id": ANSWERED,
+}
 # A family's classes in transformers, and values of its tower, its language model and both.
 CASES = {
     "qwen2_vl": (
@@ -62,7 +75,9 @@ CASES = {
         {"embed_dim": 32, "hidden_size": 48, "mlp_ratio": 3},
         {
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1234.5, "mrope_section": [1, 3, 2],
+                "rope_type": "default",
+                "rope_theta": 1234.5,
+                "mrope_section": [1, 3, 2],
             }
         },
         {},
@@ -73,7 +88,9 @@ CASES = {
         {**_SINCE_2_5, "window_size": 24, "fullatt_block_indexes": [1]},
         {
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": 1234.5, "mrope_section": [2, 1, 3],
+                "rope_type": "default",
+                "rope_theta": 1234.5,
+                "mrope_section": [2, 1, 3],
             }
         },
         {},
@@ -81,43 +98,56 @@ CASES = {
     "qwen3_vl": (
         "Qwen3VL",
         {
-            **_SINCE_2_5, "num_position_embeddings": 49, "deepstack_visual_indexes": [0, 2],
+            **_SINCE_2_5,
+            "num_position_embeddings": 49,
+            "deepstack_visual_indexes": [0, 2],
             "hidden_act": "gelu_pytorch_tanh",
         },
         {
             "head_dim": 16,
             "attention_bias": True,
             "rope_parameters": {
-                "rope_type": "default", "rope_theta": 4321.0, "mrope_section": [3, 3, 2],
+                "rope_type": "default",
+                "rope_theta": 4321.0,
+                "mrope_section": [3, 3, 2],
                 "mrope_interleaved": True,
             },
         },
         {"tie_word_embeddings": True},
     ),
-}  # fmt: skip
+}
 CASES["qwen3_vl_moe"] = (
     "Qwen3VLMoe",
     CASES["qwen3_vl"][1],
     {
-        **CASES["qwen3_vl"][2], "moe_intermediate_size": 20, "num_experts": 5,
+        **CASES["qwen3_vl"][2],
+        "moe_intermediate_size": 20,
+        "num_experts": 5,
         "num_experts_per_tok": 2,
     },
     {"tie_word_embeddings": False},
-)  # fmt: skip
+)
 CASES["qwen3_5"] = (
     "Qwen3_5",
     {**_SINCE_2_5, "num_position_embeddings": 49},
     {
-        "head_dim": 32, "num_hidden_layers": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
+        "head_dim": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
         "rope_parameters": {
-            "rope_type": "default", "rope_theta": 4321.0, "partial_rotary_factor": 0.5,
-            "mrope_section": [4, 2, 2], "mrope_interleaved": True,
+            "rope_type": "default",
+            "rope_theta": 4321.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [4, 2, 2],
+            "mrope_interleaved": True,
         },
     },
     {"tie_word_embeddings": False},
-)  # fmt: skip
+)
 _NO_ROWS = {"rope_type": "default", "rope_theta": 1234.5}
 _GLM_TOKENS = {"image_start_token_id": START, "image_end_token_id": END}
 CASES["glm4v"] = (
@@ -191,8 +221,10 @@ def save_torch(
     config = getattr(transformers, f"{name}Config")(
         vision_config={key: x for key, x in (_VISION | vision).items() if x is not None},
         text_config=_TEXT | text | dict(more or {}),
-        attn_implementation="eager", **both, **tokens,
-    )  # fmt: skip
+        attn_implementation="eager",
+        **both,
+        **tokens,
+    )
     theirs = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     theirs = randomize(theirs, 0, 0.05)
     theirs.save_pretrained(folder)

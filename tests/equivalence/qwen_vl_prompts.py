@@ -53,9 +53,11 @@ class Published(NamedTuple):
         self.model.model.rope_deltas = None
         with torch.no_grad():
             return self.model.model(
-                input_ids=ids, attention_mask=torch.ones_like(ids),
-                mm_token_type_ids=(ids == image).int(), **given,
-            ).last_hidden_state[0]  # fmt: skip
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                mm_token_type_ids=(ids == image).int(),
+                **given,
+            ).last_hidden_state[0]
 
 
 def make_published(folder: Path, *around: str) -> Published:

@@ -38,9 +38,23 @@ def spiece(folder):
     """A SentencePiece model as SigLIP's: </s> is 1, and pads too."""
     rng = np.random.default_rng(0)
     words = [
-        "the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "a", "photo", "of", "cat",
-        "flag", "two", "spaces", "and",
-    ]  # fmt: skip
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "lazy",
+        "dog",
+        "a",
+        "photo",
+        "of",
+        "cat",
+        "flag",
+        "two",
+        "spaces",
+        "and",
+    ]
     lines = [" ".join(rng.choice(words, 8)) for _ in range(300)]
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines), model_prefix=str(folder / "spiece"), vocab_size=60,

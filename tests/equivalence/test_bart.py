@@ -38,20 +38,33 @@ ROWS, SOURCE, TARGET = 3, 37, 19
 SOURCE_LENGTHS, TARGET_LENGTHS = np.array([37, 5, 22]), np.array([8, 19, 1])
 
 COMMON = {
-    "vocab_size": 102, "d_model": 48, "encoder_layers": 3, "decoder_layers": 2,
+    "vocab_size": 102,
+    "d_model": 48,
+    "encoder_layers": 3,
+    "decoder_layers": 2,
     "max_position_embeddings": 40,
-}  # fmt: skip
+}
 CASES = {
     "scaled embeddings, tanh gelu, unlike stacks, other ids": {
-        "encoder_attention_heads": 4, "decoder_attention_heads": 6, "encoder_ffn_dim": 56,
-        "decoder_ffn_dim": 72, "activation_function": "gelu_new", "scale_embedding": True,
-        "init_std": 0.08, "pad_token_id": 3, "decoder_start_token_id": 5, "eos_token_id": 4,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 6,
+        "encoder_ffn_dim": 56,
+        "decoder_ffn_dim": 72,
+        "activation_function": "gelu_new",
+        "scale_embedding": True,
+        "init_std": 0.08,
+        "pad_token_id": 3,
+        "decoder_start_token_id": 5,
+        "eos_token_id": 4,
     },
     "as bart-large-cnn": {
-        "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64, "activation_function": "gelu",
+        "encoder_attention_heads": 3,
+        "decoder_attention_heads": 3,
+        "encoder_ffn_dim": 64,
+        "decoder_ffn_dim": 64,
+        "activation_function": "gelu",
     },
-}  # fmt: skip
+}
 
 
 class Pair(NamedTuple):
@@ -113,10 +126,12 @@ def batch():
 def run_torch(model, source, source_mask, target, target_mask, **more):
     with torch.no_grad():
         return model(
-            input_ids=torch.from_numpy(source), attention_mask=torch.from_numpy(source_mask).long(),
+            input_ids=torch.from_numpy(source),
+            attention_mask=torch.from_numpy(source_mask).long(),
             decoder_input_ids=torch.from_numpy(target),
-            decoder_attention_mask=torch.from_numpy(target_mask).long(), **more,
-        )  # fmt: skip
+            decoder_attention_mask=torch.from_numpy(target_mask).long(),
+            **more,
+        )
 
 
 def test_embeddings_layers_and_logits_equal(pair):

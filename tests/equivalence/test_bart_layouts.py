@@ -24,10 +24,16 @@ def large_cnn(tmp_path_factory):
     """A state dict with all names of the word table, and config.json in a folder of others'."""
     folder = tmp_path_factory.mktemp("bart")
     config = transformers.BartConfig(
-        vocab_size=VOCAB, d_model=16, encoder_layers=3, decoder_layers=2, encoder_attention_heads=2,
-        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24,
+        vocab_size=VOCAB,
+        d_model=16,
+        encoder_layers=3,
+        decoder_layers=2,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
         max_position_embeddings=20,
-    )  # fmt: skip
+    )
     tensors = {}
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -51,9 +57,11 @@ def same(model, state_dict):
 def test_torch_layouts(large_cnn, tmp_path):
     tensors, config = large_cnn
     assert {k for k in tensors if "embed_tokens" in k or "shared" in k or "lm_head" in k} == {
-        "model.shared.weight", "model.encoder.embed_tokens.weight",
-        "model.decoder.embed_tokens.weight", "lm_head.weight",
-    }  # fmt: skip
+        "model.shared.weight",
+        "model.encoder.embed_tokens.weight",
+        "model.decoder.embed_tokens.weight",
+        "lm_head.weight",
+    }
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     # BARTScore's file over a folder with other weights, then over the bare config.
     pth = tmp_path / "bart.pth"

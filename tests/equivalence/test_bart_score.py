@@ -54,9 +54,11 @@ class Published(NamedTuple):
                     input_ids=src["input_ids"], attention_mask=src["attention_mask"], labels=labels
                 ).logits
                 loss = torch.nn.functional.nll_loss(
-                    logits.view(-1, logits.shape[-1]).log_softmax(dim=1), labels.view(-1),
-                    reduction="none", ignore_index=self.model.config.pad_token_id,
-                ).view(len(labels), -1)  # fmt: skip
+                    logits.view(-1, logits.shape[-1]).log_softmax(dim=1),
+                    labels.view(-1),
+                    reduction="none",
+                    ignore_index=self.model.config.pad_token_id,
+                ).view(len(labels), -1)
                 scores += (-loss.sum(dim=1) / tgt["attention_mask"].sum(dim=1)).tolist()
         return scores
 
@@ -74,10 +76,17 @@ def published(tmp_path_factory):
     )
     bpe.model.save(str(folder))  # vocab.json and merges.txt
     config = transformers.BartConfig(
-        vocab_size=bpe.get_vocab_size(), d_model=32, encoder_layers=1, decoder_layers=1,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, max_position_embeddings=POSITIONS, attn_implementation="eager",
-    )  # fmt: skip
+        vocab_size=bpe.get_vocab_size(),
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=POSITIONS,
+        attn_implementation="eager",
+    )
     torch.manual_seed(0)
     model = randomize(transformers.BartForConditionalGeneration(config), 0, 0.1)
     model.save_pretrained(folder)
@@ -88,9 +97,11 @@ def published(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ours(published):
     return fluency.BartScorer(
-        load_published("bart", published.folder), fluency.load_bart_tokenizer(published.folder),
-        buckets=BUCKETS, batch_tokens=48,
-    )  # fmt: skip
+        load_published("bart", published.folder),
+        fluency.load_bart_tokenizer(published.folder),
+        buckets=BUCKETS,
+        batch_tokens=48,
+    )
 
 
 def test_every_pair_scores_as_the_published_code_does(published, ours):
@@ -217,12 +228,14 @@ def test_fluency_from_the_command_line(published, ours, tmp_path, capsys):
     official = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert official["scores"] == pytest.approx(
         {
-            "webqa_acc/no_lemma": 0.5, "exact_match/no_lemma": 0.5, "webqa_fl/official": own.mean(),
+            "webqa_acc/no_lemma": 0.5,
+            "exact_match/no_lemma": 0.5,
+            "webqa_fl/official": own.mean(),
             "webqa_fl/paper_eq1": wanted.scores["webqa_fl/paper_eq1"],
             "webqa_fl_acc/no_lemma": own[0] / 2,
         },
         abs=1e-5,
-    )  # fmt: skip
+    )
 
 
 def test_both_files_of_a_tokenizer_say_the_same(published, tmp_path):

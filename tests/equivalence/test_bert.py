@@ -36,21 +36,37 @@ from tests.refusals import refuses
 
 # Nothing at its default: a port that ignores eps, activation or types must fail.
 CONFIG = BertConfig(
-    vocab_size=99, hidden=36, layers=3, heads=3, mlp=52, positions=40, types=6, eps=1e-3,
-    activation="gelu_new", pooler=True, unroll=1,
-)  # fmt: skip
+    vocab_size=99,
+    hidden=36,
+    layers=3,
+    heads=3,
+    mlp=52,
+    positions=40,
+    types=6,
+    eps=1e-3,
+    activation="gelu_new",
+    pooler=True,
+    unroll=1,
+)
 
 
 def torch_config(config: BertConfig) -> transformers.BertConfig:
     return transformers.BertConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden, num_hidden_layers=config.layers,
-        num_attention_heads=config.heads, intermediate_size=config.mlp,
-        max_position_embeddings=config.positions, type_vocab_size=config.types,
-        layer_norm_eps=config.eps, hidden_act=config.activation, hidden_dropout_prob=config.dropout,
-        attention_probs_dropout_prob=config.attention_dropout, initializer_range=0.2,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        intermediate_size=config.mlp,
+        max_position_embeddings=config.positions,
+        type_vocab_size=config.types,
+        layer_norm_eps=config.eps,
+        hidden_act=config.activation,
+        hidden_dropout_prob=config.dropout,
+        attention_probs_dropout_prob=config.attention_dropout,
+        initializer_range=0.2,
         attn_implementation="eager",
         pad_token_id=None,  # torch drops the gradient of a padding row
-    )  # fmt: skip
+    )
 
 
 def batch(config: BertConfig, rows=5, length=23):
@@ -76,9 +92,12 @@ def pair(tmp_path_factory):
 def run_torch(model, ids, types, mask, **kwargs):
     with torch.no_grad():
         return model(
-            input_ids=torch.tensor(ids), token_type_ids=torch.tensor(types),
-            attention_mask=torch.tensor(mask).long(), output_hidden_states=True, **kwargs,
-        )  # fmt: skip
+            input_ids=torch.tensor(ids),
+            token_type_ids=torch.tensor(types),
+            attention_mask=torch.tensor(mask).long(),
+            output_hidden_states=True,
+            **kwargs,
+        )
 
 
 def test_whole_model_and_pooler(pair):
@@ -146,9 +165,11 @@ def test_mlm_loss_and_every_gradient(activation, tmp_path):
     labels = np.where(mask & (np.random.default_rng(3).random(ids.shape) < 0.3), ids, -100)
 
     loss = theirs(
-        input_ids=torch.tensor(ids), token_type_ids=torch.tensor(types),
-        attention_mask=torch.tensor(mask).long(), labels=torch.tensor(labels),
-    ).loss  # fmt: skip
+        input_ids=torch.tensor(ids),
+        token_type_ids=torch.tensor(types),
+        attention_mask=torch.tensor(mask).long(),
+        labels=torch.tensor(labels),
+    ).loss
     loss.backward()
 
     @jax.jit

@@ -44,20 +44,31 @@ def pair(request, tmp_path_factory):
     torch.manual_seed(0)
     config = transformers.CLIPConfig(
         text_config={
-            "vocab_size": 99, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
-            "num_attention_heads": 4, "max_position_embeddings": 21, "hidden_act": activation,
+            "vocab_size": 99,
+            "hidden_size": 48,
+            "intermediate_size": 80,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "max_position_embeddings": 21,
+            "hidden_act": activation,
             "layer_norm_eps": 3e-5,
             # 2 stands for "largest id" in transformers; the other branch looks for the id.
             "eos_token_id": 2 if activation == "gelu" else EOS,
-            "pad_token_id": 1, "bos_token_id": 0,
+            "pad_token_id": 1,
+            "bos_token_id": 0,
         },
         vision_config={
-            "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 4,
-            "num_attention_heads": 5, "image_size": 30, "patch_size": 6, "hidden_act": activation,
+            "hidden_size": 40,
+            "intermediate_size": 72,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 5,
+            "image_size": 30,
+            "patch_size": 6,
+            "hidden_act": activation,
             "layer_norm_eps": 2e-5,
         },
         projection_dim=28,
-    )  # fmt: skip
+    )
     theirs = randomize(transformers.CLIPModel(config), 0)
     folder = tmp_path_factory.mktemp("clip") / activation
     theirs.save_pretrained(folder)
@@ -138,9 +149,11 @@ def test_gradients_of_the_contrastive_loss_equal(pair):
     pixels = _pixels()
     theirs.zero_grad()
     loss = theirs(
-        input_ids=torch.from_numpy(ids).long(), attention_mask=torch.from_numpy(mask),
-        pixel_values=_nchw(pixels), return_loss=True,
-    ).loss  # fmt: skip
+        input_ids=torch.from_numpy(ids).long(),
+        attention_mask=torch.from_numpy(mask),
+        pixel_values=_nchw(pixels),
+        return_loss=True,
+    ).loss
     loss.backward()
     graphdef, state = nnx.split(ours)
 
@@ -245,7 +258,9 @@ def test_presets_have_the_published_sizes(name):
             "patch_size": {"vit_b_32": 32, "vit_b_16": 16}.get(name, 14),
             **(
                 {
-                    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+                    "hidden_size": 1024,
+                    "intermediate_size": 4096,
+                    "num_hidden_layers": 24,
                     "num_attention_heads": 16,
                 }
                 if large
@@ -257,7 +272,7 @@ def test_presets_have_the_published_sizes(name):
             if large
             else {}
         ),
-    )  # fmt: skip
+    )
     with torch.device("meta"):
         theirs = transformers.CLIPModel(published)
     state = nnx.state(abstract(TwoTowers, config))

@@ -31,11 +31,13 @@ from tests.refusals import refuses
 
 SIDE, CONTEXT = 32, 20
 TEXTS = [
-    "A red flag", '"What  COLOR has\tthe dome of St. Mary\'s, built in 1905?"',
+    "A red flag",
+    '"What  COLOR has\tthe dome of St. Mary\'s, built in 1905?"',
     "Côte d'Ivoire &amp;amp; Österreich: naïve façade – 北京 🙂",
-    "they're we'll I'd don't it's you've", "",
+    "they're we'll I'd don't it's you've",
+    "",
     "a long question about the flag that goes on and on until CLIP has no more room for it " * 3,
-]  # fmt: skip
+]
 # Texts of which OpenAI's code makes others first (ftfy, HTML entities), and these.
 BROKEN = [
     "“the ﬂag” &lt;red&gt; in theâ€™s sun",
@@ -44,8 +46,16 @@ BROKEN = [
 ]
 REPAIRED = ['"the flag" <red> in the\'s sun', "it's a fine flag…", "a red flag ét ét"]
 MERGES = [
-    "a g</w>", "t h", "th e</w>", "l ag</w>", "f lag</w>", "r e", "re d</w>", "i n</w>", "o n</w>",
-]  # fmt: skip
+    "a g</w>",
+    "t h",
+    "th e</w>",
+    "l ag</w>",
+    "f lag</w>",
+    "r e",
+    "re d</w>",
+    "i n</w>",
+    "o n</w>",
+]
 
 
 def byte_letters():
@@ -374,15 +384,21 @@ def test_training_starts_from_clip(converted, flags_corpus, tmp_path):
     assert metrics[0]["loss"] == pytest.approx(expected, abs=1e-4)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"init": "minilm"}, r"init=minilm: model\.clip=vit_b_16 .*folder of `mmqa con"),
-    ({"model.vision.layers": 3}, r"this CLIP has vision\.layers 2 \(config: 3\); set"),
-    ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
-    ({"batches.query_length": 21}, r"batches\.query_length: .*the text tower reads at most 20"),
-    ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
-    ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
-    ({"train.offload": "parameters", "tower_parts": 2}, r"train\.offload=parameters: .* set it to"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"init": "minilm"}, r"init=minilm: model\.clip=vit_b_16 .*folder of `mmqa con"),
+        ({"model.vision.layers": 3}, r"this CLIP has vision\.layers 2 \(config: 3\); set"),
+        ({"model.changes.width": 64}, r"this CLIP has text\.width 32 \(config: 64\)"),
+        ({"batches.query_length": 21}, r"batches\.query_length: .*the text tower reads at most 20"),
+        ({"tower_parts": 3}, r"batch of 2: must be a multiple of 3"),
+        ({"train.accumulate": 2}, r"needs its whole batch; leave it out and set tower_parts to 2"),
+        (
+            {"train.offload": "parameters", "tower_parts": 2},
+            r"train\.offload=parameters: .* set it to",
+        ),
+    ],
+)
 def test_starts_that_are_refused(changes, message, converted, flags_corpus, tmp_path):
     config = start_config(converted, **changes)
     refuses(message, run_training, config, tmp_path / "run", flags_corpus)

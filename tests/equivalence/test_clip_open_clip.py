@@ -194,30 +194,37 @@ def test_without_a_config_nothing_is_guessed(folder, capsys, tmp_path):
     assert checkpoint.config.text.activation == "quick_gelu"
 
 
-@pytest.mark.parametrize(("place", "value", "message"), [
-    ("model_cfg.custom_text", True, "model_cfg: custom_text is True"),
-    ("model_cfg.vision_cfg.no_ln_pre", True, "vision_cfg: no_ln_pre is True"),
-    ("model_cfg.vision_cfg.pool_type", "avg", "pool_type is 'avg'"),
-    ("model_cfg.vision_cfg.ls_init_value", 0.1, "ls_init_value is 0.1"),
-    ("model_cfg.vision_cfg.act_kwargs", {"approximate": "tanh"}, "act_kwargs is {'approx"),
-    ("model_cfg.vision_cfg.layers", [3, 4, 6, 3], "use|--model=modified_resnet"),
-    ("model_cfg.vision_cfg.image_size", [24, 32], "only square pictures"),
-    ("model_cfg.vision_cfg.image_size", "224", "pictures are of '224' pixels, expected a whole"),
-    ("model_cfg.vision_cfg.image_size", None, "pictures are of None pixels, expected a whole"),
-    ("model_cfg.vision_cfg.norm_kwargs", {"bias": False}, "key 'bias'"),
-    ("model_cfg.vision_cfg.new_trick", 2, "the key 'new_trick' \\(2\\) is not known here"),
-    ("model_cfg.text_cfg.no_causal_mask", True, "no_causal_mask is True"),
-    ("model_cfg.text_cfg.hf_model_name", "bert", "hf_model_name is 'bert'"),
-    ("model_cfg.vision_cfg.timm_model_name", "vit_base_patch16_siglip_224", "--model=siglip"),
-    ("preprocess_cfg.mean", [0.5, 0.5], r"mean is \[0.5, 0.5\], expected three numbers"),
-    ("preprocess_cfg.std", [0.5, 0, 0.5], "std is .*expected three numbers"),
-    ("preprocess_cfg.interpolation", "bilinear", "interpolation is 'bilinear'"),
-    ("preprocess_cfg.resize_mode", "longest", "resize_mode is 'longest'"),
-    ("preprocess_cfg.size", 32, "pictures of 32 pixels, the image tower reads 24"),
-    ("preprocess_cfg.size", "24", "pictures are of '24' pixels, expected a whole"),
-    ("preprocess_cfg", "openai", "preprocess_cfg is not an object"),
-    ("model_cfg", {"embed_dim": 3}, "has no `model_cfg` with embed_dim"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("model_cfg.custom_text", True, "model_cfg: custom_text is True"),
+        ("model_cfg.vision_cfg.no_ln_pre", True, "vision_cfg: no_ln_pre is True"),
+        ("model_cfg.vision_cfg.pool_type", "avg", "pool_type is 'avg'"),
+        ("model_cfg.vision_cfg.ls_init_value", 0.1, "ls_init_value is 0.1"),
+        ("model_cfg.vision_cfg.act_kwargs", {"approximate": "tanh"}, "act_kwargs is {'approx"),
+        ("model_cfg.vision_cfg.layers", [3, 4, 6, 3], "use|--model=modified_resnet"),
+        ("model_cfg.vision_cfg.image_size", [24, 32], "only square pictures"),
+        (
+            "model_cfg.vision_cfg.image_size",
+            "224",
+            "pictures are of '224' pixels, expected a whole",
+        ),
+        ("model_cfg.vision_cfg.image_size", None, "pictures are of None pixels, expected a whole"),
+        ("model_cfg.vision_cfg.norm_kwargs", {"bias": False}, "key 'bias'"),
+        ("model_cfg.vision_cfg.new_trick", 2, "the key 'new_trick' \\(2\\) is not known here"),
+        ("model_cfg.text_cfg.no_causal_mask", True, "no_causal_mask is True"),
+        ("model_cfg.text_cfg.hf_model_name", "bert", "hf_model_name is 'bert'"),
+        ("model_cfg.vision_cfg.timm_model_name", "vit_base_patch16_siglip_224", "--model=siglip"),
+        ("preprocess_cfg.mean", [0.5, 0.5], r"mean is \[0.5, 0.5\], expected three numbers"),
+        ("preprocess_cfg.std", [0.5, 0, 0.5], "std is .*expected three numbers"),
+        ("preprocess_cfg.interpolation", "bilinear", "interpolation is 'bilinear'"),
+        ("preprocess_cfg.resize_mode", "longest", "resize_mode is 'longest'"),
+        ("preprocess_cfg.size", 32, "pictures of 32 pixels, the image tower reads 24"),
+        ("preprocess_cfg.size", "24", "pictures are of '24' pixels, expected a whole"),
+        ("preprocess_cfg", "openai", "preprocess_cfg is not an object"),
+        ("model_cfg", {"embed_dim": 3}, "has no `model_cfg` with embed_dim"),
+    ],
+)
 def test_what_clip_does_not_do_is_refused_by_name(place, value, message, tmp_path):
     content = copy.deepcopy(PUBLISHED)
     *path, last = place.split(".")

@@ -89,9 +89,11 @@ class Theirs:
             made = torch.nn.functional.normalize(self.linear(states), dim=-1)
             if self.of_transformers:
                 places, _ = self.model.get_rope_index(
-                    ids, mm_token_type_ids=kinds, image_grid_thw=given.get("image_grid_thw"),
+                    ids,
+                    mm_token_type_ids=kinds,
+                    image_grid_thw=given.get("image_grid_thw"),
                     attention_mask=torch.ones_like(ids),
-                )  # fmt: skip
+                )
                 if picture is not None:
                     given["pixel_values"] = given["pixel_values"][None]
                 self.col.vlm.rope_deltas = None

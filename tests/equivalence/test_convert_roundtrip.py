@@ -52,9 +52,11 @@ CONFIGS = {
     ),
 }  # fmt: skip
 CLASSES = {
-    "llama": transformers.LlamaForCausalLM, "bert": transformers.BertModel,
-    "clip": transformers.CLIPModel, "bart": transformers.BartForConditionalGeneration,
-}  # fmt: skip
+    "llama": transformers.LlamaForCausalLM,
+    "bert": transformers.BertModel,
+    "clip": transformers.CLIPModel,
+    "bart": transformers.BartForConditionalGeneration,
+}
 
 
 def run(name: str, model: torch.nn.Module) -> list[torch.Tensor]:

@@ -70,10 +70,13 @@ def test_suppression_keeps_the_same_boxes_in_the_same_order(inclusive, last_pixe
         there = np.flatnonzero(crowd.valid)
         want = there[
             nms(
-                crowd.boxes[there], crowd.scores[there], 0.5, inclusive=inclusive,
+                crowd.boxes[there],
+                crowd.scores[there],
+                0.5,
+                inclusive=inclusive,
                 last_pixel=last_pixel,
             )
-        ]  # fmt: skip
+        ]
         assert 12 < len(want) < 600
         chosen, kept = run(crowd.boxes, crowd.scores, crowd.valid, overlap, limit)
         assert chosen.shape == kept.shape == (limit,)
@@ -161,9 +164,13 @@ def test_roi_align(aligned, samples):
     features = np.random.default_rng(0).normal(size=(9, 13, 3)).astype("f4")
     boxes = random_boxes(12, 13 * 16, 9 * 16)
     want = roi_align(
-        torch.from_numpy(features.transpose(2, 0, 1).copy()), boxes, 3, 1 / 16, samples,
+        torch.from_numpy(features.transpose(2, 0, 1).copy()),
+        boxes,
+        3,
+        1 / 16,
+        samples,
         aligned=aligned,
-    )  # fmt: skip
+    )
     options = {"size": 3, "scale": 1 / 16, "samples": samples, "aligned": aligned}
     align = functools.partial(our_align, **options)
     for got in jax.jit(whole_and_padded, static_argnums=0)(align, features, boxes):
@@ -261,14 +268,17 @@ def test_anchors_are_the_published_ones():
     assert grid[1, 2, 0].tolist() == [-84 + 32, -40 + 16, 99 + 32, 55 + 16]
 
 
-@pytest.mark.parametrize(("size", "groups", "options"), [
-    (3, 16, {}),  # two blocks of eight groups of four channels
-    (3, 8, {"stride": 2}),
-    (3, 2, {}),  # as large as a block
-    (3, 1, {"dilation": 2}),
-    (1, 1, {"stride": 2}),
-    (7, 1, {"stride": 2, "use_bias": True}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "groups", "options"),
+    [
+        (3, 16, {}),  # two blocks of eight groups of four channels
+        (3, 8, {"stride": 2}),
+        (3, 2, {}),  # as large as a block
+        (3, 1, {"dilation": 2}),
+        (1, 1, {"stride": 2}),
+        (7, 1, {"stride": 2, "use_bias": True}),
+    ],
+)
 def test_convolutions(size, groups, options):
     conv = drawn(
         lambda: Conv(64, 64, size, ("embed", "mlp"), rngs=nnx.Rngs(), groups=groups, **options)
@@ -281,9 +291,12 @@ def test_convolutions(size, groups, options):
     options = {name: options[name] for name in ("stride", "dilation") if name in options}
     want = torch.nn.functional.conv2d(
         torch.from_numpy(x.transpose(0, 3, 1, 2).copy()),
-        torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()), bias,
-        padding=options.get("dilation", 1) * (size - 1) // 2, groups=groups, **options,
-    )  # fmt: skip
+        torch.from_numpy(np.array(conv.kernel[...]).transpose(3, 2, 0, 1).copy()),
+        bias,
+        padding=options.get("dilation", 1) * (size - 1) // 2,
+        groups=groups,
+        **options,
+    )
     np.testing.assert_allclose(compiled(conv, forward)(x), want.permute(0, 2, 3, 1), **LAYER)
 
 
@@ -294,9 +307,13 @@ def test_groups_joined_by_zeros():
 
     def convolved(x, kernel, groups):
         return jax.lax.conv_general_dilated(
-            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            x,
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
-        )  # fmt: skip
+        )
 
     @jax.jit
     def both(x, kernel):

@@ -31,9 +31,11 @@ from tests.refusals import refuses
 PICTURES = {
     kind: [((41, 70), 1.3), ((60, 33), 1.5), line]
     for kind, line in {
-        "detectron": ((1, 61), 1.0), "maskrcnn": ((1, 61), 1.0), "detectron2": ((2, 60), 1.5),
+        "detectron": ((1, 61), 1.0),
+        "maskrcnn": ((1, 61), 1.0),
+        "detectron2": ((2, 60), 1.5),
     }.items()
-}  # fmt: skip
+}
 
 
 def batch(kind: str) -> tuple[list[np.ndarray], Pictures]:
@@ -88,9 +90,14 @@ def case(request, tmp_path_factory):
     path = write(kind, theirs.tensors, tmp_path_factory.mktemp(kind))
     ours = load_published("detector", path, **CHANGES[kind])
     return SimpleNamespace(
-        kind=kind, theirs=theirs, ours=ours, single=single, pictures=pictures, found=found,
+        kind=kind,
+        theirs=theirs,
+        ours=ours,
+        single=single,
+        pictures=pictures,
+        found=found,
         path=path,
-    )  # fmt: skip
+    )
 
 
 def test_the_same_regions_in_the_same_order(case):
@@ -278,15 +285,20 @@ def test_presets_have_the_published_sizes():
         shapes |= {key: spec.shape for key, spec in source.specs().items()}
     box, attribute = "roi_heads.box_predictor.", "roi_heads.attribute.predictor."
     assert {
-        "fc6_w": (2048, 512 * 49), "fc7_w": (2048, 2048), "cls_score_w": (1601, 2048),
-        "bbox_pred_w": (6404, 2048), "fpn_inner_res4_22_sum_lateral_w": (512, 1024, 1, 1),
-        "rpn_cls_logits_fpn2_w": (3, 512, 1, 1), "rpn.head.cls_logits.weight": (15, 1024, 1, 1),
+        "fc6_w": (2048, 512 * 49),
+        "fc7_w": (2048, 2048),
+        "cls_score_w": (1601, 2048),
+        "bbox_pred_w": (6404, 2048),
+        "fpn_inner_res4_22_sum_lateral_w": (512, 1024, 1, 1),
+        "rpn_cls_logits_fpn2_w": (3, 512, 1, 1),
+        "rpn.head.cls_logits.weight": (15, 1024, 1, 1),
         f"{attribute}attr_score.weight": (525, 512),
-        f"{attribute}fc_attr.weight": (512, 2048 + 256), f"{box}cls_score.weight": (1601, 2048),
+        f"{attribute}fc_attr.weight": (512, 2048 + 256),
+        f"{box}cls_score.weight": (1601, 2048),
         f"{box}attr_linear2.weight": (401, 512),
         "proposal_generator.rpn_head.objectness_logits.weight": (24, 512, 1, 1),
         "proposal_generator.rpn_head.conv.weight": (512, 1024, 3, 3),
-    }.items() <= shapes.items()  # fmt: skip
+    }.items() <= shapes.items()
 
 
 def test_mistakes_are_named(case):

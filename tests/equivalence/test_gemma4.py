@@ -45,42 +45,62 @@ pytestmark = pytest.mark.slow
 NEW, PATCH, BEFORE, AFTER = 6, 4, 93, 94
 NAMES = ("<start_of_image>", "<end_of_image>")
 TEXT = {key: value for key, value in TEXT.items() if key != "rope_theta"} | {
-    "head_dim": 8, "max_position_embeddings": 700, "final_logit_softcapping": 4.0,
-    "sliding_window": 33, "vocab_size_per_layer_input": TEXT["vocab_size"],
+    "head_dim": 8,
+    "max_position_embeddings": 700,
+    "final_logit_softcapping": 4.0,
+    "sliding_window": 33,
+    "vocab_size_per_layer_input": TEXT["vocab_size"],
     "rope_parameters": {
         "full_attention": {
-            "rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 4321.0,
+            "rope_type": "proportional",
+            "partial_rotary_factor": 0.5,
+            "rope_theta": 4321.0,
         },
         "sliding_attention": {"rope_type": "default", "rope_theta": 321.0},
     },
-}  # fmt: skip
+}
 TOWER = {
-    "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
-    "num_key_value_heads": 5, "head_dim": 12, "patch_size": PATCH, "rms_norm_eps": 3e-4,
-    "position_embedding_size": 300, "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
-}  # fmt: skip
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "head_dim": 12,
+    "patch_size": PATCH,
+    "rms_norm_eps": 3e-4,
+    "position_embedding_size": 300,
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 50.0},
+}
 # Of the language model and the tower.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "26B-A4B, windows smaller than a picture": (
         {
-            "num_hidden_layers": 3, "global_head_dim": 12, "num_global_key_value_heads": 3,
-            "attention_k_eq_v": True, "use_bidirectional_attention": "vision",
+            "num_hidden_layers": 3,
+            "global_head_dim": 12,
+            "num_global_key_value_heads": 3,
+            "attention_k_eq_v": True,
+            "use_bidirectional_attention": "vision",
             "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
-            "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2,
-            "moe_intermediate_size": 24, "hidden_size_per_layer_input": 0,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 24,
+            "hidden_size_per_layer_input": 0,
         },
         {"standardize": True, "pooling_kernel_size": 2},
     ),
     "E2B, a picture is causal": (
         {
-            "num_hidden_layers": 4, "global_head_dim": 12,
+            "num_hidden_layers": 4,
+            "global_head_dim": 12,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "hidden_size_per_layer_input": 10, "num_kv_shared_layers": 2,
+            "hidden_size_per_layer_input": 10,
+            "num_kv_shared_layers": 2,
             "use_double_wide_mlp": True,
         },
         {"use_clipped_linears": True, "pooling_kernel_size": 3},
     ),
-}  # fmt: skip
+}
 SIZES = [(50, 33), (20, 71), (9, 9), (200, 1)]  # width and height
 
 
@@ -268,8 +288,13 @@ def test_sizes_of_any_picture_are_the_processors(height):
 
 
 GEMMA4_31B = {
-    "model_type": "gemma4", "audio_config": None, "boi_token_id": 255999, "eoi_token_id": 258882,
-    "image_token_id": 258880, "video_token_id": 258884, "tie_word_embeddings": True,
+    "model_type": "gemma4",
+    "audio_config": None,
+    "boi_token_id": 255999,
+    "eoi_token_id": 258882,
+    "image_token_id": 258880,
+    "video_token_id": 258884,
+    "tie_word_embeddings": True,
     "text_config": {
         **{"attention_k_eq_v": True, "final_logit_softcapping": 30.0, "global_head_dim": 512},
         **{"head_dim": 256, "hidden_size": 5376, "hidden_size_per_layer_input": 0},
@@ -283,7 +308,7 @@ GEMMA4_31B = {
         **{"model_type": "gemma4_vision", "num_attention_heads": 16, "num_hidden_layers": 27},
         **{"num_key_value_heads": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
     },
-}  # fmt: skip
+}
 
 
 def test_a_preset_has_the_published_sizes():
@@ -307,10 +332,18 @@ REFUSED = [
     ({"vision_config": {"rope_parameters": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
     ({"vision_config": {"model_type": "gemma4_unified_vision"}}, "gemma4_unified_vision"),
     ({"text_config": {"use_bidirectional_attention": "all"}}, "attention is 'all'"),
-    ({"text_config": {"global_head_dim": 256, "num_global_key_value_heads": 16,
-                      "attention_k_eq_v": False}}, 'picture_sight "near" needs'),
+    (
+        {
+            "text_config": {
+                "global_head_dim": 256,
+                "num_global_key_value_heads": 16,
+                "attention_k_eq_v": False,
+            }
+        },
+        'picture_sight "near" needs',
+    ),
     ({"sound": 1}, "key 'sound'"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "match"), REFUSED)

@@ -25,11 +25,19 @@ pytestmark = pytest.mark.slow
 
 LAYERS = 7  # one that sees all among Gemma 3's, one without positions among SmolLM3's
 SIZES = {
-    "vocab_size": 60, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
-    "rms_norm_eps": 2e-4, "attn_implementation": "eager", "pad_token_id": None, "bos_token_id": 1,
+    "vocab_size": 60,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 640,
+    "rms_norm_eps": 2e-4,
+    "attn_implementation": "eager",
+    "pad_token_id": None,
+    "bos_token_id": 1,
     "eos_token_id": 2,
-}  # fmt: skip
+}
 _THETA = {"rope_type": "default", "rope_theta": 1234.5}
 
 
@@ -146,26 +154,37 @@ _LAYER_NORMS = {"rms_norm_eps": None, "layer_norm_eps": 2e-4}
 _HALF = {**_THETA, "partial_rotary_factor": 0.5}
 CASES = {
     "olmoe": Case(
-        transformers.OlmoeForCausalLM, "olmoe", {"num_experts": 6, "num_experts_per_tok": 2},
+        transformers.OlmoeForCausalLM,
+        "olmoe",
+        {"num_experts": 6, "num_experts_per_tok": 2},
         _mixtral,
     ),
     "mixtral": Case(
-        transformers.MixtralForCausalLM, "llama",
-        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None}, _mixtral,
+        transformers.MixtralForCausalLM,
+        "llama",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+        _mixtral,
         turned=True,
     ),
     "granitemoe": Case(
-        transformers.GraniteMoeForCausalLM, "granitemoe",
+        transformers.GraniteMoeForCausalLM,
+        "granitemoe",
         {
-            "embedding_multiplier": 5.5, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
-            "logits_scaling": 0.7, "num_local_experts": 5, "num_experts_per_tok": 2,
+            "embedding_multiplier": 5.5,
+            "attention_multiplier": 0.21,
+            "residual_multiplier": 0.4,
+            "logits_scaling": 0.7,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
         },
-        _granitemoe, turned=True,
+        _granitemoe,
+        turned=True,
     ),
     "seed_oss": Case(transformers.SeedOssForCausalLM, "seed_oss", {"head_dim": 12}),
     "ernie4_5": Case(transformers.Ernie4_5ForCausalLM, "ernie4_5", {"head_dim": 12}),
     "exaone4": Case(
-        transformers.Exaone4ForCausalLM, "exaone4",
+        transformers.Exaone4ForCausalLM,
+        "exaone4",
         {
             "sliding_window": 33,
             "layer_types": [*["sliding_attention"] * (LAYERS - 1), "full_attention"],
@@ -179,23 +198,33 @@ CASES = {
         transformers.CohereForCausalLM, "command-r", {**_LAYER_NORMS, "logit_scale": 0.8}, _cohere
     ),
     "cohere2": Case(
-        transformers.Cohere2ForCausalLM, "cohere2",
-        {**_LAYER_NORMS, "logit_scale": 0.8, "sliding_window": 33}, _cohere2,
+        transformers.Cohere2ForCausalLM,
+        "cohere2",
+        {**_LAYER_NORMS, "logit_scale": 0.8, "sliding_window": 33},
+        _cohere2,
     ),
     "nemotron": Case(
-        transformers.NemotronForCausalLM, "nemotron",
-        {"rms_norm_eps": None, "norm_eps": 2e-4, "rope_parameters": _HALF}, _part, shift=1.0,
+        transformers.NemotronForCausalLM,
+        "nemotron",
+        {"rms_norm_eps": None, "norm_eps": 2e-4, "rope_parameters": _HALF},
+        _part,
+        shift=1.0,
     ),
     "stablelm": Case(
-        transformers.StableLmForCausalLM, "stablelm",
-        {**_LAYER_NORMS, "use_qkv_bias": True, "rope_parameters": _HALF}, _stablelm,
+        transformers.StableLmForCausalLM,
+        "stablelm",
+        {**_LAYER_NORMS, "use_qkv_bias": True, "rope_parameters": _HALF},
+        _stablelm,
     ),
     "stablelm, parallel": Case(
-        transformers.StableLmForCausalLM, "stablelm",
-        {**_LAYER_NORMS, "use_parallel_residual": True, "rope_parameters": _HALF}, _stablelm,
+        transformers.StableLmForCausalLM,
+        "stablelm",
+        {**_LAYER_NORMS, "use_parallel_residual": True, "rope_parameters": _HALF},
+        _stablelm,
     ),
     "starcoder2": Case(
-        transformers.Starcoder2ForCausalLM, "starcoder2",
+        transformers.Starcoder2ForCausalLM,
+        "starcoder2",
         {"rms_norm_eps": None, "norm_epsilon": 2e-4},
     ),
     "apertus": Case(transformers.ApertusForCausalLM, "apertus", {}, _apertus),
@@ -203,24 +232,31 @@ CASES = {
         transformers.MistralForCausalLM, "llama", {"sliding_window": None}, _llama, turned=True
     ),
     "phi3": Case(
-        transformers.Phi3ForCausalLM, "phi3",
-        {"sliding_window": 50, "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}}, _phi3,
+        transformers.Phi3ForCausalLM,
+        "phi3",
+        {"sliding_window": 50, "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5}},
+        _phi3,
         known=True,
     ),
     "phi3, longrope": Case(
-        transformers.Phi3ForCausalLM, "phi3",
+        transformers.Phi3ForCausalLM,
+        "phi3",
         {
             "original_max_position_embeddings": 200,
             "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 2345.0, "short_factor": [1.0, 1.2, 1.4, 1.9],
-                "long_factor": [1.5, 2.0, 4.0, 9.0], "attention_factor": 1.25,
+                "rope_type": "longrope",
+                "rope_theta": 2345.0,
+                "short_factor": [1.0, 1.2, 1.4, 1.9],
+                "long_factor": [1.5, 2.0, 4.0, 9.0],
+                "attention_factor": 1.25,
             },
         },
         _phi3,
     ),
     "olmo2": Case(transformers.Olmo2ForCausalLM, "olmo2"),
     "olmo3": Case(
-        transformers.Olmo3ForCausalLM, "olmo2",
+        transformers.Olmo3ForCausalLM,
+        "olmo2",
         {
             "sliding_window": 33,
             "layer_types": ["full_attention", *["sliding_attention"] * (LAYERS - 1)],
@@ -229,46 +265,69 @@ CASES = {
         _olmo3,
     ),
     "granite": Case(
-        transformers.GraniteForCausalLM, "granite",
+        transformers.GraniteForCausalLM,
+        "granite",
         {
-            "embedding_multiplier": 5.5, "attention_multiplier": 0.21, "residual_multiplier": 0.4,
+            "embedding_multiplier": 5.5,
+            "attention_multiplier": 0.21,
+            "residual_multiplier": 0.4,
             "logits_scaling": 0.7,
         },
-        _granite, turned=True,
+        _granite,
+        turned=True,
     ),
     "smollm3": Case(
-        transformers.SmolLM3ForCausalLM, "smollm3", {"tie_word_embeddings": True}, _llama,
+        transformers.SmolLM3ForCausalLM,
+        "smollm3",
+        {"tie_word_embeddings": True},
+        _llama,
         turned=True,
     ),
     "qwen3moe": Case(
-        transformers.Qwen3MoeForCausalLM, "qwen3moe",
+        transformers.Qwen3MoeForCausalLM,
+        "qwen3moe",
         {
-            "head_dim": 12, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+            "head_dim": 12,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
             "norm_topk_prob": True,
         },
-        _mixture, known=True,
+        _mixture,
+        known=True,
     ),
     "gemma2": Case(
-        transformers.Gemma2ForCausalLM, "gemma2",
+        transformers.Gemma2ForCausalLM,
+        "gemma2",
         {
-            "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 33,
-            "attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.5,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 33,
+            "attn_logit_softcapping": 1.5,
+            "final_logit_softcapping": 2.5,
         },
-        _gemma, known=True, shift=1.0,
+        _gemma,
+        known=True,
+        shift=1.0,
     ),
     "gemma3": Case(
-        transformers.Gemma3ForCausalLM, "gemma3",
+        transformers.Gemma3ForCausalLM,
+        "gemma3",
         {
-            "head_dim": 12, "query_pre_attn_scalar": 12, "sliding_window": 33,
+            "head_dim": 12,
+            "query_pre_attn_scalar": 12,
+            "sliding_window": 33,
             "final_logit_softcapping": 3.0,
             "rope_parameters": {
                 "full_attention": _THETA,
                 "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
             },
         },
-        _gemma, known=True, shift=1.0,
+        _gemma,
+        known=True,
+        shift=1.0,
     ),
-}  # fmt: skip
+}
 
 
 def turned(x: np.ndarray, heads: int) -> np.ndarray:

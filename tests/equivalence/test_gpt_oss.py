@@ -23,15 +23,30 @@ from mmqa_jax.weights.quantization import read_rounding
 from tests.refusals import refuses
 
 SIZES = {
-    "vocab_size": 97, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 3,
-    "num_experts_per_tok": 2, "sliding_window": 16, "eos_token_id": 2, "pad_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "sliding_window": 16,
+    "eos_token_id": 2,
+    "pad_token_id": 2,
+}
 # What the config.json of openai/gpt-oss-20b has beside its sizes.
 PUBLISHED = {
-    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0,
-    "experts_per_token": 4, "hidden_act": "silu", "initial_context_length": 4096,
-    "initializer_range": 0.02, "max_position_embeddings": 131072, "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "attention_dropout": 0.0,
+    "experts_per_token": 4,
+    "hidden_act": "silu",
+    "initial_context_length": 4096,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
     "output_router_logits": False,
     "quantization_config": {
         "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"],
@@ -39,12 +54,19 @@ PUBLISHED = {
     },
     "rms_norm_eps": 1e-05,
     "rope_scaling": {
-        "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
-        "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
     },
-    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "swiglu_limit": 7.0,
-    "tie_word_embeddings": False, "use_cache": True,
-}  # fmt: skip
+    "rope_theta": 150000,
+    "router_aux_loss_coef": 0.9,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "use_cache": True,
+}
 
 
 def test_every_byte_with_every_scale_is_transformers_number():
@@ -103,21 +125,27 @@ def test_experts_in_codes_multiply_as_transformers_whole_ones(folder):
     np.testing.assert_allclose(got, run_torch(theirs.eval(), ids), **WHOLE)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"), "down_proj_blocks has no tensor _scales"),
-    (lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"), "down_proj_scales"),
-    (
-        lambda x: x.update(
-            {
-                "model.layers.0.mlp.experts.gate_up_proj_scales": torch.zeros(
-                    (3, 64, 3), dtype=torch.uint8
-                )
-            }
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda x: x.pop("model.layers.1.mlp.experts.down_proj_scales"),
+            "down_proj_blocks has no tensor _scales",
         ),
-        r"gate_up_proj_scales has the shape \(3, 64, 3\)",
-    ),
-    (lambda x: x.pop("model.layers.0.self_attn.sinks"), "sinks"),
-])  # fmt: skip
+        (lambda x: x.pop("model.layers.0.mlp.experts.down_proj_blocks"), "down_proj_scales"),
+        (
+            lambda x: x.update(
+                {
+                    "model.layers.0.mlp.experts.gate_up_proj_scales": torch.zeros(
+                        (3, 64, 3), dtype=torch.uint8
+                    )
+                }
+            ),
+            r"gate_up_proj_scales has the shape \(3, 64, 3\)",
+        ),
+        (lambda x: x.pop("model.layers.0.self_attn.sinks"), "sinks"),
+    ],
+)
 def test_what_is_not_whole_is_refused(folder, tmp_path, change, message):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)

@@ -55,9 +55,11 @@ def native(name, folder, *, expansion=None, skipped=(), prompts=None, mean=False
     mask = MultiVectorMask(skiplist_words=list(skipped))
     modules = [encoder, *dense, mask, Normalize(module_input_name="token_embeddings")]
     model = MultiVectorEncoder(
-        modules=modules, device="cpu", prompts=prompts,
+        modules=modules,
+        device="cpu",
+        prompts=prompts,
         similarity_fn_name="meanmaxsim" if mean else None,
-    )  # fmt: skip
+    )
     model.save_pretrained(str(folder))
 
 
@@ -66,11 +68,18 @@ def pylate(folder, **more):
     native("modernbert", folder)
     shutil.rmtree(folder / "2_MultiVectorMask", ignore_errors=True)
     (folder / "modules.json").write_text(
-        json.dumps([
-            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-            {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
-        ])
-    )  # fmt: skip
+        json.dumps(
+            [
+                {
+                    "idx": 0,
+                    "name": "0",
+                    "path": "",
+                    "type": "sentence_transformers.models.Transformer",
+                },
+                {"idx": 1, "name": "1", "path": "1_Dense", "type": "pylate.models.Dense.Dense"},
+            ]
+        )
+    )
     sizes = {"in_features": 36, "out_features": 48, "bias": False}
     identity = "torch.nn.modules.linear.Identity"
     (folder / "1_Dense" / "config.json").write_text(

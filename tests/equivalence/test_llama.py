@@ -40,30 +40,50 @@ LENGTH = 520  # short prompts hide mistakes in rotary positions
 LENGTHS = np.array([LENGTH, 7, 301])
 
 COMMON = {
-    "vocab_size": 97, "num_hidden_layers": 2, "max_position_embeddings": 640,
-    "initializer_range": 0.08, "attn_implementation": "eager",
-}  # fmt: skip
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 640,
+    "initializer_range": 0.08,
+    "attn_implementation": "eager",
+}
 CASES = {
     "grouped, tied": {
-        "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2,
-        "intermediate_size": 80, "tie_word_embeddings": True, "rms_norm_eps": 3e-4,
+        "hidden_size": 48,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "intermediate_size": 80,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 3e-4,
         "rope_theta": 1234.5,
     },
     "one key head, llama3 scaling": {
-        "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 1,
-        "intermediate_size": 56, "rms_norm_eps": 2e-5, "hidden_act": "gelu_new",
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "intermediate_size": 56,
+        "rms_norm_eps": 2e-5,
+        "hidden_act": "gelu_new",
         # Of the eight frequencies one is kept, two are interpolated, five divided.
         "rope_parameters": {
-            "rope_type": "llama3", "rope_theta": 50000.0, "factor": 6.0, "low_freq_factor": 0.5,
-            "high_freq_factor": 5.0, "original_max_position_embeddings": 90,
+            "rope_type": "llama3",
+            "rope_theta": 50000.0,
+            "factor": 6.0,
+            "low_freq_factor": 0.5,
+            "high_freq_factor": 5.0,
+            "original_max_position_embeddings": 90,
         },
     },
     "all heads, biases, own head size, linear scaling": {
-        "hidden_size": 40, "num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 14,
-        "intermediate_size": 72, "attention_bias": True, "mlp_bias": True,
+        "hidden_size": 40,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "head_dim": 14,
+        "intermediate_size": 72,
+        "attention_bias": True,
+        "mlp_bias": True,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.5},
     },
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -22,10 +22,16 @@ from tests.refusals import refuses
 
 SIZES = {"hidden": 256, "layers": 1, "heads": 4, "kv_heads": 2, "mlp": 256}
 MATRICES = {
-    "token_embd": (40, 256), "output": (40, 256), "blk.0.attn_q": (256, 256),
-    "blk.0.attn_k": (128, 256), "blk.0.attn_v": (128, 256), "blk.0.attn_output": (256, 256),
-    "blk.0.ffn_gate": (256, 256), "blk.0.ffn_up": (256, 256), "blk.0.ffn_down": (256, 256),
-}  # fmt: skip
+    "token_embd": (40, 256),
+    "output": (40, 256),
+    "blk.0.attn_q": (256, 256),
+    "blk.0.attn_k": (128, 256),
+    "blk.0.attn_v": (128, 256),
+    "blk.0.attn_output": (256, 256),
+    "blk.0.ffn_gate": (256, 256),
+    "blk.0.ffn_up": (256, 256),
+    "blk.0.ffn_down": (256, 256),
+}
 NORMS = ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm")
 TYPES = gguf.GGMLQuantizationType
 
@@ -51,10 +57,15 @@ def write_gguf(file: Path, kind, *, drop=(), add=(), architecture="llama", **met
     """A tiny model with every matrix in one type; returns the stored bytes by key."""
     writer = gguf.GGUFWriter(file, architecture)
     values = {
-        "context_length": 512, "embedding_length": 256, "block_count": 1,
-        "feed_forward_length": 256, "attention.head_count": 4, "attention.head_count_kv": 2,
-        "rope.freq_base": 3000.0, "attention.layer_norm_rms_epsilon": 3e-5,
-    } | metadata  # fmt: skip
+        "context_length": 512,
+        "embedding_length": 256,
+        "block_count": 1,
+        "feed_forward_length": 256,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "rope.freq_base": 3000.0,
+        "attention.layer_norm_rms_epsilon": 3e-5,
+    } | metadata
     for key, value in values.items():
         if isinstance(value, str):
             writer.add_string(f"{architecture}.{key}", value)

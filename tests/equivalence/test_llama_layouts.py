@@ -25,9 +25,16 @@ from tests.refusals import refuses
 LENGTH = 512
 # params.json of LLaMA-3 in small; 256 * ceil(1.3 * 2 / 3 * 4 * 64 / 16) = 224 hidden units.
 PARAMS = {
-    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16,
-    "ffn_dim_multiplier": 1.3, "norm_eps": 3e-4, "rope_theta": 3000.0, "vocab_size": -1,
-}  # fmt: skip
+    "dim": 64,
+    "n_layers": 2,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "multiple_of": 16,
+    "ffn_dim_multiplier": 1.3,
+    "norm_eps": 3e-4,
+    "rope_theta": 3000.0,
+    "vocab_size": -1,
+}
 VOCAB, MLP = 96, 224
 
 
@@ -134,9 +141,16 @@ def test_meta_files_whole_and_sharded(tmp_path, ids):
     np.testing.assert_allclose(compiled(model, forward)(ids), want, **WHOLE)
     assert np.abs(want).max() > 1
     assert model.config == LlamaConfig(
-        vocab_size=VOCAB, hidden=64, layers=2, heads=4, kv_heads=2, mlp=MLP, eps=3e-4,
-        rope_theta=3000.0, unroll=1,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden=64,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=MLP,
+        eps=3e-4,
+        rope_theta=3000.0,
+        unroll=1,
+    )
     for name, vocab_parallel in (("llama2", False), ("llama3", True)):
         folder = write_meta(tmp_path / name, split(tensors, 2, vocab_parallel))
         same_parameters(load_published("llama", folder, unroll=1), model)

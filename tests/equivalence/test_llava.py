@@ -183,9 +183,14 @@ def test_greedy_generation_equals(published):
     del inputs["position_ids"]
     with torch.no_grad():
         want = theirs.generate(
-            **inputs, max_new_tokens=steps, do_sample=False, eos_token_id=None, pad_token_id=0,
-            output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
+            **inputs,
+            max_new_tokens=steps,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
 
     model = load_published("llava", folder)
     unstack_layers(model.llama)

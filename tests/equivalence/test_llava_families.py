@@ -89,22 +89,31 @@ CASES = {
         "clip", {}, "qwen2", {"tie_word_embeddings": True}, {"vision_feature_layer": -1}
     ),
     "SigLIP, Gemma 2": Case(
-        "siglip", {}, "gemma2", {"head_dim": 12, "sliding_window": 41, "query_pre_attn_scalar": 20},
+        "siglip",
+        {},
+        "gemma2",
+        {"head_dim": 12, "sliding_window": 41, "query_pre_attn_scalar": 20},
         {"vision_feature_select_strategy": "full"},
     ),
     "SigLIP without its head, LLaMA-3": Case(
-        "siglip", {"vision_use_head": False}, "llama", {"rope_parameters": LLAMA3},
+        "siglip",
+        {"vision_use_head": False},
+        "llama",
+        {"rope_parameters": LLAMA3},
         {"vision_feature_select_strategy": "full"},
     ),
     "SigLIP without its first patch, Granite": Case(  # it scales what comes of pictures too
-        "siglip", {"vision_use_head": False}, "granite",
+        "siglip",
+        {"vision_use_head": False},
+        "granite",
         {"embedding_multiplier": 1.7, "residual_multiplier": 0.6, "logits_scaling": 0.5},
-        {"vision_feature_layer": -1}, STRINGS,
+        {"vision_feature_layer": -1},
+        STRINGS,
     ),
     "SigLIP, Phi-3": Case(
         "siglip", {}, "phi3", {"sliding_window": None}, {"vision_feature_select_strategy": "full"}
     ),
-}  # fmt: skip
+}
 TOKENS = (26, 25, 16, 16, 15, 16)  # of a picture
 # The other families: a CLIP, and the sizes that this vocabulary and width need.
 MORE: dict[str, dict[str, Any]] = {
@@ -122,8 +131,10 @@ MORE["qwen3_5_text"] = _RECURRENT
 # Inputs of layers' own follow from words, and a picture has none.
 MORE["gemma4_text"] = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": WORDS}
 MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
-    **_RECURRENT, **MORE["qwen3_moe"], "shared_expert_intermediate_size": 12,
-}  # fmt: skip
+    **_RECURRENT,
+    **MORE["qwen3_moe"],
+    "shared_expert_intermediate_size": 12,
+}
 
 
 class Pair(NamedTuple):
@@ -158,9 +169,12 @@ def make_pair(name: str, folder: Path) -> Pair:
     sizes = {key: x for key, x in TEXT.items() if hasattr(usual, key)}  # layer norms have others
     text = transformers.AutoConfig.for_model(case.decoder, **sizes | case.text)
     config = transformers.LlavaConfig(
-        vision_config=VISION[case.tower] | case.vision, text_config=text, image_token_index=IMAGE,
-        attn_implementation="eager", **case.both,
-    )  # fmt: skip
+        vision_config=VISION[case.tower] | case.vision,
+        text_config=text,
+        image_token_index=IMAGE,
+        attn_implementation="eager",
+        **case.both,
+    )
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     side = VISION[case.tower]["image_size"]
@@ -171,14 +185,19 @@ def make_pair(name: str, folder: Path) -> Pair:
         else SiglipImageProcessorPil(size=square)
     )
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=letters(bos=case.template == STRINGS), bos_token="<s>", eos_token="</s>",
+        tokenizer_object=letters(bos=case.template == STRINGS),
+        bos_token="<s>",
+        eos_token="</s>",
         additional_special_tokens=["<image>"],
-    )  # fmt: skip
+    )
     processor = transformers.LlavaProcessor(
-        prepare, tokenizer, patch_size=VISION[case.tower]["patch_size"],
+        prepare,
+        tokenizer,
+        patch_size=VISION[case.tower]["patch_size"],
         vision_feature_select_strategy=case.both.get("vision_feature_select_strategy", "default"),
-        num_additional_image_tokens=int(case.tower == "clip"), chat_template=case.template,
-    )  # fmt: skip
+        num_additional_image_tokens=int(case.tower == "clip"),
+        chat_template=case.template,
+    )
     processor.save_pretrained(folder)
     return Pair(theirs, load_published("llava", folder, unroll=1), processor, folder)
 
@@ -307,9 +326,12 @@ def test_the_originals_layout(tmp_path):
     torch.manual_seed(0)
     cut = VISION["siglip"] | {"num_hidden_layers": 2, "vision_use_head": False}
     config = transformers.LlavaConfig(
-        vision_config=cut, text_config=transformers.Qwen2Config(**TEXT), image_token_index=IMAGE,
-        vision_feature_layer=-1, vision_feature_select_strategy="full",
-    )  # fmt: skip
+        vision_config=cut,
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        vision_feature_layer=-1,
+        vision_feature_select_strategy="full",
+    )
     theirs = randomize(transformers.LlavaForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(tmp_path)
     want = load_published("llava", tmp_path, unroll=1)

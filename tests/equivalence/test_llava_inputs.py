@@ -46,9 +46,13 @@ def word_tokenizer(*texts: str, bos: bool) -> transformers.PreTrainedTokenizerFa
             single="<s> $A", special_tokens=[("<s>", 0)]
         )
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-        unk_token="<unk>", additional_special_tokens=["<image>"],
-    )  # fmt: skip
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=["<image>"],
+    )
 
 
 def test_prompt_text():
@@ -89,13 +93,16 @@ def test_prompt_ids_are_the_originals():
 
 
 @pytest.mark.parametrize("bos", [True, False])
-@pytest.mark.parametrize("prompt", [
-    conversation([(question("a dog or a cat", 2), None)]),
-    "<image>a dog",
-    "a dog<image>",
-    "<image><image>",
-    "a dog or a cat",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        conversation([(question("a dog or a cat", 2), None)]),
+        "<image>a dog",
+        "a dog<image>",
+        "<image><image>",
+        "a dog or a cat",
+    ],
+)
 def test_ids_equal_the_originals_function(prompt, bos):
     """llava/mm_utils.py tokenizer_image_token, restated: BOS of each piece is cut but the first."""
     tokenizer = word_tokenizer(prompt, bos=bos)
@@ -124,9 +131,12 @@ def test_inputs_equal_the_processors(side):
     tokenizer.padding_side = side
     sizes = {"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}}
     processor = transformers.LlavaProcessor(
-        PROCESSOR(do_pad=True, **sizes), tokenizer, patch_size=14,
-        vision_feature_select_strategy="default", num_additional_image_tokens=1,
-    )  # fmt: skip
+        PROCESSOR(do_pad=True, **sizes),
+        tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
     pictures = [noise(50, 31), noise(20, 77), noise(28, 28)]
     want = processor(images=pictures, text=asked, padding=True, return_tensors="np")
     config = small_config(tokenizer.convert_tokens_to_ids("<image>"))

@@ -34,18 +34,36 @@ from tests.refusals import refuses
 TOWER = "vision_tower.vision_model."
 # config.json of liuhaotian/llava-v1.5-7b, what concerns the model.
 PUBLISHED = {
-    "architectures": ["LlavaLlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-    "image_aspect_ratio": "pad", "initializer_range": 0.02, "intermediate_size": 11008,
-    "max_position_embeddings": 4096, "mm_hidden_size": 1024, "mm_projector_type": "mlp2x_gelu",
-    "mm_use_im_patch_token": False, "mm_use_im_start_end": False,
-    "mm_vision_select_feature": "patch", "mm_vision_select_layer": -2,
-    "mm_vision_tower": "openai/clip-vit-large-patch14-336", "model_type": "llava",
-    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
-    "pad_token_id": 0, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None,
-    "tie_word_embeddings": False, "tokenizer_model_max_length": 2048,
-    "tokenizer_padding_side": "right", "tune_mm_mlp_adapter": False,
-    "unfreeze_mm_vision_tower": False, "use_mm_proj": True, "vocab_size": 32000,
-}  # fmt: skip
+    "architectures": ["LlavaLlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "image_aspect_ratio": "pad",
+    "initializer_range": 0.02,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "mm_hidden_size": 1024,
+    "mm_projector_type": "mlp2x_gelu",
+    "mm_use_im_patch_token": False,
+    "mm_use_im_start_end": False,
+    "mm_vision_select_feature": "patch",
+    "mm_vision_select_layer": -2,
+    "mm_vision_tower": "openai/clip-vit-large-patch14-336",
+    "model_type": "llava",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "pad_token_id": 0,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "tokenizer_model_max_length": 2048,
+    "tokenizer_padding_side": "right",
+    "tune_mm_mlp_adapter": False,
+    "unfreeze_mm_vision_tower": False,
+    "use_mm_proj": True,
+    "vocab_size": 32000,
+}
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +123,15 @@ def write_clip(folder, pair):
     config = transformers.CLIPConfig(
         vision_config=tiny.VISION,
         text_config={
-            "vocab_size": 50, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1,
-            "num_attention_heads": 2, "max_position_embeddings": 9,
+            "vocab_size": 50,
+            "hidden_size": 24,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "max_position_embeddings": 9,
         },
         projection_dim=28,
-    )  # fmt: skip
+    )
     model = transformers.CLIPModel(config)
     model.vision_model.load_state_dict(pair.theirs.model.vision_tower.state_dict())
     model.save_pretrained(folder)
@@ -182,18 +204,29 @@ def test_original_and_transformers_configs_are_the_presets():
     )
     # config.json of llava-hf/llava-1.5-7b-hf, of its text only what differs from defaults.
     published = {
-        "model_type": "llava", "image_token_index": 32000, "projector_hidden_act": "gelu",
+        "model_type": "llava",
+        "image_token_index": 32000,
+        "projector_hidden_act": "gelu",
         "text_config": {
-            "model_type": "llama", "max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+            "model_type": "llama",
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-05,
             "vocab_size": 32064,
         },
         "vision_config": {
-            "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
-            "model_type": "clip_vision_model", "num_attention_heads": 16, "num_hidden_layers": 24,
-            "patch_size": 14, "projection_dim": 768, "vocab_size": 32000,
+            "hidden_size": 1024,
+            "image_size": 336,
+            "intermediate_size": 4096,
+            "model_type": "clip_vision_model",
+            "num_attention_heads": 16,
+            "num_hidden_layers": 24,
+            "patch_size": 14,
+            "projection_dim": 768,
+            "vocab_size": 32000,
         },
-        "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
-    }  # fmt: skip
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    }
     assert llava_config(published) == sizes
     del published["vision_config"]  # transformers' default
     assert llava_config(published) == sizes
@@ -273,16 +306,19 @@ def test_the_original_is_exported_with_words_for_its_placeholder(pair, tmp_path)
     np.testing.assert_allclose(got[..., tiny.WORDS :], mean, **LAYER)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"mm_projector_type": "linear"}, "mm_projector_type is 'linear', LLaVA-1.5's is 'mlp2x"),
-    ({"mm_vision_select_feature": "cls_patch"}, "mm_vision_select_feature is 'cls_patch'"),
-    ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type is 'spatial_unpad'"),
-    ({"mm_use_im_start_end": True}, "mm_use_im_start_end is True"),
-    ({"s2": True}, "s2 is True"),
-    ({"model_type": "llava_mpt"}, "model_type is 'llava_mpt', expected 'llava' or"),
-    ({"mm_vision_tower": "google/siglip"}, "'google/siglip', whose sizes are not known here"),
-    ({"mm_hidden_size": 768}, "mm_hidden_size is 768, the vision tower's width 1024"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mm_projector_type": "linear"}, "mm_projector_type is 'linear', LLaVA-1.5's is 'mlp2x"),
+        ({"mm_vision_select_feature": "cls_patch"}, "mm_vision_select_feature is 'cls_patch'"),
+        ({"mm_patch_merge_type": "spatial_unpad"}, "mm_patch_merge_type is 'spatial_unpad'"),
+        ({"mm_use_im_start_end": True}, "mm_use_im_start_end is True"),
+        ({"s2": True}, "s2 is True"),
+        ({"model_type": "llava_mpt"}, "model_type is 'llava_mpt', expected 'llava' or"),
+        ({"mm_vision_tower": "google/siglip"}, "'google/siglip', whose sizes are not known here"),
+        ({"mm_hidden_size": 768}, "mm_hidden_size is 768, the vision tower's width 1024"),
+    ],
+)
 def test_originals_of_another_kind_are_refused(changes, message):
     refuses(re.escape(message), original_config, PUBLISHED | changes, None, "here/config.json")
 
@@ -295,14 +331,17 @@ def test_a_siglip_of_which_another_layer_is_read_is_refused():
         original_config(PUBLISHED | changes, SiglipVisionConfig(), "here")
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"model_type": "llava_next"}, "model_type is 'llava_next', expected 'llava'"),
-    ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
-    ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
-    ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
-    ({"text_config": {"model_type": "mamba"}}, "text_config: model_type is 'mamba'"),
-    ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llava_next"}, "model_type is 'llava_next', expected 'llava'"),
+        ({"vision_feature_layer": [-2, -5]}, "vision_feature_layer is [-2, -5], which is not"),
+        ({"vision_feature_select_strategy": "cls"}, "model.select is 'cls'"),
+        ({"projector_hidden_act": "tanh"}, "projector_activation is 'tanh'"),
+        ({"text_config": {"model_type": "mamba"}}, "text_config: model_type is 'mamba'"),
+        ({"vision_config": {"model_type": "siglip2"}}, "vision_config: model_type is 'siglip2'"),
+    ],
+)
 def test_transformers_configs_of_another_kind_are_refused(changes, message):
     with pytest.raises(UserError, match=re.escape(message)):
         llava_config(llava_to_hf(llava_1_5_7b()) | changes, "here/config.json")

@@ -36,15 +36,35 @@ from tests.refusals import refuses
 # Nothing at its published value. 23 x 23 cells: rotary positions past 500 tokens.
 CONFIG = network.MCANConfig(
     text=BertConfig(
-        vocab_size=53, hidden=28, layers=2, heads=2, mlp=36, positions=20, eps=1e-3, pooler=True,
+        vocab_size=53,
+        hidden=28,
+        layers=2,
+        heads=2,
+        mlp=36,
+        positions=20,
+        eps=1e-3,
+        pooler=True,
         unroll=1,
     ),
     fusion=network.FusionConfig(
-        hidden=48, heads=3, mlp=56, layers=2, flat_mlp=20, glimpses=2, flat_out=40,
-        value_bias=False, norm="layer", eps=1e-3, unroll=1,
+        hidden=48,
+        heads=3,
+        mlp=56,
+        layers=2,
+        flat_mlp=20,
+        glimpses=2,
+        flat_out=40,
+        value_bias=False,
+        norm="layer",
+        eps=1e-3,
+        unroll=1,
     ),
-    image_features=24, grid=23, rope_base=15.0, answers=11, new_answers=4,
-)  # fmt: skip
+    image_features=24,
+    grid=23,
+    rope_base=15.0,
+    answers=11,
+    new_answers=4,
+)
 STACKS = ("layers", "encoder", "decoder")
 
 
@@ -132,13 +152,17 @@ class TorchMCAN(nn.Module):
         c, t = config.fusion, config.text
         self.bert = transformers.BertModel(
             transformers.BertConfig(
-                vocab_size=t.vocab_size, hidden_size=t.hidden, num_hidden_layers=t.layers,
-                num_attention_heads=t.heads, intermediate_size=t.mlp,
-                max_position_embeddings=t.positions, layer_norm_eps=t.eps,
+                vocab_size=t.vocab_size,
+                hidden_size=t.hidden,
+                num_hidden_layers=t.layers,
+                num_attention_heads=t.heads,
+                intermediate_size=t.mlp,
+                max_position_embeddings=t.positions,
+                layer_norm_eps=t.eps,
                 pad_token_id=None,  # torch drops the gradient of a padding row
             ),
             add_pooling_layer=t.pooler,
-        )  # fmt: skip
+        )
         self.img_feat_linear = nn.Sequential(nn.Linear(config.image_features, c.hidden, bias=False))
         self.lang_adapt = nn.Sequential(nn.Linear(t.hidden, c.hidden), nn.Tanh())
         self.backbone = Backbone(config)

@@ -35,11 +35,20 @@ from tests.refusals import refuses
 CONFIG = network.MCANOpenVQAConfig(
     vocab_size=31,
     fusion=network.FusionConfig(
-        hidden=24, heads=3, mlp=40, layers=3, flat_mlp=20, glimpses=2, flat_out=36, eps=1e-3,
+        hidden=24,
+        heads=3,
+        mlp=40,
+        layers=3,
+        flat_mlp=20,
+        glimpses=2,
+        flat_out=36,
+        eps=1e-3,
         unroll=1,
     ),
-    word_features=14, region_features=18, answers=13,
-)  # fmt: skip
+    word_features=14,
+    region_features=18,
+    answers=13,
+)
 
 
 @pytest.fixture(scope="module")

@@ -29,9 +29,11 @@ from tests.refusals import refuses
 
 SENTENCES = [
     "Which country's flag shows a green cedar between two red stripes?",
-    "The capital of Burkina Faso is Ouagadougou.", "Photosynthesis.",
-    "A man is eating a piece of bread, and the man is eating food; " * 8, "Someone eats bread.",
-]  # fmt: skip
+    "The capital of Burkina Faso is Ouagadougou.",
+    "Photosynthesis.",
+    "A man is eating a piece of bread, and the man is eating food; " * 8,
+    "Someone eats bread.",
+]
 
 
 @pytest.fixture(scope="module")
@@ -112,9 +114,15 @@ def test_constants_that_no_shape_shows_are_compared():
 
 def test_dual_encoder_keeps_minilm(batch, theirs):
     vision = VisionConfig(
-        image_size=16, patch_size=8, width=24, layers=2, heads=2, mlp_width=48, embed_dim=384,
+        image_size=16,
+        patch_size=8,
+        width=24,
+        layers=2,
+        heads=2,
+        mlp_width=48,
+        embed_dim=384,
         unroll=1,
-    )  # fmt: skip
+    )
     config = DualEncoderConfig(text=minilm_l6(layers=2, unroll=1), vision=vision)
     model = random_model(DualEncoder, config)
     model.picture_gate[...] = jnp.float32(1)

@@ -82,9 +82,12 @@ def pair(request, tmp_path_factory) -> Pair:
     text, vision, both = CASES[request.param]
     torch.manual_seed(0)
     config = transformers.Mistral3Config(
-        text_config=TEXT | text, vision_config={"model_type": "pixtral", **TOWER, **vision},
-        image_token_index=IMAGE, attn_implementation="eager", **both,
-    )  # fmt: skip
+        text_config=TEXT | text,
+        vision_config={"model_type": "pixtral", **TOWER, **vision},
+        image_token_index=IMAGE,
+        attn_implementation="eager",
+        **both,
+    )
     theirs = randomize(transformers.Mistral3ForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     processor = PixtralImageProcessorPil(size={"longest_edge": LONGEST}, patch_size=4)

@@ -76,14 +76,17 @@ def test_configs_of_both_versions_of_transformers(tmp_path):
     assert modernbert_config(newer).local == (False, True, False, True)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
-    ({"rope_parameters": {"other": {}}}, "a kind of layer in rope_parameters is 'other'"),
-    ({"layer_types": ["full_attention"]}, "layer_types is .*, expected 22 of full_attention"),
-    ({"classifier_pooling": "max"}, "classifier_pooling is 'max'"),
-    ({"hidden_activation": "swish"}, "activation is 'swish'"),
-    ({"num_hidden_layers": 1}, "there are at least 2"),
-    ({"causal": True}, "the key 'causal'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type is 'yarn'"),
+        ({"rope_parameters": {"other": {}}}, "a kind of layer in rope_parameters is 'other'"),
+        ({"layer_types": ["full_attention"]}, "layer_types is .*, expected 22 of full_attention"),
+        ({"classifier_pooling": "max"}, "classifier_pooling is 'max'"),
+        ({"hidden_activation": "swish"}, "activation is 'swish'"),
+        ({"num_hidden_layers": 1}, "there are at least 2"),
+        ({"causal": True}, "the key 'causal'"),
+    ],
+)
 def test_what_is_not_known_is_refused(changes, message):
     refuses(message, modernbert_config, changes)

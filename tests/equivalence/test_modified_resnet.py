@@ -72,11 +72,26 @@ class TorchPool(nn.Module):
         x = torch.cat([x.mean(0, keepdim=True), x]) + self.positional_embedding[:, None]
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         y, _ = nn.functional.multi_head_attention_forward(
-            x, x, x, x.shape[-1], self.heads, None, torch.cat([q.bias, k.bias, v.bias]), None, None,
-            False, 0.0, self.c_proj.weight, self.c_proj.bias, use_separate_proj_weight=True,
-            q_proj_weight=q.weight, k_proj_weight=k.weight, v_proj_weight=v.weight,
-            need_weights=False, training=False,
-        )  # fmt: skip
+            x,
+            x,
+            x,
+            x.shape[-1],
+            self.heads,
+            None,
+            torch.cat([q.bias, k.bias, v.bias]),
+            None,
+            None,
+            False,
+            0.0,
+            self.c_proj.weight,
+            self.c_proj.bias,
+            use_separate_proj_weight=True,
+            q_proj_weight=q.weight,
+            k_proj_weight=k.weight,
+            v_proj_weight=v.weight,
+            need_weights=False,
+            training=False,
+        )
         return y[0]
 
 

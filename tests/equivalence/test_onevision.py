@@ -68,18 +68,23 @@ def pair(tmp_path_factory) -> Pair:
     torch.manual_seed(0)
     config = transformers.LlavaOnevisionConfig(
         vision_config=VISION["siglip"] | {"vision_use_head": False},
-        text_config=transformers.Qwen2Config(**TEXT), image_token_index=IMAGE,
-        video_token_index=VIDEO, image_grid_pinpoints=RESOLUTIONS,
-        vision_aspect_ratio="anyres_max_2", projector_hidden_act="gelu_new",
+        text_config=transformers.Qwen2Config(**TEXT),
+        image_token_index=IMAGE,
+        video_token_index=VIDEO,
+        image_grid_pinpoints=RESOLUTIONS,
+        vision_aspect_ratio="anyres_max_2",
+        projector_hidden_act="gelu_new",
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     theirs = randomize(transformers.LlavaOnevisionForConditionalGeneration(config), 0, 0.05)
     theirs.save_pretrained(folder)
     half = [0.5, 0.5, 0.5]
     processor = LlavaOnevisionImageProcessorPil(
-        size={"height": SIDE, "width": SIDE}, image_grid_pinpoints=RESOLUTIONS, image_mean=half,
+        size={"height": SIDE, "width": SIDE},
+        image_grid_pinpoints=RESOLUTIONS,
+        image_mean=half,
         image_std=half,
-    )  # fmt: skip
+    )
     processor.save_pretrained(folder)
     tokenizer = letters(bos=False)
     tokenizer.add_special_tokens(["<video>"])
@@ -196,10 +201,13 @@ def open_config(published):
     return onevision_config({**{key: published[key] for key in keys}, "text_config": small})
 
 
-@pytest.mark.parametrize(("name", "sizes"), [
-    ("onevision_05b", (152000, 896, 4864, 24, 14, 2, True)),
-    ("onevision_7b", (152128, 3584, 18944, 28, 28, 4, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("onevision_05b", (152000, 896, 4864, 24, 14, 2, True)),
+        ("onevision_7b", (152128, 3584, 18944, 28, 28, 4, False)),
+    ],
+)
 def test_presets_have_the_published_sizes(name, sizes):
     """Every parameter's shape is that of transformers' model; of Qwen2's sizes as published."""
     keys = (
@@ -237,9 +245,14 @@ def test_answers_equal_generate(pair, given, backend):
     """A picture of one tile, of nine, two, and none; no program is compiled for a size."""
     shown = pictures()
     asked = {
-        "small": [0], "nine": [3], "thin": [4], "tall": [2], "taller": [5], "two": [1, 2],
+        "small": [0],
+        "nine": [3],
+        "thin": [4],
+        "tall": [2],
+        "taller": [5],
+        "two": [1, 2],
         "none": [],
-    }  # fmt: skip
+    }
     chats = []
     for name, used in asked.items():
         files = [Picture(encoded(shown[n]), "one") for n in used]
@@ -259,9 +272,13 @@ def test_answers_equal_generate(pair, given, backend):
         with torch.no_grad():
             want = pair.theirs.generate(
                 input_ids=torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long), **theirs,
-                max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=END,
-            )  # fmt: skip
+                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+                **theirs,
+                max_new_tokens=NEW,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=END,
+            )
         assert found[name].prompt_tokens == len(ids), name
         assert list(found[name].candidates[0].tokens) == want[0, len(ids) :].tolist(), name
     programs = backend.engine._pictures._programs
@@ -313,25 +330,29 @@ def test_checkpoints_go_both_ways(pair, tmp_path):
 
 def test_unknown_values_are_refused_by_name(pair, tmp_path):
     published = json.loads((pair.folder / "config.json").read_text())
-    for number, (changes, match) in enumerate([
-        ({"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad'"),
-        ({"vision_feature_select_strategy": "default"}, "model.select: expected a SigLIP"),
-        ({"image_grid_pinpoints": [[27]]}, r"image_grid_pinpoints is \[\[27\]\]"),
-        ({"image_grid_pinpoints": [[27, 30]]}, "multiples of model.vision.image_size = 27"),
-        ({"vision_config": {"model_type": "clip_vision_model"}}, "expected a SigLIP"),
-        ({"use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
-        ({"spatial_pool_mode": "bilinear"}, "the key 'spatial_pool_mode'"),
-    ]):  # fmt: skip
+    for number, (changes, match) in enumerate(
+        [
+            ({"vision_aspect_ratio": "pad"}, "vision_aspect_ratio is 'pad'"),
+            ({"vision_feature_select_strategy": "default"}, "model.select: expected a SigLIP"),
+            ({"image_grid_pinpoints": [[27]]}, r"image_grid_pinpoints is \[\[27\]\]"),
+            ({"image_grid_pinpoints": [[27, 30]]}, "multiples of model.vision.image_size = 27"),
+            ({"vision_config": {"model_type": "clip_vision_model"}}, "expected a SigLIP"),
+            ({"use_image_newline_parameter": False}, "use_image_newline_parameter is False"),
+            ({"spatial_pool_mode": "bilinear"}, "the key 'spatial_pool_mode'"),
+        ]
+    ):
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published | changes))
         refuses(match, open_onevision, folder)
-    for number, (values, match) in enumerate([
-        ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
-        ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean is"),
-        ({"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio is 'anyres_max_9'"),
-        ({"resample": 2}, "resample is bilinear"),
-    ]):  # fmt: skip
+    for number, (values, match) in enumerate(
+        [
+            ({"image_grid_pinpoints": [[27, 27]]}, "image_grid_pinpoints are not those of config"),
+            ({"image_mean": [0.4, 0.5, 0.5]}, "image_mean is"),
+            ({"vision_aspect_ratio": "anyres_max_9"}, "vision_aspect_ratio is 'anyres_max_9'"),
+            ({"resample": 2}, "resample is bilinear"),
+        ]
+    ):
         folder = tmp_path / f"processor {number}"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(published))

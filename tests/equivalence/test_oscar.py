@@ -123,13 +123,16 @@ def test_tagging_sees_everything(other, encode):
     np.testing.assert_allclose(encode(inputs)[rows], expected[rows], **WHOLE)
 
 
-@pytest.mark.parametrize(("changed", "feel_it"), [
-    ("earlier", {"earlier", "later"}),
-    ("later", {"later"}),
-    ("labels", {"earlier", "later", "labels", "regions"}),
-    ("regions", {"earlier", "later", "labels", "regions"}),
-    ("padding", set()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "feel_it"),
+    [
+        ("earlier", {"earlier", "later"}),
+        ("later", {"later"}),
+        ("labels", {"earlier", "later", "labels", "regions"}),
+        ("regions", {"earlier", "later", "labels", "regions"}),
+        ("padding", set()),
+    ],
+)
 def test_who_sees_whom(encode, changed, feel_it):
     """What is changed in some columns is felt exactly where the mask is open, at every column."""
     row = 0

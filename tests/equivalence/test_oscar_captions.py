@@ -49,9 +49,12 @@ def written(result, row: int, n: int) -> list[int]:
 def test_greedy_captions(pair, captioner, many):
     labels, regions = many
     result = write_captions(
-        *nnx.split(pair.ours), LAYOUT.prompt(labels, regions), **TOKENS, num_beams=1,
+        *nnx.split(pair.ours),
+        LAYOUT.prompt(labels, regions),
+        **TOKENS,
+        num_beams=1,
         max_new_tokens=LONGEST - 1,
-    )  # fmt: skip
+    )
     result, found = jax.device_get(result), []
     for row, picture in enumerate(zip(labels, regions, strict=True)):
         expected, score = captioner.greedy(*picture)
@@ -67,8 +70,10 @@ def test_beam_search_captions(pair, captioner, many, beams, length_penalty):
     labels, regions = many
     prompt = LAYOUT.prompt(labels, regions)
     asked = TOKENS | {
-        "num_beams": beams, "max_new_tokens": LONGEST - 1, "length_penalty": length_penalty,
-    }  # fmt: skip
+        "num_beams": beams,
+        "max_new_tokens": LONGEST - 1,
+        "length_penalty": length_penalty,
+    }
     whole = jax.device_get(write_captions(*nnx.split(pair.ours), prompt, **asked))
     lengths = set()
     for row, picture in enumerate(zip(labels, regions, strict=True)):
@@ -130,12 +135,15 @@ def test_one_compilation_per_shape(pair, many):
     assert write_captions._cache_size() == count
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"num_beams": 0}, "num_beams is 0: expected 1 to a third of the vocabulary, 13"),
-    ({"num_beams": 14}, "num_beams is 14"),
-    ({"max_new_tokens": 48}, "max_new_tokens is 48: expected 1 to 47"),
-    ({"length_penalty": -0.1}, r"length_penalty is -0\.1: expected 0 or more"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_beams": 0}, "num_beams is 0: expected 1 to a third of the vocabulary, 13"),
+        ({"num_beams": 14}, "num_beams is 14"),
+        ({"max_new_tokens": 48}, "max_new_tokens is 48: expected 1 to 47"),
+        ({"length_penalty": -0.1}, r"length_penalty is -0\.1: expected 0 or more"),
+    ],
+)
 def test_bad_arguments_are_named(pair, many, change, message):
     with pytest.raises(UserError, match=message):
         write_captions(*nnx.split(pair.ours), LAYOUT.prompt(*many), **TOKENS, **change)

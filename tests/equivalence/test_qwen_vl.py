@@ -443,19 +443,21 @@ def test_unknown_values_are_refused_by_name(pair, tmp_path):
     for number, (changes, match) in enumerate(REFUSED[model_type_of(pair.ours.config)]):
         with pytest.raises(UserError, match=match):
             open_qwen_vl(rewritten(pair.folder, tmp_path / str(number), **changes))
-    for number, (values, match) in enumerate([
-        ({"patch_size": 14}, "patch_size is 14, expected 4"),
-        ({"resample": 2}, "resample is 2"),
-        ({"size": {"height": 9, "width": 9}}, "size is"),
-        ({"image_mean": 0.5}, "image_mean is 0.5"),
-        ({"image_std": [0.5, 0, 0.5]}, "image_std has a 0, which divides; fetch"),
-        ({"min_pixels": "few"}, "min_pixels or shortest_edge is 'few', expected a whole num"),
-        ({"size": {"min_pixels": -1}}, "min_pixels or shortest_edge is -1, expected a whole"),
-        ({"size": {"longest_edge": 1.5}}, "or longest_edge is 1.5, expected a whole number"),
-        ([], r"preprocessor_config\.json: is no JSON object of an image processor; fetch"),
-        ({"rescale_factor": 1.0}, "rescale_factor is 1.0, expected 1/255; use a checkpoint"),
-        ({"rescale_factor": "1/255"}, "rescale_factor is '1/255', expected 1/255"),
-    ]):  # fmt: skip
+    for number, (values, match) in enumerate(
+        [
+            ({"patch_size": 14}, "patch_size is 14, expected 4"),
+            ({"resample": 2}, "resample is 2"),
+            ({"size": {"height": 9, "width": 9}}, "size is"),
+            ({"image_mean": 0.5}, "image_mean is 0.5"),
+            ({"image_std": [0.5, 0, 0.5]}, "image_std has a 0, which divides; fetch"),
+            ({"min_pixels": "few"}, "min_pixels or shortest_edge is 'few', expected a whole num"),
+            ({"size": {"min_pixels": -1}}, "min_pixels or shortest_edge is -1, expected a whole"),
+            ({"size": {"longest_edge": 1.5}}, "or longest_edge is 1.5, expected a whole number"),
+            ([], r"preprocessor_config\.json: is no JSON object of an image processor; fetch"),
+            ({"rescale_factor": 1.0}, "rescale_factor is 1.0, expected 1/255; use a checkpoint"),
+            ({"rescale_factor": "1/255"}, "rescale_factor is '1/255', expected 1/255"),
+        ]
+    ):
         folder = rewritten(pair.folder, tmp_path / f"processor {number}")
         (folder / "preprocessor_config.json").write_text(json.dumps(values))
         refuses(match, open_qwen_vl, folder)

@@ -55,8 +55,10 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor], settings: dict[str, 
     published = json.loads((folder / "config.json").read_text())
     left = ["lm_head", "mlp.gate", "model.vision_tower", "model.multi_modal_projector"]
     published["quantization_config"] = {
-        "quant_method": "fp8", "modules_to_not_convert": left, **settings,
-    }  # fmt: skip
+        "quant_method": "fp8",
+        "modules_to_not_convert": left,
+        **settings,
+    }
     (folder / "config.json").write_text(json.dumps(published))
 
 

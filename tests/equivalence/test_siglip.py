@@ -137,17 +137,20 @@ def test_every_parameter_names_its_axes(pair):
     names_its_axes(abstract(TwoTowers, pair[1].config))
 
 
-@pytest.mark.parametrize(("place", "key", "value", "message"), [
-    ("vision_config", "vision_use_head", False, "vision_use_head is False"),
-    ("vision_config", "num_channels", 4, "num_channels is 4"),
-    ("vision_config", "new_trick", 2, "the key 'new_trick'"),
-    ("vision_config", "hidden_act", "swish", "vision.activation is 'swish'"),
-    ("vision_config", "num_attention_heads", 7, "divisor of vision.width"),
-    ("vision_config", "patch_size", [6, 6], "patch_size is \\[6, 6\\], expected a whole"),
-    ("text_config", "is_causal", True, "is_causal is True"),
-    ("text_config", "projection_size", 12, "embedded in one size"),
-    ("", "logit_norm", True, "the key 'logit_norm'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("place", "key", "value", "message"),
+    [
+        ("vision_config", "vision_use_head", False, "vision_use_head is False"),
+        ("vision_config", "num_channels", 4, "num_channels is 4"),
+        ("vision_config", "new_trick", 2, "the key 'new_trick'"),
+        ("vision_config", "hidden_act", "swish", "vision.activation is 'swish'"),
+        ("vision_config", "num_attention_heads", 7, "divisor of vision.width"),
+        ("vision_config", "patch_size", [6, 6], "patch_size is \\[6, 6\\], expected a whole"),
+        ("text_config", "is_causal", True, "is_causal is True"),
+        ("text_config", "projection_size", 12, "embedded in one size"),
+        ("", "logit_norm", True, "the key 'logit_norm'"),
+    ],
+)
 def test_what_siglip_does_not_do_is_refused_by_name(place, key, value, message):
     content = {"model_type": "siglip", "text_config": dict(TEXT), "vision_config": dict(VISION)}
     (content[place] if place else content)[key] = value
@@ -203,9 +206,12 @@ def test_three_steps_with_the_sigmoid_loss(pair):
 
 TEXTS = [
     "A photo of a Cat!",
-    "  two   spaces,\tand a tab; the U.S.'s flag (1905) ▁ — ΟΔΟΣ İstanbul ﬁne 北京 🙂", "", "...",
-    "the quick brown fox jumps over the lazy dog " * 5, "<unk> x </s> y",
-]  # fmt: skip
+    "  two   spaces,\tand a tab; the U.S.'s flag (1905) ▁ — ΟΔΟΣ İstanbul ﬁne 北京 🙂",
+    "",
+    "...",
+    "the quick brown fox jumps over the lazy dog " * 5,
+    "<unk> x </s> y",
+]
 
 
 def same_tokens(ours, theirs, length, texts):

@@ -139,27 +139,33 @@ def test_a_run_of_another_model_is_refused(peer, tmp_path):
     assert main(["convert", "--model=clip", f"--source={folder}", f"--out={tmp_path / 'x'}"]) == 2
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [
-    ("image_mean", [0.4, 0.5, 0.5], r"image_mean is .*, expected \(0.5"),
-    ("do_normalize", False, "do_normalize is False, expected True"),
-    ("resample", 1, r"resample is 1, expected bicubic \(3\) or bilinear"),
-    ("size", {"height": 32, "width": 32}, "expected 27"),
-    ("size", {"height": [27]}, "expected 27"),
-    ("do_center_crop", True, "do_center_crop is True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("image_mean", [0.4, 0.5, 0.5], r"image_mean is .*, expected \(0.5"),
+        ("do_normalize", False, "do_normalize is False, expected True"),
+        ("resample", 1, r"resample is 1, expected bicubic \(3\) or bilinear"),
+        ("size", {"height": 32, "width": 32}, "expected 27"),
+        ("size", {"height": [27]}, "expected 27"),
+        ("do_center_crop", True, "do_center_crop is True"),
+    ],
+)
 def test_other_preparations_are_refused_by_name(key, value, message, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({key: value}))
     with pytest.raises(UserError, match=message):
         read_preparation(tmp_path, SiglipVisionConfig(image_size=27, patch_size=6))
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [
-    ("patch_size", 14, "patch_size is 14, expected 6; use a checkpoint"),
-    ("max_num_patches", 2.5, "max_num_patches is 2.5, .*at least 1; use"),
-    ("max_num_patches", -1, "max_num_patches is -1, expected a whole number"),
-    ("resample", [3], r"resample is \[3\], expected bicubic"),
-    ("image_std", "0.5", "image_std is '0.5', expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("patch_size", 14, "patch_size is 14, expected 6; use a checkpoint"),
+        ("max_num_patches", 2.5, "max_num_patches is 2.5, .*at least 1; use"),
+        ("max_num_patches", -1, "max_num_patches is -1, expected a whole number"),
+        ("resample", [3], r"resample is \[3\], expected bicubic"),
+        ("image_std", "0.5", "image_std is '0.5', expected"),
+    ],
+)
 def test_preparations_of_another_naflex_are_refused_by_name(key, value, message, tmp_path):
     file = tmp_path / "preprocessor_config.json"
     file.write_text(json.dumps({key: value}))

@@ -120,11 +120,18 @@ def read_by_hand() -> transformers.LlamaForCausalLM:
     tensors["norm"] = take(dim)
 
     config = transformers.LlamaConfig(
-        vocab_size=vocab, hidden_size=dim, intermediate_size=mlp, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=context,
-        rms_norm_eps=1e-5, rope_theta=10000.0, tie_word_embeddings=True,
+        vocab_size=vocab,
+        hidden_size=dim,
+        intermediate_size=mlp,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=context,
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        tie_word_embeddings=True,
         attn_implementation="eager",
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     state = {}
     for name, tensor in tensors.items():

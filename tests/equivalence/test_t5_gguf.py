@@ -27,11 +27,19 @@ pytestmark = pytest.mark.slow
 
 ROWS = VOCABULARY + EXTRA + 10  # of the table, more than tokens as published ones
 SIZES = {
-    "vocab_size": ROWS, "d_model": 32, "d_kv": 16, "d_ff": 96, "num_layers": 2,
-    "num_decoder_layers": 3, "num_heads": 4, "relative_attention_num_buckets": 20,
-    "layer_norm_epsilon": 1e-3, "decoder_start_token_id": 3, "initializer_factor": 0.5,
+    "vocab_size": ROWS,
+    "d_model": 32,
+    "d_kv": 16,
+    "d_ff": 96,
+    "num_layers": 2,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    "relative_attention_num_buckets": 20,
+    "layer_norm_epsilon": 1e-3,
+    "decoder_start_token_id": 3,
+    "initializer_factor": 0.5,
     "attn_implementation": "eager",
-}  # fmt: skip
+}
 TYPES = gguf.GGMLQuantizationType
 TABLES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
 
@@ -139,14 +147,18 @@ def is_tied(theirs: transformers.PreTrainedModel) -> bool:
     return theirs.lm_head.weight is theirs.shared.weight
 
 
-@pytest.mark.parametrize(("name", "kind"), [
-    ("T5", TYPES.F32),
-    ("T5", TYPES.Q8_0),
-    ("Flan-T5", TYPES.F32),
-    ("Flan-T5", TYPES.F16),
-    ("mT5", TYPES.F32),
-    ("mT5", TYPES.Q8_0),
-], ids=lambda value: getattr(value, "name", value))  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("T5", TYPES.F32),
+        ("T5", TYPES.Q8_0),
+        ("Flan-T5", TYPES.F32),
+        ("Flan-T5", TYPES.F16),
+        ("mT5", TYPES.F32),
+        ("mT5", TYPES.Q8_0),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
 def test_a_gguf_file_is_the_model_that_was_written(name, kind, tmp_path):
     theirs = make(name)
     file = write_gguf(tmp_path / "model.gguf", theirs, kind)
@@ -201,19 +213,22 @@ def test_a_backend_opens_the_file_alone(tmp_path):
     assert model_of(tmp_path) == "llama"
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"architecture": "t5encoder"}, "'t5encoder', an encoder alone, expected 't5'"),
-    ({"architecture": "llama"}, "is 'llama', expected 't5'"),
-    ({"metadata": {"t5.attention.value_length": 8}}, "value_length is 8, a head has 16"),
-    ({"metadata": {"t5.attention.head_count_kv": 2}}, "head_count_kv is 2"),
-    ({"metadata": {"t5.attention.head_count": 0}}, "head_count is 0, expected at least 1; con"),
-    ({"metadata": {"t5.new_trick": 3}}, r"key 't5\.new_trick'"),
-    (
-        {"tensors": {"enc.blk.1.attn_rel_b.weight": np.ones((20, 4), np.float32)}},
-        r"enc\.blk\.1\.attn_rel_b.*UMT5",
-    ),
-    ({"tensors": {"token_embd.weight": None}}, r"holds no token_embd\.weight"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architecture": "t5encoder"}, "'t5encoder', an encoder alone, expected 't5'"),
+        ({"architecture": "llama"}, "is 'llama', expected 't5'"),
+        ({"metadata": {"t5.attention.value_length": 8}}, "value_length is 8, a head has 16"),
+        ({"metadata": {"t5.attention.head_count_kv": 2}}, "head_count_kv is 2"),
+        ({"metadata": {"t5.attention.head_count": 0}}, "head_count is 0, expected at least 1; con"),
+        ({"metadata": {"t5.new_trick": 3}}, r"key 't5\.new_trick'"),
+        (
+            {"tensors": {"enc.blk.1.attn_rel_b.weight": np.ones((20, 4), np.float32)}},
+            r"enc\.blk\.1\.attn_rel_b.*UMT5",
+        ),
+        ({"tensors": {"token_embd.weight": None}}, r"holds no token_embd\.weight"),
+    ],
+)
 def test_what_is_not_read_is_refused_by_name(changes, message, tmp_path):
     file = write_gguf(tmp_path / "model.gguf", make("T5"), **changes)
     refuses(message, open_t5, file)

@@ -77,11 +77,19 @@ def save_sentences(kind, folder, around, prompts, truncate_dim=None, **more):
     return SentenceTransformer(str(folder), device="cpu")
 
 
-@pytest.mark.parametrize(("kind", "around", "more"), [
-    (transformers.Qwen3Model, ("$A", "<|endoftext|>"), {}),  # as Qwen3-Embedding
-    (transformers.MistralModel, ("<s>", "$A", "</s>"), {"sliding_window": 70}),  # E5-Mistral
-    (transformers.EuroBertModel, ("<s>", "$A", "</s>"), {"hidden_act": "gelu", "mask_token_id": 3}),
-], ids=["qwen3", "mistral", "eurobert"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "around", "more"),
+    [
+        (transformers.Qwen3Model, ("$A", "<|endoftext|>"), {}),  # as Qwen3-Embedding
+        (transformers.MistralModel, ("<s>", "$A", "</s>"), {"sliding_window": 70}),  # E5-Mistral
+        (
+            transformers.EuroBertModel,
+            ("<s>", "$A", "</s>"),
+            {"hidden_act": "gelu", "mask_token_id": 3},
+        ),
+    ],
+    ids=["qwen3", "mistral", "eurobert"],
+)
 def test_vectors_are_those_of_sentence_transformers(kind, around, more, tmp_path):
     folder = tmp_path / "model"
     prompts = {"query": f"Instruct: {INSTRUCTION}\nQuery:", "document": ""}
@@ -153,12 +161,23 @@ def test_embedding_gemma_writes_no_texts(embedding_gemma):
         Engine(abstract(Llama, config))
 
 
-@pytest.mark.parametrize(("file", "change", "message"), [
-    ("2_Dense/config.json", {"in_features": 33}, "in_features is 33, but vectors have 32 values"),
-    ("2_Dense/config.json", {"activation_function": "torch.nn.modules.activation.ReLU"}, "activation_function of"),
-    ("2_Dense/config.json", {"module_output_name": "other"}, "module_output_name"),
-    ("3_Dense/config.json", {"bias": False}, r"its tensors are .*linear\.bias"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        (
+            "2_Dense/config.json",
+            {"in_features": 33},
+            "in_features is 33, but vectors have 32 values",
+        ),
+        (
+            "2_Dense/config.json",
+            {"activation_function": "torch.nn.modules.activation.ReLU"},
+            "activation_function of",
+        ),
+        ("2_Dense/config.json", {"module_output_name": "other"}, "module_output_name"),
+        ("3_Dense/config.json", {"bias": False}, r"its tensors are .*linear\.bias"),
+    ],
+)
 def test_linear_layers_that_are_refused(embedding_gemma, file, change, message, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(embedding_gemma, folder)

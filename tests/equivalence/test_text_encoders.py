@@ -103,15 +103,18 @@ def test_the_authors_configs_of_rotary_berts():
     assert rotary_config(GTE, old, "") == rotary_config(GTE, shared | {"rope_parameters": new}, "")
 
 
-@pytest.mark.parametrize(("family", "change", "message"), [
-    (NOMIC, {"prenorm": True}, "prenorm is True"),
-    (NOMIC, {"mlp_fc1_bias": True}, "mlp_fc1_bias is True"),
-    (NOMIC, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0"),
-    (GTE, {"layer_norm_type": "rms_norm"}, "layer_norm_type is 'rms_norm'"),
-    (GTE, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 1.0}}, "'mixed_b'"),
-    (JINA_V3, {"lora_rank": 4}, "'lora_rank'"),
-    (JINA_V3, {"hidden_size": 9, "num_attention_heads": 3}, "an even number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        (NOMIC, {"prenorm": True}, "prenorm is True"),
+        (NOMIC, {"mlp_fc1_bias": True}, "mlp_fc1_bias is True"),
+        (NOMIC, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0"),
+        (GTE, {"layer_norm_type": "rms_norm"}, "layer_norm_type is 'rms_norm'"),
+        (GTE, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 1.0}}, "'mixed_b'"),
+        (JINA_V3, {"lora_rank": 4}, "'lora_rank'"),
+        (JINA_V3, {"hidden_size": 9, "num_attention_heads": 3}, "an even number"),
+    ],
+)
 def test_rotary_berts_that_are_refused(family, change, message):
     refuses(message, rotary_config, family, change, "config.json")
 

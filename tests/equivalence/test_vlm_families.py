@@ -60,9 +60,14 @@ NEW = 6
 TEXT = TEXT | {"vocab_size": 120, "max_position_embeddings": 700, "rope_theta": 5000.0}
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 SPECIAL = [
-    "<img>", "</img>", "<video>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
+    "<img>",
+    "</img>",
+    "<video>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    "<end_of_utterance>",
     *ROWS,
-]  # fmt: skip
+]
 VISION = {
     "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
 }  # fmt: skip
@@ -80,9 +85,12 @@ class Case(NamedTuple):
 def idefics3(kind: str, vision: dict[str, Any], **both: Any) -> Any:
     config = getattr(transformers, f"{kind}Config")
     return config(
-        text_config={"model_type": "llama", **TEXT}, vision_config=VISION | vision,
-        image_token_id=IMAGE, attn_implementation="eager", **both,
-    )  # fmt: skip
+        text_config={"model_type": "llama", **TEXT},
+        vision_config=VISION | vision,
+        image_token_id=IMAGE,
+        attn_implementation="eager",
+        **both,
+    )
 
 
 def rows_processor(tokenizer: Any, side: int, longest: int, tokens: int) -> Any:
@@ -96,9 +104,12 @@ def rows_processor(tokenizer: Any, side: int, longest: int, tokens: int) -> Any:
 
 def internvl(vision: dict[str, Any], text: dict[str, Any], **both: Any) -> Any:
     return transformers.InternVLConfig(
-        text_config=TEXT | text, vision_config=VISION | vision, image_token_id=IMAGE,
-        attn_implementation="eager", **both,
-    )  # fmt: skip
+        text_config=TEXT | text,
+        vision_config=VISION | vision,
+        image_token_id=IMAGE,
+        attn_implementation="eager",
+        **both,
+    )
 
 
 class _OfPictures(transformers.InternVLProcessor):
@@ -127,9 +138,12 @@ def gemma3(text: dict[str, Any], vision: dict[str, Any], tokens: int) -> Any:
     return transformers.Gemma3Config(
         text_config=sizes | {"head_dim": 12, "query_pre_attn_scalar": 9} | text,
         vision_config=VISION | {"layer_norm_eps": 3e-5, "vision_use_head": False} | vision,
-        mm_tokens_per_image=tokens, boi_token_index=IMAGE, image_token_index=IMAGE + 1,
-        eoi_token_index=IMAGE + 2, attn_implementation="eager",
-    )  # fmt: skip
+        mm_tokens_per_image=tokens,
+        boi_token_index=IMAGE,
+        image_token_index=IMAGE + 1,
+        eoi_token_index=IMAGE + 2,
+        attn_implementation="eager",
+    )
 
 
 def marked_processor(tokenizer: Any, side: int, tokens: int) -> Any:
@@ -184,7 +198,8 @@ CASES = {
     "gemma3": Case(
         lambda: gemma3(
             {"sliding_window": 11, "layer_types": ["full_attention", "sliding_attention"]},
-            {"image_size": 24, "patch_size": 3}, 16,
+            {"image_size": 24, "patch_size": 3},
+            16,
         ),
         lambda tokenizer: marked_processor(tokenizer, 24, 16),
     ),
@@ -209,7 +224,8 @@ CASES = {
     "internvl": Case(
         lambda: internvl(
             {"image_size": 24, "patch_size": 4, "attention_bias": True},
-            {"model_type": "qwen3", "head_dim": 10}, downsample_ratio=0.5,
+            {"model_type": "qwen3", "head_dim": 10},
+            downsample_ratio=0.5,
             tie_word_embeddings=False,
         ),
         lambda tokenizer: ratio_processor(tokenizer, 24, 9, max_patches=7),
@@ -217,7 +233,9 @@ CASES = {
     "internvl, 6B's tower": Case(
         lambda: internvl(
             {"image_size": 24, "patch_size": 3, "norm_type": "rms_norm", "use_qk_norm": True},
-            {"model_type": "qwen2"}, downsample_ratio=0.25, projector_hidden_act="gelu_new",
+            {"model_type": "qwen2"},
+            downsample_ratio=0.25,
+            projector_hidden_act="gelu_new",
             vision_feature_layer=-2,
         ),
         lambda tokenizer: ratio_processor(tokenizer, 24, 4, min_patches=2, max_patches=5),
@@ -230,12 +248,14 @@ CASES = {
     ),
     "idefics3, a tile": Case(
         lambda: idefics3(
-            "Idefics3", {"image_size": 28, "patch_size": 3, "hidden_act": "gelu"}, scale_factor=3,
+            "Idefics3",
+            {"image_size": 28, "patch_size": 3, "hidden_act": "gelu"},
+            scale_factor=3,
             tie_word_embeddings=True,
         ),
         lambda tokenizer: rows_processor(tokenizer, 28, 27, 9),
     ),
-}  # fmt: skip
+}
 
 
 class Pair(NamedTuple):
@@ -395,9 +415,11 @@ def test_answers_equal_generate(pair):
             [{"role": "user", "content": content}], add_generation_prompt=True
         )
         given = processor(
-            images=[one for one in parts if not isinstance(one, str)] or None, text=text,
-            return_tensors="pt", add_special_tokens=False,
-        )  # fmt: skip
+            images=[one for one in parts if not isinstance(one, str)] or None,
+            text=text,
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
         with torch.no_grad():
             want = theirs.generate(
                 **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
@@ -534,13 +556,16 @@ PALIGEMMA2_3B = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "published"), [
-    ("paligemma2_3b", PALIGEMMA2_3B),
-    ("granite_docling_258m", GRANITE_DOCLING),
-    ("smolvlm2_256m", SMOLVLM2_256M),
-    ("internvl35_1b", INTERNVL35_1B),
-    ("gemma3_4b_vl", GEMMA3_4B),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("paligemma2_3b", PALIGEMMA2_3B),
+        ("granite_docling_258m", GRANITE_DOCLING),
+        ("smolvlm2_256m", SMOLVLM2_256M),
+        ("internvl35_1b", INTERNVL35_1B),
+        ("gemma3_4b_vl", GEMMA3_4B),
+    ],
+)
 def test_presets_have_the_published_sizes(name, published):
     """Every parameter's shape is that of transformers' model of the published config.json."""
     config = PRESETS[name]()

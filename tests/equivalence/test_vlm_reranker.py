@@ -58,9 +58,11 @@ def test_scores_with_texts_and_pictures(published):
     turned = second.transpose(Image.Transpose.ROTATE_90)  # of the same bucket: no program more
     sources = [("", turned), ("two pandas", second), (LONG, third), ("a flag", None)]
     corpus = corpus_of_lists(
-        [text for text, _ in sources], None, [shown and encoded(shown) for _, shown in sources],
+        [text for text, _ in sources],
         None,
-    )  # fmt: skip
+        [shown and encoded(shown) for _, shown in sources],
+        None,
+    )
     reranker = open_reranker(published.folder, corpus, {"batch_size": 2})
     questions = [("which flag?", None), ("\nis it this?", second)]
     asked = {"flag.png": encoded(second)}

@@ -121,9 +121,16 @@ def test_answers_and_scores_are_the_originals(pair, regions, beams, penalty, ngr
     x = to_decode(pair, regions)
     wanted = original_search(pair.theirs, x, beams, penalty, ngram)
     result = beam_search(
-        *nnx.split(pair.ours), VLPInputs(**x), mask_id=MASK, sep_id=SEP, num_beams=beams,
-        max_new_tokens=STEPS, token_type=TYPE, length_penalty=penalty, no_repeat_ngram=ngram,
-    )  # fmt: skip
+        *nnx.split(pair.ours),
+        VLPInputs(**x),
+        mask_id=MASK,
+        sep_id=SEP,
+        num_beams=beams,
+        max_new_tokens=STEPS,
+        token_type=TYPE,
+        length_penalty=penalty,
+        no_repeat_ngram=ngram,
+    )
     result = jax.device_get(result)
     for b, sequences in enumerate(wanted):
         assert len(sequences) == beams  # no two scores are equal

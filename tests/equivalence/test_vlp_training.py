@@ -130,9 +130,11 @@ def test_answer_loss_is_the_originals_in_its_micro_batches(x101, together):
 
     task = AnswerObjective(x101.config, together)
     data = {
-        "inputs": VLPInputs(**x), "masked_positions": positions, "masked_ids": words,
+        "inputs": VLPInputs(**x),
+        "masked_positions": positions,
+        "masked_ids": words,
         "masked_weights": weights,
-    }  # fmt: skip
+    }
     value, gradients = mean_over(task, x101, [data])
     np.testing.assert_allclose(value, wanted.item(), **LAYER)
     same_gradients(gradients, x101.theirs, zero=NO_GRADIENT)
@@ -172,10 +174,12 @@ def test_updates_are_the_originals(x101, config):
     wanted = their_updates(theirs, adam, [[data] for data in batches], loss_of)
     task = (RerankObjective if config == "vlp_select" else AnswerObjective)(sizes)
     got = our_updates(
-        task, x101.ours, at_one_rate(optimizer_section(f"webqa/{config}.py")),
+        task,
+        x101.ours,
+        at_one_rate(optimizer_section(f"webqa/{config}.py")),
         [{**data, "inputs": VLPInputs(**data["inputs"])} for data in batches],
         lambda state: export(state, dataclasses.replace(vlp_key_map(sizes), tied=())),
-    )  # fmt: skip
+    )
     same_updates(got, wanted, zero=NO_GRADIENT)
 
 

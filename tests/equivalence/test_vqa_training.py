@@ -51,8 +51,10 @@ def small(new_answers: int):
     return dataclasses.replace(
         FINETUNED,
         text=dataclasses.replace(FINETUNED.text, pooler=False, dropout=0.0, attention_dropout=0.0),
-        fusion=dataclasses.replace(FINETUNED.fusion, dropout=0.0), grid=3, new_answers=new_answers,
-    )  # fmt: skip
+        fusion=dataclasses.replace(FINETUNED.fusion, dropout=0.0),
+        grid=3,
+        new_answers=new_answers,
+    )
 
 
 class Pretrained(TorchMCAN):

@@ -73,9 +73,11 @@ def main() -> int:
     known = {case.name: case for case in CASES}
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(known)}")
     parser.add_argument(
-        "--official", type=Path, default=os.environ.get("MMQA_OFFICIAL"),
+        "--official",
+        type=Path,
+        default=os.environ.get("MMQA_OFFICIAL"),
         help="folder of the clones; by default that of the variable MMQA_OFFICIAL",
-    )  # fmt: skip
+    )
     parser.add_argument("--count", type=int, default=2000, help="inputs of a case")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()

@@ -13,6 +13,12 @@ from tests.fuzz_scorers import (
 from tests.fuzz_scorers.case import Case
 
 CASES: tuple[Case, ...] = (
-    *vqa_cases.CASES, *webqa_cases.CASES, *scienceqa_cases.CASES, *mmbench_cases.CASES,
-    *mmmu_cases.CASES, *mathvista_cases.CASES, *text_cases.CASES, *retrieval_cases.CASES,
-)  # fmt: skip
+    *vqa_cases.CASES,
+    *webqa_cases.CASES,
+    *scienceqa_cases.CASES,
+    *mmbench_cases.CASES,
+    *mmmu_cases.CASES,
+    *mathvista_cases.CASES,
+    *text_cases.CASES,
+    *retrieval_cases.CASES,
+)

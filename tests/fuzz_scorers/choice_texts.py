@@ -44,9 +44,13 @@ def choosing(draw: random.Random, options: Sequence[str]) -> str:
     forms = draw.choice((_FORMS, _FORMS, _FORMS, _USUAL))
     parts = [
         draw.choice(forms).format(
-            L=letter, l=letter.lower(), M=LETTERS[other], text=options[number],
-            other=options[other], any=traps.text(draw, most=3),
+            L=letter,
+            l=letter.lower(),
+            M=LETTERS[other],
+            text=options[number],
+            other=options[other],
+            any=traps.text(draw, most=3),
         )
         for _ in range(draw.choice((1, 1, 1, 2)))
-    ]  # fmt: skip
+    ]
     return draw.choice((" ", ". ", "\n")).join(parts)

@@ -27,20 +27,45 @@ _ASKED = "what a language model says"
 _CHOICE, _FREE = "multi_choice", "free_form"
 _NUMBERS = (
     *(
-        "5", "-5", "5.0", "5.55", "5.555", "0.5", ".5", "1e3", "1e400", "nan", "inf", "1_000",
+        "5",
+        "-5",
+        "5.0",
+        "5.55",
+        "5.555",
+        "0.5",
+        ".5",
+        "1e3",
+        "1e400",
+        "nan",
+        "inf",
+        "1_000",
         "1,000",
     ),
     *(
-        " 7 ", "７", "٣", "5%", "$5", "five", "1/2", "", "2.5", "3.5", "-0.0", "0", "12 apples",
+        " 7 ",
+        "７",
+        "٣",
+        "5%",
+        "$5",
+        "five",
+        "1/2",
+        "",
+        "2.5",
+        "3.5",
+        "-0.0",
+        "0",
+        "12 apples",
         "[1, 2]",
     ),
-)  # fmt: skip
+)
 _VALUES = {
-    "language": ("english", "chinese"), "source": ("IQTest", "PlotQA"),
+    "language": ("english", "chinese"),
+    "source": ("IQTest", "PlotQA"),
     "category": ("general-vqa", "math-targeted-vqa"),
     "task": ("figure question answering", "math word problem"),
-    "context": ("bar chart", "puzzle test"), "grade": ("not applicable", "high school"),
-}  # fmt: skip
+    "context": ("bar chart", "puzzle test"),
+    "grade": ("not applicable", "high school"),
+}
 _SKILLS = ("algebraic reasoning", "scientific reasoning", "statistical reasoning")
 
 
@@ -70,14 +95,19 @@ def _draw_problem(draw: random.Random) -> dict[str, Any]:
 def _question(name: str, problem: dict[str, Any]) -> Question:
     precision = problem["precision"]
     return Question(
-        name, "val", "?", answers=(problem["answer"],), choices=tuple(problem["choices"] or ()),
+        name,
+        "val",
+        "?",
+        answers=(problem["answer"],),
+        choices=tuple(problem["choices"] or ()),
         category=problem.get("metadata", {}).get("task", ""),
         extra={
-            KIND: problem["question_type"], ANSWER_TYPE: problem["answer_type"],
+            KIND: problem["question_type"],
+            ANSWER_TYPE: problem["answer_type"],
             PRECISION: None if precision is None else int(precision),
             **problem.get("metadata", {}),
         },
-    )  # fmt: skip
+    )
 
 
 def _official_extraction(file: Path) -> Score:
@@ -153,18 +183,27 @@ def _official_file(file: Path) -> Score:
         results = dict(enumerate(given))
         with written(scores={}) as (path,):
             arguments = SimpleNamespace(
-                output_dir=str(path.parent), output_file="unused", score_file=path.name,
-                dataset_name="", test_split_name="", max_num_problems=-1, rerun=False,
-                caculate_gain=False, ignore_empty_extractions=False,
-            )  # fmt: skip
+                output_dir=str(path.parent),
+                output_file="unused",
+                score_file=path.name,
+                dataset_name="",
+                test_split_name="",
+                max_num_problems=-1,
+                rerun=False,
+                caculate_gain=False,
+                ignore_empty_extractions=False,
+            )
             official = definitions(
-                file, "main", distance=_distance(),
+                file,
+                "main",
+                distance=_distance(),
                 parse_args=lambda: arguments,
                 load_dataset=lambda name, split: [],
                 read_json=lambda path: results,
                 save_json=lambda content, path: None,
-                tqdm=list, get_full_metrics_str=str,
-            )  # fmt: skip
+                tqdm=list,
+                get_full_metrics_str=str,
+            )
             official.main()
             found = json.loads(path.read_text(encoding="utf-8"))
         return {
@@ -195,15 +234,28 @@ def _file(given: list[dict[str, Any]]) -> dict[str, Any]:
 _MATHVISTA = "lupantech/MathVista"
 CASES = (
     Case(
-        "mathvista_extraction", _MATHVISTA, "evaluation/extract_answer.py", draw=_draw_problem,
-        official=_official_extraction, ours=_extraction,
+        "mathvista_extraction",
+        _MATHVISTA,
+        "evaluation/extract_answer.py",
+        draw=_draw_problem,
+        official=_official_extraction,
+        ours=_extraction,
     ),
     Case(
-        "mathvista_normalized", _MATHVISTA, "evaluation/calculate_score.py", draw=_draw_problem,
-        official=_official_normalized, ours=_normalized,
+        "mathvista_normalized",
+        _MATHVISTA,
+        "evaluation/calculate_score.py",
+        draw=_draw_problem,
+        official=_official_normalized,
+        ours=_normalized,
     ),
     Case(
-        "mathvista_file", _MATHVISTA, "evaluation/calculate_score.py", draw=_draw_file,
-        official=_official_file, ours=_file, rows=8,
+        "mathvista_file",
+        _MATHVISTA,
+        "evaluation/calculate_score.py",
+        draw=_draw_file,
+        official=_official_file,
+        ours=_file,
+        rows=8,
     ),
-)  # fmt: skip
+)

@@ -71,10 +71,16 @@ def _draw_file(draw: random.Random) -> list[dict[str, Any]]:
             letter = LETTERS[(right + shift) % len(options)]
             is_plain = draw.random() < 0.8
             answers.append(f"{letter}." if is_plain else choosing(draw, options))
-        rows.append({
-            "index": number, "choices": options, "right": right, "answers": answers,
-            "l2": f"{ability} grained", "category": draw.choice(kinds),
-        })  # fmt: skip
+        rows.append(
+            {
+                "index": number,
+                "choices": options,
+                "right": right,
+                "answers": answers,
+                "l2": f"{ability} grained",
+                "category": draw.choice(kinds),
+            }
+        )
     return rows
 
 
@@ -99,7 +105,8 @@ def _official_file(file: Path) -> Score:
     pd.set_option("mode.chained_assignment", None)
     kept: dict[str, Any] = {}
     official = definitions(
-        file, *("mcq_circular_eval", "mcq_vanilla_eval", "report_acc"),
+        file,
+        *("mcq_circular_eval", "mcq_vanilla_eval", "report_acc"),
         can_infer=_matching(file.parents[3] / _LETTERS_FILE, answer_is=True),
         dump=lambda content, name: kept.update({name: content}),
         load=lambda name: kept[name],
@@ -109,19 +116,26 @@ def _official_file(file: Path) -> Score:
         timestr=lambda: "table",
         build_option_str=str,
         cn_string=lambda text: False,
-        can_infer_lego=None, MMB_abbrs={}, logger=SimpleNamespace(warning=print, info=print),
-    )  # fmt: skip
+        can_infer_lego=None,
+        MMB_abbrs={},
+        logger=SimpleNamespace(warning=print, info=print),
+    )
 
     def score(given: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         table = pd.DataFrame(
             {
-                "index": index, "question": "?", **dict(zip(LETTERS, options, strict=False)),
-                "answer": LETTERS[right], "prediction": answer, L2: row["l2"],
-                "category": row["category"], "split": "dev",
+                "index": index,
+                "question": "?",
+                **dict(zip(LETTERS, options, strict=False)),
+                "answer": LETTERS[right],
+                "prediction": answer,
+                L2: row["l2"],
+                "category": row["category"],
+                "split": "dev",
             }
             for row in given
             for index, options, right, answer in _passes(row)
-        )  # fmt: skip
+        )
         firsts = table[table["index"] < PASS_STEP].copy()
         circular = official.mcq_circular_eval(None, table.copy(), table, 1, "absent", "MMBench")
         kept["absent"] = {}
@@ -153,10 +167,15 @@ def _file(given: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
             extra = {BASE: str(row["index"]), PASS: index // PASS_STEP, L2: row["l2"]}
             questions.append(
                 Question(
-                    str(index), "val", "?", choices=tuple(options), answer_index=right,
-                    category=row["category"], extra=extra,
+                    str(index),
+                    "val",
+                    "?",
+                    choices=tuple(options),
+                    answer_index=right,
+                    category=row["category"],
+                    extra=extra,
                 )
-            )  # fmt: skip
+            )
             rows.append({"index": index, "prediction": answer})
     with written(predictions=rows) as (path,):
         predictions = read_mmbench_predictions(path, questions)
@@ -177,15 +196,28 @@ def _file(given: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 _KIT = "open-compass/VLMEvalKit"
 CASES = (
     Case(
-        "mmbench_letter", _KIT, _LETTERS_FILE, draw=_draw_answer,
-        official=_official_letter(answer_is=False), ours=_letter(answer_is=False),
+        "mmbench_letter",
+        _KIT,
+        _LETTERS_FILE,
+        draw=_draw_answer,
+        official=_official_letter(answer_is=False),
+        ours=_letter(answer_is=False),
     ),
     Case(
-        "mmbench_letter_2026", _KIT, _LETTERS_FILE, draw=_draw_answer,
-        official=_official_letter(answer_is=True), ours=_letter(answer_is=True),
+        "mmbench_letter_2026",
+        _KIT,
+        _LETTERS_FILE,
+        draw=_draw_answer,
+        official=_official_letter(answer_is=True),
+        ours=_letter(answer_is=True),
     ),
     Case(
-        "mmbench_circular", _KIT, "vlmeval/dataset/utils/multiple_choice.py", draw=_draw_file,
-        official=_official_file, ours=_file, rows=10,
+        "mmbench_circular",
+        _KIT,
+        "vlmeval/dataset/utils/multiple_choice.py",
+        draw=_draw_file,
+        official=_official_file,
+        ours=_file,
+        rows=10,
     ),
-)  # fmt: skip
+)

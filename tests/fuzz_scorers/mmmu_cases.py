@@ -110,9 +110,12 @@ def _output(row: dict[str, Any]) -> dict[str, Any]:
         return {**output, "question_type": "open", "answer": row["answers"]}
     named = dict(zip(LETTERS, row["choices"], strict=False))
     return {
-        **output, "question_type": "multiple-choice", "answer": LETTERS[row["right"]],
-        "all_choices": list(named), "index2ans": named,
-    }  # fmt: skip
+        **output,
+        "question_type": "multiple-choice",
+        "answer": LETTERS[row["right"]],
+        "all_choices": list(named),
+        "index2ans": named,
+    }
 
 
 def _official_letters(file: Path) -> Score:
@@ -136,13 +139,16 @@ def _official_letters(file: Path) -> Score:
 def _scored(given: list[dict[str, Any]]) -> Any:
     questions = [
         Question(
-            row["id"], "val", "?",
+            row["id"],
+            "val",
+            "?",
             answers=tuple(row["answers"]) if "answers" in row else (row["choices"][row["right"]],),
-            choices=tuple(row.get("choices", ())), answer_index=row.get("right"),
+            choices=tuple(row.get("choices", ())),
+            answer_index=row.get("right"),
             category=row["subject"],
         )
         for row in given
-    ]  # fmt: skip
+    ]
     with written(said={row["id"]: row["response"] for row in given}) as (path,):
         predictions = read_mmmu_predictions(path, questions)
     (scores,) = score_mmmu(questions, predictions).scored
@@ -192,25 +198,47 @@ def _mrag(given: dict[str, Any]) -> float:
 _MMMU = "MMMU-Benchmark/MMMU"
 CASES = (
     Case(
-        "mmmu_choice", _MMMU, "mmmu/utils/eval_utils.py", draw=_draw_choice,
-        official=_official_choice, ours=_choice,
+        "mmmu_choice",
+        _MMMU,
+        "mmmu/utils/eval_utils.py",
+        draw=_draw_choice,
+        official=_official_choice,
+        ours=_choice,
     ),
     Case(
-        "mmmu_open", _MMMU, "mmmu/utils/eval_utils.py", draw=_draw_open, official=_official_open,
+        "mmmu_open",
+        _MMMU,
+        "mmmu/utils/eval_utils.py",
+        draw=_draw_open,
+        official=_official_open,
         ours=lambda given: is_open_answer(given["response"], given["answers"]),
     ),
     Case(
-        "mmmu_file", _MMMU, "mmmu/main_parse_and_eval.py", draw=_draw_file,
-        official=_official_parsed, ours=_parsed, rows=10,
+        "mmmu_file",
+        _MMMU,
+        "mmmu/main_parse_and_eval.py",
+        draw=_draw_file,
+        official=_official_parsed,
+        ours=_parsed,
+        rows=10,
     ),
     Case(
-        "mmmu_letter_file", _MMMU, "mmmu/main_eval_only.py", draw=_draw_file,
-        official=_official_letters, ours=_letters, rows=10,
+        "mmmu_letter_file",
+        _MMMU,
+        "mmmu/main_eval_only.py",
+        draw=_draw_file,
+        official=_official_letters,
+        ours=_letters,
+        rows=10,
     ),
     Case(
-        "mragbench", "mragbench/MRAG-Bench", "eval/utils/automatic_extract.py", draw=_draw_mrag,
-        official=_official_mrag, ours=_mrag,
+        "mragbench",
+        "mragbench/MRAG-Bench",
+        "eval/utils/automatic_extract.py",
+        draw=_draw_mrag,
+        official=_official_mrag,
+        ours=_mrag,
         # An answer of more than five words without a letter: the script passes no contents.
         at_error=always(0.0),
     ),
-)  # fmt: skip
+)

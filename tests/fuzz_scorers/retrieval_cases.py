@@ -94,9 +94,11 @@ def _draw_pages(draw: random.Random) -> list[dict[str, Any]]:
 def _official_pages(file: Path) -> Score:
     """nDCG of each query."""
     official = definitions(
-        file, "calculate_retrieval_scores", RetrievalEvaluationResult=SimpleNamespace,
+        file,
+        "calculate_retrieval_scores",
+        RetrievalEvaluationResult=SimpleNamespace,
         evaluate_abstention=lambda results, scores: {},
-    )  # fmt: skip
+    )
 
     def score(given: list[dict[str, Any]]) -> list[list[float]]:
         names = [f"q{number}" for number in range(len(given))]
@@ -116,11 +118,15 @@ def _official_pages(file: Path) -> Score:
 def _pages(given: list[dict[str, Any]]) -> list[list[float]]:
     questions = [
         Question(
-            f"q{n}", "test", "?", category=row["set"], positives=tuple(row["grades"]),
+            f"q{n}",
+            "test",
+            "?",
+            category=row["set"],
+            positives=tuple(row["grades"]),
             extra={GRADES: list(row["grades"].values())},
         )
         for n, row in enumerate(given)
-    ]  # fmt: skip
+    ]
     predictions = []
     for n, row in enumerate(given):
         best_first = sorted(row["scores"], key=row["scores"].__getitem__, reverse=True)
@@ -133,16 +139,30 @@ def _pages(given: list[dict[str, Any]]) -> list[list[float]]:
 
 CASES = (
     Case(
-        "mbeir", "TIGER-AI-Lab/UniIR", "src/common/mbeir_retriever.py", draw=_draw_rankings,
-        official=_official_mbeir, ours=_mbeir, rows=6,
+        "mbeir",
+        "TIGER-AI-Lab/UniIR",
+        "src/common/mbeir_retriever.py",
+        draw=_draw_rankings,
+        official=_official_mbeir,
+        ours=_mbeir,
+        rows=6,
     ),
     Case(
-        "articles", "Go2Heart/EchoSight", "test/test_reranker.py", draw=_draw_articles,
-        official=_official_articles, ours=_articles,
+        "articles",
+        "Go2Heart/EchoSight",
+        "test/test_reranker.py",
+        draw=_draw_articles,
+        official=_official_articles,
+        ours=_articles,
     ),
     Case(
-        "vidore", "embeddings-benchmark/mteb", "mteb/_evaluators/retrieval_metrics.py",
-        draw=_draw_pages, official=_official_pages, ours=_pages, rows=4,
+        "vidore",
+        "embeddings-benchmark/mteb",
+        "mteb/_evaluators/retrieval_metrics.py",
+        draw=_draw_pages,
+        official=_official_pages,
+        ours=_pages,
+        rows=4,
         tolerance=1e-12,  # trec_eval adds up one by one
     ),
-)  # fmt: skip
+)

@@ -27,10 +27,15 @@ from tests.fuzz_scorers.official import definitions, run_script
 _SUBJECTS = ("natural science", "social science", "language science")
 # The official names of ScienceQA's columns.
 _COLUMNS = {
-    "acc_natural": "NAT", "acc_social": "SOC", "acc_language": "LAN", "acc_has_text": "TXT",
-    "acc_has_image": "IMG", "acc_no_context": "NO", "acc_grade_1_6": "G1-6",
+    "acc_natural": "NAT",
+    "acc_social": "SOC",
+    "acc_language": "LAN",
+    "acc_has_text": "TXT",
+    "acc_has_image": "IMG",
+    "acc_no_context": "NO",
+    "acc_grade_1_6": "G1-6",
     "acc_grade_7_12": "G7-12",
-}  # fmt: skip
+}
 _EMPTY = -1  # the official score of a column without questions
 _OPTIONS = list("ABCDE")
 
@@ -45,9 +50,12 @@ def _official_letter(file: Path) -> Score:
     said: list[str] = []
     completion = SimpleNamespace(create=lambda **_: {"choices": [{"text": said[-1]}]})
     official = definitions(
-        file, "get_gpt3_result", "get_pred_idx", openai=SimpleNamespace(Completion=completion),
+        file,
+        "get_gpt3_result",
+        "get_pred_idx",
+        openai=SimpleNamespace(Completion=completion),
         random=SimpleNamespace(choice=lambda numbers: None),
-    )  # fmt: skip
+    )
     names = ("engine", "temperature", "max_tokens", "top_p", "frequency_penalty")
     arguments = SimpleNamespace(**dict.fromkeys((*names, "presence_penalty")))
 
@@ -62,11 +70,16 @@ def _official_letter(file: Path) -> Score:
 def _problem(draw: random.Random) -> dict[str, Any]:
     options = choices(draw)
     return {
-        "question": "?", "choices": options, "answer": draw.randrange(len(options)),
-        "hint": draw.choice(("", "", "Look.")), "image": draw.choice((None, "image.png")),
-        "subject": draw.choice(_SUBJECTS), "grade": f"grade{draw.randint(1, 12)}",
-        "topic": draw.choice(("verbs", "physics", "culture")), "split": "test",
-    }  # fmt: skip
+        "question": "?",
+        "choices": options,
+        "answer": draw.randrange(len(options)),
+        "hint": draw.choice(("", "", "Look.")),
+        "image": draw.choice((None, "image.png")),
+        "subject": draw.choice(_SUBJECTS),
+        "grade": f"grade{draw.randint(1, 12)}",
+        "topic": draw.choice(("verbs", "physics", "culture")),
+        "split": "test",
+    }
 
 
 def _draw_columns(draw: random.Random) -> dict[str, Any]:
@@ -184,11 +197,13 @@ def _official_seed(file: Path) -> Score:
     def score(given: list[dict[str, Any]]) -> dict[str, str]:
         questions = [
             {
-                "question_id": number, "question_type_id": row["dimension"],
-                "data_type": _kind(row["dimension"]), "answer": row["answer"],
+                "question_id": number,
+                "question_type_id": row["dimension"],
+                "data_type": _kind(row["dimension"]),
+                "answer": row["answer"],
             }
             for number, row in enumerate(given)
-        ]  # fmt: skip
+        ]
         names = {str(dimension): dimension for dimension in range(1, 13)}
         with written(data={"questions": questions, "question_type": names}) as (data,):
             said, out = data.with_name("a.jsonl"), data.with_name("o.jsonl")
@@ -210,12 +225,15 @@ def _seed_lines(given: list[dict[str, Any]]) -> str:
 def _seed(given: list[dict[str, Any]]) -> dict[str, str]:
     questions = [
         Question(
-            str(number), "test", "?", choices=tuple("wxyz"),
+            str(number),
+            "test",
+            "?",
+            choices=tuple("wxyz"),
             answer_index=LETTERS.index(row["answer"]),
             extra={DIMENSION: row["dimension"], DATA_TYPE: _kind(row["dimension"])},
         )
         for number, row in enumerate(given)
-    ]  # fmt: skip
+    ]
     with written(unused={}) as (path,):
         said = path.with_name("a.jsonl")
         said.write_text(_seed_lines(given), encoding="utf-8")
@@ -233,20 +251,38 @@ def _seed(given: list[dict[str, Any]]) -> dict[str, str]:
 
 CASES = (
     Case(
-        "scienceqa_letter", "lupantech/ScienceQA", "models/run_gpt3.py", draw=_draw_letter,
+        "scienceqa_letter",
+        "lupantech/ScienceQA",
+        "models/run_gpt3.py",
+        draw=_draw_letter,
         official=_official_letter,
         ours=lambda given: rules.gpt3_choice(given["text"], given["choices"]),
     ),
     Case(
-        "scienceqa_columns", "lupantech/ScienceQA", "tools/evaluate_acc.py", draw=_draw_columns,
-        official=_official_columns, ours=_columns, rows=15,
+        "scienceqa_columns",
+        "lupantech/ScienceQA",
+        "tools/evaluate_acc.py",
+        draw=_draw_columns,
+        official=_official_columns,
+        ours=_columns,
+        rows=15,
     ),
     Case(
-        "scienceqa_llava", "haotian-liu/LLaVA", "llava/eval/eval_science_qa.py", draw=_draw_llava,
-        official=_official_llava, ours=_llava, rows=10,
+        "scienceqa_llava",
+        "haotian-liu/LLaVA",
+        "llava/eval/eval_science_qa.py",
+        draw=_draw_llava,
+        official=_official_llava,
+        ours=_llava,
+        rows=10,
     ),
     Case(
-        "seed_bench", "haotian-liu/LLaVA", "scripts/convert_seed_for_submission.py",
-        draw=_draw_seed, official=_official_seed, ours=_seed, rows=10,
+        "seed_bench",
+        "haotian-liu/LLaVA",
+        "scripts/convert_seed_for_submission.py",
+        draw=_draw_seed,
+        official=_official_seed,
+        ours=_seed,
+        rows=10,
     ),
-)  # fmt: skip
+)

@@ -31,14 +31,37 @@ from tests.fuzz_scorers.official import definitions
 
 _NUMBERS = (
     *(
-        "12", "1,234.5", "-5", "3-4", "about", "0.5", "1e3", ".7", "5.", "2 to 3", "-", "10,20",
+        "12",
+        "1,234.5",
+        "-5",
+        "3-4",
+        "about",
+        "0.5",
+        "1e3",
+        ".7",
+        "5.",
+        "2 to 3",
+        "-",
+        "10,20",
         "1.2.3",
     ),
     *(
-        "x²-3", "７", "+3", "12-", "1990", "km", "-.2.3", "1e400", "9-10", "1,00", "3–4", "1e-3",
-        "e5", "%",
+        "x²-3",
+        "７",
+        "+3",
+        "12-",
+        "1990",
+        "km",
+        "-.2.3",
+        "1e400",
+        "9-10",
+        "1,00",
+        "3–4",
+        "1e-3",
+        "e5",
+        "%",
     ),
-)  # fmt: skip
+)
 # Numbers of two periods at which InfoSeek's script stops.
 _STOPS = re.compile(r"[-+]\.\d+(?:,\d{3})*\.(?:\d+(?:[eE][-+]?\d+)?|[eE][-+]?\d+)")
 _BOUNDS = (-5.0, -1.0, 0.0, 0.5, 2.7, 3.0, 4.0, 12.0, 1100.0, 1234.5, 2000.0)
@@ -284,11 +307,14 @@ def _official_lists_file(file: Path) -> Score:
 def _lists_file(given: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     questions = [
         Question(
-            str(n), "val", "?", category=row["kind"],
+            str(n),
+            "val",
+            "?",
+            category=row["kind"],
             extra={ANSWER_LIST: row["gold"], ANSWER_MODALITY: row["place"]},
         )
         for n, row in enumerate(given)
-    ]  # fmt: skip
+    ]
     said = {str(n): row["said"] for n, row in enumerate(given) if n % 7 != 6}
     with written(said=said) as (path,):
         predictions = read_multimodalqa_predictions(path, questions)
@@ -304,38 +330,64 @@ _INFOSEEK = ("edchengg/infoseek_eval", "infoseek_eval.py")
 _MULTIMODALQA = ("allenai/multimodalqa", "baselines/evaluate.py")
 CASES = (
     Case(
-        "squad", "allenai/multimodalqa", "baselines/text_qa/squad_metrics.py", draw=_draw_texts,
-        official=_official_squad("compute_exact"), ours=_squad,
+        "squad",
+        "allenai/multimodalqa",
+        "baselines/text_qa/squad_metrics.py",
+        draw=_draw_texts,
+        official=_official_squad("compute_exact"),
+        ours=_squad,
     ),
     Case(
-        "squad_fid", "facebookresearch/FiD", "src/evaluation.py", draw=_draw_texts,
-        official=_official_squad("exact_match_score"), ours=_squad,
+        "squad_fid",
+        "facebookresearch/FiD",
+        "src/evaluation.py",
+        draw=_draw_texts,
+        official=_official_squad("exact_match_score"),
+        ours=_squad,
         known=(
             Known("FiD's word boundaries are those of the package regex", _texts_boundaries_differ),
         ),
     ),
     Case(
-        "infoseek", *_INFOSEEK, draw=_draw_infoseek, official=_official_infoseek,
+        "infoseek",
+        *_INFOSEEK,
+        draw=_draw_infoseek,
+        official=_official_infoseek,
         ours=lambda given: is_right(given["said"], _infoseek_question("0", given)),
         at_error=_at_infoseeks_error,
     ),
     Case(
-        "infoseek_file", *_INFOSEEK, draw=_draw_infoseek_file, official=_official_infoseek_file,
-        ours=_infoseek_file, rows=10,
+        "infoseek_file",
+        *_INFOSEEK,
+        draw=_draw_infoseek_file,
+        official=_official_infoseek_file,
+        ours=_infoseek_file,
+        rows=10,
     ),
     Case(
-        "evqa", "google-research/google-research", "encyclopedic_vqa/evaluation_utils.py",
-        draw=_draw_evqa, official=_official_evqa, ours=_evqa,
+        "evqa",
+        "google-research/google-research",
+        "encyclopedic_vqa/evaluation_utils.py",
+        draw=_draw_evqa,
+        official=_official_evqa,
+        ours=_evqa,
         at_error=lambda file: _official_evqa(file, errors=True),
     ),
     Case(
-        "multimodalqa", *_MULTIMODALQA, draw=_draw_lists, official=_official_lists,
+        "multimodalqa",
+        *_MULTIMODALQA,
+        draw=_draw_lists,
+        official=_official_lists,
         ours=lambda given: [list_em(*given.values()), list_f1(*given.values())],
         at_error=lambda file: _official_lists(file, word_to_num=_word_to_num),
     ),
     Case(
-        "multimodalqa_file", *_MULTIMODALQA, draw=_draw_lists_file, official=_official_lists_file,
-        ours=_lists_file, rows=10,
+        "multimodalqa_file",
+        *_MULTIMODALQA,
+        draw=_draw_lists_file,
+        official=_official_lists_file,
+        ours=_lists_file,
+        rows=10,
         tolerance=1e-10,  # of percentages, which both add up in another order
     ),
-)  # fmt: skip
+)

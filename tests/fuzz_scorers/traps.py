@@ -8,15 +8,29 @@ _NUMBERS = (
     *("zero", "one", "Two", "three", "ten", "eleven", "none", "None", "twenty-one", "hundred"),
     *("thousand", "million", "point", "half", "third", "dozen", "and", "0", "1", "2", "007", "10"),
     *(
-        "1,000", "12,34", "1.5", "3.0", ".5", "5.", "-5", "+3", "1e3", "1e400", "1_000", "nan",
+        "1,000",
+        "12,34",
+        "1.5",
+        "3.0",
+        ".5",
+        "5.",
+        "-5",
+        "+3",
+        "1e3",
+        "1e400",
+        "1_000",
+        "nan",
         "inf",
     ),
     *("1/2", "1.2.3", "-.2.3", "½", "²", "٣", "7", "99999999999999999999"),
     *(
-        "million\nfive", "hundred\nthousand", "one hundred", "two thousand and five",
+        "million\nfive",
+        "hundred\nthousand",
+        "one hundred",
+        "two thousand and five",
         "zero point five",
     ),
-)  # fmt: skip
+)
 _AMOUNTS = ("5%", "50 percent", "$3.50", "€1,000", "1990s", "1990", "in 1990", "1990-1995", "3-4")
 _MORE_AMOUNTS = ("2 to 3", "10–12", "5 km", "12'", "10:30", "3rd", "#1", "no. 5", "1,2", "1, 2")
 _CONTRACTIONS = ("dont", "don't", "Im", "I'm", "cant", "itll", "whos", "oclock", "let's", "id've")

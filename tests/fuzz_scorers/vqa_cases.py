@@ -91,11 +91,15 @@ def _draw_aokvqa(draw: random.Random) -> dict[str, Any]:
         kinds = [traps.text(draw, most=2) or "dog" for _ in range(3)]
         direct = [draw.choice(kinds) for _ in range(10)]
         choices = [draw.choice((*kinds, *traps.PLAIN)) for _ in range(4)]
-        questions.append({
-            "question_id": f"q{number}", "choices": choices,
-            "correct_choice_idx": draw.randrange(4), "direct_answers": direct,
-            "difficult_direct_answer": draw.random() < 0.3,
-        })  # fmt: skip
+        questions.append(
+            {
+                "question_id": f"q{number}",
+                "choices": choices,
+                "correct_choice_idx": draw.randrange(4),
+                "direct_answers": direct,
+                "difficult_direct_answer": draw.random() < 0.3,
+            }
+        )
         if draw.random() < 0.9:
             predictions[f"q{number}"] = {
                 "direct_answer": traps.answer(draw, direct),
@@ -124,12 +128,16 @@ def _aokvqa(key: str) -> Score:
     def score(given: dict[str, Any]) -> float:
         questions = [
             Question(
-                row["question_id"], "val", "?", answers=tuple(row["direct_answers"]),
-                choices=tuple(row["choices"]), answer_index=row["correct_choice_idx"],
+                row["question_id"],
+                "val",
+                "?",
+                answers=tuple(row["direct_answers"]),
+                choices=tuple(row["choices"]),
+                answer_index=row["correct_choice_idx"],
                 extra={DIFFICULT: row["difficult_direct_answer"]},
             )
             for row in given["questions"]
-        ]  # fmt: skip
+        ]
         said = {name: {key: row[key]} for name, row in given["predictions"].items()}
         with written(predictions=said) as (path,):
             predictions = read_aokvqa_predictions(path, questions)
@@ -168,37 +176,73 @@ _PROPHET = "MILVLG/prophet"
 _SUM, _PERCENT = 1e-12, 1e-10
 CASES = (
     Case(
-        "vqa", *_VQA, draw=_draw_annotated, official=_official_accuracy,
-        ours=_of_answer(vqa.official_accuracy), tolerance=_SUM,
+        "vqa",
+        *_VQA,
+        draw=_draw_annotated,
+        official=_official_accuracy,
+        ours=_of_answer(vqa.official_accuracy),
+        tolerance=_SUM,
     ),
     Case(
-        "vqa_file", *_VQA, draw=_draw_annotated_file, official=_official_by_type, ours=_by_type,
-        rows=20, tolerance=_PERCENT,
+        "vqa_file",
+        *_VQA,
+        draw=_draw_annotated_file,
+        official=_official_by_type,
+        ours=_by_type,
+        rows=20,
+        tolerance=_PERCENT,
     ),
     Case(
-        "vqa_prophet", _PROPHET, "evaluation/vqa_utils/vqaEval.py", draw=_draw_annotated,
-        official=_official_accuracy, ours=_of_answer(vqa.prophet_accuracy), tolerance=_SUM,
+        "vqa_prophet",
+        _PROPHET,
+        "evaluation/vqa_utils/vqaEval.py",
+        draw=_draw_annotated,
+        official=_official_accuracy,
+        ours=_of_answer(vqa.prophet_accuracy),
+        tolerance=_SUM,
     ),
     Case(
-        "vqa_kat", "guilk/KAT", "src/evaluation.py", draw=_draw_annotated, official=_official_kat,
+        "vqa_kat",
+        "guilk/KAT",
+        "src/evaluation.py",
+        draw=_draw_annotated,
+        official=_official_kat,
         ours=_of_answer(vqa.kat_accuracy),
         known=(Known("KAT's word boundaries are those of the package regex", _boundaries_differ),),
     ),
     Case(
-        "prep_ans", _PROPHET, "evaluation/ans_punct.py", draw=_draw_answer,
-        official=_official_prep_ans, ours=prep_ans,
+        "prep_ans",
+        _PROPHET,
+        "evaluation/ans_punct.py",
+        draw=_draw_answer,
+        official=_official_prep_ans,
+        ours=prep_ans,
     ),
     Case(
-        "pica_answer", "microsoft/PICa", "gpt3_api_okvqa.py", draw=_draw_answer,
-        official=_official_pica, ours=pica_answer,
+        "pica_answer",
+        "microsoft/PICa",
+        "gpt3_api_okvqa.py",
+        draw=_draw_answer,
+        official=_official_pica,
+        ours=pica_answer,
     ),
     Case(
-        "aokvqa_direct", *_AOKVQA, draw=_draw_aokvqa, official=_official_aokvqa("direct_answer"),
-        ours=_aokvqa("direct_answer"), rows=6, tolerance=_PERCENT,
+        "aokvqa_direct",
+        *_AOKVQA,
+        draw=_draw_aokvqa,
+        official=_official_aokvqa("direct_answer"),
+        ours=_aokvqa("direct_answer"),
+        rows=6,
+        tolerance=_PERCENT,
         at_error=always(Raised(UserError.__name__)),  # a split of difficult questions alone
     ),
     Case(
-        "aokvqa_choice", *_AOKVQA, draw=_draw_aokvqa, official=_official_aokvqa("multiple_choice"),
-        ours=_aokvqa("multiple_choice"), rows=6, tolerance=_PERCENT,
+        "aokvqa_choice",
+        *_AOKVQA,
+        draw=_draw_aokvqa,
+        official=_official_aokvqa("multiple_choice"),
+        ours=_aokvqa("multiple_choice"),
+        rows=6,
+        tolerance=_PERCENT,
     ),
-)  # fmt: skip
+)

@@ -116,16 +116,26 @@ def _sources(given: dict[str, Any]) -> float:
 _ANSWERS = ("WebQnA/WebQA_Baseline", "vlp/eval_1022.py")
 CASES = (
     Case(
-        "webqa", *_ANSWERS, draw=_draw_answer, official=_official_accuracy(lemmas=True),
+        "webqa",
+        *_ANSWERS,
+        draw=_draw_answer,
+        official=_official_accuracy(lemmas=True),
         ours=_accuracy("spacy"),
     ),
     Case(
-        "webqa_no_lemma", *_ANSWERS, draw=_draw_answer, official=_official_accuracy(lemmas=False),
+        "webqa_no_lemma",
+        *_ANSWERS,
+        draw=_draw_answer,
+        official=_official_accuracy(lemmas=False),
         ours=_accuracy("none"),
     ),
     Case(
-        "webqa_sources", "WebQnA/WebQA_Baseline", "pytorch_pretrained_bert/modeling.py",
-        draw=_draw_sources, official=_official_sources, ours=_sources,
+        "webqa_sources",
+        "WebQnA/WebQA_Baseline",
+        "pytorch_pretrained_bert/modeling.py",
+        draw=_draw_sources,
+        official=_official_sources,
+        ours=_sources,
         tolerance=1e-5,  # the official code counts in float32
     ),
-)  # fmt: skip
+)

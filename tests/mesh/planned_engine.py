@@ -37,10 +37,12 @@ def plan_and_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     model = architecture("llama").open(folder).config
     monkeypatch.setitem(programs.PRESETS, "tiny", lambda: model)
     return {
-        "auto": of(folder, {}), "tensor": of(folder, {"model.mesh.tensor": 2}),
-        "one": of(folder, ONE), "scanned": compiled(model, True),
+        "auto": of(folder, {}),
+        "tensor": of(folder, {"model.mesh.tensor": 2}),
+        "one": of(folder, ONE),
+        "scanned": compiled(model, True),
         "unscanned": compiled(model, False),
-    }  # fmt: skip
+    }
 
 
 def of(folder: Path, changes: dict) -> dict:

@@ -83,9 +83,11 @@ def make_batch(rng, questions, group):
         "source_ids": rng.integers(0, 37, (count, 12)),
         "source_mask": np.arange(12) < rng.integers(1, 13, (count, 1)),
         "pixels": rng.integers(0, 256, (count, 8, 8, 3)).astype(np.uint8),
-        "has_image": rng.random(count) < 0.5, "positive": positive, "source_rows": source_rows,
+        "has_image": rng.random(count) < 0.5,
+        "positive": positive,
+        "source_rows": source_rows,
         "gold_rows": gold_rows,
-    }  # fmt: skip
+    }
 
 
 def task_gradient(task, params, batch):

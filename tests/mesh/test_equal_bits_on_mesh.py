@@ -14,11 +14,14 @@ def mesh_of(data: int, tensor: int = 1) -> jax.sharding.Mesh:
     return make_mesh({"data": data, "tensor": tensor}, devices=jax.devices()[: data * tensor])
 
 
-@pytest.mark.parametrize(("kind", "dtype", "counts"), [
-    ("dense", "float32", (1, 2, 4, 8)),
-    ("dense", "bfloat16", (1, 2, 4, 8)),
-    *((kind, "bfloat16", (8,)) for kind in KINDS if kind != "dense"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dtype", "counts"),
+    [
+        ("dense", "float32", (1, 2, 4, 8)),
+        ("dense", "bfloat16", (1, 2, 4, 8)),
+        *((kind, "bfloat16", (8,)) for kind in KINDS if kind != "dense"),
+    ],
+)
 def test_data(kind, dtype, counts):
     """On one, two, four and eight devices; on one also layer by layer, without a mesh."""
     asked = [*requests(9, kind), *scorings(2)]

@@ -77,56 +77,75 @@ def cases() -> Iterator[Case]:
     ids = np.where(real(10), integers(39, 10), 0)
     ids[np.arange(ROWS), real(10).sum(axis=1) - 1] = 39  # the end of the text
     yield Case(
-        "clip", config, key_map(config), (ids, normal(16, 16, 3), real(10)),
+        "clip",
+        config,
+        key_map(config),
+        (ids, normal(16, 16, 3), real(10)),
         lambda model, x: (model.logits(*x),),  # of every text with every picture
         gradients=True,
-    )  # fmt: skip
+    )
 
     config = ModifiedResNetConfig(width=8, blocks=(1, 2, 1, 1), image_size=64, embed_dim=20)
     yield Case(
-        "modified_resnet", config, modified_resnet_key_map(config), normal(64, 64, 3),
+        "modified_resnet",
+        config,
+        modified_resnet_key_map(config),
+        normal(64, 64, 3),
         lambda model, x: (grid := model.grid_features(x), model.pool(grid)),
-    )  # fmt: skip
+    )
 
     config = BertConfig(**(vars(_BERT) | {"pooler": True}))
     yield Case(
-        "bert", config, bert_key_map(config), (integers(50, 11), real(11), integers(6, 11)),
+        "bert",
+        config,
+        bert_key_map(config),
+        (integers(50, 11), real(11), integers(6, 11)),
         lambda model, x: (hidden := model(*x), model.pool(hidden)),
-    )  # fmt: skip
+    )
 
     config = VLPConfig(_BERT, region_features=18, region_positions=14, visual_hidden=(20,))
     columns = np.arange(14)
     end, last = (np.array(lengths)[:, None] for lengths in ((9, 7, 8, 12), (14, 9, 8, 13)))
     inputs = VLPInputs(
-        input_ids=integers(50, 14), token_type_ids=np.where(columns < 6, 4, 5) * (columns < last),
-        position_ids=np.where(columns < last, columns, 0), context_mask=columns < end,
-        answer_mask=(columns >= end) & (columns < last), region_features=normal(3, 18),
+        input_ids=integers(50, 14),
+        token_type_ids=np.where(columns < 6, 4, 5) * (columns < last),
+        position_ids=np.where(columns < last, columns, 0),
+        context_mask=columns < end,
+        answer_mask=(columns >= end) & (columns < last),
+        region_features=normal(3, 18),
         region_positions=normal(3, 14),
-    )  # fmt: skip
+    )
     yield Case(
-        "vlp", config, vlp_key_map(config), inputs,
+        "vlp",
+        config,
+        vlp_key_map(config),
+        inputs,
         lambda model, x: (hidden := model.encode(x), model.mlm_logits(hidden)),
         gradients=True,
-    )  # fmt: skip
+    )
 
     fusion = FusionConfig(**(vars(_FUSION) | {"value_bias": False, "norm": "layer"}))
     config = MCANConfig(
         _BERT, fusion, image_features=18, grid=3, rope_base=15.0, answers=10, new_answers=4
     )
     yield Case(
-        "mcan", config, mcan_key_map(config),
+        "mcan",
+        config,
+        mcan_key_map(config),
         (np.where(real(9), integers(50, 9), 0), normal(9, 18)),
         lambda model, x: (model(*x),),
-    )  # fmt: skip
+    )
 
     config = MCANOpenVQAConfig(
         vocab_size=30, fusion=_FUSION, word_features=14, region_features=18, answers=12
     )
     yield Case(
-        "mcan_openvqa", config, mcan_openvqa_key_map(config),
+        "mcan_openvqa",
+        config,
+        mcan_openvqa_key_map(config),
         (np.where(real(9), integers(30, 9), 0), normal(7, 18) * real(7)[..., None]),
         lambda model, x: (model(*x),),
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=lambda case: case.name)

@@ -28,11 +28,14 @@ def test_pictures_are_split_and_answers_those_of_one_device():
     shown = rng.integers(0, 256, (7, 12, 12, 3)).astype(np.uint8)
     requests = [
         Request(
-            n, [n, -200, *rng.integers(0, 60, n), *[-200] * (n % 2)], 4, logprobs=True,
+            n,
+            [n, -200, *rng.integers(0, 60, n), *[-200] * (n % 2)],
+            4,
+            logprobs=True,
             images=[shown[n % 7], shown[3]][: 1 + n % 2],
         )
         for n in range(10)
-    ]  # fmt: skip
+    ]
     found = []
     for shape, devices in (
         ({"data": 1}, jax.devices()[:1]),

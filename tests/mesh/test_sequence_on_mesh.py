@@ -182,20 +182,26 @@ def test_keys_and_values_are_gathered_and_nothing_else(windows):
     assert counted == planned
 
 
-@pytest.mark.parametrize(("config", "changes", "message"), [
-    (
-        "scienceqa/rmr_finetune", {"batches.length": 1026},
-        "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
-    ),
-    (
-        "aokvqa/vlm_finetune", {"batches.length": 1026},
-        "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
-    ),
-    (
-        "okvqa/mcan", {},
-        "mesh.sequence=4: task=vqa has no rows of a decoder that could be split; set it to 1",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "changes", "message"),
+    [
+        (
+            "scienceqa/rmr_finetune",
+            {"batches.length": 1026},
+            "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
+        ),
+        (
+            "aokvqa/vlm_finetune",
+            {"batches.length": 1026},
+            "mesh.sequence=4: does not divide a row of 1026 tokens; make batches.length a",
+        ),
+        (
+            "okvqa/mcan",
+            {},
+            "mesh.sequence=4: task=vqa has no rows of a decoder that could be split; set it to 1",
+        ),
+    ],
+)
 def test_rows_that_cannot_be_split(config, changes, message):
     path = Path(__file__).parents[2] / "configs" / f"{config}.py"
     loaded = load_config(f"{path}:runlocal")

@@ -81,8 +81,11 @@ def test_a_planner_by_reward(tmp_path):
 
     def flags(workdir, mesh):
         values = {
-            **PLANNER, **mesh, "data.dir": tmp_path / "data", "data.outcomes": tmp_path / "row",
-        }  # fmt: skip
+            **PLANNER,
+            **mesh,
+            "data.dir": tmp_path / "data",
+            "data.outcomes": tmp_path / "row",
+        }
         return flags_with("train", "okvqa/planner.py:reward_runlocal", workdir, values)
 
     same_on_a_mesh(flags, tmp_path)

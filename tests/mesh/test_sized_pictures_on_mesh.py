@@ -53,9 +53,15 @@ def mistral3(rng: np.random.Generator) -> tuple[Any, Any, list[Any]]:
 def internvl(rng: np.random.Generator) -> tuple[Any, Any, list[Any]]:
     vision = InternVisionConfig(16, 4, width=24, layers=2, heads=2, mlp_width=20)
     config = LlavaConfig(
-        vision, LLAMA, feature_layer=-1, image_token=IMAGE, family="internvl",
-        connector="normed_shuffle", merge=2, split=RatioTiles(),
-    )  # fmt: skip
+        vision,
+        LLAMA,
+        feature_layer=-1,
+        image_token=IMAGE,
+        family="internvl",
+        connector="normed_shuffle",
+        merge=2,
+        split=RatioTiles(),
+    )
     return Llava, config, [rng.integers(0, 256, (16, 16, 3), np.uint8) for _ in range(5)]
 
 

@@ -22,9 +22,11 @@ from mmqa_jax.tasks.registry import read_task
 
 # Verb -> its model, its data, further flags.
 VERBS = {
-    "embed": ("contrastive", "data", "--batch_size=8"), "rerank": ("rerank", "data"),
-    "answer": ("answer", "data", "--sources=oracle"), "candidates": ("vqa", "okvqa"),
-}  # fmt: skip
+    "embed": ("contrastive", "data", "--batch_size=8"),
+    "rerank": ("rerank", "data"),
+    "answer": ("answer", "data", "--sources=oracle"),
+    "candidates": ("vqa", "okvqa"),
+}
 
 ALL = {"batches.batch_size": 8}  # a training batch of all devices
 

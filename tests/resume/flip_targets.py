@@ -286,12 +286,17 @@ def _ask(folder: Path, count: int = 60) -> str:
 TARGETS = [
     Target("training step", _save_steps, _restore),
     Target(
-        "resumed run", _stop_run, _resume,
+        "resumed run",
+        _stop_run,
+        _resume,
         spared=("metrics.jsonl", "attempts.jsonl", "events.out.*"),
     ),
     Target(
-        "trained run", _train, _open_trained,
-        files=("*.json", "SHA256SUMS", "weights/**/*", "best/**/*"), spared=("attempts.jsonl",),
+        "trained run",
+        _train,
+        _open_trained,
+        files=("*.json", "SHA256SUMS", "weights/**/*", "best/**/*"),
+        spared=("attempts.jsonl",),
     ),
     Target("converted weights", _convert, _open_converted),
     Target("parts that are merged", lambda folder: _searched(folder, 2), _merge),
@@ -308,6 +313,6 @@ TARGETS = [
     Target("indexes", _index, _search),
     Target("cached vectors", _cache, _cache),
     Target("response cache", lambda folder: _ask(folder, 50), _ask),
-]  # fmt: skip
+]
 
 os.environ.setdefault("MMQA_PROGRESS", "off")

@@ -41,9 +41,12 @@ def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):
 def test_steps_are_traced(tmp_path):
     """Up to the last."""
     run(
-        tmp_path, tiny_run.pipeline(1), steps=12, evaluate_every=0,
+        tmp_path,
+        tiny_run.pipeline(1),
+        steps=12,
+        evaluate_every=0,
         observed=Observed(profile=Steps(10, 12)),
-    )  # fmt: skip
+    )
     (file,) = (tmp_path / "profile").glob("plugins/profile/*/*.xplane.pb")
     traced = set()
     for plane in jax.profiler.ProfileData.from_file(str(file)).planes:

@@ -86,17 +86,20 @@ def test_an_orbax_that_cannot_be_taught_s3_is_named(monkeypatch):
     refuses(r"orbax-checkpoint [\d.]+ .*tensorstore_utils._use_gcs", paths.teach_orbax_s3)
 
 
-@pytest.mark.parametrize(("environment", "expected"), [
-    ({}, {}),
-    (
-        {"AWS_ENDPOINT_URL": "http://one", "AWS_ENDPOINT_URL_S3": "http://two"},
-        {"endpoint": "http://two"},
-    ),
-    (
-        {"AWS_DEFAULT_REGION": "eu-west-1", "AWS_ACCESS_KEY_ID": "key"},
-        {"aws_region": "eu-west-1", "aws_credentials": {"type": "environment"}},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, {}),
+        (
+            {"AWS_ENDPOINT_URL": "http://one", "AWS_ENDPOINT_URL_S3": "http://two"},
+            {"endpoint": "http://two"},
+        ),
+        (
+            {"AWS_DEFAULT_REGION": "eu-west-1", "AWS_ACCESS_KEY_ID": "key"},
+            {"aws_region": "eu-west-1", "aws_credentials": {"type": "environment"}},
+        ),
+    ],
+)
 def test_the_environment_says_where_s3_is(monkeypatch, environment, expected):
     for name in ("ENDPOINT_URL", "ENDPOINT_URL_S3", "REGION", "DEFAULT_REGION", "ACCESS_KEY_ID"):
         monkeypatch.delenv(f"AWS_{name}", raising=False)

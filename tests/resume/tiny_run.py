@@ -162,12 +162,19 @@ def run(
 ):  # fmt: skip
     """One attempt at the tiny run, on one device unless a mesh is given."""
     return train(
-        train_config(**changes), objective=task or REGRESSION, batches=batches,
-        mesh=mesh or make_mesh(devices=jax.devices()[:1]), workdir=workdir, seed=7,
-        validation=validation or Validation(evaluate), metadata=metadata, limits=limits,
-        load_pretrained=load_pretrained, observed=observed or Observed(),
+        train_config(**changes),
+        objective=task or REGRESSION,
+        batches=batches,
+        mesh=mesh or make_mesh(devices=jax.devices()[:1]),
+        workdir=workdir,
+        seed=7,
+        validation=validation or Validation(evaluate),
+        metadata=metadata,
+        limits=limits,
+        load_pretrained=load_pretrained,
+        observed=observed or Observed(),
         resuming=resuming or Resuming(),
-    )  # fmt: skip
+    )
 
 
 def main():

@@ -17,10 +17,17 @@ LENGTH_OF_A, LENGTH_OF_QUESTION, LENGTH_OF_ANSWER = 400, 70, 30
 # The baseline's shapes in training: max_len_a 400 (200 region slots + caption), max_len_b 109,
 # 512 columns. configs/webqa has those of inference too.
 VLP_WEBQA = PackingConfig(
-    buckets=((0, 512), (2, 312)), slots_per_picture=100, region_dim=2048, position_dim=1607,
-    max_caption_tokens=200, max_question_tokens=109, max_answer_tokens=109, max_pair_tokens=109,
-    attend_empty_slots=True, picture_positions=200,
-)  # fmt: skip
+    buckets=((0, 512), (2, 312)),
+    slots_per_picture=100,
+    region_dim=2048,
+    position_dim=1607,
+    max_caption_tokens=200,
+    max_question_tokens=109,
+    max_answer_tokens=109,
+    max_pair_tokens=109,
+    attend_empty_slots=True,
+    picture_positions=200,
+)
 
 Sequence4 = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Tokens = Sequence[int]

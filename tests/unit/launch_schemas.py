@@ -10,9 +10,11 @@ _COUNT = {"type": "integer", "minimum": 0}
 
 def _object(required: tuple[str, ...] = (), **properties: Any) -> dict[str, Any]:
     return {
-        "type": "object", "required": list(required), "properties": properties,
+        "type": "object",
+        "required": list(required),
+        "properties": properties,
         "additionalProperties": False,
-    }  # fmt: skip
+    }
 
 
 def _list(item: dict[str, Any]) -> dict[str, Any]:
@@ -35,12 +37,16 @@ _ENV = {
     ]
 }
 _CONTAINER = _object(
-    ("name", "image"), name=_NAME, image=_TEXT, args=_list(_TEXT), env=_list(_ENV),
+    ("name", "image"),
+    name=_NAME,
+    image=_TEXT,
+    args=_list(_TEXT),
+    env=_list(_ENV),
     ports=_list(_object(("containerPort",), containerPort=_COUNT)),
     securityContext=_object(privileged={"type": "boolean"}),
     resources=_object(("limits",), limits=_map(_COUNT)),
     volumeMounts=_list(_object(("name", "mountPath"), name=_NAME, mountPath=_TEXT)),
-)  # fmt: skip
+)
 _VOLUME = {
     "oneOf": [
         _object(
@@ -54,17 +60,22 @@ _VOLUME = {
     ]
 }
 _POD = _object(
-    ("containers",), containers=_list(_CONTAINER), volumes=_list(_VOLUME),
-    restartPolicy={"enum": ["Never", "OnFailure", "Always"]}, terminationGracePeriodSeconds=_COUNT,
+    ("containers",),
+    containers=_list(_CONTAINER),
+    volumes=_list(_VOLUME),
+    restartPolicy={"enum": ["Never", "OnFailure", "Always"]},
+    terminationGracePeriodSeconds=_COUNT,
     hostNetwork={"type": "boolean"},
     dnsPolicy={"enum": ["ClusterFirst", "ClusterFirstWithHostNet", "Default", "None"]},
     nodeSelector=_map(_TEXT),
-)  # fmt: skip
+)
 _POD_TEMPLATE = _object(("spec",), spec=_POD)
 _EXIT_CODES = _object(
-    ("operator", "values"), containerName=_NAME, operator={"enum": ["In", "NotIn"]},
+    ("operator", "values"),
+    containerName=_NAME,
+    operator={"enum": ["In", "NotIn"]},
     values=_list(_COUNT),
-)  # fmt: skip
+)
 _POD_RULE = _object(
     ("action",),
     action={"enum": ["FailJob", "FailIndex", "Ignore", "Count"]},
@@ -72,66 +83,84 @@ _POD_RULE = _object(
     onPodConditions=_list(_object(("type",), type=_TEXT, status={"enum": ["True", "False"]})),
 )
 _JOB = _object(
-    ("template",), completionMode={"enum": ["Indexed", "NonIndexed"]}, completions=_COUNT,
-    parallelism=_COUNT, backoffLimit=_COUNT, backoffLimitPerIndex=_COUNT,
+    ("template",),
+    completionMode={"enum": ["Indexed", "NonIndexed"]},
+    completions=_COUNT,
+    parallelism=_COUNT,
+    backoffLimit=_COUNT,
+    backoffLimitPerIndex=_COUNT,
     podFailurePolicy=_object(("rules",), rules=_list(_POD_RULE)),
     # A pod failure policy asks for it.
     template=_object(
         ("spec",),
         spec={**_POD, "properties": {**_POD["properties"], "restartPolicy": {"const": "Never"}}},
     ),
-)  # fmt: skip
+)
 _FAILURE_POLICY = _object(
     maxRestarts=_COUNT,
     rules=_list(
         _object(
             ("action",),
             action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]},
-            onJobFailureReasons=_list({
-                "enum": [
-                    *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
-                    *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
-                ]
-            }),
+            onJobFailureReasons=_list(
+                {
+                    "enum": [
+                        *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
+                        *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
+                    ]
+                }
+            ),
         )
     ),
-)  # fmt: skip
+)
 _JOBSET = _object(
     ("replicatedJobs",),
     failurePolicy=_FAILURE_POLICY,
     network=_object(enableDNSHostnames={"type": "boolean"}, subdomain=_NAME),
     replicatedJobs=_list(
         _object(
-            ("name", "template"), name=_NAME, replicas=_COUNT,
+            ("name", "template"),
+            name=_NAME,
+            replicas=_COUNT,
             template=_object(("spec",), spec=_JOB),
         )
     ),
-)  # fmt: skip
+)
 _RAY_PARAMETERS = _map({"type": "string"})
 _RAY_JOB = _object(
-    ("entrypoint", "rayClusterSpec"), entrypoint=_TEXT,
-    shutdownAfterJobFinishes={"type": "boolean"}, backoffLimit=_COUNT,
+    ("entrypoint", "rayClusterSpec"),
+    entrypoint=_TEXT,
+    shutdownAfterJobFinishes={"type": "boolean"},
+    backoffLimit=_COUNT,
     rayClusterSpec=_object(
-        ("headGroupSpec",), enableInTreeAutoscaling={"type": "boolean"},
+        ("headGroupSpec",),
+        enableInTreeAutoscaling={"type": "boolean"},
         headGroupSpec=_object(
             ("template", "rayStartParams"), rayStartParams=_RAY_PARAMETERS, template=_POD_TEMPLATE
         ),
         workerGroupSpecs=_list(
             _object(
-                ("groupName", "template", "rayStartParams"), groupName=_NAME, replicas=_COUNT,
-                minReplicas=_COUNT, maxReplicas=_COUNT, rayStartParams=_RAY_PARAMETERS,
+                ("groupName", "template", "rayStartParams"),
+                groupName=_NAME,
+                replicas=_COUNT,
+                minReplicas=_COUNT,
+                maxReplicas=_COUNT,
+                rayStartParams=_RAY_PARAMETERS,
                 template=_POD_TEMPLATE,
             )
         ),
     ),
-)  # fmt: skip
+)
 
 
 def _resource(version: str, kind: str, spec: dict[str, Any]) -> dict[str, Any]:
     return _object(
-        ("apiVersion", "kind", "metadata", "spec"), apiVersion={"const": version},
-        kind={"const": kind}, metadata=_METADATA, spec=spec,
-    )  # fmt: skip
+        ("apiVersion", "kind", "metadata", "spec"),
+        apiVersion={"const": version},
+        kind={"const": kind},
+        metadata=_METADATA,
+        spec=spec,
+    )
 
 
 SCHEMAS = {
@@ -139,11 +168,15 @@ SCHEMAS = {
     "Job": _resource("batch/v1", "Job", _JOB),
     "RayJob": _resource("ray.io/v1", "RayJob", _RAY_JOB),
     "SkyPilot": _object(
-        ("run",), name=_NAME, num_nodes=_COUNT, workdir=_TEXT,
+        ("run",),
+        name=_NAME,
+        num_nodes=_COUNT,
+        workdir=_TEXT,
         resources=_object(accelerators=_TEXT, use_spot={"type": "boolean"}),
         file_mounts=_map(
             _object(("source",), source=_TEXT, mode={"enum": ["MOUNT", "COPY", "MOUNT_CACHED"]})
         ),
-        setup=_TEXT, run=_TEXT,
+        setup=_TEXT,
+        run=_TEXT,
     ),
-}  # fmt: skip
+}

@@ -68,8 +68,10 @@ def team_llm(plans: dict[str, str], answers=lambda prompt: ("soup", -0.5), **mor
 
 
 FULL = {
-    "junior": "Action_1", "senior": "Action_1, Action_2", "manager": "Action_1, Action_2, Action_3",
-}  # fmt: skip
+    "junior": "Action_1",
+    "senior": "Action_1, Action_2",
+    "manager": "Action_1, Action_2, Action_3",
+}
 
 
 def prompts_of(llm: FakeLLM) -> dict[str, list[str]]:

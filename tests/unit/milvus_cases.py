@@ -131,10 +131,13 @@ def test_more_rows_are_searched_by_a_graph(tmp_path, monkeypatch):
     assert recall_against(found, ExactIndex(EMBEDDINGS), 20) >= 0.99
 
 
-@pytest.mark.parametrize(("model", "corpus", "message"), [
-    ("model-2", "corpus-1", "model_fingerprint is 'model-1' but 'model-2' was expected"),
-    ("model-1", "corpus-2", "corpus_fingerprint is 'corpus-1' but 'corpus-2'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "corpus", "message"),
+    [
+        ("model-2", "corpus-1", "model_fingerprint is 'model-1' but 'model-2' was expected"),
+        ("model-1", "corpus-2", "corpus_fingerprint is 'corpus-1' but 'corpus-2'"),
+    ],
+)
 def test_another_model_or_corpus_is_refused(place, model, corpus, message):
     with pytest.raises(UserError, match=message):
         open_milvus(place, model, corpus)
@@ -191,10 +194,18 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         open_milvus("milvus://localhost:19530/sources", "m", "c")
 
 
-@pytest.mark.parametrize("text", [
-    "milvus://", "milvus://host/sources", "milvus://host:19530/", "milvus://h:1/a-b",
-    "milvus://h:65536/a", "milvus://h:0/a", "milvus:///f/a",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "milvus://",
+        "milvus://host/sources",
+        "milvus://host:19530/",
+        "milvus://h:1/a-b",
+        "milvus://h:65536/a",
+        "milvus://h:0/a",
+        "milvus:///f/a",
+    ],
+)
 def test_places_that_cannot_be_read(text):
     with pytest.raises(UserError, match="was expected"):
         parse_place(text)

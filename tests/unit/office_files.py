@@ -9,9 +9,13 @@ OFFICE = "http://schemas.openxmlformats.org/officeDocument/2006/relationships"
 DRAWING = "http://schemas.openxmlformats.org/drawingml/2006"
 NAMESPACES = {
     "w": "http://schemas.openxmlformats.org/wordprocessingml/2006/main",
-    "m": "http://schemas.openxmlformats.org/officeDocument/2006/math", "r": OFFICE,
-    "a": f"{DRAWING}/main", "c": f"{DRAWING}/chart", "dgm": f"{DRAWING}/diagram",
-    "pic": f"{DRAWING}/picture", "wp": f"{DRAWING}/wordprocessingDrawing",
+    "m": "http://schemas.openxmlformats.org/officeDocument/2006/math",
+    "r": OFFICE,
+    "a": f"{DRAWING}/main",
+    "c": f"{DRAWING}/chart",
+    "dgm": f"{DRAWING}/diagram",
+    "pic": f"{DRAWING}/picture",
+    "wp": f"{DRAWING}/wordprocessingDrawing",
     "wps": "http://schemas.microsoft.com/office/word/2010/wordprocessingShape",
     "mc": "http://schemas.openxmlformats.org/markup-compatibility/2006",
     "v": "urn:schemas-microsoft-com:vml",
@@ -30,8 +34,9 @@ NAMESPACES = {
             ("presentation", "presentation"),
         )
     },
-    "dc": "http://purl.org/dc/elements/1.1/", "xlink": "http://www.w3.org/1999/xlink",
-}  # fmt: skip
+    "dc": "http://purl.org/dc/elements/1.1/",
+    "xlink": "http://www.w3.org/1999/xlink",
+}
 TYPES = {
     "word/document.xml": "wordprocessingml.document.main",
     "word/styles.xml": "wordprocessingml.styles",
@@ -232,9 +237,11 @@ def deck(*slides: str, more: tuple[tuple[str, str], ...] = (), **parts: str) -> 
         f'<p:sldId id="{250 + number}" r:id="rId{number}"/>' for number in reversed(numbers)
     )
     beside = related(
-        ("chart", "../charts/c.xml"), ("image", "../media/a.png"),
-        ("diagramData", "../diagrams/d.xml"), *more,
-    )  # fmt: skip
+        ("chart", "../charts/c.xml"),
+        ("image", "../media/a.png"),
+        ("diagramData", "../diagrams/d.xml"),
+        *more,
+    )
     return zipped({
         "_rels/.rels": related(("officeDocument", "ppt/presentation.xml")),
         "ppt/presentation.xml": root("p:presentation", f"<p:sldIdLst>{ids}</p:sldIdLst><p:sldSz cx='9144000' cy='6858000'/>"),

@@ -50,9 +50,15 @@ def test_a_server_answers_in_the_same_form():
     usage = {"prompt_tokens": 5, "completion_tokens": 3}
     completion = answer({"choices": choices, "usage": usage, "system_fingerprint": "fp_1"})
     decoding = Decoding(
-        max_new_tokens=2, temperature=0.5, top_k=3, top_p=0.9, stop=("\n",), n=2, seed=7,
+        max_new_tokens=2,
+        temperature=0.5,
+        top_k=3,
+        top_p=0.9,
+        stop=("\n",),
+        n=2,
+        seed=7,
         logprobs=True,
-    )  # fmt: skip
+    )
     picture = flag()
     question = Message("user", (picture, "What is this?"))
     reply = lambda body: completion if "prompt" in body else said("A red flag.")  # noqa: E731

@@ -20,9 +20,20 @@ from mmqa_jax.retrieval.fusion import RankFusion
 
 ALL, PLAIN = Analyzer(), Analyzer(stop_words=False)
 WORDS = [
-    "flag", "star", "red", "blue", "capital", "river", "island", "king", "mountain", "green",
-    "sea", "north", "old",
-]  # fmt: skip
+    "flag",
+    "star",
+    "red",
+    "blue",
+    "capital",
+    "river",
+    "island",
+    "king",
+    "mountain",
+    "green",
+    "sea",
+    "north",
+    "old",
+]
 
 
 def random_texts(count, seed=0):

@@ -30,10 +30,12 @@ def flags(inputs, row, workdir, **changes):
     values = {"data.dir": inputs / "data"}
     if row.startswith("smollm2") and "finished" not in str(changes):
         values |= {
-            "parts.llm.model": inputs / "llm", "parts.llm.cache": inputs / "responses.sqlite",
+            "parts.llm.model": inputs / "llm",
+            "parts.llm.cache": inputs / "responses.sqlite",
             "parts.heuristics.candidates": inputs / "candidates.json",
-            "parts.heuristics.examples": inputs / "examples.json", "options.shots": 0,
-        }  # fmt: skip
+            "parts.heuristics.examples": inputs / "examples.json",
+            "options.shots": 0,
+        }
         values |= of_engine()
         if "mavl" in row:
             values["parts.knowledge.data"] = inputs / "knowledge"
@@ -93,11 +95,12 @@ OTHERS = {"parts.heuristics.candidates": "other.json"}
         ("smollm2_prophet", OTHERS, r"heuristics\.candidates: no candidates for any of the 3"),
         ("smollm2_mavl_fitted", {"parts.finished.run": "."}, r"run=.*: has no trace\.jsonl"),
         (
-            "smollm2_mavl_planner", {"parts.planner.model": "no_model", "options.plans": "all"},
+            "smollm2_mavl_planner",
+            {"parts.planner.model": "no_model", "options.plans": "all"},
             r"parts\.planner: has no effect with options\.plans=all",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_row_is_refused_before_a_model_is_loaded(
     inputs, tmp_path, refused, row, changes, message
 ):

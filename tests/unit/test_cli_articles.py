@@ -48,11 +48,15 @@ def inputs(tmp_path_factory):
 
 def flags(inputs, row: str, workdir, **more) -> list[str]:
     values = {
-        "data.dir": inputs / "data", "data.sources": inputs / "sources",
-        "parts.retriever.method": "bm25", "parts.retriever.model": "",
-        "parts.retriever.index": "", "parts.retriever.asks": "text",
-        "parts.retriever.modality": "text", **more,
-    }  # fmt: skip
+        "data.dir": inputs / "data",
+        "data.sources": inputs / "sources",
+        "parts.retriever.method": "bm25",
+        "parts.retriever.model": "",
+        "parts.retriever.index": "",
+        "parts.retriever.asks": "text",
+        "parts.retriever.modality": "text",
+        **more,
+    }
     if row.endswith("_reranked"):
         values["parts.reranker.model"] = inputs / "reranker"
     return flags_with("run", f"evqa/tables.py:{row}", workdir, values)

@@ -50,11 +50,14 @@ CHOICES = [
 ]
 MMMU = [
     {
-        "id": f"validation_Art_{n}", "question": "What is it?", "options": "['a cat', 'a dog']",
-        "answer": "A", "question_type": "multiple-choice",
+        "id": f"validation_Art_{n}",
+        "question": "What is it?",
+        "options": "['a cat', 'a dog']",
+        "answer": "A",
+        "question_type": "multiple-choice",
     }
     for n in range(2)
-]  # fmt: skip
+]
 FIGURE = {"id": "f0", "split": "test", "kind": "figure_retrieval", "question": "See the figure"}
 
 
@@ -85,10 +88,14 @@ def inputs(tmp_path_factory):
 
 def run(inputs, name: str, row: str, workdir, *more: str, **values):
     values = {
-        "data.dir": inputs / name, "parts.llm.model": inputs / "llm",
-        "parts.library.text_model": "", "parts.library.image_model": "",
-        "options.similarity": "random", **values, **of_engine(ENGINE),
-    }  # fmt: skip
+        "data.dir": inputs / name,
+        "parts.llm.model": inputs / "llm",
+        "parts.library.text_model": "",
+        "parts.library.image_model": "",
+        "options.similarity": "random",
+        **values,
+        **of_engine(ENGINE),
+    }
     if name != "openstax":
         values["parts.library.data"] = inputs / "scienceqa"
     return mmqa(*flags_with("run", f"{name}/tables.py:{row}", workdir, values), *more, "--json")

@@ -28,11 +28,14 @@ def write_run(folder: Path, by_scorer: dict[str, list[float]], **changes) -> Pat
     (folder / "scores.json").write_text(json.dumps({**record, **changes}))
     rows = [
         {
-            "question_id": f"q{i}", "answer": "", "sources": [], "seconds": 0.5,
+            "question_id": f"q{i}",
+            "answer": "",
+            "sources": [],
+            "seconds": 0.5,
             "scores": {name: values[i] for name, values in by_scorer.items()},
         }
         for i in range(count)
-    ]  # fmt: skip
+    ]
     write_rows(folder / "per_question.jsonl", rows)
     return folder
 

@@ -25,13 +25,16 @@ SAME = ("slots", "length", "buckets", "prefill_tokens")
 ENGINE = [CONFIG, *(f"--config.engine.{name}={getattr(SIZES, name)}" for name in SAME)]
 ROWS = [
     {
-        "id": "q2", "prompt": "The capital", "max_new_tokens": 5, "logprobs": True,
+        "id": "q2",
+        "prompt": "The capital",
+        "max_new_tokens": 5,
+        "logprobs": True,
         "meta": {"k": [1]},
     },
     {"id": "q1", "messages": [{"role": "user", "content": "Why"}], "max_new_tokens": 3},
     {"id": 7, "prompt": "Seven days", "choices": [" a", " bb"]},
     {"prompt": "draws", "temperature": 1.0, "n": 2, "seed": 3, "max_new_tokens": 4},
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

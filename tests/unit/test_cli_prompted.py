@@ -142,10 +142,12 @@ def promptcap(inputs, workdir, captions):
     captions_file.write_text(json.dumps(captions))
     run = flags(inputs, "promptcap", workdir, shots=1, similarity="random", max_new_tokens=2)
     values = {
-        "parts.llm.backend": "engine", "parts.llm.model": inputs / "llm",
-        "parts.library.vectors": "", "parts.captions.captions": captions_file,
+        "parts.llm.backend": "engine",
+        "parts.llm.model": inputs / "llm",
+        "parts.library.vectors": "",
+        "parts.captions.captions": captions_file,
         **of_engine(),
-    }  # fmt: skip
+    }
     return [*run, *(f"--config.{key}={value}" for key, value in values.items())]
 
 

@@ -329,9 +329,13 @@ def test_by_name_in_verbs(cached, tmp_path):
     encoder, model = cached
     sources = [{"id": f"s{n}", "modality": "text", "text": text} for n, text in enumerate(TEXTS)]
     asked = {
-        "id": "q", "split": "test", "question": "which flag", "answers": ["green"],
-        "positives": ["s1"], "negatives": ["s0", "s2"],
-    }  # fmt: skip
+        "id": "q",
+        "split": "test",
+        "question": "which flag",
+        "answers": ["green"],
+        "positives": ["s1"],
+        "negatives": ["s0", "s2"],
+    }
     write_rows(tmp_path / "sources.jsonl", sources)
     write_rows(tmp_path / "questions.jsonl", [asked])
     done("prepare", "corpus", f"--raw={tmp_path}", f"--out={tmp_path / 'data'}")

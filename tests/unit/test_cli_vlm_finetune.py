@@ -141,12 +141,15 @@ def test_the_exported_run_is_the_same_model(inputs, tmp_path):
 def test_rows_with_the_run(inputs, tmp_path, row):
     """The vision-language model alone, and behind three triplets."""
     values = {
-        "data.dir": inputs / "data", "parts.llm.model": inputs / "run" / "best",
-        "parts.library.data": inputs / "data", "parts.library.text_model": "",
-        "parts.library.image_model": "", "options.similarity": "random",
+        "data.dir": inputs / "data",
+        "parts.llm.model": inputs / "run" / "best",
+        "parts.library.data": inputs / "data",
+        "parts.library.text_model": "",
+        "parts.library.image_model": "",
+        "options.similarity": "random",
         "options.max_new_tokens": 4,
         **of_engine(ENGINE),
-    }  # fmt: skip
+    }
     result = done(*flags_with("run", f"aokvqa/tables.py:{row}", tmp_path / "row", values))
     assert (result["row"], result["questions"]) == (row, 3)
     assert "a_okvqa_da/official" in result["scores"]

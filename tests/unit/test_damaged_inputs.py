@@ -55,9 +55,32 @@ TRIALS = 150
 # What a reader may raise; of the last three the caller counts the picture as broken.
 NAMED = (UserError, PictureError, RegionError, FeatureError)
 OTHERS = (
-    None, True, -1, 0, 7, 2.5, float("nan"), 1e400, 10**30, 10**400, "", "x", "7", "7.0", "\ud83d",
-    "9" * 5000, [], {}, [[]], [{}], {"a": None}, ["a", 1], [1.5], "٣", "\x00",
-)  # fmt: skip
+    None,
+    True,
+    -1,
+    0,
+    7,
+    2.5,
+    float("nan"),
+    1e400,
+    10**30,
+    10**400,
+    "",
+    "x",
+    "7",
+    "7.0",
+    "\ud83d",
+    "9" * 5000,
+    [],
+    {},
+    [[]],
+    [{}],
+    {"a": None},
+    ["a", 1],
+    [1.5],
+    "٣",
+    "\x00",
+)
 GLOVE_WORDS = QuestionWords(["PAD", "UNK", "CLS", "a", "b"])
 ASKED = [
     Question(name, "val", "?", answers=("a",), choices=("a", "b", "nan"), answer_index=0)
@@ -309,52 +332,72 @@ READERS = {
     "mmbench": (mmbench, read_mmbench),
     "mmbench_sheet": (mmbench_sheet, read_mmbench),
     "seed_bench": (seed_bench, read_seedbench),
-    "webqa": (release, lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"])),
+    "webqa": (
+        release,
+        lambda f: webqa.read_release([f / "WebQA_train_val.json"], [f / "WebQA_test.json"]),
+    ),
     "webqa_pictures": (images, read_images),
     "documents": (documents, read_documents),
     "predictions": of_file("p.jsonl", lines(ANSWER, ANSWER | {"question_id": 8}), read_answers),
     "okvqa_predictions": of_file(
-        "p.json", [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}],
-        read_okvqa_predictions, ASKED,
+        "p.json",
+        [{"question_id": 25, "answer": "a"}, {"question_id": 26.0, "answer": None}],
+        read_okvqa_predictions,
+        ASKED,
     ),
     "aokvqa_predictions": of_file(
-        "p.json", {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}},
-        read_aokvqa_predictions, ASKED,
+        "p.json",
+        {"q1": {"direct_answer": "a", "multiple_choice": "b"}, "q2": {}},
+        read_aokvqa_predictions,
+        ASKED,
     ),
     "scienceqa_predictions": of_file(
-        "p.json", {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}},
-        read_scienceqa_predictions, ASKED,
+        "p.json",
+        {"results": {"7": 1, "25": "0"}, "outputs": {"7": "A", "26": None}},
+        read_scienceqa_predictions,
+        ASKED,
     ),
     "mmbench_tables": (tables, read_tables),
     "mmbench_json": of_file(
-        "p.json", [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}],
-        read_mmbench_predictions, ASKED,
+        "p.json",
+        [{"index": 7, "prediction": "A"}, {"index": 1000007.0, "prediction": "B"}],
+        read_mmbench_predictions,
+        ASKED,
     ),
     "llava_lines": of_file("p.jsonl", lines(*LLAVA), read_mmbench_predictions, ASKED),
     "seed_bench_losses": of_file(
-        "p.jsonl", lines({"question_id": "7", "losses": [1, 2, 0.5]}), read_seed_bench_predictions, ASKED
+        "p.jsonl",
+        lines({"question_id": "7", "losses": [1, 2, 0.5]}),
+        read_seed_bench_predictions,
+        ASKED,
     ),
     "webqa_tsv": of_file("p.tsv", OUTPUT_TSV, webqa_scores.read_output_tsv),
     "webqa_json": of_file("p.json", END_TO_END, webqa_scores.read_prediction_json),
     "rankings": of_file(
-        "r.jsonl", lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]}), read_rankings
+        "r.jsonl",
+        lines({"question_id": "7", "sources": ["s", "t"], "scores": [2, 1.5]}),
+        read_rankings,
     ),
     "prompts": of_file("p.jsonl", lines(*PROMPTS), read_prompts),
     "candidates": of_file("c.json", {"7": [{"answer": "a", "confidence": 0.5}]}, load_candidates),
     "answer_aware": of_file("a.json", {"7": ["25", 26]}, load_answer_aware),
     "vocabulary": of_file("v.json", ["a", "b"], lambda file: read_vocabulary(file).answers),
     "openvqa_vocabulary": of_file(
-        "v.json", [{"a": 0, "b": 1}, {"0": "a", "1": "b"}], lambda file: read_vocabulary(file).answers
+        "v.json",
+        [{"a": 0, "b": 1}, {"0": "a", "1": "b"}],
+        lambda file: read_vocabulary(file).answers,
     ),
     "words": of_file("w.json", ["PAD", "UNK", "CLS", "a"], lambda file: read_words(file).words),
-    "glove": of_file("g.txt", "a 1 2\nb 0.5 nan\n", lambda file: read_glove(file, GLOVE_WORDS).tolist()),
+    "glove": of_file(
+        "g.txt", "a 1 2\nb 0.5 nan\n", lambda file: read_glove(file, GLOVE_WORDS).tolist()
+    ),
     "vectors": (vectors, read_vectors),
     "features": (features, lambda f: NpzFiles(f).read(7)[0].shape),
     "vinvl": (vinvl, read_vinvl),
     "runs": (runs, read_runs),
     "x101": (write_x101, lambda f: len(X101Features(f).read(ID))),
     "pickle": (write_x101, lambda f: sorted(map(str, load_arrays(next(f.rglob("*.pkl")))))),
-}  # fmt: skip
+}
 
 
 def plain(value):

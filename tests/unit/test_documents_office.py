@@ -387,8 +387,10 @@ def test_headings_edges_and_what_an_odt_does_not_show():
         ".odt",
     )  # fmt: skip
     assert [(p.heading, p.text) for p in document.paragraphs] == [
-        ("", "Office"), ("Boats > Sails", "a"), ("Boats > Sails", "b"),
-    ]  # fmt: skip
+        ("", "Office"),
+        ("Boats > Sails", "a"),
+        ("Boats > Sails", "b"),
+    ]
     assert figures(document) == [("A red hull", "Boats > Sails", picture())]
     assert document.title == "Boats of old"
     hidden = {"deleted text": 4, "hidden sections": 6, "hidden text": 4}

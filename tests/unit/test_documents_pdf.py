@@ -202,9 +202,13 @@ def test_forms_and_notes_are_read_where_they_stand():
     ]
     document = read_pdf(pdf_of([(page, "\n".join(added))], is_form=True), 64)
     assert texts(document) == [
-        "Vessel: | Morning Heron", "Shore power: | ☑ checked", "Crane: | ☐",
-        "The sluice opens at 5.20", "The plan follows.", "See the other plan.",
-    ]  # fmt: skip
+        "Vessel: | Morning Heron",
+        "Shore power: | ☑ checked",
+        "Crane: | ☐",
+        "The sluice opens at 5.20",
+        "The plan follows.",
+        "See the other plan.",
+    ]
     assert document.missing == 0
     assert document.left_out == {"hidden notes": letters("Nobody sees it")}
 

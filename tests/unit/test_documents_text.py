@@ -418,8 +418,9 @@ def test_a_notebook():
     ]  # fmt: skip
     assert rows(document) == [("A", "5")]
     assert [(f.caption, f.picture) for f in document.figures] == [
-        ("plan", picture()), ("", picture()),
-    ]  # fmt: skip
+        ("plan", picture()),
+        ("", picture()),
+    ]
 
 
 # reStructuredText
@@ -497,8 +498,9 @@ x     y
     assert any("A footnote." in text for text in seen)
     assert rows(document) == [("Part | Days", "Filter | 7"), ("Part | Days", "Filter | 9")]
     assert [(f.caption, f.link, f.heading) for f in document.figures] == [
-        ("The pump.", "pump.png", "Pumps > Data"), ("A red pump", "red.png", "Pumps > Data"),
-    ]  # fmt: skip
+        ("The pump.", "pump.png", "Pumps > Data"),
+        ("A red pump", "red.png", "Pumps > Data"),
+    ]
     assert document.left_out == {
         "comments": len("hiddenwords"), "alternative texts beside captions": len("photo")
     }  # fmt: skip

@@ -177,9 +177,12 @@ def test_sources_equal_one_at_a_time(tmp_path, shard_rows, batch_size):
     model, corpus = FakeDual(), FakeCorpus()
     seen = []
     embeddings = embedder(model, batch_size=batch_size).embed_sources(
-        corpus, FakePictures(), tmp_path / "e", shard_rows=shard_rows,
+        corpus,
+        FakePictures(),
+        tmp_path / "e",
+        shard_rows=shard_rows,
         on_progress=lambda done, total: seen.append((done, total)),
-    )  # fmt: skip
+    )
     np.testing.assert_allclose(embeddings.vectors, plain_sources(model, corpus), atol=2e-6)
     assert isinstance(embeddings.vectors, np.memmap)
     assert seen[-1] == (70, 70)

@@ -200,9 +200,13 @@ def test_sizes_say_what_they_are():
         "chunks of 128 or 512"
     )
     assert sizes.to_json() == {
-        "devices": 8, "mesh": {"data": 4, "fsdp": 1, "tensor": 2}, "slots": 96, "length": 1024,
-        "prefill_tokens": 8192, "buckets": [128, 512],
-    }  # fmt: skip
+        "devices": 8,
+        "mesh": {"data": 4, "fsdp": 1, "tensor": 2},
+        "slots": 96,
+        "length": 1024,
+        "prefill_tokens": 8192,
+        "buckets": [128, 512],
+    }
 
 
 def test_later_prompts_may_be_longer_and_more(tmp_path, capsys, monkeypatch):

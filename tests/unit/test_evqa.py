@@ -20,11 +20,17 @@ LION, CAT = "https://en.wikipedia.org/wiki/Lion", "https://en.wikipedia.org/wiki
 
 def row(kind: str, answer: str, pictures: str, dataset: str = "inaturalist", **more: str) -> dict:
     return {
-        "question": "How heavy, in kg, is it?", "answer": answer, "question_type": kind,
-        "dataset_name": dataset, "dataset_image_ids": pictures, "wikipedia_url": LION,
-        "wikipedia_title": "Lion", "evidence_section_id": "3",
-        "wikipedia_url_used_in_train": "False", **more,
-    }  # fmt: skip
+        "question": "How heavy, in kg, is it?",
+        "answer": answer,
+        "question_type": kind,
+        "dataset_name": dataset,
+        "dataset_image_ids": pictures,
+        "wikipedia_url": LION,
+        "wikipedia_title": "Lion",
+        "evidence_section_id": "3",
+        "wikipedia_url_used_in_train": "False",
+        **more,
+    }
 
 
 ROWS = [

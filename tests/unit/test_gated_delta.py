@@ -22,11 +22,22 @@ from tests.drawn_weights import drawn
 from tests.refusals import refuses
 
 MODEL = LlamaConfig(
-    family="qwen3_5_text", vocab_size=60, hidden=32, layers=4, heads=4, kv_heads=2, head_dim=8,
-    mlp=48, positions=256, init_stddev=0.4, qk_norm="head", gated=True,
+    family="qwen3_5_text",
+    vocab_size=60,
+    hidden=32,
+    layers=4,
+    heads=4,
+    kv_heads=2,
+    head_dim=8,
+    mlp=48,
+    positions=256,
+    init_stddev=0.4,
+    qk_norm="head",
+    gated=True,
     kinds=("linear", "full") * 2,
-    delta=DeltaConfig(key_heads=2, value_heads=4, key_size=6, value_size=10, taps=3), unroll=1,
-)  # fmt: skip
+    delta=DeltaConfig(key_heads=2, value_heads=4, key_size=6, value_size=10, taps=3),
+    unroll=1,
+)
 SIZES = EngineConfig(slots=4, length=160, buckets=(32, 128), prefill_tokens=128)
 
 

@@ -60,9 +60,12 @@ def test_sizes_are_the_packages():
         assert (kind.name, GGML_QUANT_SIZES[theirs]) == (theirs.name, (kind.values, kind.bytes))
 
 
-@pytest.mark.parametrize(("number", "message"), [
-    (999, "tensor 'x': quantization 999 is not known; convert"),
-    (GGMLQuantizationType.I32, "tensor 'x': quantization I32 is not known; convert"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (999, "tensor 'x': quantization 999 is not known; convert"),
+        (GGMLQuantizationType.I32, "tensor 'x': quantization I32 is not known; convert"),
+    ],
+)
 def test_kinds_that_cannot_be_read_are_refused(number, message):
     refuses(message, gguf_blocks.kind_of, number, "tensor 'x'")

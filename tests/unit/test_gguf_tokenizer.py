@@ -35,8 +35,12 @@ HOSTILE = [
 def _random_texts(count: int) -> list[str]:
     draw = random.Random(7)
     parts = [
-        *"aZéßΩǅ漢あカ한ไा9٣½'’ \t\n\r\u00a0.,!/$+€😀\u0301\u200d_-", "'s", "'LL", "  ", "\r\n",
-    ]  # fmt: skip
+        *"aZéßΩǅ漢あカ한ไा9٣½'’ \t\n\r\u00a0.,!/$+€😀\u0301\u200d_-",
+        "'s",
+        "'LL",
+        "  ",
+        "\r\n",
+    ]
     return ["".join(draw.choices(parts, k=draw.randrange(1, 30))) for _ in range(count)]
 
 

@@ -332,15 +332,18 @@ def test_a_loop_of_unknown_length_counts_once_and_says_so():
     assert counts.flops["bf16"] == 2 * 128**3 + 8 * 2 * 16 * 16 * 32
 
 
-@pytest.mark.parametrize(("text", "axis"), [
-    ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "tensor"),
-    ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", "fsdp"),
-    ("replica_groups=[2,4]<=[8]", "fsdp+tensor"),
-    ("replica_groups=[4,2]<=[2,4]T(1,0)", "data"),
-    ("replica_groups={}", "data+fsdp+tensor"),
-    ("source_target_pairs={{0,4},{4,0}}", "data"),
-    ("replica_groups={{0,9}}", "?"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "axis"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", "tensor"),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", "fsdp"),
+        ("replica_groups=[2,4]<=[8]", "fsdp+tensor"),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", "data"),
+        ("replica_groups={}", "data+fsdp+tensor"),
+        ("source_target_pairs={{0,4},{4,0}}", "data"),
+        ("replica_groups={{0,9}}", "?"),
+    ],
+)
 def test_mesh_axis_of_a_group(text, axis):
     mesh = {"data": 2, "fsdp": 2, "tensor": 2}
     assert axis_of(groups(text, 8), mesh) == axis

@@ -57,51 +57,80 @@ def checkpoints(tmp_path_factory):
     return opened
 
 
-@pytest.mark.parametrize(("family", "path", "value", "message"), [
-    *(
-        (family, path, 10**9, rf"{path.rpartition('/')[2]} is 1000000000, {FEW}")
-        for family, path in (
-            ("clip", "vision_config/num_hidden_layers"), ("clip", "text_config/num_hidden_layers"),
-            ("siglip", "vision_config/num_hidden_layers"), ("bert", "num_hidden_layers"),
-            ("oscar", "num_hidden_layers"), ("bart", "encoder_layers"), ("bart", "decoder_layers"),
-            ("t5", "num_layers"), ("t5", "num_decoder_layers"), ("multimodal_t5", "num_layers"),
-            ("llama", "num_hidden_layers"), ("llava", "text_config/num_hidden_layers"),
-            ("onevision", "vision_config/num_hidden_layers"), ("qwen_vl", "vision_config/depth"),
-            ("qwen_vl", "vision_config/spatial_merge_size"),
-        )
-    ),
-    *(
-        (family, path, 2**40, rf"{path.rpartition('/')[2]} is 1099511627776, {HUGE}")
-        for family, path in (
-            ("bert", "hidden_size"), ("clip", "text_config/vocab_size"), ("t5", "d_ff"),
-            ("llama", "head_dim"), ("llama", "max_position_embeddings"),
-        )
-    ),
-    ("detector", "mmqa_jax/config/backbone/blocks/1", 9999, STAGES),
-    ("detector", "mmqa_jax/config/classes", 2**40, "expected int"),
-    # What the tensors do not have, beside what they have.
-    ("llama", "num_hidden_layers", 9999, r"layers \[3, 4, .*, 12 and 9,986 more\]"),
-    ("llama", "hidden_size", 10**9, r"shapes that differ: .*1000000000"),
-    ("llama", "rope_scaling/factor", float("nan"), "factor"),
-    ("llama", "rope_scaling/factor", float("inf"), "factor"),
-    ("llama", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a number from 0 on"),
-    ("llama", "quantization_config", {"bits": 4}, "quantization_config is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "path", "value", "message"),
+    [
+        *(
+            (family, path, 10**9, rf"{path.rpartition('/')[2]} is 1000000000, {FEW}")
+            for family, path in (
+                ("clip", "vision_config/num_hidden_layers"),
+                ("clip", "text_config/num_hidden_layers"),
+                ("siglip", "vision_config/num_hidden_layers"),
+                ("bert", "num_hidden_layers"),
+                ("oscar", "num_hidden_layers"),
+                ("bart", "encoder_layers"),
+                ("bart", "decoder_layers"),
+                ("t5", "num_layers"),
+                ("t5", "num_decoder_layers"),
+                ("multimodal_t5", "num_layers"),
+                ("llama", "num_hidden_layers"),
+                ("llava", "text_config/num_hidden_layers"),
+                ("onevision", "vision_config/num_hidden_layers"),
+                ("qwen_vl", "vision_config/depth"),
+                ("qwen_vl", "vision_config/spatial_merge_size"),
+            )
+        ),
+        *(
+            (family, path, 2**40, rf"{path.rpartition('/')[2]} is 1099511627776, {HUGE}")
+            for family, path in (
+                ("bert", "hidden_size"),
+                ("clip", "text_config/vocab_size"),
+                ("t5", "d_ff"),
+                ("llama", "head_dim"),
+                ("llama", "max_position_embeddings"),
+            )
+        ),
+        ("detector", "mmqa_jax/config/backbone/blocks/1", 9999, STAGES),
+        ("detector", "mmqa_jax/config/classes", 2**40, "expected int"),
+        # What the tensors do not have, beside what they have.
+        ("llama", "num_hidden_layers", 9999, r"layers \[3, 4, .*, 12 and 9,986 more\]"),
+        ("llama", "hidden_size", 10**9, r"shapes that differ: .*1000000000"),
+        ("llama", "rope_scaling/factor", float("nan"), "factor"),
+        ("llama", "rope_scaling/factor", float("inf"), "factor"),
+        ("llama", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a number from 0 on"),
+        ("llama", "quantization_config", {"bits": 4}, "quantization_config is"),
+    ],
+)
 def test_sizes_that_the_weights_do_not_have(checkpoints, family, path, value, message):
     assert family in CONFIGS
     refuses(message, checkpoints, family, path, value)
 
 
-@pytest.mark.parametrize(("architecture", "changes", "message"), [
-    ("llama", {"block_count": 10**9}, r"llama\.block_count is 1,000,000,000, expected 1 to 2,"),
-    ("llama", {"block_count": 0}, r"llama\.block_count is 0, expected 1 to 2,"),
-    ("llama", {"block_count": 2**40}, r"'llama\.block_count' is 1099.*, expected one number bel"),
-    ("llama", {"embedding_length": 2**40}, r"embedding_length' is 1099.*, expected one number"),
-    ("llama", {"attention.layer_norm_rms_epsilon": float("nan")}, r"epsilon' is nan, expected a"),
-    ("gemma3", {"block_count": 10**9}, r"gemma3\.block_count is 1,000,000,000, expected 1 to"),
-    ("t5", {"block_count": 10**9}, r"t5\.block_count is 1,000,000,000, expected 1 to 2, the num"),
-    ("t5", {"decoder_block_count": 10**9}, r"t5\.decoder_block_count is 1,000,000,000, expect"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "changes", "message"),
+    [
+        ("llama", {"block_count": 10**9}, r"llama\.block_count is 1,000,000,000, expected 1 to 2,"),
+        ("llama", {"block_count": 0}, r"llama\.block_count is 0, expected 1 to 2,"),
+        (
+            "llama",
+            {"block_count": 2**40},
+            r"'llama\.block_count' is 1099.*, expected one number bel",
+        ),
+        ("llama", {"embedding_length": 2**40}, r"embedding_length' is 1099.*, expected one number"),
+        (
+            "llama",
+            {"attention.layer_norm_rms_epsilon": float("nan")},
+            r"epsilon' is nan, expected a",
+        ),
+        ("gemma3", {"block_count": 10**9}, r"gemma3\.block_count is 1,000,000,000, expected 1 to"),
+        (
+            "t5",
+            {"block_count": 10**9},
+            r"t5\.block_count is 1,000,000,000, expected 1 to 2, the num",
+        ),
+        ("t5", {"decoder_block_count": 10**9}, r"t5\.decoder_block_count is 1,000,000,000, expect"),
+    ],
+)
 def test_sizes_that_a_gguf_files_tensors_do_not_have(tmp_path, architecture, changes, message):
     sizes = {
         "block_count": 1, "embedding_length": 8, "feed_forward_length": 8, "context_length": 8,
@@ -123,15 +152,33 @@ def test_sizes_that_a_gguf_files_tensors_do_not_have(tmp_path, architecture, cha
         read(GGUFSource(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (lambda: dataclasses.replace(CONFIGS["bert"], layers=10**9), "model.layers is 1000000000: exp"),
-    (lambda: dataclasses.replace(CONFIGS["llama"], layers=10_001), "model.layers is 10001: expec"),
-    (lambda: dataclasses.replace(CONFIGS["t5"], encoder_layers=10**9), "model.encoder_layers is "),
-    (lambda: dataclasses.replace(CONFIGS["bart"], decoder_layers=10**9), "model.decoder_layers is"),
-    (lambda: dataclasses.replace(CONFIGS["clip"].vision, layers=10**9), "vision.layers is"),
-    (lambda: dataclasses.replace(CONFIGS["siglip"].text, layers=10**9), "text.layers is"),
-    (lambda: dataclasses.replace(CONFIGS["mcan"].fusion, layers=10**9), "mcan.fusion.layers is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            lambda: dataclasses.replace(CONFIGS["bert"], layers=10**9),
+            "model.layers is 1000000000: exp",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIGS["llama"], layers=10_001),
+            "model.layers is 10001: expec",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIGS["t5"], encoder_layers=10**9),
+            "model.encoder_layers is ",
+        ),
+        (
+            lambda: dataclasses.replace(CONFIGS["bart"], decoder_layers=10**9),
+            "model.decoder_layers is",
+        ),
+        (lambda: dataclasses.replace(CONFIGS["clip"].vision, layers=10**9), "vision.layers is"),
+        (lambda: dataclasses.replace(CONFIGS["siglip"].text, layers=10**9), "text.layers is"),
+        (
+            lambda: dataclasses.replace(CONFIGS["mcan"].fusion, layers=10**9),
+            "mcan.fusion.layers is",
+        ),
+    ],
+)
 def test_a_config_without_weights_has_no_more_layers_than_a_program(config, message):
     refuses(message, config)
 
@@ -168,16 +215,21 @@ def in_turn(steps):
     return {"normalizer": {"type": "Sequence", "normalizers": steps}}
 
 
-@pytest.mark.parametrize("parts", [
-    split(GPT_2),
-    split(LLAMA_3),
-    in_turn([
-        {"type": "Prepend", "prepend": "▁"},
-        {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
-    ]),
-    replace("normalizer", {"Regex": " {2,}"}, "▁"),
-    replace("decoder", {"String": "▁"}, " "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "parts",
+    [
+        split(GPT_2),
+        split(LLAMA_3),
+        in_turn(
+            [
+                {"type": "Prepend", "prepend": "▁"},
+                {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+            ]
+        ),
+        replace("normalizer", {"Regex": " {2,}"}, "▁"),
+        replace("decoder", {"String": "▁"}, " "),
+    ],
+)
 def test_published_patterns_and_replacements_are_opened(parts):
     text = written(**parts)
     assert tokenizer_of(text, "T").to_str() == Tokenizer.from_str(text).to_str()

@@ -230,10 +230,19 @@ def test_a_server_that_gives_one_answer_is_named_with_the_remedy():
             list(backend.answer([Completion("a", "b", DRAWN)]))
 
 
-@pytest.mark.parametrize(("name", "warned"), [
-    ("tiny", False), ("tiny-2025-08-06", False), ("org/Tiny", False), (None, False),
-    ("huge", True), ("org/tin-foil", True), ("\x1b[31mred", False), (["x"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "warned"),
+    [
+        ("tiny", False),
+        ("tiny-2025-08-06", False),
+        ("org/Tiny", False),
+        (None, False),
+        ("huge", True),
+        ("org/tin-foil", True),
+        ("\x1b[31mred", False),
+        (["x"], False),
+    ],
+)
 def test_another_models_answers_are_warned_of_once(name, warned, capsys):
     with Stub(lambda asked: choices(text(), model=name)).serving():
         assert len(list(OpenAIBackend("tiny", QUICK).answer(Completion(n, "a") for n in "ab"))) == 2
@@ -252,13 +261,16 @@ def test_odd_waits_are_no_waits(late):
     assert result.text == "good"
 
 
-@pytest.mark.parametrize("usage", [
-    {"prompt_tokens": -5, "completion_tokens": True},
-    {"prompt_tokens": 10**30, "completion_tokens": 1.5},
-    {"prompt_tokens": "7", "completion_tokens": [7]},
-    [7],
-    "many",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": -5, "completion_tokens": True},
+        {"prompt_tokens": 10**30, "completion_tokens": 1.5},
+        {"prompt_tokens": "7", "completion_tokens": [7]},
+        [7],
+        "many",
+    ],
+)
 def test_odd_counts_of_tokens_are_none(usage):
     odd = {"usage": usage, "system_fingerprint": ["x"]}
     with Stub(lambda asked: choices(text(finish_reason={"a": 1}), **odd)).serving():
@@ -287,12 +299,16 @@ def test_odd_echoes_are_failed_requests_or_refused(top):
     assert [failure.id for failure in backend.failures] in ([], ["a"])
 
 
-@pytest.mark.parametrize(("models", "message"), [
-    (body(b"[" * 100_000), "nested more than 100 deep|not valid JSON"),
-    (body(b'{"data": [{"id": "\\ud83d"}]}'), "half of a character"),
-    (drip(HEAD + b"Content-Length: 99\r\n\r\n", b" "), IN_TIME),
-    (drip(CHUNKED, b"100000\r\n" + b" " * 2**20 + b"\r\n", 0.0), "larger than the 16,777,216"),
-], ids=["deep", "half", "slow", "flood"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        (body(b"[" * 100_000), "nested more than 100 deep|not valid JSON"),
+        (body(b'{"data": [{"id": "\\ud83d"}]}'), "half of a character"),
+        (drip(HEAD + b"Content-Length: 99\r\n\r\n", b" "), IN_TIME),
+        (drip(CHUNKED, b"100000\r\n" + b" " * 2**20 + b"\r\n", 0.0), "larger than the 16,777,216"),
+    ],
+    ids=["deep", "half", "slow", "flood"],
+)
 def test_a_hostile_list_of_models_ends_the_run_in_a_sentence(models, message):
     config = ServerConfig(timeout=0.4 if message == IN_TIME else 5.0, retries=0)
     with Stub(said, models=models).serving(), pytest.raises(RunError, match=message):
@@ -306,15 +322,18 @@ def test_an_odd_context_length_is_unknown(length):
         backend.check(Completion("a", "ab" * 900))
 
 
-@pytest.mark.parametrize("count", [
-    drip(HEAD + b"Content-Length: 99\r\n\r\n", b" "),
-    answer({"count": "many"}),
-    answer({"count": 1e400}),
-    answer({"count": -7}),
-    answer([7]),
-    body(b"[" * 100_000),
-    answer({}, 307, Location="/elsewhere"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "count",
+    [
+        drip(HEAD + b"Content-Length: 99\r\n\r\n", b" "),
+        answer({"count": "many"}),
+        answer({"count": 1e400}),
+        answer({"count": -7}),
+        answer([7]),
+        body(b"[" * 100_000),
+        answer({}, 307, Location="/elsewhere"),
+    ],
+)
 def test_an_odd_count_of_tokens_is_none(count):
     """The server is not asked for it again, and may refuse the request itself."""
     with Stub(said, max_model_len=600, count=lambda asked: count).serving():
@@ -385,19 +404,22 @@ def test_a_proxy_sees_neither_key_nor_prompts(monkeypatch):
             monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("OPENAI_API_KEY", CANARY + "\r", "OPENAI_API_KEY holds a character that no header"),
-    ("OPENAI_API_KEY", CANARY + "\nX-More: 1", "OPENAI_API_KEY holds a character"),
-    ("OPENAI_API_KEY", f"\u201c{CANARY}\u201d", "OPENAI_API_KEY holds a character"),
-    ("OPENAI_ORG_ID", "org\n", "OPENAI_ORG_ID holds a character"),
-    ("OPENAI_BASE_URL", "localhost:8000/v1", "OPENAI_BASE_URL is no address of a server"),
-    ("OPENAI_BASE_URL", "file:///etc/passwd", "OPENAI_BASE_URL is no address of a server"),
-    ("OPENAI_BASE_URL", "http://127.0.0.1:port/v1", "OPENAI_BASE_URL is no address of a serv"),
-    ("OPENAI_BASE_URL", "http:///v1", "OPENAI_BASE_URL is no address of a server"),
-    ("OPENAI_BASE_URL", "http://[v1.x]:1/v1", "OPENAI_BASE_URL is no address of a server"),
-    ("OPENAI_BASE_URL", "http://a:1/v1?key=x", "OPENAI_BASE_URL is no address of a server"),
-    ("OPENAI_BASE_URL", "http://a:1/v1#part", "OPENAI_BASE_URL is no address of a server"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OPENAI_API_KEY", CANARY + "\r", "OPENAI_API_KEY holds a character that no header"),
+        ("OPENAI_API_KEY", CANARY + "\nX-More: 1", "OPENAI_API_KEY holds a character"),
+        ("OPENAI_API_KEY", f"\u201c{CANARY}\u201d", "OPENAI_API_KEY holds a character"),
+        ("OPENAI_ORG_ID", "org\n", "OPENAI_ORG_ID holds a character"),
+        ("OPENAI_BASE_URL", "localhost:8000/v1", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "file:///etc/passwd", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://127.0.0.1:port/v1", "OPENAI_BASE_URL is no address of a serv"),
+        ("OPENAI_BASE_URL", "http:///v1", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://[v1.x]:1/v1", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://a:1/v1?key=x", "OPENAI_BASE_URL is no address of a server"),
+        ("OPENAI_BASE_URL", "http://a:1/v1#part", "OPENAI_BASE_URL is no address of a server"),
+    ],
+)
 def test_what_no_request_can_carry_is_refused_by_name(name, value, message, monkeypatch):
     with Stub(said).serving(CANARY):
         monkeypatch.setenv(name, value)

@@ -76,10 +76,13 @@ def test_the_snapshot_of_a_revision_is_found(cache, model):
     refuses(f"--model={NAME}: .* no revision main .* --download", find_model, NAME)
 
 
-@pytest.mark.parametrize(("dropped", "missing"), [
-    (["config.json"], "without config.json; add --download"),
-    (["model.safetensors"], r"without weights \(model.safetensors or pytorch_model.bin\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dropped", "missing"),
+    [
+        (["config.json"], "without config.json; add --download"),
+        (["model.safetensors"], r"without weights \(model.safetensors or pytorch_model.bin\)"),
+    ],
+)
 def test_missing_files_are_named(cache, model, dropped, missing):
     snapshot = fill(cache, model)
     for name in dropped:
@@ -245,21 +248,24 @@ def test_a_download_fetches_what_is_read_and_no_more(cache, model, monkeypatch):
     assert {token for _, _, token in asked} == {"Bearer hf_secret"}
 
 
-@pytest.mark.parametrize(("files", "left_out"), [
-    # How sentence-transformers makes a vector, without which it would be a mean in any case.
-    (
+@pytest.mark.parametrize(
+    ("files", "left_out"),
+    [
+        # How sentence-transformers makes a vector, without which it would be a mean in any case.
         (
-            *("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
-            *("1_LogitScore/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+            (
+                *("config.json", "model.safetensors", "modules.json", "1_Pooling/config.json"),
+                *("1_LogitScore/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"),
+            ),
+            ("2_Dense/pytorch_model.bin", "3_Own/model.safetensors"),
         ),
-        ("2_Dense/pytorch_model.bin", "3_Own/model.safetensors"),
-    ),
-    # open_clip's own layout.
-    (
-        ("open_clip_config.json", "open_clip_model.safetensors", "vocab.json", "merges.txt"),
-        ("open_clip_pytorch_model.bin",),
-    ),
-])  # fmt: skip
+        # open_clip's own layout.
+        (
+            ("open_clip_config.json", "open_clip_model.safetensors", "vocab.json", "merges.txt"),
+            ("open_clip_pytorch_model.bin",),
+        ),
+    ],
+)
 def test_a_download_fetches_what_says_how_it_is_read(files, left_out, cache):
     with hub(dict.fromkeys((*files, *left_out), b"{}")):
         download_model(NAME)
@@ -281,9 +287,12 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
     def refused(message, files=(), **answer):
         with hub(dict.fromkeys(files, b"x"), **answer):
             ended = mmqa(
-                "convert", "--model=llama", f"--source={NAME}", f"--out={tmp_path}/out",
+                "convert",
+                "--model=llama",
+                f"--source={NAME}",
+                f"--out={tmp_path}/out",
                 "--download",
-            )  # fmt: skip
+            )
         assert ended.code == 2
         assert f"mmqa: --source={NAME}: {message}" in ended.err
         assert "http" not in ended.err
@@ -303,12 +312,15 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
     assert "127.0.0.1" not in ended.err
 
 
-@pytest.mark.parametrize(("verb", "flags", "where"), [
-    ("embed", ("--model=minilm", "--out=x"), "--model=minilm"),
-    ("search", ("--method=dense", "--model=minilm", "--out=x"), "--model=minilm"),
-    ("rerank", ("--model=runs/rerank/best", "--out=x"), "--model=runs/rerank/best"),
-    ("ask", ("--encoder=minilm", "why?"), "--encoder=minilm"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("verb", "flags", "where"),
+    [
+        ("embed", ("--model=minilm", "--out=x"), "--model=minilm"),
+        ("search", ("--method=dense", "--model=minilm", "--out=x"), "--model=minilm"),
+        ("rerank", ("--model=runs/rerank/best", "--out=x"), "--model=runs/rerank/best"),
+        ("ask", ("--encoder=minilm", "why?"), "--encoder=minilm"),
+    ],
+)
 def test_verbs_fetch_encoders_and_rerankers_by_name(waits, verb, flags, where):
     """What is no name is refused; of several flags those are fetched that are names."""
     ended = mmqa(verb, "--data=nowhere", *flags, "--download")

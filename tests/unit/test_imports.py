@@ -31,15 +31,18 @@ def test_no_import_initializes_a_jax_backend():
     assert fork.returncode == 0, said
 
 
-@pytest.mark.parametrize(("modules", "heavy"), [
-    (
-        "core.config core.progress core.workdir core.hosts.distributed core.metrics runs.jobs "
-        "runs.status",
-        ("jax", "orbax", "flax", "torch", "tensorboardX"),
-    ),
-    # Kernels, and what reads torch's files, are imported where they are used.
-    ("decoding.engine decoding.t5_engine", ("torch", "jax.experimental.pallas.tpu")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [
+        (
+            "core.config core.progress core.workdir core.hosts.distributed core.metrics runs.jobs "
+            "runs.status",
+            ("jax", "orbax", "flax", "torch", "tensorboardX"),
+        ),
+        # Kernels, and what reads torch's files, are imported where they are used.
+        ("decoding.engine decoding.t5_engine", ("torch", "jax.experimental.pallas.tpu")),
+    ],
+)
 def test_light_modules_import_nothing_heavy(modules, heavy):
     names = ", ".join(f"mmqa_jax.{module}" for module in modules.split())
     code = f"import sys, {names}; print([m for m in {heavy} if m in sys.modules])"

@@ -15,9 +15,13 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 def row(number: int, unseen: str, answer: list, counted: list) -> dict:
     return {
-        "data_id": f"infoseek_val_{number}", "image_id": f"oven_{number}", "question": "Who?",
-        "answer": answer, "answer_eval": counted, "data_split": f"val_{unseen}",
-    }  # fmt: skip
+        "data_id": f"infoseek_val_{number}",
+        "image_id": f"oven_{number}",
+        "question": "Who?",
+        "answer": answer,
+        "answer_eval": counted,
+        "data_split": f"val_{unseen}",
+    }
 
 
 VAL = [
@@ -61,18 +65,21 @@ def test_prepare_official_files(raw, tmp_path):
 
 
 # What infoseek_eval.py gives: process_numerical_answer, then metric_numerical_range.
-@pytest.mark.parametrize(("text", "bounds", "right"), [
-    ("about 3 km", [2.7, 3.3], True),
-    ("3-4", [2.7, 3.3], False),
-    ("2.8-3.2", [2.7, 3.3], True),
-    ("10-20", [12.0, 22.0], True),
-    ("1,234.5", [1111.0, 1358.0], True),
-    ("no number", [-1.0, 1.0], True),
-    ("no number", [1.0, 2.0], False),
-    ("4 3", [3.5, 4.5], True),
-    ("-5", [-6.0, -4.0], True),
-    ("1.2.3", [1.1, 3.1], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "bounds", "right"),
+    [
+        ("about 3 km", [2.7, 3.3], True),
+        ("3-4", [2.7, 3.3], False),
+        ("2.8-3.2", [2.7, 3.3], True),
+        ("10-20", [12.0, 22.0], True),
+        ("1,234.5", [1111.0, 1358.0], True),
+        ("no number", [-1.0, 1.0], True),
+        ("no number", [1.0, 2.0], False),
+        ("4 3", [3.5, 4.5], True),
+        ("-5", [-6.0, -4.0], True),
+        ("1.2.3", [1.1, 3.1], True),
+    ],
+)
 def test_numbers(text, bounds, right):
     assert infoseek.numbers_match(infoseek.numbers_of(text), bounds) is right
 
@@ -113,17 +120,20 @@ def test_official_lines_in_and_out(raw, tmp_path):
     assert "line 1" in ended.err
 
 
-@pytest.mark.parametrize(("name", "rows", "words"), [
-    (
-        "infoseek_val.jsonl",
-        [{**VAL[0], "answer_eval": "Paris"}],
-        ("line 1", "answer_eval is 'Paris'; a list of texts"),
-    ),
-    ("infoseek_val.jsonl", [{**VAL[2], "answer_eval": ["3"]}], ("line 1", "`range`")),
-    ("infoseek_val.jsonl", [VAL[0], VAL[0]], ("line 2", "twice")),
-    ("infoseek_val.jsonl", [{**VAL[0], "question": ""}], ("line 1", "question")),
-    ("infoseek_val_qtype.jsonl", KINDS[:1], ("line 2", "no type of infoseek_val_1")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        (
+            "infoseek_val.jsonl",
+            [{**VAL[0], "answer_eval": "Paris"}],
+            ("line 1", "answer_eval is 'Paris'; a list of texts"),
+        ),
+        ("infoseek_val.jsonl", [{**VAL[2], "answer_eval": ["3"]}], ("line 1", "`range`")),
+        ("infoseek_val.jsonl", [VAL[0], VAL[0]], ("line 2", "twice")),
+        ("infoseek_val.jsonl", [{**VAL[0], "question": ""}], ("line 1", "question")),
+        ("infoseek_val_qtype.jsonl", KINDS[:1], ("line 2", "no type of infoseek_val_1")),
+    ],
+)
 def test_malformed_files(raw, tmp_path, name, rows, words):
     write_rows(raw / name, rows)
     ended = mmqa("prepare", "infoseek", f"--raw={raw}", f"--out={tmp_path / 'out'}")

@@ -24,22 +24,34 @@ from tests.refusals import refuses
 
 SOURCES = [
     {
-        "id": "a", "modality": "text", "text": "Snow is white.\u2028Ice too.", "title": "Snow",
+        "id": "a",
+        "modality": "text",
+        "text": "Snow is white.\u2028Ice too.",
+        "title": "Snow",
         "book": 1,
     },
     {"id": "b", "modality": "image", "text": "A red dot.", "image": "images/dot.png"},
     {"id": "c", "modality": "image", "text": "Its picture is lost.", "image": None},
-]  # fmt: skip
+]
 QUESTIONS = [
     {
-        "id": "q1", "split": "val", "question": "What color is snow?", "image": "images/dot.png",
-        "answers": ["white", "It is white."], "keywords": "white", "category": "color",
-        "positives": ["a"], "negatives": ["b", "c"], "choices": ["red", "white"], "answer_index": 1,
-        "rationale": "Snow reflects all light.", "more_images": ["images/more.png"],
+        "id": "q1",
+        "split": "val",
+        "question": "What color is snow?",
+        "image": "images/dot.png",
+        "answers": ["white", "It is white."],
+        "keywords": "white",
+        "category": "color",
+        "positives": ["a"],
+        "negatives": ["b", "c"],
+        "choices": ["red", "white"],
+        "answer_index": 1,
+        "rationale": "Snow reflects all light.",
+        "more_images": ["images/more.png"],
         "level": "easy",
     },
     {"id": "q2", "question": "And why?"},
-]  # fmt: skip
+]
 
 
 def png(color=(255, 0, 0)):
@@ -101,32 +113,39 @@ def question(**change):
     return [QUESTIONS[1], {"id": "x", "question": "q", **change}]
 
 
-@pytest.mark.parametrize(("sources", "questions", "message"), [
-    ([], None, r"sources\.jsonl: the corpus is empty"),
-    ([3], None, r"sources\.jsonl, line 1: not a JSON object"),
-    (source(id="a"), None, r"line 4: id 'a' is already used in .*sources\.jsonl, line 1"),
-    (source(id=None), None, r"line 4: `id` is missing"),
-    (source(id=7), None, r"line 4: `id` is 7; expected a string"),
-    (source(modality="video"), None, r"line 4: `modality` is 'video'; expected text or image"),
-    (source(text=""), None, r"line 4: `text` is ''"),
-    (source(modality="image"), None, r"line 4: `image` is missing"),
-    (source(image="images/dot.png"), None, r"line 4: a source of modality text has an `image`"),
-    (source(modality="image", image="images/none.png"), None, r"sources\.jsonl, line 4: `image`"),
-    (source(modality="image", image="../dot.png"), None, r"line 4: .* is outside the folder"),
-    (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' is already used"),
-    (SOURCES, question(question=" "), r"line 2: `question` is ' '"),
-    (SOURCES, question(positives=["z"]), r"line 2: source 'z' is not in sources\.jsonl"),
-    (SOURCES, question(negatives="a"), r"line 2: `negatives` is 'a'; expected a list"),
-    (SOURCES, question(positives=["a"], negatives=["a"]), r"line 2: source 'a' is both"),
-    (SOURCES, question(split="dev"), r"line 2: `split` is 'dev'; expected train or val or"),
-    (SOURCES, question(answer_index=0), r"line 2: `answer_index` needs `choices`"),
-    (SOURCES, question(choices=["a"] * 27), r"line 2: `choices` are 27; 26 at most"),
-    (SOURCES, question(choices=["a"] * 26, answer_index=26), r"line 2: `answer_index` is 26;"),
-    (SOURCES, question(choices=["a", "b"], answer_index=2), "`answer_index` is 2; .* 0 to 1"),
-    (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
-    (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is not a file"),
-    (SOURCES, question(more_images=["none.png"]), r"line 2: `more_images` 'none\.png' is not"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sources", "questions", "message"),
+    [
+        ([], None, r"sources\.jsonl: the corpus is empty"),
+        ([3], None, r"sources\.jsonl, line 1: not a JSON object"),
+        (source(id="a"), None, r"line 4: id 'a' is already used in .*sources\.jsonl, line 1"),
+        (source(id=None), None, r"line 4: `id` is missing"),
+        (source(id=7), None, r"line 4: `id` is 7; expected a string"),
+        (source(modality="video"), None, r"line 4: `modality` is 'video'; expected text or image"),
+        (source(text=""), None, r"line 4: `text` is ''"),
+        (source(modality="image"), None, r"line 4: `image` is missing"),
+        (source(image="images/dot.png"), None, r"line 4: a source of modality text has an `image`"),
+        (
+            source(modality="image", image="images/none.png"),
+            None,
+            r"sources\.jsonl, line 4: `image`",
+        ),
+        (source(modality="image", image="../dot.png"), None, r"line 4: .* is outside the folder"),
+        (SOURCES, question(id="q2"), r"questions\.jsonl, line 2: id 'q2' is already used"),
+        (SOURCES, question(question=" "), r"line 2: `question` is ' '"),
+        (SOURCES, question(positives=["z"]), r"line 2: source 'z' is not in sources\.jsonl"),
+        (SOURCES, question(negatives="a"), r"line 2: `negatives` is 'a'; expected a list"),
+        (SOURCES, question(positives=["a"], negatives=["a"]), r"line 2: source 'a' is both"),
+        (SOURCES, question(split="dev"), r"line 2: `split` is 'dev'; expected train or val or"),
+        (SOURCES, question(answer_index=0), r"line 2: `answer_index` needs `choices`"),
+        (SOURCES, question(choices=["a"] * 27), r"line 2: `choices` are 27; 26 at most"),
+        (SOURCES, question(choices=["a"] * 26, answer_index=26), r"line 2: `answer_index` is 26;"),
+        (SOURCES, question(choices=["a", "b"], answer_index=2), "`answer_index` is 2; .* 0 to 1"),
+        (SOURCES, question(choices=["a"], answer_index=True), r"line 2: `answer_index` is True"),
+        (SOURCES, question(image="none.png"), r"line 2: `image` 'none\.png' is not a file"),
+        (SOURCES, question(more_images=["none.png"]), r"line 2: `more_images` 'none\.png' is not"),
+    ],
+)
 def test_bad_folders_are_named_with_their_line(tmp_path, sources, questions, message):
     refuses(message, read_interchange, write(tmp_path, sources, questions))
 
@@ -289,14 +308,18 @@ def pax(record):
     return header("pax", len(data), tarfile.XHDTYPE) + data.ljust(512, b"\0")
 
 
-@pytest.mark.parametrize("content", [
-    header("././@LongLink", 2**45, tarfile.GNUTYPE_LONGNAME),
-    header("pax", 2**45, tarfile.XHDTYPE),
-    header("pax", 2**33, tarfile.XGLTYPE),
-    pax(b"size=-1024") + header("images/x.png", 0),  # leads back to itself, without end
-    pax(b"size=99999999999999999999") + header("images/x.png", 0),
-    header("pax", 0, tarfile.XHDTYPE) * 3_000,
-], ids=["long name", "pax", "global pax", "negative size", "size", "chain"])  # fmt: skip
+@pytest.mark.parametrize(
+    "content",
+    [
+        header("././@LongLink", 2**45, tarfile.GNUTYPE_LONGNAME),
+        header("pax", 2**45, tarfile.XHDTYPE),
+        header("pax", 2**33, tarfile.XGLTYPE),
+        pax(b"size=-1024") + header("images/x.png", 0),  # leads back to itself, without end
+        pax(b"size=99999999999999999999") + header("images/x.png", 0),
+        header("pax", 0, tarfile.XHDTYPE) * 3_000,
+    ],
+    ids=["long name", "pax", "global pax", "negative size", "size", "chain"],
+)
 def test_a_tar_that_claims_what_it_does_not_hold(tmp_path, content):
     folder = write(tmp_path, source(modality="image", image="images/x.png"), None)
     (folder / "images.tar").write_bytes(content + bytes(20_480))

@@ -33,16 +33,19 @@ def chosen(model, chip, prompt, new, *, count=8, mesh=None, **options):
     return choose_sizes(config, AUTO | options, mesh or {}, devices, demand, free=free)
 
 
-@pytest.mark.parametrize(("model", "chip", "tensor", "weights"), [
-    ("llama2_7b", "v5e", 8, "given"),
-    ("llama2_7b", "v5e", 4, "int8"),
-    ("qwen3_8b", "v6e", 2, "given"),
-    ("llama31_8b", "v7x", 1, "given"),
-    ("llama2_70b", "v7x", 2, "given"),
-    ("llama31_8b", "h200", 1, "given"),
-    ("qwen3_30b_a3b", "v6e", 4, "given"),
-    ("llama2_70b", "b200", 2, "int8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "chip", "tensor", "weights"),
+    [
+        ("llama2_7b", "v5e", 8, "given"),
+        ("llama2_7b", "v5e", 4, "int8"),
+        ("qwen3_8b", "v6e", 2, "given"),
+        ("llama31_8b", "v7x", 1, "given"),
+        ("llama2_70b", "v7x", 2, "given"),
+        ("llama31_8b", "h200", 1, "given"),
+        ("qwen3_30b_a3b", "v6e", 4, "given"),
+        ("llama2_70b", "b200", 2, "int8"),
+    ],
+)
 def test_the_closed_form_is_near_the_programs_bound(model, chip, tensor, weights):
     """plan's bound is read from the program's jaxpr and shardings.
 
@@ -89,20 +92,23 @@ def test_experts_that_no_token_goes_to_are_not_read():
     assert few < many / 8
 
 
-@pytest.mark.parametrize(("model", "chip", "prompt", "new", "options", "mesh"), [
-    # Weights that fill a chip leave room for few sequences: they are split.
-    ("llama2_7b", "v5e", 1984, 64, INT8, "data=2 tensor=4"),
-    ("llama2_7b", "v5e", 1984, 64, {}, "data=2 tensor=4"),
-    ("qwen3_8b", "v5e", 744, 256, {}, "data=2 tensor=4"),
-    ("qwen3_30b_a3b", "v6e", 744, 256, {}, "data=2 tensor=4"),
-    ("llama2_70b", "h100", 744, 256, {}, "data=2 tensor=4"),
-    # Where memory is large, or nearly all is prefill, copies have no exchange.
-    ("llama2_7b", "v6e", 990, 10, INT8, "data=8"),
-    ("llama31_8b", "v7x", 744, 256, {}, "data=8"),
-    ("llama31_8b", "h200", 1984, 64, {}, "data=8"),
-    ("llama31_8b", "b200", 744, 256, {}, "data=8"),
-    ("llama2_70b", "v6e", 744, 256, {}, "tensor=8"),  # alone fits
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "chip", "prompt", "new", "options", "mesh"),
+    [
+        # Weights that fill a chip leave room for few sequences: they are split.
+        ("llama2_7b", "v5e", 1984, 64, INT8, "data=2 tensor=4"),
+        ("llama2_7b", "v5e", 1984, 64, {}, "data=2 tensor=4"),
+        ("qwen3_8b", "v5e", 744, 256, {}, "data=2 tensor=4"),
+        ("qwen3_30b_a3b", "v6e", 744, 256, {}, "data=2 tensor=4"),
+        ("llama2_70b", "h100", 744, 256, {}, "data=2 tensor=4"),
+        # Where memory is large, or nearly all is prefill, copies have no exchange.
+        ("llama2_7b", "v6e", 990, 10, INT8, "data=8"),
+        ("llama31_8b", "v7x", 744, 256, {}, "data=8"),
+        ("llama31_8b", "h200", 1984, 64, {}, "data=8"),
+        ("llama31_8b", "b200", 744, 256, {}, "data=8"),
+        ("llama2_70b", "v6e", 744, 256, {}, "tensor=8"),  # alone fits
+    ],
+)
 def test_the_mesh_of_a_job(model, chip, prompt, new, options, mesh):
     sizes = chosen(model, chip, prompt, new, **options)
     axes = " ".join(f"{axis}={n}" for axis, n in sizes.shape.items() if n > 1)

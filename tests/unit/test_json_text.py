@@ -33,17 +33,20 @@ def test_another_encoding_is_named(tmp_path, encoding):
     refuses(rf"text: .*{name} text.* as UTF-8", read_json, path)
 
 
-@pytest.mark.parametrize(("damaged", "message"), [
-    ("9" * 4301, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
-    ("-" + "9" * 5000, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
-    (nested(DEEPEST), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
-    (nested(100_000), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
-    ('{"a":' * 100_000, r"line 2, column 502: .*nested more than 100 deep; shorten it"),
-    (r'"\\ \u0041 \ud83d\ude00 \uD83D"', r"line 2, column 31: holds '\\ud83d', half of a"),
-    (r'"\ude00\ud83d"', r"line 2, column 8: holds '\\ude00', half of a character; write it"),
-    ("{oops", r"line 2, column 8: not valid JSON \(Expecting property name"),
-    ("", r"line 3, column 1: not valid JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        ("9" * 4301, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
+        ("-" + "9" * 5000, r"line 2, column 7: an integer of more than 4,300 digits; shorten it"),
+        (nested(DEEPEST), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
+        (nested(100_000), r"line 2, column 106: .*nested more than 100 deep; shorten it"),
+        ('{"a":' * 100_000, r"line 2, column 502: .*nested more than 100 deep; shorten it"),
+        (r'"\\ \u0041 \ud83d\ude00 \uD83D"', r"line 2, column 31: holds '\\ud83d', half of a"),
+        (r'"\ude00\ud83d"', r"line 2, column 8: holds '\\ude00', half of a character; write it"),
+        ("{oops", r"line 2, column 8: not valid JSON \(Expecting property name"),
+        ("", r"line 3, column 1: not valid JSON"),
+    ],
+)
 def test_damage_is_refused_with_its_line(tmp_path, damaged, message):
     path = tmp_path / "data.json"
     path.write_text('{"b": ["]", 1],\n"a" : ' + damaged + "\n}")

@@ -46,12 +46,15 @@ def test_the_key_words_of_figure_5():
     assert key_words_of(texts, 9) == ["snowboarder", "run", "powdery slope", "sunny day", "man"]
 
 
-@pytest.mark.parametrize(("texts", "found"), [
-    (("A cat, a dog and the cat.", "Which dog?"), ["cat", "dog"]),  # each once
-    (("Red fire hydrants don't leak", ""), ["red fire hydrants don't leak"]),
-    (("A well-known tower; height 300 m", "How?"), ["well-known tower", "height 300 m"]),
-    (("This is it.", "What is that?"), []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("texts", "found"),
+    [
+        (("A cat, a dog and the cat.", "Which dog?"), ["cat", "dog"]),  # each once
+        (("Red fire hydrants don't leak", ""), ["red fire hydrants don't leak"]),
+        (("A well-known tower; height 300 m", "How?"), ["well-known tower", "height 300 m"]),
+        (("This is it.", "What is that?"), []),
+    ],
+)
 def test_key_words(texts, found):
     assert key_words_of(texts, 5) == found
 

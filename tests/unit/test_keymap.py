@@ -274,10 +274,12 @@ def test_fresh_parameters_stay_and_must_be_initialized(tiny):
 
 
 def test_lossy_layouts_are_not_exported(tiny):
-    key_map = keymap.KeyMap([
-        *RULES[:-1],
-        keymap.Rule("head.bias", "head/bias", keymap.Transform(lambda x: x[:2], None)),
-    ])  # fmt: skip
+    key_map = keymap.KeyMap(
+        [
+            *RULES[:-1],
+            keymap.Rule("head.bias", "head/bias", keymap.Transform(lambda x: x[:2], None)),
+        ]
+    )
     with pytest.raises(UserError, match=r"head\.bias: this layout change cannot be undone"):
         list(keymap.export(tiny, key_map))
     assert keymap.IDENTITY.inverse(3) == 3
@@ -421,9 +423,11 @@ def test_vlp_takes_the_masked_lm_head_where_bert_has_one(vlp_state, tmp_path):
     arrays["cls.seq_relationship.weight"] = np.zeros((2, 8), np.float32)
     save_file(arrays, tmp_path / "model.safetensors")
     config = {
-        "model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2,
+        "model_type": "bert",
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
         "type_vocab_size": 6,
-    }  # fmt: skip
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = vlp(jax.tree.map(jnp.zeros_like, vlp_state))
     init_vlp_from_bert(model, tmp_path)

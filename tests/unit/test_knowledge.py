@@ -19,12 +19,14 @@ from mmqa_jax.runs import parts as parts_module
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.traces import trace_counts
 
-CORPUS = Corpus([
-    Source("stars1", "text", "A star shines because hydrogen fuses in its core.", "Stars"),
-    Source("stars2", "text", "The sun is a star of middle age", "Stars"),
-    Source("cells", "text", "Every cell has a membrane around it.", "Cells"),
-    Source("flag", "image", "A flag with a star.", "Flags", image="flag.png"),
-])  # fmt: skip
+CORPUS = Corpus(
+    [
+        Source("stars1", "text", "A star shines because hydrogen fuses in its core.", "Stars"),
+        Source("stars2", "text", "The sun is a star of middle age", "Stars"),
+        Source("cells", "text", "Every cell has a membrane around it.", "Cells"),
+        Source("flag", "image", "A flag with a star.", "Flags", image="flag.png"),
+    ]
+)
 QUESTIONS = [
     Question("q0", "test", "Why does a star shine?", extra={"section": "Cells", "caption": "Sky"},
              choices=("fusion", "magic")),
@@ -102,12 +104,15 @@ def prompt_of(length: int, context: str = "N/A", passages=FOUND):
     return few_shot(TEMPLATE, QUESTIONS[2], shots, fields, make, llm.check, passages=passages)
 
 
-@pytest.mark.parametrize(("context", "expected"), [
-    ("N/A", "<Zzz?|Fact 0. Fact 1.>"),
-    ("", "<Zzz?|Fact 0. Fact 1.>"),
-    ("a cat", "<Zzz?|a cat. Fact 0. Fact 1.>"),
-    ("A hint!", "<Zzz?|A hint! Fact 0. Fact 1.>"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ("N/A", "<Zzz?|Fact 0. Fact 1.>"),
+        ("", "<Zzz?|Fact 0. Fact 1.>"),
+        ("a cat", "<Zzz?|a cat. Fact 0. Fact 1.>"),
+        ("A hint!", "<Zzz?|A hint! Fact 0. Fact 1.>"),
+    ],
+)
 def test_passages_follow_the_context(context, expected):
     made = prompt_of(10**6, context)
     assert made.text == f"[shot 0|{context}]\n[shot 1|{context}]\n{expected}"

@@ -77,37 +77,46 @@ SPEC = ("spec", "replicatedJobs", 0, "template", "spec")
 POD = ("template", "spec")
 MANIFESTS = {
     "jobset-tpu": {
-        (*SPEC, "completions"): 64, (*SPEC, "parallelism"): 64,
+        (*SPEC, "completions"): 64,
+        (*SPEC, "parallelism"): 64,
         (*SPEC, *POD, "nodeSelector", "cloud.google.com/gke-tpu-topology"): "16x16",
         (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         (*SPEC, *POD, "containers", 0, "resources", "limits", "google.com/tpu"): 4,
     },
     "jobset-gpu": {
-        (*SPEC, "completions"): 2, (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        (*SPEC, "completions"): 2,
+        (*SPEC, *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         (*SPEC, *POD, "containers", 0, "resources", "limits", "nvidia.com/gpu"): 8,
         (*SPEC, *POD, "containers", 0, "env", 0): {
-            "name": "JAX_COORDINATOR_ADDRESS", "value": "mmqa-host-0-0.mmqa:8476",
+            "name": "JAX_COORDINATOR_ADDRESS",
+            "value": "mmqa-host-0-0.mmqa:8476",
         },
         (*SPEC, *POD, "containers", 0, "env", 1): {"name": "JAX_NUM_PROCESSES", "value": "2"},
         # Of which that address is made.
-        ("metadata", "name"): "mmqa", ("spec", "network", "subdomain"): "mmqa",
+        ("metadata", "name"): "mmqa",
+        ("spec", "network", "subdomain"): "mmqa",
         ("spec", "replicatedJobs", 0, "name"): "host",
     },
     "indexed-job-inference": {
-        ("spec", "completions"): 64, ("spec", *POD, "containers", 0, "image"): "registry/mmqa:tpu",
+        ("spec", "completions"): 64,
+        ("spec", *POD, "containers", 0, "image"): "registry/mmqa:tpu",
         ("spec", *POD, "containers", 0, "env", 0): {"name": "JOB_COMPLETIONS", "value": "64"},
     },
     "ray_cluster": {("spec", "entrypoint"): " ".join((*EMBED, "--engine=ray"))},
     "skypilot": {("num_nodes",): 2, ("file_mounts", "/runs", "source"): "gs://runs"},
-}  # fmt: skip
+}
 
 
 def launch(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess:
     """Runs a launcher to its end, with this interpreter's `python` and `mmqa`."""
     return subprocess.run(
-        ["bash", str(LAUNCH / name), *arguments], cwd=ROOT, env=env(**environment),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        ["bash", str(LAUNCH / name), *arguments],
+        cwd=ROOT,
+        env=env(**environment),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 def env(**more: str) -> dict[str, str]:
@@ -218,22 +227,25 @@ def test_the_dockerfile_copies_what_is_there():
     assert arguments == set(given)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("babysit.sh",), "no command"),
-    (("babysit.sh", "--backoff=soon", "true"), "'soon' is not a whole number"),
-    (("babysit.sh", "--limit=3", "true"), "unknown flag '--limit=3'"),
-    (("babysit.sh", "--members=true", "--counts=2,one", "true"), "'one' is not a whole number"),
-    (("two_processes.sh", "--processes=0", "true"), "give a positive number"),
-    (("image.sh", "--tag=a", "--accelerator=rocm"), "give cpu, cuda12 or tpu"),
-    (("tpu_vm.sh", "create"), "--name and --zone are needed"),
-    (("tpu_vm.sh", "fly", "--name=a", "--zone=b"), "'fly': give create"),
-    (("xpk.sh", "--cluster=a", "true"), "are needed"),
-    (("submit.sh", "gke/nothing.yaml"), "no such file"),
-    (("submit.sh", "gke/jobset-tpu.yaml", "--", "mmqa"), "also needs IMAGE"),
-    (("submit.sh", "gke/jobset-tpu.yaml", "COLOR=red", "--", "mmqa"), "no such name"),
-    (("submit.sh", "gke/jobset-tpu.yaml", IMAGE), "no command"),
-    (("slurm.sbatch",), "no command"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("babysit.sh",), "no command"),
+        (("babysit.sh", "--backoff=soon", "true"), "'soon' is not a whole number"),
+        (("babysit.sh", "--limit=3", "true"), "unknown flag '--limit=3'"),
+        (("babysit.sh", "--members=true", "--counts=2,one", "true"), "'one' is not a whole number"),
+        (("two_processes.sh", "--processes=0", "true"), "give a positive number"),
+        (("image.sh", "--tag=a", "--accelerator=rocm"), "give cpu, cuda12 or tpu"),
+        (("tpu_vm.sh", "create"), "--name and --zone are needed"),
+        (("tpu_vm.sh", "fly", "--name=a", "--zone=b"), "'fly': give create"),
+        (("xpk.sh", "--cluster=a", "true"), "are needed"),
+        (("submit.sh", "gke/nothing.yaml"), "no such file"),
+        (("submit.sh", "gke/jobset-tpu.yaml", "--", "mmqa"), "also needs IMAGE"),
+        (("submit.sh", "gke/jobset-tpu.yaml", "COLOR=red", "--", "mmqa"), "no such name"),
+        (("submit.sh", "gke/jobset-tpu.yaml", IMAGE), "no command"),
+        (("slurm.sbatch",), "no command"),
+    ],
+)
 def test_mistakes_are_one_sentence(arguments, message):
     ended = launch(*arguments)
     assert ended.returncode == 2
@@ -252,29 +264,35 @@ def attempts(tmp_path: Path) -> int:
     return len((tmp_path / "attempts").read_text().split())
 
 
-@pytest.mark.parametrize(("script", "code", "times"), [
-    ("exit 0", 0, 1),
-    ("exit 2", 2, 1),
-    ("[ $n = 3 ]", 0, 3),
-    ("[ $n = 2 ] && exit 2; exit 143", 2, 2),
-    ("kill -9 $$", 137, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "code", "times"),
+    [
+        ("exit 0", 0, 1),
+        ("exit 2", 2, 1),
+        ("[ $n = 3 ]", 0, 3),
+        ("[ $n = 2 ] && exit 2; exit 143", 2, 2),
+        ("kill -9 $$", 137, 3),
+    ],
+)
 def test_babysit_restarts_unless_done_or_wrong(tmp_path, script, code, times):
     ended = launch("babysit.sh", "--backoff=0", "--max_restarts=2", *counting(tmp_path, script))
     assert (ended.returncode, attempts(tmp_path)) == (code, times), ended.stderr
 
 
-@pytest.mark.parametrize(("script", "code", "times"), [
-    ("echo 'mmqa: step 9: loss is nan' >&2; exit 1", 2, 2),
-    ("echo '1: mmqa: step 9: nan, after '$n' s; go on' >&2; echo srun: $n >&2; exit 1", 2, 2),
-    ("echo 'ValueError: a bug' >&2; exit 1", 2, 2),
-    ('echo "F1125 19:22:0$n.4 12$n client.cc:9] a bug" >&2; exit 134', 2, 2),
-    ('echo "mmqa: lost $((n % 2))" >&2; exit 1', 1, 4),  # two failures in turn
-    ("echo mmqa: step $n: loss is nan >&2; exit 1", 1, 4),  # it advances
-    ("echo 'mmqa: lost' >&2; exit $((n % 2 + 3))", 3, 4),  # by another exit code each time
-    ("echo 'mmqa: lost' >&2; [ $n = 2 ]", 0, 2),
-    ("echo 'mmqa: p.jpg is missing' >&2; exit 2", 2, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("script", "code", "times"),
+    [
+        ("echo 'mmqa: step 9: loss is nan' >&2; exit 1", 2, 2),
+        ("echo '1: mmqa: step 9: nan, after '$n' s; go on' >&2; echo srun: $n >&2; exit 1", 2, 2),
+        ("echo 'ValueError: a bug' >&2; exit 1", 2, 2),
+        ('echo "F1125 19:22:0$n.4 12$n client.cc:9] a bug" >&2; exit 134', 2, 2),
+        ('echo "mmqa: lost $((n % 2))" >&2; exit 1', 1, 4),  # two failures in turn
+        ("echo mmqa: step $n: loss is nan >&2; exit 1", 1, 4),  # it advances
+        ("echo 'mmqa: lost' >&2; exit $((n % 2 + 3))", 3, 4),  # by another exit code each time
+        ("echo 'mmqa: lost' >&2; [ $n = 2 ]", 0, 2),
+        ("echo 'mmqa: p.jpg is missing' >&2; exit 2", 2, 1),
+    ],
+)
 def test_babysit_gives_up_where_nothing_advances(tmp_path, script, code, times):
     ended = launch("babysit.sh", "--backoff=0", "--max_restarts=3", *counting(tmp_path, script))
     assert (ended.returncode, attempts(tmp_path)) == (code, times), ended.stderr

@@ -70,17 +70,26 @@ def slurm(tmp_path):
 
     def start(*command: str, **environment: str) -> subprocess.Popen:
         process = subprocess.Popen(
-            ["bash", str(copy), *command], cwd=tmp_path,
+            ["bash", str(copy), *command],
+            cwd=tmp_path,
             env=os.environ
             | fake_devices(1)
             | {
-                "PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "MMQA_PROGRESS": "off",
-                "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": str(free_job()), "SLURM_NTASKS": "2",
-                "STUB_WAIT": "60", "STUB_REQUEUED": str(tmp_path / "requeued"),
+                "PATH": os.pathsep.join(path),
+                "PYTHONPATH": str(ROOT),
+                "MMQA_PROGRESS": "off",
+                "SLURM_SUBMIT_DIR": str(ROOT),
+                "SLURM_JOB_ID": str(free_job()),
+                "SLURM_NTASKS": "2",
+                "STUB_WAIT": "60",
+                "STUB_REQUEUED": str(tmp_path / "requeued"),
             }
             | environment,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
         started.append(process)
         return process
 
@@ -144,10 +153,13 @@ def test_a_run_goes_on_with_the_nodes_that_are_left(slurm, tmp_path):
     assert attempts[2] == "n2 0"
 
 
-@pytest.mark.parametrize(("task_0", "task_1", "restarted", "wanted"), [
-    ("exec sleep 60", "exit 1", True, 0),  # it waits for the one that crashed, and is killed
-    ("exit 2", "exit 2", False, 2),  # the user's mistake: all see it
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task_0", "task_1", "restarted", "wanted"),
+    [
+        ("exec sleep 60", "exit 1", True, 0),  # it waits for the one that crashed, and is killed
+        ("exit 2", "exit 2", False, 2),  # the user's mistake: all see it
+    ],
+)
 def test_a_run_that_fails_starts_again_unless_the_input_is_wrong(
     slurm, tmp_path, task_0, task_1, restarted, wanted
 ):

@@ -22,24 +22,39 @@ BOUNDS = {
 SIZES = {
     "tokenizer": "corpus:2000",
     "data.split": "val",  # 21 questions, to be learnt by heart
-    "model.changes.hidden": 64, "model.changes.mlp": 128, "batches.batch_size": 12,
-    "train.log_every": 10, "train.checkpoint_every": 0, "train.optimizer.learning_rate": 0.002,
-    "augment.entities": 0.0, "augment.palette": 0.0,
-}  # fmt: skip
+    "model.changes.hidden": 64,
+    "model.changes.mlp": 128,
+    "batches.batch_size": 12,
+    "train.log_every": 10,
+    "train.checkpoint_every": 0,
+    "train.optimizer.learning_rate": 0.002,
+    "augment.entities": 0.0,
+    "augment.palette": 0.0,
+}
 OF_TASK = {
     "contrastive": {
-        "model.changes.layers": 1, "model.vision.embed_dim": 64, "model.vision.layers": 1,
-        "batches.query_length": 32, "batches.source_lengths": "(64,)", "inference.buckets": "(64,)",
+        "model.changes.layers": 1,
+        "model.vision.embed_dim": 64,
+        "model.vision.layers": 1,
+        "batches.query_length": 32,
+        "batches.source_lengths": "(64,)",
+        "inference.buckets": "(64,)",
     },
     "rerank": {
-        "model.changes.layers": 1, "model.visual_hidden": "(64,)", "packing.buckets": "((1,96),)",
-        "packing.max_question_tokens": 48, "train.optimizer.learning_rate": 0.004,
+        "model.changes.layers": 1,
+        "model.visual_hidden": "(64,)",
+        "packing.buckets": "((1,96),)",
+        "packing.max_question_tokens": 48,
+        "train.optimizer.learning_rate": 0.004,
     },
     "answer": {
-        "model.changes.layers": 1, "model.visual_hidden": "(64,)", "packing.buckets": "((2,104),)",
-        "packing.max_question_tokens": 32, "train.optimizer.learning_rate": 0.008,
+        "model.changes.layers": 1,
+        "model.visual_hidden": "(64,)",
+        "packing.buckets": "((2,104),)",
+        "packing.max_question_tokens": 32,
+        "train.optimizer.learning_rate": 0.008,
     },
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

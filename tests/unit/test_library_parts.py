@@ -243,11 +243,14 @@ def test_the_library_of_a_row_is_found_by_the_retrieval_rooms_index(opened):
     ]
 
 
-@pytest.mark.parametrize(("sources", "modality", "message"), [
-    ([], "text", r"parts\.knowledge\.data=data/x: .*no text sources .*knowledge\.modality"),
-    ([], "", r"parts\.knowledge\.data=data/x: this corpus has no sources; name a corpus"),
-    ([Source("1", "image", "a picture")], "text", r"has no text sources"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sources", "modality", "message"),
+    [
+        ([], "text", r"parts\.knowledge\.data=data/x: .*no text sources .*knowledge\.modality"),
+        ([], "", r"parts\.knowledge\.data=data/x: this corpus has no sources; name a corpus"),
+        ([Source("1", "image", "a picture")], "text", r"has no text sources"),
+    ],
+)
 def test_knowledge_without_sources(monkeypatch, sources, modality, message):
     monkeypatch.setattr("mmqa_jax.data.corpus.open_sources", lambda folder: Corpus(sources))
     with pytest.raises(UserError, match=message) as caught:

@@ -35,21 +35,24 @@ def read(said: str, ranking: Ranking = FOUND, question: Question = ASKED, **opti
     return prediction, llm
 
 
-@pytest.mark.parametrize(("said", "text", "numbers", "wrong"), [
-    ("Pelot [1].", "Pelot.", (1,), 0),
-    ("Pelot [1][2].", "Pelot.", (1, 2), 0),
-    ("Pelot [2, 1].", "Pelot.", (2, 1), 0),
-    ("Pelot [2; 3] and more [2].", "Pelot and more.", (2, 3), 0),
-    ("Pelot [99].", "Pelot.", (), 1),
-    ("Pelot [0] [1, 7].", "Pelot.", (1,), 2),
-    ("Pelot.", "Pelot.", (), 0),
-    ("[sic] Pelot [a].", "[sic] Pelot [a].", (), 0),
-    ("[3]", "", (3,), 0),
-    ("", "", (), 0),
-    ("Pelot [" + "1" * 5000 + ", 2]", "Pelot", (2,), 1),
-    ("Pelot" + " " * 80_000 + ".", "Pelot" + " " * 80_000 + ".", (), 0),
-    ("[1" * 50_000, "[1" * 50_000, (), 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "text", "numbers", "wrong"),
+    [
+        ("Pelot [1].", "Pelot.", (1,), 0),
+        ("Pelot [1][2].", "Pelot.", (1, 2), 0),
+        ("Pelot [2, 1].", "Pelot.", (2, 1), 0),
+        ("Pelot [2; 3] and more [2].", "Pelot and more.", (2, 3), 0),
+        ("Pelot [99].", "Pelot.", (), 1),
+        ("Pelot [0] [1, 7].", "Pelot.", (1,), 2),
+        ("Pelot.", "Pelot.", (), 0),
+        ("[sic] Pelot [a].", "[sic] Pelot [a].", (), 0),
+        ("[3]", "", (3,), 0),
+        ("", "", (), 0),
+        ("Pelot [" + "1" * 5000 + ", 2]", "Pelot", (2,), 1),
+        ("Pelot" + " " * 80_000 + ".", "Pelot" + " " * 80_000 + ".", (), 0),
+        ("[1" * 50_000, "[1" * 50_000, (), 0),
+    ],
+)
 def test_markers(said, text, numbers, wrong):
     assert read_citations(said, 3) == (text, numbers, wrong)
 

@@ -133,24 +133,30 @@ def test_a_row_that_only_reranks_does_not_answer():
     assert row.llm == "smollm2"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("reader.template=reader.sight", "reader.sight: no such prompt template; use one of"),
-    ("reader.pictures=all", "parts.reader.pictures='all': one of auto, pixels, captions"),
-    ("reranker.template=reader.sight", "reader.sight: no such prompt template; use one of"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("reader.template=reader.sight", "reader.sight: no such prompt template; use one of"),
+        ("reader.pictures=all", "parts.reader.pictures='all': one of auto, pixels, captions"),
+        ("reranker.template=reader.sight", "reader.sight: no such prompt template; use one of"),
+    ],
+)
 def test_bad_values_are_refused(change, message, data, llm, tmp_path, refused):
     run = flags("llm_restricted", data, tmp_path / "run")
     refused(*run, f"--config.parts.{change}", message=re.escape(message))
     assert llm.seen == []
 
 
-@pytest.mark.parametrize(("sections", "message"), [
-    ({"reader": {"model": "m"}, "llm": {"model": "x"}}, "parts.llm: unknown"),
-    ({"reader": {}}, "parts.reader.model is missing"),
-    ({"reader": {"model": 5}, "llm": {"model": "x"}}, "parts.llm: unknown"),
-    ({"reader": {"modle": "m"}, "llm": {"model": "x"}}, "parts.reader.modle: unknown"),
-    ({"reader": 5, "llm": {"model": "x"}}, "parts.llm: unknown|parts.reader=5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"reader": {"model": "m"}, "llm": {"model": "x"}}, "parts.llm: unknown"),
+        ({"reader": {}}, "parts.reader.model is missing"),
+        ({"reader": {"model": 5}, "llm": {"model": "x"}}, "parts.llm: unknown"),
+        ({"reader": {"modle": "m"}, "llm": {"model": "x"}}, "parts.reader.modle: unknown"),
+        ({"reader": 5, "llm": {"model": "x"}}, "parts.llm: unknown|parts.reader=5"),
+    ],
+)
 def test_a_reader_is_trained_or_the_rows_model(sections, message):
     config = load_config(f"{TABLES}:llm_oracle")
     with config.unlocked():
@@ -162,9 +168,11 @@ def test_a_trained_reranker_and_a_model_that_reads():
     row = read_row(load_config(f"{TABLES}:llm_full_vlp"))
     kinds = {name: type(part).__name__ for name, part in row.parts.items()}
     assert kinds == {
-        "retriever": "RetrieverSpec", "reranker": "RerankerSpec", "reader": "LLMReaderSpec",
+        "retriever": "RetrieverSpec",
+        "reranker": "RerankerSpec",
+        "reader": "LLMReaderSpec",
         "llm": "LLMSpec",
-    }  # fmt: skip
+    }
 
 
 def test_no_such_model_leaves_nothing(data, tmp_path):

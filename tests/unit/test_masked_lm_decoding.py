@@ -28,11 +28,20 @@ pytestmark = pytest.mark.slow
 MASK, SEP, TYPE, STEPS, LENGTH = 4, 3, 5, 6, 14
 CONFIG = VLPConfig(
     BertConfig(
-        vocab_size=23, hidden=16, layers=2, heads=2, mlp=24, positions=32, types=6, eps=1e-5,
+        vocab_size=23,
+        hidden=16,
+        layers=2,
+        heads=2,
+        mlp=24,
+        positions=32,
+        types=6,
+        eps=1e-5,
         unroll=1,
     ),
-    region_features=7, region_positions=5, visual_hidden=(),
-)  # fmt: skip
+    region_features=7,
+    region_positions=5,
+    visual_hidden=(),
+)
 
 
 OURS = AtlasVLPConfig(**vars(CONFIG), region_tags=True, copy_head=True)
@@ -256,13 +265,16 @@ def test_one_compilation_per_shape(model):
     assert beam_search._cache_size() == count
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"num_beams": 0}, "num_beams is 0"),
-    ({"num_beams": 24}, "vocabulary size 23"),
-    ({"max_new_tokens": 19}, "expected 1 to 18"),
-    ({"token_type": 6, "max_new_tokens": 9}, "expected 0 to 5"),
-    ({"no_repeat_ngram": 1, "max_new_tokens": 9}, "expected 0 .repeats allowed. or 2 to"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 24}, "vocabulary size 23"),
+        ({"max_new_tokens": 19}, "expected 1 to 18"),
+        ({"token_type": 6, "max_new_tokens": 9}, "expected 0 to 5"),
+        ({"no_repeat_ngram": 1, "max_new_tokens": 9}, "expected 0 .repeats allowed. or 2 to"),
+    ],
+)
 def test_bad_arguments_are_named(model, change, message):
     with pytest.raises(UserError, match=message):
         beam_search(*nnx.split(model), batch(1, 0), mask_id=MASK, sep_id=SEP, **change)

@@ -59,8 +59,11 @@ def prepared(folder: Path, notice: str, name: str = "s") -> Path:
          for n, text in enumerate(("Grass is green.", "Ice is cold.", "Snow is white."))],
     )  # fmt: skip
     question = {
-        "id": "q", "question": "What is green?", "answers": ["grass"], "positives": [f"{name}0"],
-    }  # fmt: skip
+        "id": "q",
+        "question": "What is green?",
+        "answers": ["grass"],
+        "positives": [f"{name}0"],
+    }
     write_rows(raw / "questions.jsonl", [question, {**question, "id": "q2"}])
     if notice:
         (raw / "ATTRIBUTION.txt").write_text(notice)

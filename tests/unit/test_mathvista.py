@@ -176,19 +176,22 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
 
 
 # What extract_answer gives before it asks a model (None).
-@pytest.mark.parametrize(("text", "kind", "quick", "found"), [
-    ("", "text", False, ""),
-    ("no change", "text", False, "no change"),
-    ("(B)", "text", False, None),
-    (" 7 ", "integer", False, "7"),
-    ("7.0", "integer", False, None),
-    ("7", "float", False, "7.0"),
-    ("[1]", "list", False, None),
-    ('The answer is "7 m".', "integer", True, "7 m"),
-    ('The answer is "7 m".', "integer", False, None),
-    ('The answer is "7"\nThe answer is "a". "b". c', "text", True, 'a". "b'),
-    ('The answer is "' * 20_000, "text", True, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "kind", "quick", "found"),
+    [
+        ("", "text", False, ""),
+        ("no change", "text", False, "no change"),
+        ("(B)", "text", False, None),
+        (" 7 ", "integer", False, "7"),
+        ("7.0", "integer", False, None),
+        ("7", "float", False, "7.0"),
+        ("[1]", "list", False, None),
+        ('The answer is "7 m".', "integer", True, "7 m"),
+        ('The answer is "7 m".', "integer", False, None),
+        ('The answer is "7"\nThe answer is "a". "b". c', "text", True, 'a". "b'),
+        ('The answer is "' * 20_000, "text", True, None),
+    ],
+)
 def test_extraction_by_rule(text, kind, quick, found):
     assert mathvista.extracted_by_rule(text, of(kind), quick=quick) == found
     if not quick:
@@ -196,19 +199,22 @@ def test_extraction_by_rule(text, kind, quick, found):
 
 
 # What normalize_extracted_answer gives.
-@pytest.mark.parametrize(("text", "kind", "result"), [
-    ("B", "text", "it decreases"),
-    ("(c) since", "text", "no change"),
-    ("(x)", "text", "increase"),  # least distance, as of an empty one
-    ("", "text", "increase"),
-    ("it decrease", "text", "it decreases"),
-    ("7.9", "integer", "7"),
-    ("inf", "integer", None),
-    ("seven", "integer", None),
-    ("1.25", "float", "1.2"),
-    ("3", "float", "3.0"),
-    ("[1,2]", "list", "[1,2]"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "kind", "result"),
+    [
+        ("B", "text", "it decreases"),
+        ("(c) since", "text", "no change"),
+        ("(x)", "text", "increase"),  # least distance, as of an empty one
+        ("", "text", "increase"),
+        ("it decrease", "text", "it decreases"),
+        ("7.9", "integer", "7"),
+        ("inf", "integer", None),
+        ("seven", "integer", None),
+        ("1.25", "float", "1.2"),
+        ("3", "float", "3.0"),
+        ("[1,2]", "list", "[1,2]"),
+    ],
+)
 def test_normalization(text, kind, result):
     assert mathvista.normalized(text, of(kind)) == result
 
@@ -218,14 +224,17 @@ def test_an_empty_extraction_names_no_option_where_it_is_ignored():
 
 
 # By hand: https://en.wikipedia.org/wiki/Levenshtein_distance has the first two.
-@pytest.mark.parametrize(("first", "second", "distance"), [
-    ("kitten", "sitting", 3),
-    ("saturday", "sunday", 3),
-    ("", "abc", 3),
-    ("abc", "abc", 0),
-    ("ab", "ba", 2),
-    ("△ABC", "ABC", 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [
+        ("kitten", "sitting", 3),
+        ("saturday", "sunday", 3),
+        ("", "abc", 3),
+        ("abc", "abc", 0),
+        ("ab", "ba", 2),
+        ("△ABC", "ABC", 1),
+    ],
+)
 def test_edit_distance(first, second, distance):
     assert (
         mathvista.edit_distance(first, second) == mathvista.edit_distance(second, first) == distance
@@ -286,13 +295,16 @@ def test_official_files_in_and_out(data, tmp_path):
     assert "output.json: {pid: problem} was expected, with `extraction` in each;" in ended.err
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"answer_type": "text"}, "answer_type 'text'"),
-    ({"answer_type": "float"}, "precision is None"),
-    ({"choices": [1, 2]}, "list of texts"),
-    ({"metadata": None}, "metadata is None; an object"),
-    ({"question": ""}, "question"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"answer_type": "text"}, "answer_type 'text'"),
+        ({"answer_type": "float"}, "precision is None"),
+        ({"choices": [1, 2]}, "list of texts"),
+        ({"metadata": None}, "metadata is None; an object"),
+        ({"question": ""}, "question"),
+    ],
+)
 def test_malformed_files(tmp_path, change, words):
     write_json(tmp_path / "raw")
     rows = {"2": {**PROBLEMS[1], **change}}
@@ -306,13 +318,16 @@ def test_malformed_files(tmp_path, change, words):
 _TWICE = {"1": {**PROBLEMS[1], "pid": "1001"}}
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ([1], r"testmini\.json: \{pid: problem\} was expected; fetch the file again"),
-    ({"7": [1]}, r"testmini\.json, problem 7: an object was expected; fetch the file again"),
-    (_TWICE, r"test\.json, problem 1001: pid '1001' is there twice; keep one of them"),
-    ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
-    ({"2": {**PROBLEMS[1], "image": "../2.jpg"}}, r"raw: picture '2' .*; fetch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1], r"testmini\.json: \{pid: problem\} was expected; fetch the file again"),
+        ({"7": [1]}, r"testmini\.json, problem 7: an object was expected; fetch the file again"),
+        (_TWICE, r"test\.json, problem 1001: pid '1001' is there twice; keep one of them"),
+        ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
+        ({"2": {**PROBLEMS[1], "image": "../2.jpg"}}, r"raw: picture '2' .*; fetch"),
+    ],
+)
 def test_files_of_another_form(tmp_path, content, message):
     write_json(tmp_path / "raw")
     (tmp_path / "raw" / "testmini.json").write_text(json.dumps(content))

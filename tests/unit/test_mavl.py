@@ -149,13 +149,16 @@ def test_weighted_by_probability():
     assert first.answer == "soup"
 
 
-@pytest.mark.parametrize(("options", "answer", "passes"), [
-    ({"agents": ("manager",), "votes": (4.0,)}, "tea", 3),  # without multi-agents
-    ({"plans": "all"}, "tea", 2),  # without planners
-    ({"plans": "none"}, "bread", 1),  # without tools
-    ({"plans": "none", "agents": ("manager",), "votes": (4.0,)}, "bread", 1),  # without all
-    ({"plans": "all", "candidates": 0}, "stew", 2),  # figure 8
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "answer", "passes"),
+    [
+        ({"agents": ("manager",), "votes": (4.0,)}, "tea", 3),  # without multi-agents
+        ({"plans": "all"}, "tea", 2),  # without planners
+        ({"plans": "none"}, "bread", 1),  # without tools
+        ({"plans": "none", "agents": ("manager",), "votes": (4.0,)}, "bread", 1),  # without all
+        ({"plans": "all", "candidates": 0}, "stew", 2),  # figure 8
+    ],
+)
 def test_ablations_are_options(options, answer, passes):
     llm = team_llm(FULL, by_tools)
     llm.__class__ = CountingLLM
@@ -436,12 +439,15 @@ def test_self_consistency():
     assert "Candidates: soup(0.90), stew(0.12)\nAnswer:" in llm.seen[0].prompt
 
 
-@pytest.mark.parametrize(("options", "message"), [
-    ({"votes": (1.0, 2.0)}, r"options\.votes=\(1\.0, 2\.0\): one number"),
-    ({"votes": (1.0, 2.0, -1.0)}, r"options\.votes"),
-    ({"of": heuristics(candidates={"x": [("a", 1.0)]})}, r"no candidates for any of the 3"),
-    ({"of": heuristics(examples={"q0": ["z"]})}, r"none of the questions has an example"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"votes": (1.0, 2.0)}, r"options\.votes=\(1\.0, 2\.0\): one number"),
+        ({"votes": (1.0, 2.0, -1.0)}, r"options\.votes"),
+        ({"of": heuristics(candidates={"x": [("a", 1.0)]})}, r"no candidates for any of the 3"),
+        ({"of": heuristics(examples={"q0": ["z"]})}, r"none of the questions has an example"),
+    ],
+)
 def test_wrong_input(options, message):
     refuses(message, run, team_llm(FULL), **options)
 

@@ -22,20 +22,31 @@ def row(name: str, **changes):
     return load_config(f"{ROOT}/configs/okvqa/tables.py:{name}", changes)
 
 
-@pytest.mark.parametrize(("key", "value", "message"), [
-    ("options.agents", "manager,senior,junior", r"options\.agents=\('manager', 'senior', 'jun"),
-    ("options.agents", "junior,junior,manager", r"junior, senior, manager at most once"),
-    ("options.agents", "boss", r"agents=\('boss',\): a tuple whose items are each one of junior"),
-    ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
-    ("options.votes", "1,2,-3", r"options\.votes"),
-    ("options.knowledge_template", "mavl.none", r"mavl\.none"),
-    ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
-    ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
-    ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
-    ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
-    ("parts.knowledge.max_words", "60", r"max_words=60: .* set options\.knowledge_words"),
-    ("options.knowledge_words", "120", r"knowledge_words=120: parts\.knowledge\.max_words cuts"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("options.agents", "manager,senior,junior", r"options\.agents=\('manager', 'senior', 'jun"),
+        ("options.agents", "junior,junior,manager", r"junior, senior, manager at most once"),
+        (
+            "options.agents",
+            "boss",
+            r"agents=\('boss',\): a tuple whose items are each one of junior",
+        ),
+        ("options.votes", "1,2", r"options\.votes=\(1\.0, 2\.0\): one number of at least 0"),
+        ("options.votes", "1,2,-3", r"options\.votes"),
+        ("options.knowledge_template", "mavl.none", r"mavl\.none"),
+        ("options.temperature", "-1.0", r"options\.temperature=-1\.0: 0 \(greedy\) or a number"),
+        ("parts.knowledge.top_k", "3", r"parts\.knowledge\.top_k=3: has no .* options\.passages"),
+        ("parts.knowledge.text", "question_and_caption", r"knowledge\.text=.*: has no effect"),
+        ("parts.knowledge.section_key", "title", r"knowledge\.section_key=title: has no effect"),
+        ("parts.knowledge.max_words", "60", r"max_words=60: .* set options\.knowledge_words"),
+        (
+            "options.knowledge_words",
+            "120",
+            r"knowledge_words=120: parts\.knowledge\.max_words cuts",
+        ),
+    ],
+)
 def test_rows_that_are_refused_before_anything_is_opened(key, value, message):
     refuses(message, read_row, row("smollm2_mavl", **{key: value}))
 
@@ -44,8 +55,10 @@ def test_measured_rows_keep_their_knowledge():
     """Their figures in configs/*/RESULTS.md are of these."""
     options = read_row(row("smollm2_mavl")).options
     assert {name: value for name, value in options.items() if name.startswith("knowledge")} == {
-        "knowledge_words": 25, "knowledge_tokens": 64, "knowledge_template": "mavl.knowledge_short",
-    }  # fmt: skip
+        "knowledge_words": 25,
+        "knowledge_tokens": 64,
+        "knowledge_template": "mavl.knowledge_short",
+    }
 
 
 def test_long_passages():
@@ -53,10 +66,13 @@ def test_long_passages():
     read_row(row("smollm2_mavl", **uncut))
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"votes": "1,-1,1"}, r"options\.votes=\(1\.0, -1\.0, 1\.0\): one number of at least 0"),
-    ({"folds": "1"}, r"options\.folds=1: .* give at least 2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"votes": "1,-1,1"}, r"options\.votes=\(1\.0, -1\.0, 1\.0\): one number of at least 0"),
+        ({"folds": "1"}, r"options\.folds=1: .* give at least 2"),
+    ],
+)
 def test_revotes_that_are_refused_before_anything_is_opened(changes, message):
     with pytest.raises(UserError, match=message):
         read_row(row("smollm2_mavl_fitted", **{f"options.{k}": v for k, v in changes.items()}))

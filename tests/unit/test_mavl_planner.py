@@ -39,25 +39,31 @@ def test_a_tool_that_gave_nothing_changes_no_answer_and_costs_all_the_same():
     assert found.reward("q", (1, 2)) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize(("scores", "role", "best"), [
-    ({(1,): 0.6, (1, 2): 1.0}, "manager", (1, 2)),
-    ({(1,): 0.6, (1, 2): 0.65}, "manager", (1,)),  # .05 more is not worth a call
-    ({(1,): 0.6, (3,): 1.0}, "senior", (1,)),  # Action_3 is above its level
-    ({(): 0.3, (1,): 0.3}, "manager", ()),
-    ({(2,): 1.0, (3,): 1.0}, "manager", (2,)),
-    ({(3,): 1.0}, "junior", None),
-    ({}, "manager", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scores", "role", "best"),
+    [
+        ({(1,): 0.6, (1, 2): 1.0}, "manager", (1, 2)),
+        ({(1,): 0.6, (1, 2): 0.65}, "manager", (1,)),  # .05 more is not worth a call
+        ({(1,): 0.6, (3,): 1.0}, "senior", (1,)),  # Action_3 is above its level
+        ({(): 0.3, (1,): 0.3}, "manager", ()),
+        ({(2,): 1.0, (3,): 1.0}, "manager", (2,)),
+        ({(3,): 1.0}, "junior", None),
+        ({}, "manager", None),
+    ],
+)
 def test_the_best_plan_is_the_cheapest_right_one(scores, role, best):
     assert table(scores).best("q", role) == best
 
 
-@pytest.mark.parametrize(("scores", "role", "decides"), [
-    ({(1,): 0.6}, "junior", True),
-    ({(3,): 1.0}, "senior", False),  # above its level
-    ({(3,): 1.0}, "manager", True),
-    ({plan.actions: 1.0 for plan in every_plan("manager")}, "manager", False),  # all are right
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("scores", "role", "decides"),
+    [
+        ({(1,): 0.6}, "junior", True),
+        ({(3,): 1.0}, "senior", False),  # above its level
+        ({(3,): 1.0}, "manager", True),
+        ({plan.actions: 1.0 for plan in every_plan("manager")}, "manager", False),  # all are right
+    ],
+)
 def test_plans_decide_where_their_answers_score_differently(scores, role, decides):
     assert table(scores).decides("q", role) == decides
 

@@ -16,25 +16,37 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 TEXTS = [
     {
-        "did": "2:1", "txt": "the mask came out in 1985", "img_path": None, "modality": "text",
+        "did": "2:1",
+        "txt": "the mask came out in 1985",
+        "img_path": None,
+        "modality": "text",
         "src_content": json.dumps({"snippet_id": "d5_1"}),
     },
     {"did": "2:2", "txt": "Bears are animals?", "modality": "text", "src_content": None},
-]  # fmt: skip
+]
 PICTURES = [
     {
-        "did": "2:7", "txt": "a bear", "img_path": "mbeir_images/webqa_images/30000007.jpg",
-        "modality": "image,text", "src_content": json.dumps({"image_id": "30000007"}),
+        "did": "2:7",
+        "txt": "a bear",
+        "img_path": "mbeir_images/webqa_images/30000007.jpg",
+        "modality": "image,text",
+        "src_content": json.dumps({"image_id": "30000007"}),
     },
     {"did": "7:3", "txt": None, "img_path": "mbeir_images/fiq/3.jpg", "modality": "image"},
-]  # fmt: skip
+]
 
 
 def query(qid: str, text: str | None, positives: list[str], **more: object) -> dict:
     return {
-        "qid": qid, "query_txt": text, "query_img_path": None, "query_modality": "text",
-        "query_src_content": None, "pos_cand_list": positives, "neg_cand_list": [], **more,
-    }  # fmt: skip
+        "qid": qid,
+        "query_txt": text,
+        "query_img_path": None,
+        "query_modality": "text",
+        "query_src_content": None,
+        "pos_cand_list": positives,
+        "neg_cand_list": [],
+        **more,
+    }
 
 
 GUID = json.dumps({"Guid": "d5bc71b6", "Qcate": "text"})
@@ -42,10 +54,13 @@ WEBQA1 = [query("2:1", "when came the mask out?", ["2:1"], query_src_content=GUI
 WEBQA2 = [query("2:4", "What is in the woods?", ["2:7"])]
 FASHION = [
     query(
-        "7:1", "is red", ["7:3"], query_img_path="mbeir_images/fiq/1.jpg",
+        "7:1",
+        "is red",
+        ["7:3"],
+        query_img_path="mbeir_images/fiq/1.jpg",
         query_modality="image,text",
     )
-]  # fmt: skip
+]
 HEADER = "query_modality\tcand_modality\tdataset_name\tdataset_id\tprompt_1\tprompt_2\n"
 
 
@@ -118,14 +133,17 @@ def test_the_pool_of_one_set(raw, tmp_path):
 
 
 # format_string of UniIR's src/data/preprocessing/utils.py.
-@pytest.mark.parametrize(("text", "sentence"), [
-    (None, ""),
-    (' "a bear" \r', "A bear."),
-    ("who?", "Who?"),
-    ("Done!", "Done!"),
-    ("3 km", "3 km."),
-    ('"', ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (None, ""),
+        (' "a bear" \r', "A bear."),
+        ("who?", "Who?"),
+        ("Done!", "Done!"),
+        ("3 km", "3 km."),
+        ('"', ""),
+    ],
+)
 def test_sentences(text, sentence):
     assert mbeir.as_sentence(text) == sentence
 
@@ -253,31 +271,38 @@ _POOL = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 _TASK1 = "query/test/mbeir_webqa_task1_test.jsonl"
 
 
-@pytest.mark.parametrize(("name", "rows", "words"), [
-    (_POOL, [{**TEXTS[0], "did": "x"}], ("line 1", "did is 'x'")),
-    (_POOL, [TEXTS[0], TEXTS[0]], ("line 2", "twice")),
-    (_POOL, [{**TEXTS[0], "modality": "video"}], ("line 1", "video")),
-    (_POOL, [{**TEXTS[0], "txt": ""}], ("line 1", "neither")),
-    (_POOL, PICTURES, ("mbeir_webqa_task1", "line 1", "none of the positives")),
-    ("query/test/mbeir_webqa_task1_test.jsonl", WEBQA1 * 2, ("line 2", "2:1", "twice")),
-    (
-        "query/test/mbeir_webqa_task2_test.jsonl", [query("2:5", "?", ["2:7"])],
-        ("line 1", "judges nothing for 2:5"),
-    ),
-    (
-        "query/test/mbeir_webqa_task1_test.jsonl", [query("2:1", "?", ["7:3"])],
-        ("line 1", "no prompt for 2, text, image"),
-    ),
-    (
-        _TASK1, [query("2:1", "?", "2:1")],
-        ("line 1", "pos_cand_list is '2:1'; a list of ids", "fetch"),
-    ),
-    (_TASK1, [query("2:1", 5, ["2:1"])], ("line 1", "query_txt is 5; text was", "fetch")),
-    (
-        _TASK1, [query("7:2", "", ["2:7"], query_modality="image")],
-        ("line 1", "asks from 'image' to 'image,text', no task of M-BEIR; fetch"),
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        (_POOL, [{**TEXTS[0], "did": "x"}], ("line 1", "did is 'x'")),
+        (_POOL, [TEXTS[0], TEXTS[0]], ("line 2", "twice")),
+        (_POOL, [{**TEXTS[0], "modality": "video"}], ("line 1", "video")),
+        (_POOL, [{**TEXTS[0], "txt": ""}], ("line 1", "neither")),
+        (_POOL, PICTURES, ("mbeir_webqa_task1", "line 1", "none of the positives")),
+        ("query/test/mbeir_webqa_task1_test.jsonl", WEBQA1 * 2, ("line 2", "2:1", "twice")),
+        (
+            "query/test/mbeir_webqa_task2_test.jsonl",
+            [query("2:5", "?", ["2:7"])],
+            ("line 1", "judges nothing for 2:5"),
+        ),
+        (
+            "query/test/mbeir_webqa_task1_test.jsonl",
+            [query("2:1", "?", ["7:3"])],
+            ("line 1", "no prompt for 2, text, image"),
+        ),
+        (
+            _TASK1,
+            [query("2:1", "?", "2:1")],
+            ("line 1", "pos_cand_list is '2:1'; a list of ids", "fetch"),
+        ),
+        (_TASK1, [query("2:1", 5, ["2:1"])], ("line 1", "query_txt is 5; text was", "fetch")),
+        (
+            _TASK1,
+            [query("7:2", "", ["2:7"], query_modality="image")],
+            ("line 1", "asks from 'image' to 'image,text', no task of M-BEIR; fetch"),
+        ),
+    ],
+)
 def test_malformed_files(raw, tmp_path, name, rows, words):
     write_rows(raw / name, rows)
     ended = mmqa("prepare", "mbeir", f"--raw={raw}", f"--out={tmp_path / 'out'}")
@@ -285,33 +310,44 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
     assert all(word in ended.err for word in words), ended.err
 
 
-@pytest.mark.parametrize(("name", "text", "message"), [
-    (
-        "qrels/test/mbeir_webqa_task2_test_qrels.txt", "2:4 0 2:7 1 2\n2:4 0 2:7\n",
-        r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
-    ),
-    (
-        "qrels/test/mbeir_webqa_task2_test_qrels.txt",
-        f"2:4 0 2:7 {5000 * '1'} 2\n",  # more digits than Python reads
-        r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
-    ),
-    (
-        "instructions/query_instructions.tsv", f"{HEADER}text\ttext\tWebQA\t2",
-        r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "qrels/test/mbeir_webqa_task2_test_qrels.txt",
+            "2:4 0 2:7 1 2\n2:4 0 2:7\n",
+            r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
+        ),
+        (
+            "qrels/test/mbeir_webqa_task2_test_qrels.txt",
+            f"2:4 0 2:7 {5000 * '1'} 2\n",  # more digits than Python reads
+            r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
+        ),
+        (
+            "instructions/query_instructions.tsv",
+            f"{HEADER}text\ttext\tWebQA\t2",
+            r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",
+        ),
+    ],
+)
 def test_malformed_lines(raw, name, text, message):
     (raw / name).write_text(text)
     refuses(message, mbeir.read_mbeir, raw)
 
 
 # M-BEIR has no queries of the union: what to fetch are those of its sets.
-@pytest.mark.parametrize(("pool", "message"), [
-    ("global/mbeir_union_test_cand_pool", r"M-BEIR: .*; put query/test/mbeir_SET_test\.jsonl there"),
-    ("local/mbeir_cirr_task7_cand_pool", r"put query/test/mbeir_cirr_task7_test\.jsonl there"),
-    ("local/mbeir_cirr_task7_val_cand_pool", r"put query/val/mbeir_cirr_task7_val\.jsonl"),
-    ("local/pool", r"pool\.jsonl: is not named as M-BEIR's pools are .*; give it its name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pool", "message"),
+    [
+        (
+            "global/mbeir_union_test_cand_pool",
+            r"M-BEIR: .*; put query/test/mbeir_SET_test\.jsonl there",
+        ),
+        ("local/mbeir_cirr_task7_cand_pool", r"put query/test/mbeir_cirr_task7_test\.jsonl there"),
+        ("local/mbeir_cirr_task7_val_cand_pool", r"put query/val/mbeir_cirr_task7_val\.jsonl"),
+        ("local/pool", r"pool\.jsonl: is not named as M-BEIR's pools are .*; give it its name"),
+    ],
+)
 def test_a_pool_without_its_queries_or_its_name(raw, pool, message):
     for path in (raw / "query" / "test").iterdir():
         path.unlink()

@@ -177,16 +177,19 @@ def test_a_row_is_written_into_its_own_folder(row, tmp_path, refused):
     assert not [*(tmp_path / "away").iterdir()]
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"verb": "os"}, "is of no verb that makes parts, but 'os'"),
-    ({"verb": ["run"]}, "is of no verb that makes parts"),
-    ({"verb": "run"}, "holds parts of `mmqa run`, which lie in W/parts"),
-    ({"verb": "rerank"}, "parts are missing"),
-    ({"items": 10**15}, "job.json: is not a job's"),
-    ({"items": "5"}, "job.json: is not a job's"),
-    ({"chunk": 0}, "job.json: is not a job's"),
-    ({"items": 1}, "00000.jsonl: is a part of another run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"verb": "os"}, "is of no verb that makes parts, but 'os'"),
+        ({"verb": ["run"]}, "is of no verb that makes parts"),
+        ({"verb": "run"}, "holds parts of `mmqa run`, which lie in W/parts"),
+        ({"verb": "rerank"}, "parts are missing"),
+        ({"items": 10**15}, "job.json: is not a job's"),
+        ({"items": "5"}, "job.json: is not a job's"),
+        ({"chunk": 0}, "job.json: is not a job's"),
+        ({"items": 1}, "00000.jsonl: is a part of another run"),
+    ],
+)
 def test_jobs_that_there_are_not(changed, message, parts, refused):
     record = read_job(parts)
     if message == "parts are missing":

@@ -85,11 +85,14 @@ def feed(rows=None, **more) -> FeedConfig:
 
 def batches_of(rows=None):
     return example_batches(
-        [[one] for one in EXAMPLES], [1.0], feed(rows), shapes=[Bucket(0, 2)],
+        [[one] for one in EXAMPLES],
+        [1.0],
+        feed(rows),
+        shapes=[Bucket(0, 2)],
         bucket_of=lambda one: 0,
         make=lambda own, bucket: {"ids": np.stack([one.tokens for one in own])},
         members=MEMBERS,
-    )  # fmt: skip
+    )
 
 
 def taken(batches, count):
@@ -138,14 +141,17 @@ def test_a_corpus_without_examples_is_refused():
         mixture_epoch(np.zeros(3, np.int64), (1.0, 1.0), 0, 0)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    ({"mixture": (("a", 0.0), ("b", 0.0))}, "the weights sum to 0, so that nothing is trained"),
-    ({"mixture": (("a", -1.0),)}, "weights from 0 was expected"),
-    ({"mixture": (("a", float("nan")),)}, "weights from 0 was expected"),
-    ({"mixture": (("a", float("inf")),)}, "weights from 0 was expected"),
-    ({"mixture": (("a", 1.0), ("a", 2.0))}, "each folder once was expected"),
-    ({"mixture": (("a", 1.0),), "dir": "b"}, "data.dir=b and data.mixture: give one of them"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"mixture": (("a", 0.0), ("b", 0.0))}, "the weights sum to 0, so that nothing is trained"),
+        ({"mixture": (("a", -1.0),)}, "weights from 0 was expected"),
+        ({"mixture": (("a", float("nan")),)}, "weights from 0 was expected"),
+        ({"mixture": (("a", float("inf")),)}, "weights from 0 was expected"),
+        ({"mixture": (("a", 1.0), ("a", 2.0))}, "each folder once was expected"),
+        ({"mixture": (("a", 1.0),), "dir": "b"}, "data.dir=b and data.mixture: give one of them"),
+    ],
+)
 def test_wrong_mixtures_are_refused(values, message):
     with pytest.raises(UserError) as error:
         MixedData(**{"dir": "", "split": "train", **values})

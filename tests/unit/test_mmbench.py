@@ -122,10 +122,16 @@ def test_captions_stand_for_pictures_in_every_pass(given, tmp_path):
     assert read_mmbench(raw / "mmbench.tsv").questions == found.questions
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ({"first": "a fox"}, r"captions\.json: none of its 1 names belongs to a question; expected"),
-    ({"8": 1}, r"captions\.json, 8: holds no caption"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"first": "a fox"},
+            r"captions\.json: none of its 1 names belongs to a question; expected",
+        ),
+        ({"8": 1}, r"captions\.json, 8: holds no caption"),
+    ],
+)
 def test_bad_captions(content, message, raw, tmp_path, refused):
     (raw / "captions.json").write_text(json.dumps(content))
     refused("prepare", "mmbench", f"--raw={raw}", f"--out={tmp_path / 'out'}", message=message)
@@ -156,17 +162,20 @@ def test_tables_without_answers_or_pictures(tmp_path):
     assert "image" in found.missing
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({3: {"image": "9"}}, r"row 5: image refers to index '9', and no row of that index holds"),
-    ({3: {"image": "1000007"}}, r"row 5: image refers to index '1000007'"),
-    ({3: {"image": "seven"}}, r"row 5: image refers to index 'seven'"),
-    ({1: {"index": "7"}}, r"row 3: index 7 is already in .*row 2"),
-    ({1: {"index": "7a"}}, r"row 3: index is '7a'; a whole number"),
-    ({1: {"answer": "D"}}, r"row 3: answer is 'D'; a letter from A to C"),
-    ({1: {"B": ""}}, r"row 3: its choices are A, C; choices A, B, \.\.\. without a gap"),
-    ({1: {"question": ""}}, r"row 3: question is empty"),
-    ({1: {"split": "half"}}, r"row 3: split is 'half'; expected dev"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({3: {"image": "9"}}, r"row 5: image refers to index '9', and no row of that index holds"),
+        ({3: {"image": "1000007"}}, r"row 5: image refers to index '1000007'"),
+        ({3: {"image": "seven"}}, r"row 5: image refers to index 'seven'"),
+        ({1: {"index": "7"}}, r"row 3: index 7 is already in .*row 2"),
+        ({1: {"index": "7a"}}, r"row 3: index is '7a'; a whole number"),
+        ({1: {"answer": "D"}}, r"row 3: answer is 'D'; a letter from A to C"),
+        ({1: {"B": ""}}, r"row 3: its choices are A, C; choices A, B, \.\.\. without a gap"),
+        ({1: {"question": ""}}, r"row 3: question is empty"),
+        ({1: {"split": "half"}}, r"row 3: split is 'half'; expected dev"),
+    ],
+)
 def test_broken_rows(changes, message, tmp_path, refused):
     rows = [{**ROWS[n], **changes.get(n, {})} for n in range(len(ROWS))]
     raw = write_tsv(tmp_path / "raw" / "mmbench.tsv", rows).parent
@@ -324,9 +333,12 @@ def test_llavas_rounds_are_the_circular_passes(raw, tmp_path):
     says `C` where it is shown fox, cat, dog.
     """
     shown = {
-        (7, 0): ("red blue", "A"), (7, 1): ("blue red", "B"), (8, 0): ("cat dog fox", "C"),
-        (8, 1): ("dog fox cat", "B"), (8, 2): ("fox cat dog", "C"),
-    }  # fmt: skip
+        (7, 0): ("red blue", "A"),
+        (7, 1): ("blue red", "B"),
+        (8, 0): ("cat dog fox", "C"),
+        (8, 1): ("dog fox cat", "B"),
+        (8, 2): ("fox cat dog", "C"),
+    }
     rows = [
         {"question_id": name, "round_id": turn, "text": said, "options": options.split()}
         for (name, turn), (options, said) in shown.items()
@@ -383,9 +395,11 @@ def test_broken_prediction_tables(raw, ours, tmp_path, refused):
     write_spreadsheet(path, ("index", "prediction"), [("x", "A")])
     refused(*flags, f"--predictions={path}", message=r"row 2: index is 'x'")
     refused(
-        "evaluate", "mmbench", f"--predictions={ours}",
+        "evaluate",
+        "mmbench",
+        f"--predictions={ours}",
         message=r"--references: is missing; name the",
-    )  # fmt: skip
+    )
     out = f"--submission={tmp_path / 'out.csv'}"
     refused(*flags, f"--predictions={ours}", out, message=r"name a file \.xlsx")
 

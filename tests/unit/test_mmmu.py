@@ -75,24 +75,30 @@ def test_prepare_official_files(data):
     assert (hidden.answers, hidden.answer_index) == ((), None)
 
 
-@pytest.mark.parametrize(("rows", "words"), [
-    ([row("val_Music_1", "A", "['a', 'b']")], ("row 0", "val_Music_1")),
-    ([row("validation_Cooking_1", "A", "['a', 'b']")], ("row 0", "30 subjects")),
-    (
-        [row("validation_Art_1", "C", "['a', 'b']")],
-        ("row 0", "answer is 'C'; a letter from A to B was expected"),
-    ),
-    ([row("validation_Art_1", "A", "open('/etc/passwd')")], ("row 0", "list of texts")),
-    ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
-    ([VAL[0], VAL[0]], ("row 1", "twice")),
-    ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
-    *(
-        ([{**VAL[0], key: value}], ("row 0", f"{key} is {value!r}; text was expected; fetch"))
-        for key, value in (("question", ""), ("answer", None), ("explanation", 5))
-    ),
-    ([{**VAL[0], "question_type": None}], ("row 0", "question_type is None; text was expected")),
-    ([{k: v for k, v in VAL[0].items() if k != "question_type"}], ("no column question_type",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([row("val_Music_1", "A", "['a', 'b']")], ("row 0", "val_Music_1")),
+        ([row("validation_Cooking_1", "A", "['a', 'b']")], ("row 0", "30 subjects")),
+        (
+            [row("validation_Art_1", "C", "['a', 'b']")],
+            ("row 0", "answer is 'C'; a letter from A to B was expected"),
+        ),
+        ([row("validation_Art_1", "A", "open('/etc/passwd')")], ("row 0", "list of texts")),
+        ([row("validation_Art_1", "A", "['a']")], ("row 0", "two at least")),
+        ([VAL[0], VAL[0]], ("row 1", "twice")),
+        ([{**VAL[0], "image_1": None}], ("row 0", "image_2")),
+        *(
+            ([{**VAL[0], key: value}], ("row 0", f"{key} is {value!r}; text was expected; fetch"))
+            for key, value in (("question", ""), ("answer", None), ("explanation", 5))
+        ),
+        (
+            [{**VAL[0], "question_type": None}],
+            ("row 0", "question_type is None; text was expected"),
+        ),
+        ([{k: v for k, v in VAL[0].items() if k != "question_type"}], ("no column question_type",)),
+    ],
+)
 def test_malformed_files(tmp_path, rows, words):
     write(tmp_path / "raw", rows)
     ended = mmqa("prepare", "mmmu", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")
@@ -153,40 +159,46 @@ def test_a_note_says_what_one_picture_leaves_out(data):
 
 
 # What parse_multi_choice_response gives of four options; None: it draws.
-@pytest.mark.parametrize(("text", "letter"), [
-    ("B", "B"),
-    ("B.", "B"),
-    ("'C'!", "C"),
-    ("(A) and then (D), not (B", "D"),
-    ("A or B", "B"),
-    ("A (C)", "C"),  # brackets first
-    ("b", None),
-    ("it is surely the cat", None),  # five words at most
-    ("it is surely the Cat over there", "A"),
-    ("cat, dog, then the cat again or dog", "B"),  # the last one
-    ("it is what it is I think", None),
-    ("", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("B.", "B"),
+        ("'C'!", "C"),
+        ("(A) and then (D), not (B", "D"),
+        ("A or B", "B"),
+        ("A (C)", "C"),  # brackets first
+        ("b", None),
+        ("it is surely the cat", None),  # five words at most
+        ("it is surely the Cat over there", "A"),
+        ("cat, dog, then the cat again or dog", "B"),  # the last one
+        ("it is what it is I think", None),
+        ("", None),
+    ],
+)
 def test_letters(text, letter):
     found = mmmu_choice(text, 4, ("cat", "dog", "a bird", "fish"))
     assert (None if found is None else LETTERS[found]) == letter
 
 
 # What parse_open_response, then eval_open give.
-@pytest.mark.parametrize(("text", "answers", "right"), [
-    ("The answer is 1,234.5 meters", ["1234.5"], False),  # 1234 and 234.5 are read
-    ("The answer is 1,234 meters", ["1234"], True),
-    ("x = 3e2", ["300"], True),
-    ("about 2.344", ["2.34"], True),
-    ("about 2.346", ["2.34"], False),
-    ("so it is Paris.", ["paris"], True),
-    ("12", ["2"], False),
-    ("x=5 apples\nit is no", ["5"], False),  # `=` counts on the last line
-    ("The result is B or a", ["a"], True),  # with a space beside it
-    ("The result is cat", ["a"], False),
-    ("24/7", ["24/7", "3.429"], True),
-    ("3.43", ["24/7", "3.429"], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "answers", "right"),
+    [
+        ("The answer is 1,234.5 meters", ["1234.5"], False),  # 1234 and 234.5 are read
+        ("The answer is 1,234 meters", ["1234"], True),
+        ("x = 3e2", ["300"], True),
+        ("about 2.344", ["2.34"], True),
+        ("about 2.346", ["2.34"], False),
+        ("so it is Paris.", ["paris"], True),
+        ("12", ["2"], False),
+        ("x=5 apples\nit is no", ["5"], False),  # `=` counts on the last line
+        ("The result is B or a", ["a"], True),  # with a space beside it
+        ("The result is cat", ["a"], False),
+        ("24/7", ["24/7", "3.429"], True),
+        ("3.43", ["24/7", "3.429"], True),
+    ],
+)
 def test_open_answers(text, answers, right):
     assert is_open_answer(text, answers) is right
 

@@ -73,8 +73,10 @@ def test_equal_pictures_are_one_source(data):
     assert sorted(held) == sorted([GOLD, OTHER, FOUND, SPARE])
     first, second = corpus.questions("test")
     assert (first.answer_index, first.category, first.extra["aspect"]) == (
-        1, "Angle", "Perspective",
-    )  # fmt: skip
+        1,
+        "Angle",
+        "Perspective",
+    )
     assert corpus.question_picture(first) == OWN
     assert [corpus.picture(corpus.row[name]) for name in first.positives] == [GOLD, OTHER]
     assert [corpus.picture(corpus.row[name]) for name in first.extra["retrieved"]] == [FOUND, GOLD]
@@ -184,11 +186,14 @@ def test_official_lines_in_and_out(data, tmp_path):
     assert (ended.code, "line 1" in ended.err) == (2, True)
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    ({"answer_choice": "E"}, ("row 1", "A to D")),
-    ({"scenario": ""}, ("row 1", "scenario")),
-    ({"id": "0"}, ("row 1", "twice")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"answer_choice": "E"}, ("row 1", "A to D")),
+        ({"scenario": ""}, ("row 1", "scenario")),
+        ({"id": "0"}, ("row 1", "twice")),
+    ],
+)
 def test_malformed_files(tmp_path, change, words):
     write(tmp_path / "raw", [ROWS[0], {**ROWS[1], **change}])
     ended = mmqa("prepare", "mragbench", f"--raw={tmp_path / 'raw'}", f"--out={tmp_path / 'data'}")

@@ -24,7 +24,9 @@ TEXTS = [
 ]
 TABLES = [
     {
-        "id": "b1", "title": "Ben Piazza", "url": "u",
+        "id": "b1",
+        "title": "Ben Piazza",
+        "url": "u",
         "table": {
             "table_name": "Filmography",
             "header": [{"column_name": "Year"}, {"column_name": "Title"}],
@@ -34,7 +36,7 @@ TABLES = [
             ],
         },
     }
-]  # fmt: skip
+]
 IMAGES = [{"id": "i1", "title": "Bears", "url": "u", "path": "i1.png"}]
 
 
@@ -44,11 +46,14 @@ def question(name: str, kind: str, answers: list, gold: list[str], modality: str
         "question": f"{name}?",
         "answers": [{"answer": one, "type": "string", "modality": modality} for one in answers],
         "metadata": {
-            "type": kind, "modalities": [modality], "text_doc_ids": ["t1", "t2"],
-            "image_doc_ids": ["i1"], "table_id": "b1",
+            "type": kind,
+            "modalities": [modality],
+            "text_doc_ids": ["t1", "t2"],
+            "image_doc_ids": ["i1"],
+            "table_id": "b1",
         },
         "supporting_context": [{"doc_id": one, "doc_part": "text"} for one in gold],
-    }  # fmt: skip
+    }
 
 
 QUESTIONS = [
@@ -108,18 +113,21 @@ def test_without_pictures_their_titles_stand(raw, tmp_path):
 
 
 # Values that the authors' baselines/evaluate.py (list_em, list_f1) gives.
-@pytest.mark.parametrize(("predicted", "gold", "em", "f1"), [
-    (["the Mask"], ["Mask"], 1.0, 1.0),
-    (["twenty-one"], ["20 1"], 1.0, 1.0),
-    (["two"], ["2.0"], 1.0, 1.0),
-    (["1,000"], ["1000"], 1.0, 1.0),
-    (["in 1985"], ["in 1986"], 0.0, 0.0),
-    (["Bears", "Mask"], ["Mask", "Bears"], 1.0, 1.0),
-    (["Mask", "Mask"], ["Mask"], 0.0, 0.5),
-    (["Bad News"], ["The Bad News Bears", "Mask"], 0.0, 0.4),
-    ([""], ["Mask"], 0.0, 0.0),
-    (["the"], ["a"], 1.0, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("predicted", "gold", "em", "f1"),
+    [
+        (["the Mask"], ["Mask"], 1.0, 1.0),
+        (["twenty-one"], ["20 1"], 1.0, 1.0),
+        (["two"], ["2.0"], 1.0, 1.0),
+        (["1,000"], ["1000"], 1.0, 1.0),
+        (["in 1985"], ["in 1986"], 0.0, 0.0),
+        (["Bears", "Mask"], ["Mask", "Bears"], 1.0, 1.0),
+        (["Mask", "Mask"], ["Mask"], 0.0, 0.5),
+        (["Bad News"], ["The Bad News Bears", "Mask"], 0.0, 0.4),
+        ([""], ["Mask"], 0.0, 0.0),
+        (["the"], ["a"], 1.0, 1.0),
+    ],
+)
 def test_scores_are_the_authors(predicted, gold, em, f1):
     assert (multimodalqa.list_em(predicted, gold), multimodalqa.list_f1(predicted, gold)) == (
         em,
@@ -185,24 +193,31 @@ def _with(key: str, value: object) -> str:
     return json.dumps({**QUESTIONS[0], "metadata": {**QUESTIONS[0]["metadata"], key: value}})
 
 
-@pytest.mark.parametrize(("name", "rows", "words"), [
-    ("dev", ["[1]"], ("line 1", "an object")),
-    ("dev", ["{"], ("line 1",)),
-    ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
-    ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
-    ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
-    ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id 't1' is there twice")),
-    ("texts", [json.dumps({**TEXTS[0], "text": 5})], ("line 1", "text is 5; text was expected")),
-    (
-        "dev",
-        [json.dumps({**QUESTIONS[0], "metadata": 1})],
-        ("line 1", "metadata is 1; an object was expected"),
-    ),
-    ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
-    ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess'; one of the release's was")),
-    ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids is 't1'; a list of texts")),
-    ("dev", [_with("modalities", 5)], ("line 1", "modalities is 5; a list of texts")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "rows", "words"),
+    [
+        ("dev", ["[1]"], ("line 1", "an object")),
+        ("dev", ["{"], ("line 1",)),
+        ("dev", [json.dumps(_UNKNOWN)], ("line 1", "source zz")),
+        ("dev", 2 * [json.dumps(QUESTIONS[0])], ("line 2", "q1", "twice")),
+        ("tables", [json.dumps(_NO_TABLE)], ("MMQA_tables", "line 1", "`table`")),
+        ("texts", 2 * [json.dumps(TEXTS[0])], ("MMQA_texts", "line 2", "id 't1' is there twice")),
+        (
+            "texts",
+            [json.dumps({**TEXTS[0], "text": 5})],
+            ("line 1", "text is 5; text was expected"),
+        ),
+        (
+            "dev",
+            [json.dumps({**QUESTIONS[0], "metadata": 1})],
+            ("line 1", "metadata is 1; an object was expected"),
+        ),
+        ("dev", [json.dumps({**QUESTIONS[0], "answers": [1]})], ("line 1", "`answers` or")),
+        ("dev", [_with("type", "Guess")], ("line 1", "type is 'Guess'; one of the release's was")),
+        ("dev", [_with("text_doc_ids", "t1")], ("line 1", "text_doc_ids is 't1'; a list of texts")),
+        ("dev", [_with("modalities", 5)], ("line 1", "modalities is 5; a list of texts")),
+    ],
+)
 def test_malformed_lines(raw, tmp_path, name, rows, words):
     packed = gzip.compress("".join(f"{row}\n" for row in rows).encode())
     (raw / f"MMQA_{name}.jsonl.gz").write_bytes(packed)

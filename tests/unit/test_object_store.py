@@ -277,13 +277,22 @@ def test_a_folder_is_replaced_with_its_manifest_last(store):
     assert read_manifest(f"{GS}/index", "a thing", "mmqa x") == {"what": "a thing"}
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["status", "gcs://bucket/x"], "--path=gcs://bucket/x: a path, gs:// or s3:// was expected"),
-    (["status", "gs://nowhere/x"], "gs://nowhere/x: there is no bucket nowhere; make it, or"),
-    (["status", f"{GS}/x"], f"{GS}/x: is not there, nor are parts of"),
-    (["demo", f"--workdir={GS}/x"], f"--workdir={GS}/x: `mmqa demo` takes no place in an obj"),
-    (["embed", f"--data={GS}/no", "--model=m", "--out=o"], f"{GS}/no: no such object, and none"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["status", "gcs://bucket/x"],
+            "--path=gcs://bucket/x: a path, gs:// or s3:// was expected",
+        ),
+        (["status", "gs://nowhere/x"], "gs://nowhere/x: there is no bucket nowhere; make it, or"),
+        (["status", f"{GS}/x"], f"{GS}/x: is not there, nor are parts of"),
+        (["demo", f"--workdir={GS}/x"], f"--workdir={GS}/x: `mmqa demo` takes no place in an obj"),
+        (
+            ["embed", f"--data={GS}/no", "--model=m", "--out=o"],
+            f"{GS}/no: no such object, and none",
+        ),
+    ],
+)
 def test_wrong_places(store, arguments, message):
     ended = mmqa(*arguments)
     assert (ended.code, ended.out) == (2, "")

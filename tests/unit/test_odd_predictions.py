@@ -192,10 +192,13 @@ def test_one_file_of_okvqa_is_answered_with_its_folder(tmp_path, refused):
     assert "vqa_accuracy/soft_labels" in result["scores"]
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ({"question_id": "9", "answer": "A"}, r"prediction 2: no question has the id '9'"),
-    ({"question_id": "3", "answer": "A"}, r"prediction 2: question '3' is answered twice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question_id": "9", "answer": "A"}, r"prediction 2: no question has the id '9'"),
+        ({"question_id": "3", "answer": "A"}, r"prediction 2: question '3' is answered twice"),
+    ],
+)
 def test_the_file_of_a_wrong_prediction_is_named(row, message, science, tmp_path, refused):
     good = write_rows(tmp_path / "good.jsonl", lines("answer", "A"))
     bad = write_rows(tmp_path / "bad.jsonl", [*lines("answer", "A"), row])

@@ -38,9 +38,11 @@ def test_pictures_of_a_folder_per_split_and_of_one_folder(tmp_path):
     found = read_okvqa(write_okvqa(tmp_path, pictures=True))
     images = {question.id: question.image for question in found.questions}
     assert images == {
-        "15": "COCO_train2014_000000000001.jpg", "25": "COCO_val2014_000000000002.jpg",
-        "26": "COCO_val2014_000000000002.jpg", "35": None,
-    }  # fmt: skip
+        "15": "COCO_train2014_000000000001.jpg",
+        "25": "COCO_val2014_000000000002.jpg",
+        "26": "COCO_val2014_000000000002.jpg",
+        "35": None,
+    }
     assert found.read_picture(images["25"]) == png((1, 2, 3))
     assert found.counts["picture files"] == 2
     before = found.inputs
@@ -95,15 +97,18 @@ def test_captions_of_prophets_authors_behind_those_of_vinvl(tmp_path):
         assert caption_of(tmp_path, "15", "25") == [name, "a bike"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ([], r"captions_okvqa\.json: expected an object \{name: caption\}"),
-    ({"COCO_1": "a"}, r"captions_okvqa\.json, COCO_1: expected the number of a picture"),
-    ({"1": None}, r"captions_okvqa\.json, 1: holds no caption"),
-    (
-        {"1": "\ud83d"},
-        r"captions_okvqa\.json, line 2, column 8: holds '\\ud83d', half of a character",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], r"captions_okvqa\.json: expected an object \{name: caption\}"),
+        ({"COCO_1": "a"}, r"captions_okvqa\.json, COCO_1: expected the number of a picture"),
+        ({"1": None}, r"captions_okvqa\.json, 1: holds no caption"),
+        (
+            {"1": "\ud83d"},
+            r"captions_okvqa\.json, line 2, column 8: holds '\\ud83d', half of a character",
+        ),
+    ],
+)
 def test_malformed_captions_of_prophets_authors(content, message, tmp_path):
     write(write_okvqa(tmp_path) / "captions_okvqa.json", content)
     refused(tmp_path, message)
@@ -128,35 +133,42 @@ def test_annotations_of_other_questions(tmp_path):
     refused(tmp_path, r"annotations\.json: its questions are missing; put OpenEnded_mscoco_val2014")
 
 
-@pytest.mark.parametrize(("name", "value", "message"), [
-    ("OpenEnded_mscoco_val2014_questions.json", [1], r"entry 1: an object was expected"),
-    ("OpenEnded_mscoco_val2014_questions.json", {"q": []}, r'an object with a list "questions"'),
-    (
-        "OpenEnded_mscoco_val2014_questions.json",
-        {"questions": [{"question_id": 1, "image_id": 1, "question": None}]},
-        r"entry 1: question is None; text was expected",
-    ),
-    (
-        "OpenEnded_mscoco_val2014_questions.json",
-        {"questions": [{"question_id": 1, "image_id": 1, "question": "?"}] * 2},
-        r"entry 2: question_id 1 is there twice; fetch",
-    ),
-    (
-        "mscoco_val2014_annotations.json",
-        {"annotations": [{"question_id": 25, "image_id": 2, "answers": []}]},
-        r"annotations\.json, entry 1: holds no list of answers",
-    ),
-    (
-        "mscoco_val2014_annotations.json",
-        {"annotations": [{"question_id": 25, "image_id": 2, "answers": ["a"]}]},
-        r"annotations\.json, entry 1, answers: an object was expected",
-    ),
-    (
-        "mscoco_val2014_annotations.json",
-        {"annotations": [{"question_id": "x", "image_id": 2}]},
-        r"entry 1: question_id is 'x'; a whole number was expected",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("OpenEnded_mscoco_val2014_questions.json", [1], r"entry 1: an object was expected"),
+        (
+            "OpenEnded_mscoco_val2014_questions.json",
+            {"q": []},
+            r'an object with a list "questions"',
+        ),
+        (
+            "OpenEnded_mscoco_val2014_questions.json",
+            {"questions": [{"question_id": 1, "image_id": 1, "question": None}]},
+            r"entry 1: question is None; text was expected",
+        ),
+        (
+            "OpenEnded_mscoco_val2014_questions.json",
+            {"questions": [{"question_id": 1, "image_id": 1, "question": "?"}] * 2},
+            r"entry 2: question_id 1 is there twice; fetch",
+        ),
+        (
+            "mscoco_val2014_annotations.json",
+            {"annotations": [{"question_id": 25, "image_id": 2, "answers": []}]},
+            r"annotations\.json, entry 1: holds no list of answers",
+        ),
+        (
+            "mscoco_val2014_annotations.json",
+            {"annotations": [{"question_id": 25, "image_id": 2, "answers": ["a"]}]},
+            r"annotations\.json, entry 1, answers: an object was expected",
+        ),
+        (
+            "mscoco_val2014_annotations.json",
+            {"annotations": [{"question_id": "x", "image_id": 2}]},
+            r"entry 1: question_id is 'x'; a whole number was expected",
+        ),
+    ],
+)
 def test_malformed_official_files(name, value, message, tmp_path):
     write(write_okvqa(tmp_path) / name, value)
     refused(tmp_path, message)
@@ -174,10 +186,13 @@ def test_malformed_soft_labels(tmp_path):
     refused(tmp_path, r"val_soft_labels\.json, entry 2: img_id ends in no number")
 
 
-@pytest.mark.parametrize("line", [
-    *('3\t[{"caption": "cut off', "3", '3\t[{"class": "x"}]', 'x\t[{"caption": "y"}]'),
-    *(f'3\t[{{"caption": "y", "conf": {conf}}}]' for conf in ('"0.9"', "null", "true", "[1]")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        *('3\t[{"caption": "cut off', "3", '3\t[{"class": "x"}]', 'x\t[{"caption": "y"}]'),
+        *(f'3\t[{{"caption": "y", "conf": {conf}}}]' for conf in ('"0.9"', "null", "true", "[1]")),
+    ],
+)
 def test_a_broken_line_of_captions(line, tmp_path):
     path = write_okvqa(tmp_path) / "vinvl_captions_val2014.tsv"
     path.write_text(path.read_text() + line + "\n")

@@ -84,8 +84,10 @@ def test_adafactor_is_optax_own_layer_by_layer():
     rng, layers, rate = np.random.default_rng(3), 3, 0.02
     shapes = {"wide/kernel": (130, 160), "tall/kernel": (160, 130), "small/scale": (5,)}
     axes = {
-        "wide/kernel": ("embed", "mlp"), "tall/kernel": ("mlp", "embed"), "small/scale": (None,),
-    }  # fmt: skip
+        "wide/kernel": ("embed", "mlp"),
+        "tall/kernel": ("mlp", "embed"),
+        "small/scale": (None,),
+    }
     alone = {"table/table": (200, 128), "head/bias": (7,)}
     make = {name: (layers, *shape) for name, shape in shapes.items()} | alone
 
@@ -464,19 +466,22 @@ def test_multipliers_scale_the_whole_update_of_the_first_match():
         updated({**section, "multipliers": (("^haed", 10.0),)}, start, grads[:1])
 
 
-@pytest.mark.parametrize(("section", "message"), [
-    ({"name": "adamww"}, r"train\.optimizer\.name='adamww': one of adam, .*mean 'adamw'"),
-    ({"schedule": "cosin"}, r"train\.optimizer\.schedule='cosin': .*mean 'cosine'"),
-    ({"lr": 1e-3}, r"train\.optimizer\.lr: unknown; the known ones are b1, b2"),
-    ({"name": "adam", "weight_decay": 0.1}, r"adam has no weight decay"),
-    ({"learning_rate": 0.0}, r"learning_rate must be above 0"),
-    ({"b1": -0.1}, r"train\.optimizer\.b1=-0\.1: a number from 0 to less than 1 was expected"),
-    ({"b2": 1.0}, r"train\.optimizer\.b2=1\.0: a number from 0 to less than 1 was expected"),
-    ({"clip_norm": -1.0}, r"train\.optimizer\.clip_norm=-1\.0: a number above 0 was expected"),
-    ({"clip_norm": float("nan")}, r"train\.optimizer\.clip_norm=nan: a number above 0 was"),
-    ({"eps": 0.0}, r"train\.optimizer\.eps=0\.0: a number above 0 was expected"),
-    ({"weight_decay": -0.1}, r"weight_decay=-0\.1: a number not below 0 was expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "adamww"}, r"train\.optimizer\.name='adamww': one of adam, .*mean 'adamw'"),
+        ({"schedule": "cosin"}, r"train\.optimizer\.schedule='cosin': .*mean 'cosine'"),
+        ({"lr": 1e-3}, r"train\.optimizer\.lr: unknown; the known ones are b1, b2"),
+        ({"name": "adam", "weight_decay": 0.1}, r"adam has no weight decay"),
+        ({"learning_rate": 0.0}, r"learning_rate must be above 0"),
+        ({"b1": -0.1}, r"train\.optimizer\.b1=-0\.1: a number from 0 to less than 1 was expected"),
+        ({"b2": 1.0}, r"train\.optimizer\.b2=1\.0: a number from 0 to less than 1 was expected"),
+        ({"clip_norm": -1.0}, r"train\.optimizer\.clip_norm=-1\.0: a number above 0 was expected"),
+        ({"clip_norm": float("nan")}, r"train\.optimizer\.clip_norm=nan: a number above 0 was"),
+        ({"eps": 0.0}, r"train\.optimizer\.eps=0\.0: a number above 0 was expected"),
+        ({"weight_decay": -0.1}, r"weight_decay=-0\.1: a number not below 0 was expected"),
+    ],
+)
 def test_bad_sections_are_named(section, message):
     refuses(message, read_options, section)
 

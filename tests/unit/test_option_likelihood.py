@@ -36,11 +36,14 @@ def scored(monkeypatch):
 
         task = SimpleNamespace(
             validate=ValidateOptions(split="val", questions=0, shots=(0,), metric=metric),
-            size=RowSize(128, 16), length_key="batches.length", unsolved="a known answer",
-            place="data", examples=ExampleOptions(similarity="random"),
+            size=RowSize(128, 16),
+            length_key="batches.length",
+            unsolved="a known answer",
+            place="data",
+            examples=ExampleOptions(similarity="random"),
             is_solved=lambda question: True,
             open_library=lambda corpus: ExampleLibrary(questions),
-        )  # fmt: skip
+        )
         made = OptionLikelihood(
             task, Corpus([], questions), encode_text(tokenizer), make_score, readable
         )

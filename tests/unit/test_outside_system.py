@@ -60,11 +60,14 @@ def test_its_row_is_run_and_goes_on(own, data, tmp_path):
     assert done("run", *flags, "--config.options.top_k=1")["scores"] == scores["scores"]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("--config.system=title", r"system=title: use one of webqa, .*titles"),
-    ("--config.options.top_k=0", r"options\.top_k=0: at least 1 was expected"),
-    ("--config.parts.retriever.method=dens", r"method='dens': .*did you mean 'dense'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--config.system=title", r"system=title: use one of webqa, .*titles"),
+        ("--config.options.top_k=0", r"options\.top_k=0: at least 1 was expected"),
+        ("--config.parts.retriever.method=dens", r"method='dens': .*did you mean 'dense'"),
+    ],
+)
 def test_its_mistakes_are_named_as_those_of_others(own, data, refused, tmp_path, change, message):
     flags = f"--config={own}:bm25", f"--config.data.dir={data}", f"--workdir={tmp_path / 'run'}"
     refused("run", *flags, change, message=message)

@@ -130,11 +130,14 @@ def test_it_is_trained_resumed_reported_and_planned(own, data, tmp_path):
     assert (program["name"], program["fits"]) == ("train", True)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("--config.model.width=0", r"config key model\.width=0: at least 1 was expected"),
-    ("--config.batches.length=two", r"config\.batches\.length=two: .* a whole number"),
-    ("--config.model.wdth=4", r"config key model\.wdth: unknown; did you mean 'width'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--config.model.width=0", r"config key model\.width=0: at least 1 was expected"),
+        ("--config.batches.length=two", r"config\.batches\.length=two: .* a whole number"),
+        ("--config.model.wdth=4", r"config key model\.wdth: unknown; did you mean 'width'"),
+    ],
+)
 def test_its_mistakes_are_named_as_those_of_others(own, data, refused, tmp_path, change, message):
     flags = f"--config={own}", f"--config.data.dir={data}", f"--workdir={tmp_path / 'run'}"
     refused("train", *flags, change, message=message)

@@ -27,9 +27,14 @@ from tests.refusals import refuses
 
 CLS, SEP, UNK, MASK = 101, 102, 100, 103  # BERT's ids
 SMALL = PackingConfig(
-    buckets=((0, 24), (0, 16), (2, 20)), slots_per_picture=3, region_dim=2, position_dim=1,
-    max_source_tokens=10, max_question_tokens=5, max_answer_tokens=4,
-)  # fmt: skip
+    buckets=((0, 24), (0, 16), (2, 20)),
+    slots_per_picture=3,
+    region_dim=2,
+    position_dim=1,
+    max_source_tokens=10,
+    max_question_tokens=5,
+    max_answer_tokens=4,
+)
 TEXT_SHORT, TEXT_LONG, TWO_PICTURES = 0, 1, 2  # indices of SMALL's sorted buckets
 
 

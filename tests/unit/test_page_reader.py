@@ -73,9 +73,11 @@ def test_pages_are_read_once_and_placed_on_their_page(raw):
     content = read(raw, model)
     found = {source.id: source for source in content.sources}
     assert {name: source.text for name, source in found.items()} == {
-        "letter.pdf#1": "The first page is text.", "letter.pdf#2": f"{stamp} {LINES[0]}",
-        "letter.pdf#3": LINES[1], "note.docx#1": "A note.",
-    }  # fmt: skip
+        "letter.pdf#1": "The first page is text.",
+        "letter.pdf#2": f"{stamp} {LINES[0]}",
+        "letter.pdf#3": LINES[1],
+        "note.docx#1": "A note.",
+    }
     third = found["letter.pdf#3"].extra
     assert (third["page"], third["places"]) == (
         3,
@@ -118,8 +120,10 @@ def test_pages_of_many_files_are_read_in_batches(raw, monkeypatch):
     model = Model(said)
     texts = [source.text for source in read(raw, model).sources]
     assert [text for text in texts if text.startswith("Letter")] == [
-        "Letter 0", "Letter 1", "Letter 2",
-    ]  # fmt: skip
+        "Letter 0",
+        "Letter 1",
+        "Letter 2",
+    ]
     assert model.batches == [3, 2]
 
 

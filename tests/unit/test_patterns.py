@@ -48,11 +48,13 @@ MADE_LATER = {
     "training/optimizer": 6,  # the user's own, of parameters' names
     "training/state": 2,
     "weights/hub": 1,  # names of files
-    "weights/keymap": 5, "weights/layouts": 2, "models/two_towers/openai": 1,
+    "weights/keymap": 5,
+    "weights/layouts": 2,
+    "models/two_towers/openai": 1,
     "models/detection/keys": 1,
     "models/llama/keys": 1,  # parts of a family's tensors' names
     "weights/published": 1,
-}  # fmt: skip
+}
 QUADRATIC = [
     ("search", r"\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]"),
     ("search", r"\d+$"),

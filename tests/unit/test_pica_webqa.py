@@ -198,11 +198,14 @@ def test_captions_by_picture(tmp_path):
     assert [found.of_question(question) for question in asked] == ["a", "b", None, "c"]
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    ("[]", "expected an object"),
-    ('{"7": {"captions": []}}', "captions.json, 7: holds no caption"),
-    ('{"7": {"pred_captions": []}}', "captions.json, 7: holds no caption"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[]", "expected an object"),
+        ('{"7": {"captions": []}}', "captions.json, 7: holds no caption"),
+        ('{"7": {"pred_captions": []}}', "captions.json, 7: holds no caption"),
+    ],
+)
 def test_bad_captions(tmp_path, content, message):
     path = tmp_path / "captions.json"
     path.write_text(content)

@@ -72,8 +72,12 @@ def tiff(row, bits, *, order="<", form=1, photometric=1, samples=1, extra=None):
 def fits(bits, row):
     """A FITS of one row of raw bytes; bits below 0 are floats."""
     cards = {
-        "SIMPLE": "T", "BITPIX": bits, "NAXIS": 2, "NAXIS1": len(row) * 8 // abs(bits), "NAXIS2": 1,
-    }  # fmt: skip
+        "SIMPLE": "T",
+        "BITPIX": bits,
+        "NAXIS": 2,
+        "NAXIS1": len(row) * 8 // abs(bits),
+        "NAXIS2": 1,
+    }
     head = "".join(f"{key:8}= {value:>20}".ljust(80) for key, value in cards.items()) + "END"
     return head.ljust(2880).encode() + row.ljust(2880, b"\0")
 
@@ -198,10 +202,13 @@ REFUSED = {
     "TIFF float with NaN": (tiff(raw([0, np.nan, 1], "<f4"), 32, form=3), "nan"),
     "TIFF float with infinity": (tiff(raw([0, np.inf], "<f4"), 32, form=3), "inf"),
     "PFM beyond 1": (b"Pf 2 1 -1.0\n" + raw([0, 12.5], "<f4"), "from 0 to 12.5"),
-    "FITS 16 bits": (fits(16, raw([0, 999], ">i2")), "FITS with more than 8 bits .*; save it as PNG"),
+    "FITS 16 bits": (
+        fits(16, raw([0, 999], ">i2")),
+        "FITS with more than 8 bits .*; save it as PNG",
+    ),
     "FITS float": (fits(-32, raw([0, 1], ">f4")), "FITS with more than 8 bits .*; save it as PNG"),
     "EPS, a program": (encoded(of([[[1, 2, 3]]]), "EPS"), "unknown format"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", READ)

@@ -30,9 +30,11 @@ FORMAT = QwenFormat(CONFIG, TOKENIZER)
 SIZE = RowSize(70, 9)
 # 2 x 3 units; 7 x 10, more than the smallest bucket; a side 201 times the other; no picture at all.
 FILES = {
-    "small": flag(size=(12, 8)).data, "large": flag(size=(40, 28)).data,
-    "thin": flag(size=(402, 2)).data, "damaged": b"no picture",
-}  # fmt: skip
+    "small": flag(size=(12, 8)).data,
+    "large": flag(size=(40, 28)).data,
+    "thin": flag(size=(402, 2)).data,
+    "damaged": b"no picture",
+}
 
 
 def asked(*names: str | None) -> list[Question]:

@@ -49,15 +49,21 @@ def builders(reader, packer):
     """The batches of the three tasks as functions of a FeedConfig."""
     return {
         "contrastive": lambda feed: contrastive_batches(
-            reader, QUESTIONS, feed,
+            reader,
+            QUESTIONS,
+            feed,
             ContrastSampling(query_length=24, source_lengths=(12, 40), second_hop=True),
         ),
         "rerank": lambda feed: rerank_batches(reader, QUESTIONS, packer, feed),
         "answer": lambda feed: answer_batches(
-            reader, QUESTIONS, packer, MaskingConfig(0.5, 9), feed,
+            reader,
+            QUESTIONS,
+            packer,
+            MaskingConfig(0.5, 9),
+            feed,
             AnswerSampling(distractor_prob=0.4),
         ),
-    }  # fmt: skip
+    }
 
 
 def blotted(raw: RawExample, rng: np.random.Generator) -> RawExample:
@@ -123,9 +129,11 @@ def test_shapes_are_those_of_the_buckets(reader, packer, task):
 def test_contrastive_targets_negatives_and_pictures(reader):
     feed = FeedConfig(8, seed=1, threads=0)
     iterator = contrastive_batches(
-        reader, QUESTIONS, feed,
+        reader,
+        QUESTIONS,
+        feed,
         ContrastSampling(query_length=24, source_lengths=(40,), num_negatives=3),
-    )  # fmt: skip
+    )
     targets, seen = defaultdict(set), Counter()
     for b in epoch_of(iterator, 60 * 8):
         rows = b["source_rows"].reshape(8, 4)
@@ -155,9 +163,11 @@ def test_contrastive_targets_negatives_and_pictures(reader):
 def test_second_hop_queries_carry_the_first_hops_title(reader):
     feed = FeedConfig(10, seed=2, threads=0)
     iterator = contrastive_batches(
-        reader, QUESTIONS, feed,
+        reader,
+        QUESTIONS,
+        feed,
         ContrastSampling(query_length=24, source_lengths=(40,), second_hop=True),
-    )  # fmt: skip
+    )
     kinds, firsts = Counter(), defaultdict(set)
     for b in epoch_of(iterator, 60 * 10, 10):
         for i, place in enumerate(b["index"]):
@@ -182,9 +192,11 @@ def test_second_hop_queries_carry_the_first_hops_title(reader):
 def test_missing_negatives_come_from_the_corpus_but_are_never_gold(reader):
     bare = [dataclasses.replace(q, negatives=q.negatives[:1]) for q in QUESTIONS]
     iterator = contrastive_batches(
-        reader, bare, FeedConfig(8, threads=0),
+        reader,
+        bare,
+        FeedConfig(8, threads=0),
         ContrastSampling(query_length=24, source_lengths=(40,), num_negatives=4),
-    )  # fmt: skip
+    )
     for b in epoch_of(iterator, 80):
         for i, place in enumerate(b["index"]):
             rows = b["source_rows"].reshape(8, 5)[i, 1:]

@@ -48,10 +48,14 @@ def language_model(**lora):
     return changed(
         config,
         {
-            "model.changes": TINY_LLM, "model.lora": None, "batches.length": 64,
-            "batches.targets": 16, "tokenizer": "corpus:300", **lora,
+            "model.changes": TINY_LLM,
+            "model.lora": None,
+            "batches.length": 64,
+            "batches.targets": 16,
+            "tokenizer": "corpus:300",
+            **lora,
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "parameters"])
@@ -169,11 +173,17 @@ def test_weights_that_a_program_does_not_read_are_there():
 
 def test_a_config_is_planned_without_its_data():
     ended = mmqa(
-        "plan", f"--config={ROOT}/configs/atlas/modality.py:runlocal", "--config.data.dir=nowhere",
-        "--config.model.changes.hidden=16", "--config.model.changes.layers=1",
-        "--config.model.changes.heads=2", "--config.model.changes.mlp=16",
-        "--config.tokenizer=corpus:100", "--only=train", "--json",
-    )  # fmt: skip
+        "plan",
+        f"--config={ROOT}/configs/atlas/modality.py:runlocal",
+        "--config.data.dir=nowhere",
+        "--config.model.changes.hidden=16",
+        "--config.model.changes.layers=1",
+        "--config.model.changes.heads=2",
+        "--config.model.changes.mlp=16",
+        "--config.tokenizer=corpus:100",
+        "--only=train",
+        "--json",
+    )
     assert ended.code == 0, ended.err
     found = ended.value
     assert list(found) == [
@@ -183,12 +193,18 @@ def test_a_config_is_planned_without_its_data():
     (train,) = found["programs"]
     keys = (
         *(
-            "name", "fits", "memory_gib", "host_gib", "hbm_gib", "flops", "model_flops",
+            "name",
+            "fits",
+            "memory_gib",
+            "host_gib",
+            "hbm_gib",
+            "flops",
+            "model_flops",
             "floor_bytes",
         ),
         *("bound_ms", "bound_by", "mfu_bound", "collectives_ms", "network_ms", "collectives"),
         "compile_seconds",
-    )  # fmt: skip
+    )
     assert set(train) == set(keys)
     memory = ("parameters", "optimizer", "cache", "temporaries", "total")
     assert tuple(train["memory_gib"]) == memory
@@ -226,15 +242,18 @@ def test_what_was_measured_is_said_of_devices_of_its_kind(tmp_path, monkeypatch)
     assert read_calibration(None, h100) is None
 
 
-@pytest.mark.parametrize(("text", "message"), [
-    (None, "check.json: no such file"),
-    ("{", "check.json, line 1, column 2: not valid JSON"),
-    ("[]", "TypeError"),
-    ('{"device": "x"}', "KeyError: 'calibration'"),
-    (json.dumps(checked(calibration=[])), "no program whose time was measured"),
-    ("[" * 100_000, "check.json, line 1, column 101: lists or objects nested more than 100"),
-    (json.dumps(checked(typical_over_bound=10**400)), "OverflowError"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "check.json: no such file"),
+        ("{", "check.json, line 1, column 2: not valid JSON"),
+        ("[]", "TypeError"),
+        ('{"device": "x"}', "KeyError: 'calibration'"),
+        (json.dumps(checked(calibration=[])), "no program whose time was measured"),
+        ("[" * 100_000, "check.json, line 1, column 101: lists or objects nested more than 100"),
+        (json.dumps(checked(typical_over_bound=10**400)), "OverflowError"),
+    ],
+)
 def test_a_file_that_is_no_check_is_refused(text, message, tmp_path):
     path = tmp_path / "check.json"
     if text is not None:
@@ -264,8 +283,11 @@ def test_a_program_is_compiled_for_a_tpu():
         lambda: step.trace(weights, x),
         {"data": 4},
         lambda: flops,
-        shard_bytes(weights), arguments=(weights, x), weights=weights, trained=weights,
-    )  # fmt: skip
+        shard_bytes(weights),
+        arguments=(weights, x),
+        weights=weights,
+        trained=weights,
+    )
     row = Planned.of(compile_program(program), slice_.chip).row()
     assert row["fits"]
     assert row["flops"] == flops / 4
@@ -427,11 +449,14 @@ def test_a_trace_tells_of_all_splits_of_rows_and_weights(name):
         assert {"fsdp"} <= {exchange.axis for exchange in shared.exchanges}
 
 
-@pytest.mark.parametrize(("config", "model"), [
-    ("webqa/contrastive.py:runlocal", None),
-    ("webqa/vlp_select.py:runlocal", None),
-    ("prompt/default.py:runlocal", "stories260k"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("config", "model"),
+    [
+        ("webqa/contrastive.py:runlocal", None),
+        ("webqa/vlp_select.py:runlocal", None),
+        ("prompt/default.py:runlocal", "stories260k"),
+    ],
+)
 def test_a_search_of_small_configs_finds_the_best_of_all(config, model, monkeypatch):
     monkeypatch.setattr(planning, "_FACTORS", (1, 2))
     config = load_config(f"{ROOT}/configs/{config}")
@@ -495,11 +520,14 @@ def test_a_search_finds_the_best_of_all_settings(seed, monkeypatch):
     assert len(count) - every == len(found) < every / 2
 
 
-@pytest.mark.parametrize(("work", "by", "seconds"), [
-    ({"flops": 1.97e12}, "compute", 0.01),
-    ({"moved": 819e9}, "hbm", 1.0),
-    ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("work", "by", "seconds"),
+    [
+        ({"flops": 1.97e12}, "compute", 0.01),
+        ({"moved": 819e9}, "hbm", 1.0),
+        ({"sent": 8 / 7 * 200e9}, "interconnect", 1.0),
+    ],
+)
 def test_the_slowest_part_bounds(work, by, seconds):
     bound = Planned.of(compiled(4, **work), TPUS["v5e"]).bound
     assert bound.by == by
@@ -518,14 +546,23 @@ def test_hosts_are_joined_by_a_slower_network():
     assert bounds[1].seconds == bounds[1].network
 
 
-@pytest.mark.parametrize(("message", "gib"), [
-    ("RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
-     "temporaries (258.00G) exceeds available HBM (15.75G).", 258),
-    ("RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.30G of 15.75G hbm. "
-     "Exceeded hbm capacity by 4.55G.", 20.3),
-    ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.", 4),
-    ("INVALID_ARGUMENT: Mosaic failed to compile TPU kernel", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "gib"),
+    [
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO "
+            "temporaries (258.00G) exceeds available HBM (15.75G).",
+            258,
+        ),
+        (
+            "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.30G of 15.75G hbm. "
+            "Exceeded hbm capacity by 4.55G.",
+            20.3,
+        ),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 4294967296 bytes.", 4),
+        ("INVALID_ARGUMENT: Mosaic failed to compile TPU kernel", None),
+    ],
+)
 def test_messages_of_programs_that_do_not_fit(message, gib):
     found = needed_bytes(message)
     assert found is None if gib is None else found == pytest.approx(gib * GIB)
@@ -544,24 +581,27 @@ SELECT = f"--config={ROOT}/configs/webqa/vlp_select.py:runlocal"
 PROMPT = f"--config={ROOT}/configs/prompt/default.py"
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ([SELECT, "--topology=v9:2x4"], r"--topology=v9:2x4: unknown; .*v5e:AxB.*h100:N"),
-    ([SELECT, "--topology=v5e:2x4x2"], r"--topology=v5e:2x4x2: unknown; "),
-    ([SELECT, "--topology=v5p-7"], r"--topology=v5p-7: unknown; .*v7x:AxBxC.*b200:N"),
-    ([SELECT, "--topology=0x h100:8"], r"--topology=0x h100:8: unknown; "),
-    ([SELECT, "--topology=0xv5e:4x4"], r"--topology=0xv5e:4x4: unknown; .*2xv5e:4x4"),
-    ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),
-    ([SELECT, "--model=llama2_7b"], r"--model=llama2_7b: .*leave it out"),
-    ([SELECT, "--only=decode"], r"--only=decode: the config has the programs train, rerank"),
-    ([SELECT, "--config.model.frontend=x102"], r"model\.frontend='x102': one of patches"),
-    ([PROMPT], r"--model is missing: .*llama2_7b"),
-    ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
-    ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length is 100000"),
-    (
-        [PROMPT, "--model=smollm2", "--config.model.mesh.data=2", "--config.engine.slots=3"],
-        r"engine\.slots is 3: expected a multiple of 2, .* data=2; set it to 4",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([SELECT, "--topology=v9:2x4"], r"--topology=v9:2x4: unknown; .*v5e:AxB.*h100:N"),
+        ([SELECT, "--topology=v5e:2x4x2"], r"--topology=v5e:2x4x2: unknown; "),
+        ([SELECT, "--topology=v5p-7"], r"--topology=v5p-7: unknown; .*v7x:AxBxC.*b200:N"),
+        ([SELECT, "--topology=0x h100:8"], r"--topology=0x h100:8: unknown; "),
+        ([SELECT, "--topology=0xv5e:4x4"], r"--topology=0xv5e:4x4: unknown; .*2xv5e:4x4"),
+        ([SELECT, "--config.mesh.fsdp=3"], r"mesh: .*fsdp=3.* does not fit \d+ devices"),
+        ([SELECT, "--model=llama2_7b"], r"--model=llama2_7b: .*leave it out"),
+        ([SELECT, "--only=decode"], r"--only=decode: the config has the programs train, rerank"),
+        ([SELECT, "--config.model.frontend=x102"], r"model\.frontend='x102': one of patches"),
+        ([PROMPT], r"--model is missing: .*llama2_7b"),
+        ([PROMPT, "--model=llama2_8b"], r"--model=llama2_8b: .*did you mean 'llama.*_.*b'"),
+        ([PROMPT, "--model=smollm2", "--config.engine.length=100000"], r"engine\.length is 100000"),
+        (
+            [PROMPT, "--model=smollm2", "--config.model.mesh.data=2", "--config.engine.slots=3"],
+            r"engine\.slots is 3: expected a multiple of 2, .* data=2; set it to 4",
+        ),
+    ],
+)
 def test_bad_input(arguments, message, refused):
     refused("plan", *arguments, message=message)
 

@@ -41,11 +41,14 @@ def test_hours_of_a_number_of_pictures(monkeypatch):
     assert cost["pictures_per_second_bound"] == pytest.approx(1e3 / program["bound_ms"])
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--model=vlp_x101", "--pictures=0"], "--pictures=0: at least 1"),
-    (["--model=bge_base", "--pictures=5"], "only a detector takes pictures"),
-    (["--model=vlp_x101", "--config=configs/webqa/vlp_select.py"], "leave --config out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model=vlp_x101", "--pictures=0"], "--pictures=0: at least 1"),
+        (["--model=bge_base", "--pictures=5"], "only a detector takes pictures"),
+        (["--model=vlp_x101", "--config=configs/webqa/vlp_select.py"], "leave --config out"),
+    ],
+)
 def test_refusals(flags, message):
     ended = mmqa("plan", *flags)
     assert ended.code == 2

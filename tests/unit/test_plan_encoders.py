@@ -19,11 +19,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 # Millions of parameters, as their pages on the hub count them (with BERT's and XLM-R's poolers,
 # which no vector is made of: hidden * (hidden + 1); XLM-R's two rows of positions before the first).
 PARAMETERS = {
-    "minilm_l6": 22.7, "bge_small": 33.4, "bge_base": 109.5, "bge_large": 335.1,
-    "multilingual_e5_base": 278.0, "multilingual_e5_large": 559.9, "bge_m3": 567.8,
-    "mpnet_base": 109.5, "gte_modernbert_base": 149.0, "modernbert_large": 394.8,
-    "qwen3_embedding_06b": 595.8, "qwen3_embedding_4b": 4021.8, "qwen3_embedding_8b": 7567.3,
-}  # fmt: skip
+    "minilm_l6": 22.7,
+    "bge_small": 33.4,
+    "bge_base": 109.5,
+    "bge_large": 335.1,
+    "multilingual_e5_base": 278.0,
+    "multilingual_e5_large": 559.9,
+    "bge_m3": 567.8,
+    "mpnet_base": 109.5,
+    "gte_modernbert_base": 149.0,
+    "modernbert_large": 394.8,
+    "qwen3_embedding_06b": 595.8,
+    "qwen3_embedding_4b": 4021.8,
+    "qwen3_embedding_8b": 7567.3,
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)
@@ -36,11 +45,14 @@ def test_sizes_are_the_published_ones(name):
     assert millions == pytest.approx(PARAMETERS[name], rel=2e-3)
 
 
-@pytest.mark.parametrize(("name", "model"), [
-    ("nomic_embed", "NomicBert"),
-    ("gte_multilingual_base", "Gte"),
-    ("jina_v3", "JinaEmbeddingsV3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("nomic_embed", "NomicBert"),
+        ("gte_multilingual_base", "Gte"),
+        ("jina_v3", "JinaEmbeddingsV3"),
+    ],
+)
 def test_sizes_of_rotary_berts_are_those_of_transformers(name, model):
     config = getattr(transformers, f"{model}Config")()
     with torch.device("meta"):
@@ -49,21 +61,39 @@ def test_sizes_of_rotary_berts_are_those_of_transformers(name, model):
     assert encoders.encoder_program(name, jax.devices()[:1]).parameters == 4 * count
 
 
-@pytest.mark.parametrize(("name", "vision", "text"), [
-    (
-        "qwen3_vl_embedding_2b",
-        {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "out_hidden_size": 2048,
-         "deepstack_visual_indexes": [5, 11, 17]},
-        {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28,
-         "num_attention_heads": 16, "num_key_value_heads": 8},
-    ),
-    (
-        "qwen3_vl_embedding_8b",
-        {"out_hidden_size": 4096},
-        {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-         "num_attention_heads": 32, "num_key_value_heads": 8},
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "vision", "text"),
+    [
+        (
+            "qwen3_vl_embedding_2b",
+            {
+                "depth": 24,
+                "hidden_size": 1024,
+                "intermediate_size": 4096,
+                "out_hidden_size": 2048,
+                "deepstack_visual_indexes": [5, 11, 17],
+            },
+            {
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 28,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 8,
+            },
+        ),
+        (
+            "qwen3_vl_embedding_8b",
+            {"out_hidden_size": 4096},
+            {
+                "hidden_size": 4096,
+                "intermediate_size": 12288,
+                "num_hidden_layers": 36,
+                "num_attention_heads": 32,
+                "num_key_value_heads": 8,
+            },
+        ),
+    ],
+)
 def test_sizes_of_qwen3_vl_embedding_are_those_of_transformers(name, vision, text):
     config = transformers.Qwen3VLConfig(
         vision_config=vision, text_config={**text, "head_dim": 128, "vocab_size": 151936}

@@ -26,27 +26,33 @@ def grid(*shape):
     return places
 
 
-@pytest.mark.parametrize(("shape", "chip", "ends"), [
-    ((2, 4), V5E, (False, False)),
-    ((8, 16), V5E, (False, True)),
-    ((16, 16), TPUS["v6e"], (True, True)),
-    ((2, 2, 1), V5P, (False,) * 3),
-    ((2, 4, 4), V5P, (False,) * 3),
-    ((4, 4, 8), V5P, (True,) * 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "chip", "ends"),
+    [
+        ((2, 4), V5E, (False, False)),
+        ((8, 16), V5E, (False, True)),
+        ((16, 16), TPUS["v6e"], (True, True)),
+        ((2, 2, 1), V5P, (False,) * 3),
+        ((2, 4, 4), V5P, (False,) * 3),
+        ((4, 4, 8), V5P, (True,) * 3),
+    ],
+)
 def test_which_slices_wrap_around(shape, chip, ends):
     assert wraps(shape, chip) == ends
 
 
-@pytest.mark.parametrize(("group", "shape", "chip", "links"), [
-    (grid(2, 4), (2, 4), V5E, 2),  # a corner
-    (grid(16, 16), (16, 16), V5E, 4),
-    (grid(1, 4), (2, 4), V5E, 1),  # a line's end
-    ([(0, n) for n in range(16)], (16, 16), V5E, 2),  # a ring
-    ([(0, 0), (0, 2)], (2, 4), V5E, 1),  # over the chip between them
-    (grid(4, 4, 4), (4, 4, 4), V5P, 6),
-    (grid(2, 2, 1), (2, 2, 1), V5P, 2),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "shape", "chip", "links"),
+    [
+        (grid(2, 4), (2, 4), V5E, 2),  # a corner
+        (grid(16, 16), (16, 16), V5E, 4),
+        (grid(1, 4), (2, 4), V5E, 1),  # a line's end
+        ([(0, n) for n in range(16)], (16, 16), V5E, 2),  # a ring
+        ([(0, 0), (0, 2)], (2, 4), V5E, 1),  # over the chip between them
+        (grid(4, 4, 4), (4, 4, 4), V5P, 6),
+        (grid(2, 2, 1), (2, 2, 1), V5P, 2),
+    ],
+)
 def test_links_of_the_worst_placed_chip(group, shape, chip, links):
     assert fewest_links(group, shape, chip) == links
 
@@ -78,12 +84,15 @@ def test_a_mesh_lies_on_the_links_that_it_has():
     assert measured.placement(placed(data=8)).links is None
 
 
-@pytest.mark.parametrize(("kind", "inside", "across"), [
-    # 16 GB over 4 x 16 chips: rings of the 16, then each sends its 1 GB to three other slices.
-    ("all-reduce", 2 * 15, 2 * 3 / 4),
-    ("all-gather", 15, 3 / 4),
-    ("reduce-scatter", 15, 3 / 4),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "inside", "across"),
+    [
+        # 16 GB over 4 x 16 chips: rings of the 16, then each sends its 1 GB to three other slices.
+        ("all-reduce", 2 * 15, 2 * 3 / 4),
+        ("all-gather", 15, 3 / 4),
+        ("reduce-scatter", 15, 3 / 4),
+    ],
+)
 def test_slices_exchange_what_each_chip_has_a_part_of(kind, inside, across):
     """By hand: Thakur et al., 2005, of a ring; what XLA makes of it is in test_slices_program.py."""
     one = Exchange(kind, "data", 64, 16e9, slices=4, links=2)
@@ -150,12 +159,15 @@ def test_an_encoder_of_a_pods_run_is_planned_on_one_host():
     assert program.mesh == {"data": 4, "fsdp": 1, "tensor": 1}
 
 
-@pytest.mark.parametrize(("mesh", "devices"), [
-    ({}, 8),
-    ({"data": 1, "tensor": 16}, 16),  # fsdp is left at auto
-    ({"data": 2, "fsdp": 1, "tensor": 8}, 16),
-    ({"data": 1, "tensor": 8}, 8),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("mesh", "devices"),
+    [
+        ({}, 8),
+        ({"data": 1, "tensor": 16}, 16),  # fsdp is left at auto
+        ({"data": 2, "fsdp": 1, "tensor": 8}, 16),
+        ({"data": 1, "tensor": 8}, 8),
+    ],
+)
 def test_an_engine_spans_hosts_where_its_mesh_takes_all_devices(mesh, devices):
     changes = {f"model.mesh.{axis}": size for axis, size in mesh.items()}
     config = load_config("configs/prompt/default.py", changes)
@@ -258,6 +270,8 @@ def test_gradients_are_added_up_over_the_devices_that_share_the_batch(mesh):
     found = exchanges_of(loss, [split, whole, frozen], ROWS, MESH, trained=[split, whole])
     half = 16 * 16 * 2 / 2  # in bfloat16, in which the product is
     assert found == {
-        ("all-gather", "fsdp"): half, ("reduce-scatter", "fsdp"): half,
-        ("all-reduce", "data"): half / 2, ("all-reduce", "data+fsdp"): 16 * 2,
-    }  # fmt: skip
+        ("all-gather", "fsdp"): half,
+        ("reduce-scatter", "fsdp"): half,
+        ("all-reduce", "data"): half / 2,
+        ("all-reduce", "data+fsdp"): 16 * 2,
+    }

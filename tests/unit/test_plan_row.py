@@ -36,10 +36,12 @@ def test_a_row_is_the_sum_of_its_parts(row):
     made = row.to_json()
     work = {part["name"]: part["work"] for part in made["parts"]}
     assert work == {
-        "embed sources": SOURCES, "embed questions": QUESTIONS, "search": QUESTIONS,
+        "embed sources": SOURCES,
+        "embed questions": QUESTIONS,
+        "search": QUESTIONS,
         "rerank": QUESTIONS * 20,  # options.top_k
         "answer": QUESTIONS,
-    }  # fmt: skip
+    }
     assert [part["name"] for part in made["parts"] if part["once"]] == ["embed sources"]
     hours = sum(part["hours_bound"] for part in made["parts"] if not part["once"])
     v5e = made["chips"]["v5e"]
@@ -84,17 +86,35 @@ def test_a_language_model_reads_and_writes():
         plan_row(config, place, None, (100, 1), {})
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (["--questions=0", "--sources=10"], r"--questions=0: at least 1 was expected; correct it"),
-    (["--questions=9"], r"--questions and --sources: data/webqa .* not on this machine; give b"),
-    (["--questions=9", "--sources=1M,2M"], r"--sources=1M,2M: a row has one number .* give one"),
-    (["--questions=9", "--sources=9", "--workdir={tmp}"], r"--workdir=.*no workdir of `mmqa run`"),
-    (["--search"], r"--search: is no flag of a row; leave it out"),
-    (["--prices=nowhere.toml"], r"--prices=nowhere\.toml: expected a TOML .*\[chip_hour\].*copy"),
-    (["--prices={unknown}"], r"\[chip_hour\] v9 is no chip that plan knows; use one of v4, v5e"),
-    (["--prices={negative}"], r"\[chip_hour\] h200 is -1, a number from 0 on .*; correct it"),
-    (["--prices={text}"], r"\[chip_hour\] h200 is 'dear', a number from 0 on .*; correct it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--questions=0", "--sources=10"], r"--questions=0: at least 1 was expected; correct it"),
+        (
+            ["--questions=9"],
+            r"--questions and --sources: data/webqa .* not on this machine; give b",
+        ),
+        (
+            ["--questions=9", "--sources=1M,2M"],
+            r"--sources=1M,2M: a row has one number .* give one",
+        ),
+        (
+            ["--questions=9", "--sources=9", "--workdir={tmp}"],
+            r"--workdir=.*no workdir of `mmqa run`",
+        ),
+        (["--search"], r"--search: is no flag of a row; leave it out"),
+        (
+            ["--prices=nowhere.toml"],
+            r"--prices=nowhere\.toml: expected a TOML .*\[chip_hour\].*copy",
+        ),
+        (
+            ["--prices={unknown}"],
+            r"\[chip_hour\] v9 is no chip that plan knows; use one of v4, v5e",
+        ),
+        (["--prices={negative}"], r"\[chip_hour\] h200 is -1, a number from 0 on .*; correct it"),
+        (["--prices={text}"], r"\[chip_hour\] h200 is 'dear', a number from 0 on .*; correct it"),
+    ],
+)
 def test_bad_input(flags, message, refused, tmp_path):
     for name, line in (("unknown", "v9 = 1"), ("negative", "h200 = -1"), ("text", "h200 = 'dear'")):
         (tmp_path / name).write_text(f"[chip_hour]\n{line}\n")

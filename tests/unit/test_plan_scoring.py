@@ -81,18 +81,21 @@ def test_fluency_is_planned_for_one_device(tiny):
         assert on_tpu.trace().lower().as_text()
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    ([], r"--config is missing: .*--model=bart_large_cnn \(fluency"),
-    (["--model=llama_7bb"], r"--model=llama_7bb: .*did you mean 'llama_7b'"),
-    (["--model=llama2_7b"], r"--model=llama2_7b: .*add --config=configs/prompt/default.py"),
-    (["--config.train.steps=5"], r"--config.train.steps=5: of which --config"),
-    (
-        [f"--config={ROOT}/configs/prompt/default.py", f"--model={LARGE}"],
-        r"--model=bart_large_cnn: .*leave --config out",
-    ),
-    ([f"--model={LARGE}", "--only=train"], r"--only=train: the config has .* fluency"),
-    ([f"--model={LARGE}", "--search"], r"--search: .*no setting of .* fluency"),
-    ([f"--model={LARGE}", "--sources=10M"], r"--sources: the config trains no encoder"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], r"--config is missing: .*--model=bart_large_cnn \(fluency"),
+        (["--model=llama_7bb"], r"--model=llama_7bb: .*did you mean 'llama_7b'"),
+        (["--model=llama2_7b"], r"--model=llama2_7b: .*add --config=configs/prompt/default.py"),
+        (["--config.train.steps=5"], r"--config.train.steps=5: of which --config"),
+        (
+            [f"--config={ROOT}/configs/prompt/default.py", f"--model={LARGE}"],
+            r"--model=bart_large_cnn: .*leave --config out",
+        ),
+        ([f"--model={LARGE}", "--only=train"], r"--only=train: the config has .* fluency"),
+        ([f"--model={LARGE}", "--search"], r"--search: .*no setting of .* fluency"),
+        ([f"--model={LARGE}", "--sources=10M"], r"--sources: the config trains no encoder"),
+    ],
+)
 def test_bad_input(arguments, message, refused):
     refused("plan", *arguments, message=message)

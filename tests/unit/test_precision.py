@@ -202,16 +202,19 @@ def test_a_step_that_is_skipped_changes_nothing_held():
     assert changed == {"step"}
 
 
-@pytest.mark.parametrize(("section", "message"), [
-    ({"ema": 1.0}, r"train\.ema=1\.0: a decay from 0 to less than 1 was expected"),
-    ({"precision": {"moments": "float16"}}, r"train\.precision\.moments"),
-    ({"precision": {"products": "int4"}}, r"train\.precision\.products"),
-    ({"offload": "all"}, r"train\.offload"),
-    (
-        {"offload": "parameters", "precision": {"gradients": "bfloat16"}},
-        r"train\.offload=parameters: .* set train\.precision\.parameters to bfloat16",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"ema": 1.0}, r"train\.ema=1\.0: a decay from 0 to less than 1 was expected"),
+        ({"precision": {"moments": "float16"}}, r"train\.precision\.moments"),
+        ({"precision": {"products": "int4"}}, r"train\.precision\.products"),
+        ({"offload": "all"}, r"train\.offload"),
+        (
+            {"offload": "parameters", "precision": {"gradients": "bfloat16"}},
+            r"train\.offload=parameters: .* set train\.precision\.parameters to bfloat16",
+        ),
+    ],
+)
 def test_what_cannot_be(section, message):
     refuses(message, read_section, {"steps": 1, "optimizer": {}} | section)
 

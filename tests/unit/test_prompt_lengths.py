@@ -13,20 +13,23 @@ from tests.refusals import refuses
 USER = (Message("system", ("Be brief.",)), Message("user", (flag(), "ab" * 300)))
 
 
-@pytest.mark.parametrize(("query", "body", "new"), [
-    (Completion("a", "ab" * 300, Decoding(max_new_tokens=40)), {"prompt": "ab" * 300}, 40),
-    (Choices("a", "ab" * 300, ("c", "cde")), {"prompt": "ab" * 300 + "cde"}, 1),
-    (
-        Chat("a", USER, Decoding(max_new_tokens=40)),
-        {
-            "messages": [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "ab" * 300},
-            ]
-        },
-        40,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "body", "new"),
+    [
+        (Completion("a", "ab" * 300, Decoding(max_new_tokens=40)), {"prompt": "ab" * 300}, 40),
+        (Choices("a", "ab" * 300, ("c", "cde")), {"prompt": "ab" * 300 + "cde"}, 1),
+        (
+            Chat("a", USER, Decoding(max_new_tokens=40)),
+            {
+                "messages": [
+                    {"role": "system", "content": "Be brief."},
+                    {"role": "user", "content": "ab" * 300},
+                ]
+            },
+            40,
+        ),
+    ],
+)
 def test_a_server_that_counts_tokens_refuses_before_it_is_asked(query, body, new):
     """What its context holds is let through, to the token; nothing is generated."""
     counted = []

@@ -141,8 +141,11 @@ def test_values_of_another_kind_are_refused(reader, change, message):
 
 def test_keys_beside_the_rope_are_read():
     scaling = {
-        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
     found = llama({"rope_scaling": scaling, "original_max_position_embeddings": 4096})
     assert found.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 4096)
 
@@ -255,14 +258,17 @@ def test_sentences_are_means(minilm):
     assert read_bert_config(minilm).hidden == 384
 
 
-@pytest.mark.parametrize(("pooling", "message"), [
-    ({"pooling_mode": "mean", "embedding_dimension": 384}, None),  # since version 5
-    ({"pooling_mode": "lasttoken"}, "pooling_mode is 'lasttoken'"),
-    ({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is True"),
-    ({"pooling_mode_weightedmean_tokens": True}, "pooling_mode_weightedmean_tokens is True"),
-    ({"include_prompt": False}, "include_prompt is False"),
-    ({"pooling_mode_new": True}, "key 'pooling_mode_new'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pooling", "message"),
+    [
+        ({"pooling_mode": "mean", "embedding_dimension": 384}, None),  # since version 5
+        ({"pooling_mode": "lasttoken"}, "pooling_mode is 'lasttoken'"),
+        ({"pooling_mode_max_tokens": True}, "pooling_mode_max_tokens is True"),
+        ({"pooling_mode_weightedmean_tokens": True}, "pooling_mode_weightedmean_tokens is True"),
+        ({"include_prompt": False}, "include_prompt is False"),
+        ({"pooling_mode_new": True}, "key 'pooling_mode_new'"),
+    ],
+)
 def test_other_poolings_are_refused(pooling, message, minilm):
     change_json(minilm / "1_Pooling" / "config.json", **pooling)
     if message is None:
@@ -351,18 +357,21 @@ def test_gguf_metadata(tmp_path):
 # transformers' image processor beside a CLIP
 
 
-@pytest.mark.parametrize(("name", "processor", "message"), [
-    ("preprocessor_config.json", {}, None),
-    ("preprocessor_config.json", {"size": 16, "crop_size": 16, "resample": 3}, None),
-    ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, r"image_mean is \[0\.5"),
-    ("preprocessor_config.json", {"image_std": 0.5}, r"image_std is 0\.5"),
-    ("preprocessor_config.json", {"resample": 2}, "resample is 2, expected bicubic"),
-    ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
-    ("preprocessor_config.json", {"crop_size": {"height": 32, "width": 32}}, "crop_size is"),
-    ("preprocessor_config.json", {"size": {"shortest_edge": [16]}}, r"size is .*\[16\]"),
-    ("preprocessor_config.json", [], r"preprocessor_config\.json: is no JSON object of an im"),
-    ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 8}}}, "size is"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "processor", "message"),
+    [
+        ("preprocessor_config.json", {}, None),
+        ("preprocessor_config.json", {"size": 16, "crop_size": 16, "resample": 3}, None),
+        ("preprocessor_config.json", {"image_mean": [0.5, 0.5, 0.5]}, r"image_mean is \[0\.5"),
+        ("preprocessor_config.json", {"image_std": 0.5}, r"image_std is 0\.5"),
+        ("preprocessor_config.json", {"resample": 2}, "resample is 2, expected bicubic"),
+        ("preprocessor_config.json", {"do_center_crop": False}, "do_center_crop is False"),
+        ("preprocessor_config.json", {"crop_size": {"height": 32, "width": 32}}, "crop_size is"),
+        ("preprocessor_config.json", {"size": {"shortest_edge": [16]}}, r"size is .*\[16\]"),
+        ("preprocessor_config.json", [], r"preprocessor_config\.json: is no JSON object of an im"),
+        ("processor_config.json", {"image_processor": {"size": {"shortest_edge": 8}}}, "size is"),
+    ],
+)
 def test_pictures_are_prepared_as_the_file_says(name, processor, message, tmp_path):
     folder = make_source("clip", tmp_path / "clip").path  # of 16 pixels
     (folder / name).write_text(json.dumps(processor))

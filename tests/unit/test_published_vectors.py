@@ -133,16 +133,19 @@ def test_questions_that_the_files_do_not_have(folder):
     )
 
 
-@pytest.mark.parametrize(("index", "message"), [
-    ([], r"idx_val2014\.json: an object .* was expected"),
-    ({}, r"idx_val2014\.json: an object .* was expected"),
-    ({"0": "1<->9", "2": "1<->8"}, r"line 1: is None; \"image_id<->question_id\" was expected"),
-    ({"0": "1-9"}, r"line 0: is '1-9'; \"image_id<->question_id\""),
-    ({"0": "x<->9"}, r"line 0: is 'x<->9'"),
-    ({"0": ["1", "9"]}, r"line 0: is \['1', '9'\]"),
-    ({"0": "1<->99", "1": "2<->99"}, r"line 1: question 99 is there twice"),
-    ({"0": "1<->5"}, r"idx_val2014\.json, line 0: question 5 is there twice"),  # in train too
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ([], r"idx_val2014\.json: an object .* was expected"),
+        ({}, r"idx_val2014\.json: an object .* was expected"),
+        ({"0": "1<->9", "2": "1<->8"}, r"line 1: is None; \"image_id<->question_id\" was expected"),
+        ({"0": "1-9"}, r"line 0: is '1-9'; \"image_id<->question_id\""),
+        ({"0": "x<->9"}, r"line 0: is 'x<->9'"),
+        ({"0": ["1", "9"]}, r"line 0: is \['1', '9'\]"),
+        ({"0": "1<->99", "1": "2<->99"}, r"line 1: question 99 is there twice"),
+        ({"0": "1<->5"}, r"idx_val2014\.json, line 0: question 5 is there twice"),  # in train too
+    ],
+)
 def test_a_malformed_index(index, message, folder):
     index_of(folder, "val").write_text(json.dumps(index))
     refused(folder, message)

@@ -69,14 +69,17 @@ def test_what_cannot_be_captioned(tmp_path):
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    ((), "--features and --data: give one of them"),
-    (("--data=a", "--features=b"), "--features and --data: give one of them"),
-    (("--data=a", "--tags=b"), "--tags: is not used with --data"),
-    (("--features=a", "--split=b"), "--split: is not used with --features"),
-    (("--features=a",), "--tokenizer: is missing"),
-    (("--data=a", "--max_new_tokens=0"), "--max_new_tokens=0: expected at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "--features and --data: give one of them"),
+        (("--data=a", "--features=b"), "--features and --data: give one of them"),
+        (("--data=a", "--tags=b"), "--tags: is not used with --data"),
+        (("--features=a", "--split=b"), "--split: is not used with --features"),
+        (("--features=a",), "--tokenizer: is missing"),
+        (("--data=a", "--max_new_tokens=0"), "--max_new_tokens=0: expected at least 1"),
+    ],
+)
 def test_flags_that_contradict_each_other(flags, message, tmp_path):
     ended = mmqa("caption", *flags, "--model=m", f"--out={tmp_path / 'out'}")
     assert (ended.code, message in ended.err) == (2, True), ended.err

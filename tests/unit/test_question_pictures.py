@@ -52,9 +52,12 @@ def pictures():
 def test_a_questions_own_picture_or_those_of_its_gold_sources(pictures):
     shown = {q.id: [tuple(p[0, 0]) for p in pictures.of(q)] for q in QUESTIONS}
     assert shown == {
-        "text": [], "one": [FLAGS["red"]], "both": [FLAGS["blue"], FLAGS["red"]],
-        "own": [FLAGS["white"]], "broken": [FLAGS["white"]],
-    }  # fmt: skip
+        "text": [],
+        "one": [FLAGS["red"]],
+        "both": [FLAGS["blue"], FLAGS["red"]],
+        "own": [FLAGS["white"]],
+        "broken": [FLAGS["white"]],
+    }
     assert pictures.missing.names == ["broken.png"]
     assert [pictures.count(q) for q in QUESTIONS] == [0, 1, 2, 1, 2]
 
@@ -68,12 +71,31 @@ def test_slots(pictures):
     assert tuple(arrays["pixels"][2, 0, 0, 0]) == FLAGS["blue"]  # the first of two
 
 
-@pytest.mark.parametrize(("context", "captions"), [
-    ("sources", ["Arvania is small.", "Flag of red.", "Arvania is small. Flag of blue. "
-                 "Flag of red.", "Flag of red.", "Lost. Flag of white."]),
-    ("pictures", ["", "Flag of red.", "Flag of blue. Flag of red.", "Flag of red.",
-                  "Lost. Flag of white."]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("context", "captions"),
+    [
+        (
+            "sources",
+            [
+                "Arvania is small.",
+                "Flag of red.",
+                "Arvania is small. Flag of blue. Flag of red.",
+                "Flag of red.",
+                "Lost. Flag of white.",
+            ],
+        ),
+        (
+            "pictures",
+            [
+                "",
+                "Flag of red.",
+                "Flag of blue. Flag of red.",
+                "Flag of red.",
+                "Lost. Flag of white.",
+            ],
+        ),
+    ],
+)
 def test_questions_that_bring_their_gold_sources(context, captions):
     brought = with_gold_sources(CORPUS, context).questions()
     assert [q.extra["caption"] for q in brought] == captions

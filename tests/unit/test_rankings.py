@@ -26,8 +26,10 @@ def test_round_trip_in_the_order_of_the_questions(tmp_path):
     path = tmp_path / "retrieval" / "bm25.jsonl"
     write_rankings(path, rankings)
     assert json.loads(path.read_text().splitlines()[0]) == {
-        "question_id": "q1", "sources": ["a", "b"], "scores": [0.1, -3e-9],
-    }  # fmt: skip
+        "question_id": "q1",
+        "sources": ["a", "b"],
+        "scores": [0.1, -3e-9],
+    }
     assert read_rankings(path) == rankings
     assert read_rankings(path, ["q2", "q1"], {"a", "b"}) == rankings[::-1]
 
@@ -41,19 +43,22 @@ def test_to_rankings_drops_padding():
     ]
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ({"question_id": "q9", "sources": [], "scores": []}, "'q9' is not among the 2"),
-    (ROWS[0], "'q1' is ranked twice"),
-    ({"question_id": "q2", "sources": ["z"], "scores": [1]}, "'z' is not in the corpus"),
-    ({"question_id": "q2", "sources": ["a", "a"], "scores": [1, 0]}, "'a' is ranked twice"),
-    ({"question_id": "q2", "sources": ["a"], "scores": [1, 2]}, "1 sources but 2 scores"),
-    ({"question_id": "q2", "sources": ["a"], "scores": [float("nan")]}, "finite numbers"),
-    ({"question_id": "q2", "sources": ["a"], "scores": [True]}, "finite numbers"),
-    ({"question_id": "q2", "sources": [1], "scores": [1]}, "id strings"),
-    ({"question_id": 2, "sources": [], "scores": []}, "question_id must be a string"),
-    ({"question_id": "q2", "sources": []}, "expected"),
-    (["q2"], "expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question_id": "q9", "sources": [], "scores": []}, "'q9' is not among the 2"),
+        (ROWS[0], "'q1' is ranked twice"),
+        ({"question_id": "q2", "sources": ["z"], "scores": [1]}, "'z' is not in the corpus"),
+        ({"question_id": "q2", "sources": ["a", "a"], "scores": [1, 0]}, "'a' is ranked twice"),
+        ({"question_id": "q2", "sources": ["a"], "scores": [1, 2]}, "1 sources but 2 scores"),
+        ({"question_id": "q2", "sources": ["a"], "scores": [float("nan")]}, "finite numbers"),
+        ({"question_id": "q2", "sources": ["a"], "scores": [True]}, "finite numbers"),
+        ({"question_id": "q2", "sources": [1], "scores": [1]}, "id strings"),
+        ({"question_id": 2, "sources": [], "scores": []}, "question_id must be a string"),
+        ({"question_id": "q2", "sources": []}, "expected"),
+        (["q2"], "expected"),
+    ],
+)
 def test_bad_rows_are_named(tmp_path, row, message):
     path = write(tmp_path / "r.jsonl", [ROWS[0], row])
     with pytest.raises(UserError, match=message) as caught:

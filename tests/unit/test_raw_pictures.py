@@ -36,12 +36,21 @@ PICTURES = range(30_000_000, 30_000_004)
 BROKEN = PICTURES[3]
 # One static shape, few regions: compiling is what costs here.
 SMALL = {
-    "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,
-    "model.changes.heads": 2, "model.changes.mlp": 32, "packing.buckets": "((1,48),)",
-    "packing.max_question_tokens": 16, "packing.max_pair_tokens": 20, "batches.batch_size": 4,
-    "batches.threads": 2, "train.steps": 2, "train.log_every": 1, "features.slots": 3,
+    "tokenizer": "corpus:200",
+    "model.changes.hidden": 32,
+    "model.changes.layers": 1,
+    "model.changes.heads": 2,
+    "model.changes.mlp": 32,
+    "packing.buckets": "((1,48),)",
+    "packing.max_question_tokens": 16,
+    "packing.max_pair_tokens": 20,
+    "batches.batch_size": 4,
+    "batches.threads": 2,
+    "train.steps": 2,
+    "train.log_every": 1,
+    "features.slots": 3,
     "features.id_map": "",
-}  # fmt: skip
+}
 
 
 def datum(number: int) -> dict:
@@ -107,9 +116,11 @@ def train(places, run, *more, **changes):
 
 def raw(places, **changes):
     return {
-        "features.root": "", "features.detector": places / "detector",
-        "features.detection.sides": "(60,120)", **changes,
-    }  # fmt: skip
+        "features.root": "",
+        "features.detector": places / "detector",
+        "features.detection.sides": "(60,120)",
+        **changes,
+    }
 
 
 def batches(places, run, **changes):

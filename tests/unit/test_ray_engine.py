@@ -175,15 +175,22 @@ def test_a_chunk_that_costs_worker_after_worker_is_given_up(here, many, tmp_path
 CHUNKS_3_AND_4 = r"chunks 3, 4 are not done; start the command again"
 
 
-@pytest.mark.parametrize(("answers", "lost", "message"), [
-    (
-        ["", "ValueError: no", "", "its workers were lost 4 times", ""],
-        None,
-        r"chunks 1, 3 failed \(chunk 1: ValueError: no\); start the command again",
-    ),
-    (["", "", ""], "a long story\nthe node died", rf"failed \(the node died\); {CHUNKS_3_AND_4}"),
-    (["", "", ""], "", rf"the cluster failed \(LostNode\); {CHUNKS_3_AND_4}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("answers", "lost", "message"),
+    [
+        (
+            ["", "ValueError: no", "", "its workers were lost 4 times", ""],
+            None,
+            r"chunks 1, 3 failed \(chunk 1: ValueError: no\); start the command again",
+        ),
+        (
+            ["", "", ""],
+            "a long story\nthe node died",
+            rf"failed \(the node died\); {CHUNKS_3_AND_4}",
+        ),
+        (["", "", ""], "", rf"the cluster failed \(LostNode\); {CHUNKS_3_AND_4}"),
+    ],
+)
 def test_what_a_cluster_fails_at_is_named(answers, lost, message, monkeypatch):
     class LostNode(Exception):
         pass

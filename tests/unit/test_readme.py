@@ -49,9 +49,12 @@ def _commands(page: Path, folder: Path) -> list[list[str]]:
     found = []
     for block in re.findall(r"^```bash\n(.*?)^```", page.read_text("utf-8"), re.M | re.S):
         ended = subprocess.run(
-            [shutil.which("bash"), "-c", _RECORDER + block], cwd=folder, capture_output=True,
-            text=True, timeout=60,
-        )  # fmt: skip
+            [shutil.which("bash"), "-c", _RECORDER + block],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         # What is not found are other programs: without PATH none is.
         errors = [line for line in ended.stderr.splitlines() if "No such file" not in line]
         assert not errors, block

@@ -116,11 +116,14 @@ def test_other_tokenizers(restricted, tmp_path):
     assert (tmp_path / "c" / "tokenizer.json").exists()
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("corpus:many", r"config key tokenizer=corpus:many: write corpus:N"),
-    ("corpus:7", r"vocab_size=7: the texts alone have \d+ different characters"),
-    ("nowhere.json", r"nowhere\.json: no such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("corpus:many", r"config key tokenizer=corpus:many: write corpus:N"),
+        ("corpus:7", r"vocab_size=7: the texts alone have \d+ different characters"),
+        ("nowhere.json", r"nowhere\.json: no such file"),
+    ],
+)
 def test_wrong_tokenizers_are_named_and_none_is_kept(name, message, tmp_path):
     refuses(message, make_tokenizer, name, CORPUS, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -198,12 +201,15 @@ def test_a_folder_without_weights_and_a_vocabulary_that_does_not_fit(restricted,
         loaded(read_task(config).recipe(CORPUS, restricted))
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
-    ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
-    ({"model__frontend": "x102"}, r"config key model\.frontend='x102': .*'x101'"),
-    ({"packing__buckets": "()"}, r"packing\.buckets is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data__split": "val"}, r"config key data\.split=val: .*no such questions"),
+        ({"model__trunk": "bert_huge"}, r"config key model\.trunk=bert_huge: unknown.*minilm_l6"),
+        ({"model__frontend": "x102"}, r"config key model\.frontend='x102': .*'x101'"),
+        ({"packing__buckets": "()"}, r"packing\.buckets is empty"),
+    ],
+)
 def test_wrong_configs_are_named(change, message, restricted):
     with pytest.raises(UserError, match=message):
         read_task(make_config("answer", **change)).recipe(CORPUS, restricted)
@@ -270,13 +276,19 @@ def test_changes_and_vocabulary_reach_the_model():
     assert (dual.text.vocab_size, dual.text.types, dual.vision.layers) == (77, 2, 3)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"clip": "vit_b_17"}, r"config key model\.clip=vit_b_17: unknown; use one of vit_b_32"),
-    ({"changes": {"layer": 2}}, r"config key model\.changes\.layer: .*'layers'"),
-    ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown"),
-    ({"vision": {"embed_dim": 384}, "changes": {"hidden": 48}}, r"vision\.embed_dim is 384, .*48"),
-    ({"fusion": "max"}, r"fusion is 'max', expected one of mean, image, sum"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"clip": "vit_b_17"}, r"config key model\.clip=vit_b_17: unknown; use one of vit_b_32"),
+        ({"changes": {"layer": 2}}, r"config key model\.changes\.layer: .*'layers'"),
+        ({"vision": {"depth": 2}}, r"config key model\.vision\.depth: unknown"),
+        (
+            {"vision": {"embed_dim": 384}, "changes": {"hidden": 48}},
+            r"vision\.embed_dim is 384, .*48",
+        ),
+        ({"fusion": "max"}, r"fusion is 'max', expected one of mean, image, sum"),
+    ],
+)
 def test_wrong_presets_are_named(change, message):
     section = {"clip": "", "trunk": "minilm_l6", "fusion": "mean", "picture_gate": 0.1}
     with pytest.raises(UserError, match=message):

@@ -35,24 +35,43 @@ def save(folder, tokens="a", special=SPECIAL, template=None, settings=None, mode
     return folder
 
 
-@pytest.mark.parametrize(("pairs", "made", "message"), [
-    (True, {"special": SPECIAL[:2], "template": ROBERTA}, r"tokenizer\.json: no padding .*pad_token"),
-    (True, {"template": SIGLIP_2}, r"tokenizer\.json: its template .* one token before and one"),
-    (False, {"tokens": "b"}, r"tokenizer\.json: its template makes \[\] of 'a'; .*put"),
-    *((pairs, {"model": models.WordPiece, "template": ROBERTA},
-       r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's")
-      for pairs in (True, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pairs", "made", "message"),
+    [
+        (
+            True,
+            {"special": SPECIAL[:2], "template": ROBERTA},
+            r"tokenizer\.json: no padding .*pad_token",
+        ),
+        (
+            True,
+            {"template": SIGLIP_2},
+            r"tokenizer\.json: its template .* one token before and one",
+        ),
+        (False, {"tokens": "b"}, r"tokenizer\.json: its template makes \[\] of 'a'; .*put"),
+        *(
+            (
+                pairs,
+                {"model": models.WordPiece, "template": ROBERTA},
+                r"tokenizer\.json: cannot split every text \(.*Missing \[UNK\] .*; put the checkpoint's",
+            )
+            for pairs in (True, False)
+        ),
+    ],
+)
 def test_tokenizers_of_text_encoders(tmp_path, pairs, made, message):
     refuses(message, load_encoder_tokenizer, save(tmp_path, **made), 9, pairs=pairs)
 
 
-@pytest.mark.parametrize(("made", "message"), [
-    ({"template": ROBERTA}, r"tokenizer\.json: its template .* one token after a text"),
-    ({"model": models.WordLevel, "template": SIGLIP_2}, r"tokenizer\.json: .*Missing \[UNK\]"),
-    ({"tokens": "b", "template": SIGLIP_2}, r"tokenizer\.json: .* \['</s>'\] of 'a'; one"),
-    ({"special": ["</s>"], "template": SIGLIP_2}, r"tokenizer\.json: no padding .*pad_token"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        ({"template": ROBERTA}, r"tokenizer\.json: its template .* one token after a text"),
+        ({"model": models.WordLevel, "template": SIGLIP_2}, r"tokenizer\.json: .*Missing \[UNK\]"),
+        ({"tokens": "b", "template": SIGLIP_2}, r"tokenizer\.json: .* \['</s>'\] of 'a'; one"),
+        ({"special": ["</s>"], "template": SIGLIP_2}, r"tokenizer\.json: no padding .*pad_token"),
+    ],
+)
 def test_tokenizers_of_siglip_2(tmp_path, made, message):
     refuses(message, load_siglip_tokenizer, save(tmp_path, **made), 9)
 
@@ -71,14 +90,21 @@ def pieces(tmp_path_factory):
     return prefix.with_suffix(".model").read_bytes()
 
 
-@pytest.mark.parametrize(("model", "settings", "message"), [
-    (None, {}, r": has no tokenizer \(spiece\.model, or SigLIP 2's .*; put the one published"),
-    (b"", {}, r"spiece\.model: not a SentencePiece model \(.*; fetch it again"),
-    (b"no model", {}, r"spiece\.model: not a SentencePiece model \(.*; fetch it again"),
-    ("whole", {"eos_token": "<eos>"}, r"spiece\.model: has no piece '<eos>', the eos_token; put"),
-    ("whole", {"pad_token": {"content": "<pad>"}}, "has no piece '<pad>', the pad_token; put"),
-    ("whole", {"do_lower_case": 1}, r"tokenizer_config\.json: do_lower_case is .*correct it"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "settings", "message"),
+    [
+        (None, {}, r": has no tokenizer \(spiece\.model, or SigLIP 2's .*; put the one published"),
+        (b"", {}, r"spiece\.model: not a SentencePiece model \(.*; fetch it again"),
+        (b"no model", {}, r"spiece\.model: not a SentencePiece model \(.*; fetch it again"),
+        (
+            "whole",
+            {"eos_token": "<eos>"},
+            r"spiece\.model: has no piece '<eos>', the eos_token; put",
+        ),
+        ("whole", {"pad_token": {"content": "<pad>"}}, "has no piece '<pad>', the pad_token; put"),
+        ("whole", {"do_lower_case": 1}, r"tokenizer_config\.json: do_lower_case is .*correct it"),
+    ],
+)
 def test_tokenizers_of_siglip(tmp_path, pieces, model, settings, message):
     if model is not None:
         (tmp_path / "spiece.model").write_bytes(pieces if model == "whole" else model)
@@ -94,15 +120,24 @@ def test_minilms_package_is_missing(monkeypatch):
 NO_PROMPT = "its chat template makes no prompt of an instruction, texts and pictures"
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    ("{{ raise_exception('no system message') }}", rf"{NO_PROMPT} \(no system message\); use a"),
-    ("{{ messages[0].content + '!' }}", rf"{NO_PROMPT} \(can only concatenate .*; use a"),
-    ("{% for a, b in messages[1].content[:1] %}{{ a.b.c }}{% endfor %}", NO_PROMPT),
-    ("{{ 1 // 0 }}", rf"{NO_PROMPT} \(integer division .*; use a"),
-    ("{% for %}", rf"{NO_PROMPT} \(.*; use a"),
-    ("{{ messages[0].content[0].text }}", "does not put the instruction, each text and a"),
-    ([{"name": "default"}, "x", {"template": "y"}], r"tokenizer_config\.json, chat_template: a text was expected, or a list of .*; fetch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{{ raise_exception('no system message') }}",
+            rf"{NO_PROMPT} \(no system message\); use a",
+        ),
+        ("{{ messages[0].content + '!' }}", rf"{NO_PROMPT} \(can only concatenate .*; use a"),
+        ("{% for a, b in messages[1].content[:1] %}{{ a.b.c }}{% endfor %}", NO_PROMPT),
+        ("{{ 1 // 0 }}", rf"{NO_PROMPT} \(integer division .*; use a"),
+        ("{% for %}", rf"{NO_PROMPT} \(.*; use a"),
+        ("{{ messages[0].content[0].text }}", "does not put the instruction, each text and a"),
+        (
+            [{"name": "default"}, "x", {"template": "y"}],
+            r"tokenizer_config\.json, chat_template: a text was expected, or a list of .*; fetch",
+        ),
+    ],
+)
 def test_chat_templates_that_make_no_prompt(tmp_path, template, message):
     folder = save(tmp_path, tokens="abc", settings={"chat_template": template})
     tokenizer = load_encoder_tokenizer(folder, 9, pairs=False)

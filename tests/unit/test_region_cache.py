@@ -70,12 +70,14 @@ class Counting:
             corner = rng.uniform(0, 5, (COUNT, 2))
             found.append(
                 DetectedRegions(
-                    (height, width), np.concatenate([corner, corner + 1], 1).astype("f4"),
+                    (height, width),
+                    np.concatenate([corner, corner + 1], 1).astype("f4"),
                     rng.normal(size=(COUNT, FEATURES)).astype("f4"),
-                    rng.uniform(size=COUNT).astype("f4"), np.arange(1, COUNT + 1, dtype="i4"),
+                    rng.uniform(size=COUNT).astype("f4"),
+                    np.arange(1, COUNT + 1, dtype="i4"),
                     rng.normal(size=(COUNT, CLASSES)).astype("f4"),
                 )
-            )  # fmt: skip
+            )
         return found
 
 
@@ -313,24 +315,27 @@ def test_trained_models_look_at_a_batch_together(tmp_path, monkeypatch):
     assert detector.calls == [3, 1]
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"features.root": "x"}, r"features\.root=x names features that are already there"),
-    ({"features.detector": "nowhere.pkl"}, r"detector=nowhere\.pkl: no such file or folder"),
-    ({"features.cache": "gs://b/c"}, r"features\.cache=gs://b/c: a folder of a file system"),
-    ({"features.detection.sides": "(90,60)"}, r"detection\.sides=\(90, 60\): two numbers"),
-    ({"features.detection.regions": "(-1,5)"}, r"detection\.regions=\(-1, 5\): two numbers"),
-    ({"features.detection.precision": "int8"}, r"features\.detection\.precision"),
-    ({"features.detection.batch_size": "0"}, r"features\.detection\.batch_size=0"),
-    ({"features.detector": ""}, r"features\.root is missing"),
-    (
-        {"features.detector": "", "features.root": "x", "features.cache": "y"},
-        r"features\.cache: is used with features\.detector alone",
-    ),
-    (
-        {"features.detector": "", "features.root": "x", "features.detection.sides": "(6,9)"},
-        r"features\.detection: is used with features\.detector alone",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features.root": "x"}, r"features\.root=x names features that are already there"),
+        ({"features.detector": "nowhere.pkl"}, r"detector=nowhere\.pkl: no such file or folder"),
+        ({"features.cache": "gs://b/c"}, r"features\.cache=gs://b/c: a folder of a file system"),
+        ({"features.detection.sides": "(90,60)"}, r"detection\.sides=\(90, 60\): two numbers"),
+        ({"features.detection.regions": "(-1,5)"}, r"detection\.regions=\(-1, 5\): two numbers"),
+        ({"features.detection.precision": "int8"}, r"features\.detection\.precision"),
+        ({"features.detection.batch_size": "0"}, r"features\.detection\.batch_size=0"),
+        ({"features.detector": ""}, r"features\.root is missing"),
+        (
+            {"features.detector": "", "features.root": "x", "features.cache": "y"},
+            r"features\.cache: is used with features\.detector alone",
+        ),
+        (
+            {"features.detector": "", "features.root": "x", "features.detection.sides": "(6,9)"},
+            r"features\.detection: is used with features\.detector alone",
+        ),
+    ],
+)
 def test_configs_that_are_refused(changes, message, tmp_path):
     (tmp_path / "detector.pkl").touch()
     values = {"features.root": "", "features.detector": str(tmp_path / "detector.pkl")}

@@ -76,10 +76,12 @@ def write_pickles(records, folder, names):
         regions = records.read(name)
         classes = np.concatenate([regions.logits[:, 1:], regions.logits[:, :1]], axis=1)
         arrays = {
-            "pred_boxes": regions.boxes, "scores": regions.scores,
-            "pred_classes": regions.labels - 1, "fc1_features": regions.features,
+            "pred_boxes": regions.boxes,
+            "scores": regions.scores,
+            "pred_classes": regions.labels - 1,
+            "fc1_features": regions.features,
             "cls_features": classes,
-        }  # fmt: skip
+        }
         content = {"image_size": regions.size, "num_instances": len(regions)}
         content |= {key: torch.from_numpy(np.array(array)) for key, array in arrays.items()}
         path = folder / "train" / name[1:5].lstrip("0") / f"{name}.pkl"
@@ -200,22 +202,34 @@ def test_oscars_text_is_the_exported_word(tmp_path):
     assert all(word.split()[0] in ATTRIBUTES for word in tag_words(found))
 
 
-@pytest.mark.parametrize(("facts", "names", "kind", "message"), [
-    (DAMP, ("a b",), "tags", "picture 'a b' does not end in a number"),
-    (SMALL, ("1",), "tags", "--export=tags: these records do not name .* classes; run `mmqa f"),
-    (DAMP, ("a_1", "b_1"), "tags", "'a_1' and 'b_1' end in the same number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "names", "kind", "message"),
+    [
+        (DAMP, ("a b",), "tags", "picture 'a b' does not end in a number"),
+        (SMALL, ("1",), "tags", "--export=tags: these records do not name .* classes; run `mmqa f"),
+        (DAMP, ("a_1", "b_1"), "tags", "'a_1' and 'b_1' end in the same number"),
+    ],
+)
 def test_what_a_format_cannot_hold(tmp_path, facts, names, kind, message):
     kept = records(tmp_path / "r", facts, names, (2,) * len(names))
     refuses(message, export_regions, kept, kind, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("facts", "message"), [
-    (SMALL, "--attributes: these records do not name .* classes; run `mmqa features` with --names"),
-    (dataclasses.replace(DAMP, attribute_names=()), "do not name attributes; give --attribute_n"),
-    (dataclasses.replace(DAMP, attributes=0), "do not name attributes; give --attribute_names"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        (
+            SMALL,
+            "--attributes: these records do not name .* classes; run `mmqa features` with --names",
+        ),
+        (
+            dataclasses.replace(DAMP, attribute_names=()),
+            "do not name attributes; give --attribute_n",
+        ),
+        (dataclasses.replace(DAMP, attributes=0), "do not name attributes; give --attribute_names"),
+    ],
+)
 @pytest.mark.parametrize("kind", ["vinvl", "tags"])
 def test_attributes_that_have_no_names(tmp_path, kind, facts, message):
     kept = records(tmp_path / "r", facts, ("1",), (2,))
@@ -254,8 +268,11 @@ def test_a_sources_regions_from_records(tmp_path):
 def test_names_of_classes(tmp_path):
     (tmp_path / "objects_vocab.txt").write_text("Stop sign,stopsign\ntv\ncar\nsky\n")
     assert read_names(tmp_path / "objects_vocab.txt", "class", 4) == (
-        "stop sign", "tv", "car", "sky",
-    )  # fmt: skip
+        "stop sign",
+        "tv",
+        "car",
+        "sky",
+    )
     content = {"label_to_idx": {"dog": 2, "cat": 1}, "attribute_to_idx": {"wet": 1}}
     (tmp_path / "vg.json").write_text(json.dumps(content))
     assert read_names(tmp_path / "vg.json", "class", 2) == ("cat", "dog")

@@ -57,11 +57,17 @@ def write(folder, found, facts=FACTS, shard=2, part=Shard(0, 1), encode=None, **
         ]
 
     return write_records(
-        folder, REGIONS, {name: name for name in found}, encode or packed,
+        folder,
+        REGIONS,
+        {name: name for name in found},
+        encode or packed,
         about={"facts": dataclasses.asdict(facts)},
-        broken=more.pop("broken", BrokenPictures(len(found))), facts=[facts.model], shard=shard,
-        part=part, **more,
-    )  # fmt: skip
+        broken=more.pop("broken", BrokenPictures(len(found))),
+        facts=[facts.model],
+        shard=shard,
+        part=part,
+        **more,
+    )
 
 
 @pytest.mark.parametrize("precision", ["float16", "float32"])
@@ -101,13 +107,20 @@ def test_what_a_record_cannot_hold_is_refused():
     refuses("scores of regions: up to nan", pack_regions, broken, "float32")
 
 
-@pytest.mark.parametrize(("change", "reason"), [
-    (lambda record: record[:-5], "no record of regions"),
-    (lambda record: b"", "no record of regions"),
-    (lambda record: safetensors.numpy.save({"boxes": np.zeros((1, 4), "f4")}), "size"),
-    (lambda record: pack_regions(regions(2, facts=dataclasses.replace(FACTS, classes=4)),
-                                 "float16"), r"logits of shape \(2, 4\), expected \(2, 5\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda record: record[:-5], "no record of regions"),
+        (lambda record: b"", "no record of regions"),
+        (lambda record: safetensors.numpy.save({"boxes": np.zeros((1, 4), "f4")}), "size"),
+        (
+            lambda record: pack_regions(
+                regions(2, facts=dataclasses.replace(FACTS, classes=4)), "float16"
+            ),
+            r"logits of shape \(2, 4\), expected \(2, 5\)",
+        ),
+    ],
+)
 def test_damaged_records_are_refused(change, reason):
     with pytest.raises(ValueError, match=reason):
         unpack_regions(change(pack_regions(regions(2), "float16")), FACTS)
@@ -131,11 +144,14 @@ def test_pictures_are_found_by_name_and_by_the_number_it_ends_in(tmp_path):
 AGAIN = "delete the folder and run `mmqa features` again"
 
 
-@pytest.mark.parametrize(("names", "facts", "message"), [
-    ("43", FACTS, f"r: holds picture 4 in place of 1: its files are damaged; {AGAIN}"),
-    ("12", dataclasses.replace(FACTS, classes=4), rf"r: .*\(logits of shape .*; {AGAIN}"),
-    ("", FACTS, rf"r: its regions cannot be read \(.*; {AGAIN}"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "facts", "message"),
+    [
+        ("43", FACTS, f"r: holds picture 4 in place of 1: its files are damaged; {AGAIN}"),
+        ("12", dataclasses.replace(FACTS, classes=4), rf"r: .*\(logits of shape .*; {AGAIN}"),
+        ("", FACTS, rf"r: its regions cannot be read \(.*; {AGAIN}"),
+    ],
+)
 def test_files_of_another_job_among_the_records(tmp_path, names, facts, message):
     write(tmp_path / "r", {name: regions(2) for name in "12"})
     shutil.rmtree(tmp_path / "r/regions")

@@ -216,13 +216,17 @@ class StorageAttack:
         return torch.storage._load_from_bytes, (pickle.dumps(Attack(), protocol=2),)
 
 
-@pytest.mark.parametrize(("value", "name"), [
-    (Attack(), r"(posix|nt)\.mkdir"),
-    (StorageAttack(), r"(posix|nt)\.mkdir"),
-    (Fraction(1, 2), r"fractions\.Fraction"),
-    (np.random.default_rng, r"numpy\.random\S*\.default_rng"),
-    (eval, r"builtins\.eval"),
-], ids=["call", "storage", "class", "numpy", "builtin"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (Attack(), r"(posix|nt)\.mkdir"),
+        (StorageAttack(), r"(posix|nt)\.mkdir"),
+        (Fraction(1, 2), r"fractions\.Fraction"),
+        (np.random.default_rng, r"numpy\.random\S*\.default_rng"),
+        (eval, r"builtins\.eval"),
+    ],
+    ids=["call", "storage", "class", "numpy", "builtin"],
+)
 def test_foreign_objects_are_named_and_refused(tmp_path, monkeypatch, value, name):
     monkeypatch.chdir(tmp_path)
     path = write_x101(tmp_path, scores=value)
@@ -290,21 +294,25 @@ def test_a_stored_storage_is_read(tmp_path):
     np.testing.assert_array_equal(load_arrays(path), [1, 2, 3])
 
 
-@pytest.mark.parametrize(("value", "reason"), [
-    (stored(magic=1), "a tensor's storage is not in torch's format"),
-    (stored(kind="module"), "a tensor's storage is not in torch's format"),
-    (stored(length=4), "a tensor's storage is not as long as it says"),
-    (Call(NEW, np.ndarray, (4,), b"b"), "an array is not in numpy's format"),
-    (
-        Call(NEW, np.ndarray, (0,), b"b", state=(1, (1,), "f4", False, b"0000")),
-        "an array is not in numpy's format",
-    ),
-    (
-        Call(np.dtype, "f4", state=(3, "<", None, ("a",), None, 4, 4, 0)),
-        "a dtype is not in numpy's format",
-    ),
-    (Call(_codecs.encode, "abc", "utf-7"), "bytes are written as utf-7"),
-], ids=["magic", "kind", "length", "call", "state", "dtype", "encoding"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (stored(magic=1), "a tensor's storage is not in torch's format"),
+        (stored(kind="module"), "a tensor's storage is not in torch's format"),
+        (stored(length=4), "a tensor's storage is not as long as it says"),
+        (Call(NEW, np.ndarray, (4,), b"b"), "an array is not in numpy's format"),
+        (
+            Call(NEW, np.ndarray, (0,), b"b", state=(1, (1,), "f4", False, b"0000")),
+            "an array is not in numpy's format",
+        ),
+        (
+            Call(np.dtype, "f4", state=(3, "<", None, ("a",), None, 4, 4, 0)),
+            "a dtype is not in numpy's format",
+        ),
+        (Call(_codecs.encode, "abc", "utf-7"), "bytes are written as utf-7"),
+    ],
+    ids=["magic", "kind", "length", "call", "state", "dtype", "encoding"],
+)
 def test_arrays_in_another_form_are_refused(tmp_path, value, reason):
     path = tmp_path / "other.pkl"
     path.write_bytes(pickle.dumps(value, 2))
@@ -318,15 +326,18 @@ def test_a_pickle_that_cannot_be_opened_is_named(tmp_path):
     refuses(r"folder\.pkl: cannot be read .*; check the path", load_arrays, tmp_path / "folder.pkl")
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"fc1_features": torch.zeros(3, 1024)}, r"fc1_features: shape \(3, 1024\), .*\(3, 2048\)"),
-    ({"cls_features": torch.zeros(2, 1601)}, r"cls_features: shape \(2, 1601\), .*\(3, 1601\)"),
-    ({"pred_boxes": torch.zeros(3, 5)}, r"pred_boxes: shape \(3, 5\), expected \(number, 4\)"),
-    ({"scores": None}, r"scores: an array of shape \(3\) was expected"),
-    ({"scores": torch.tensor([0.5, float("nan"), 0.1])}, r"scores hold NaN or infinity"),
-    ({"pred_classes": torch.tensor([0, 1600, 3])}, r"classes beyond 0 to 1599"),
-    ({k: torch.tensor(v[:0]) for k, v in detections().items()}, r"holds no regions; run"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"fc1_features": torch.zeros(3, 1024)}, r"fc1_features: shape \(3, 1024\), .*\(3, 2048\)"),
+        ({"cls_features": torch.zeros(2, 1601)}, r"cls_features: shape \(2, 1601\), .*\(3, 1601\)"),
+        ({"pred_boxes": torch.zeros(3, 5)}, r"pred_boxes: shape \(3, 5\), expected \(number, 4\)"),
+        ({"scores": None}, r"scores: an array of shape \(3\) was expected"),
+        ({"scores": torch.tensor([0.5, float("nan"), 0.1])}, r"scores hold NaN or infinity"),
+        ({"pred_classes": torch.tensor([0, 1600, 3])}, r"classes beyond 0 to 1599"),
+        ({k: torch.tensor(v[:0]) for k, v in detections().items()}, r"holds no regions; run"),
+    ],
+)
 def test_wrong_x101_contents_are_named(tmp_path, change, message):
     write_x101(tmp_path, **change)
     refuses(rf"{ID}\.pkl.*{message}", X101Features(tmp_path).read, ID, error=RegionError)
@@ -367,35 +378,38 @@ def first(change):
     return with_objects(lambda content: change(content["objects"]))
 
 
-@pytest.mark.parametrize(("edit", "row", "kind", "message"), [
-    (
-        first(lambda found: found[1].update(feature=found[1]["feature"][:400])),
-        *(0, RegionError, r"v\.tsv, row 0, region 1, feature: 75 values, expected 2048"),
-    ),
-    (
-        first(lambda found: found[0].update(scores_all="?" * 40)),
-        *(0, RegionError, r"v\.tsv, row 0, region 0, scores_all: broken base64"),
-    ),
-    (
-        first(lambda found: found[1].pop("conf")),
-        *(0, RegionError, r"v\.tsv, row 0: .* not a JSON object .* \(no 'conf'\)"),
-    ),
-    (
-        first(lambda found: [region.update(rect=[1, 2, 3]) for region in found]),
-        *(0, RegionError, r"v\.tsv, row 0: boxes of 3 values, expected 4"),
-    ),
-    (first(list.clear), 0, RegionError, r"v\.tsv, row 0: holds no regions"),
-    (
-        lambda text: text.replace('{"objects"', '["objects"', 1),
-        *(0, RegionError, r"v\.tsv, row 0: the last column is not a JSON object"),
-    ),
-    (str, 20_000_001, RegionError, r"20000000 and up were not given \(given: 0\)"),
-    (str, 2, UserError, r"row 2: .*v\.lineidx has 2 rows"),
-    (lambda text: text.replace("\n1\t", "\n7\t"), 1, UserError, "row 1: holds '7' and not pic"),
-    (lambda text: " " + text, 1, UserError, "row 1: bytes .* not that row's line"),
-    (lambda text: text[: len(text) // 4], 0, RegionError, "row 0: the file ends within it"),
-    (lambda text: text[: len(text) // 4], 1, UserError, "row 1: the file ends at byte"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("edit", "row", "kind", "message"),
+    [
+        (
+            first(lambda found: found[1].update(feature=found[1]["feature"][:400])),
+            *(0, RegionError, r"v\.tsv, row 0, region 1, feature: 75 values, expected 2048"),
+        ),
+        (
+            first(lambda found: found[0].update(scores_all="?" * 40)),
+            *(0, RegionError, r"v\.tsv, row 0, region 0, scores_all: broken base64"),
+        ),
+        (
+            first(lambda found: found[1].pop("conf")),
+            *(0, RegionError, r"v\.tsv, row 0: .* not a JSON object .* \(no 'conf'\)"),
+        ),
+        (
+            first(lambda found: [region.update(rect=[1, 2, 3]) for region in found]),
+            *(0, RegionError, r"v\.tsv, row 0: boxes of 3 values, expected 4"),
+        ),
+        (first(list.clear), 0, RegionError, r"v\.tsv, row 0: holds no regions"),
+        (
+            lambda text: text.replace('{"objects"', '["objects"', 1),
+            *(0, RegionError, r"v\.tsv, row 0: the last column is not a JSON object"),
+        ),
+        (str, 20_000_001, RegionError, r"20000000 and up were not given \(given: 0\)"),
+        (str, 2, UserError, r"row 2: .*v\.lineidx has 2 rows"),
+        (lambda text: text.replace("\n1\t", "\n7\t"), 1, UserError, "row 1: holds '7' and not pic"),
+        (lambda text: " " + text, 1, UserError, "row 1: bytes .* not that row's line"),
+        (lambda text: text[: len(text) // 4], 0, RegionError, "row 0: the file ends within it"),
+        (lambda text: text[: len(text) // 4], 1, UserError, "row 1: the file ends at byte"),
+    ],
+)
 def test_wrong_vinvl_files_are_named(tmp_path, edit, row, kind, message):
     with pytest.raises(kind, match=message):
         vinvl(tmp_path, edit).read(row)
@@ -418,11 +432,14 @@ def test_an_indexed_tsv_gives_each_row_its_columns(tmp_path):
     assert issubclass(CutLine, UserError)
 
 
-@pytest.mark.parametrize(("offsets", "message"), [
-    ("0\n5\n5\n", r"t\.lineidx, line 3: offset not above"),
-    ("0\nx\n", r"t\.lineidx, line 2: not a byte offset"),
-    (None, r"t\.lineidx: no such file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        ("0\n5\n5\n", r"t\.lineidx, line 3: offset not above"),
+        ("0\nx\n", r"t\.lineidx, line 2: not a byte offset"),
+        (None, r"t\.lineidx: no such file"),
+    ],
+)
 def test_offsets_of_an_indexed_tsv_that_are_wrong(tmp_path, offsets, message):
     (tmp_path / "t.tsv").write_text("a\nb\n")
     if offsets:

@@ -215,11 +215,14 @@ def test_a_bound_that_is_no_number_is_refused(monkeypatch, given):
     refuses(f"MMQA_STREAM_GIB={given}: a number of GiB was expected", RemoteRecords, [])
 
 
-@pytest.mark.parametrize(("error", "kind", "said"), [
-    (ConnectionResetError("reset"), RunError, "the store refuses or cannot be reached"),
-    # As s3fs says of a range behind the end.
-    (OSError(22, "The requested range is not satisfiable"), UserError, "it is gone or shorter"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "kind", "said"),
+    [
+        (ConnectionResetError("reset"), RunError, "the store refuses or cannot be reached"),
+        # As s3fs says of a range behind the end.
+        (OSError(22, "The requested range is not satisfiable"), UserError, "it is gone or shorter"),
+    ],
+)
 def test_a_store_that_fails_is_no_damage(store, tmp_path, monkeypatch, error, kind, said):
     found = RemoteRecords([put_shard(store, tmp_path, "file", [bytes(9)])])
 
@@ -271,11 +274,14 @@ def test_a_corpus_is_opened_without_its_pictures(store, data):
         pictures_of(open_corpus(local_copy(f"{GS}/data", stream=True)))
 
 
-@pytest.mark.parametrize("opened", [
-    open_corpus,
-    lambda place: open_mixture([place, place]),
-    lambda place: open_corpus(place, place),  # its questions, on its own sources
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "opened",
+    [
+        open_corpus,
+        lambda place: open_mixture([place, place]),
+        lambda place: open_corpus(place, place),  # its questions, on its own sources
+    ],
+)
 def test_pictures_of_a_batch_are_fetched_before_they_are_read(store, data, opened):
     put_folder(store, data, "data")
     corpus = opened(local_copy(f"{GS}/data", stream=True))

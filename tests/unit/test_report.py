@@ -79,9 +79,12 @@ def full_report():
     oracle = scores([1, 1, 0.5, 1, 0], categories)
     constant = scores([0.5, 0.5, 0.5, 0, 0], categories)
     return report.ReportData(
-        title="Atlas <1>", description="What it is.", notice="Numbers are not WebQA's.",
+        title="Atlas <1>",
+        description="What it is.",
+        notice="Numbers are not WebQA's.",
         materials=[Material("Pictures: OpenMoji", "https://openmoji.org", "CC BY-SA 4.0")],
-        facts={"device": "cpu"}, headline={"accuracy": 0.7},
+        facts={"device": "cpu"},
+        headline={"accuracy": 0.7},
         tables=[
             tables.answer_table("Setting: oracle", oracle, constant),
             tables.retrieval_table("Retrieval", {"bm25": {1: 0.25, 20: 0.5}}, {"reranked": 0.75}),
@@ -95,8 +98,10 @@ def full_report():
         stages=[("prepare", 5.04), ("train", 125.0)],
         cards=[
             report.Card(
-                EVIL, [report.CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
-                "YesNo", [("reference", "No <b>.")],
+                EVIL,
+                [report.CardAnswer("full", "Yes.", 0.25, {"webqa_acc/no_lemma": 0.25})],
+                "YesNo",
+                [("reference", "No <b>.")],
                 [
                     report.CardSource(
                         "s1", "Flag of A", "A", picture("blue"), False, 1, 0.9, [0], True
@@ -111,7 +116,7 @@ def full_report():
         bars={
             "webqa_acc/no_lemma": [report.Bar("<a>", Interval(0.5, 0.4, 0.6), "./a/report.html")]
         },
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -223,8 +228,10 @@ def test_plots_have_their_lines(page, page_source):
     assert len(page.all("svg")) == 4  # recall, loss, dev_f1, loss; the empty curve has none
     ids = [attrs["id"] for _, attrs in page.elements if "id" in attrs]
     assert [name for name in ids if name.startswith("recall-line-")] == [
-        "recall-line-0", "recall-line-1", "recall-line-2",
-    ]  # fmt: skip
+        "recall-line-0",
+        "recall-line-1",
+        "recall-line-2",
+    ]
     curves = [name for name in ids if name.startswith("curve-")]
     assert curves == ["curve-rerank-0", "curve-rerank-1", "curve-answer-0"]
     assert len(ids) == len(set(ids)), "ids repeat on the page"
@@ -285,8 +292,11 @@ def test_missing_parts_are_left_out(left_out):
     page = Page(report.render_report(report.ReportData(**kept)))
     sections = {"scores", "retrieval", "training", "run", "questions"}
     gone = {
-        "tables": "scores", "curves": "training", "recall": "retrieval", "cards": "questions",
-    }.get(left_out)  # fmt: skip
+        "tables": "scores",
+        "curves": "training",
+        "recall": "retrieval",
+        "cards": "questions",
+    }.get(left_out)
     assert {section["id"] for section in page.all("section")} == sections - {gone}
     targets = {link["href"] for link in page.all("a") if link["href"].startswith("#")}
     assert targets == {f"#{name}" for name in sections - {gone}}
@@ -332,9 +342,11 @@ def test_markdown_and_rich_show_the_same_cells():
     import rich.console
 
     table = tables.Table(
-        "T [bold]", ["name", "n", "score"],
-        [["a|b", 1234, Interval(0.5, 0.25, 0.75)], ["[red]c", None, 0.1256]], "A note.",
-    )  # fmt: skip
+        "T [bold]",
+        ["name", "n", "score"],
+        [["a|b", 1234, Interval(0.5, 0.25, 0.75)], ["[red]c", None, 0.1256]],
+        "A note.",
+    )
     markdown = tables.to_markdown(table)
     assert "| name | n | score |\n| --- | ---: | ---: |" in markdown
     assert "| a\\|b | 1,234 | 0.500 [0.250, 0.750] |" in markdown

@@ -53,12 +53,14 @@ def large() -> Looked:
     """5,000 questions, 1,000 of them in brief: what each filter shows, and how many questions are elements of the page."""
     cards = [
         Card(
-            f"question {n} ?", [CardAnswer("", "blue", float(n % 3) / 2)], f"cat{n % 10}",
+            f"question {n} ?",
+            [CardAnswer("", "blue", float(n % 3) / 2)],
+            f"cat{n % 10}",
             [("reference", "red")],
             details=[("prompt", f"Context: picture {n}.\n" + "Q: which color ?\nA: red\n\n" * 8)],
         )
         for n in range(4000)
-    ]  # fmt: skip
+    ]
     asked = [
         Question(f"q{n}", "", f"question {n} ?", category=f"cat{n % 10}") for n in range(4000, 5000)
     ]
@@ -88,16 +90,22 @@ def full() -> Looked:
     source = CardSource("s", "a dot", picture=plain((200, 0, 0), (9, 9)), rank=1, cited=[0])
     answer = CardAnswer("full", "red", 1.0, {"webqa_acc": 1.0})
     data = ReportData(
-        "full", facts={"device": "cpu"}, tables=[Table("Scores", ("split", "F1"), [["all", 0.5]])],
-        curves={"qa": {"loss": [(1, 2.0), (2, 1.0)]}}, recall={"clip": {1: 0.2, 10: 0.5}},
+        "full",
+        facts={"device": "cpu"},
+        tables=[Table("Scores", ("split", "F1"), [["all", 0.5]])],
+        curves={"qa": {"loss": [(1, 2.0), (2, 1.0)]}},
+        recall={"clip": {1: 0.2, 10: 0.5}},
         stages=[("train", 60.0)],
         cards=[
             Card(
-                "Which color ?", [answer], "color", sources=[source],
+                "Which color ?",
+                [answer],
+                "color",
+                sources=[source],
                 picture=plain((200, 0, 0), (9, 9)),
             )
         ],
-    )  # fmt: skip
+    )
     return Looked(data, 'tell(document.getElementById("card-count").textContent);')
 
 
@@ -175,11 +183,16 @@ def phone() -> Looked:
     long = "w" * 300
     source = CardSource(long, long, long, rank=1, score=0.5, cited=[0], gold=True)
     data = ReportData(
-        long, description=long, headline={long: 0.5},
+        long,
+        description=long,
+        headline={long: 0.5},
         cards=[Card(long, [CardAnswer(long, long, 1.0)] * 4, long, [(long, long)], [source])],
-        tables=[Table(long, columns, [[0.5] * 12], long)], recall={long: {1: 0.2, 10: 0.5}},
-        curves={long: {long: [(1, 2.0), (2, 1.0)]}}, stages=[("train", 60.0)], facts={long: long},
-    )  # fmt: skip
+        tables=[Table(long, columns, [[0.5] * 12], long)],
+        recall={long: {1: 0.2, 10: 0.5}},
+        curves={long: {long: [(1, 2.0), (2, 1.0)]}},
+        stages=[("train", 60.0)],
+        facts={long: long},
+    )
     return Looked(data, "tell(document.documentElement.scrollWidth);", 390)
 
 

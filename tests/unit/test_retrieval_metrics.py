@@ -57,11 +57,14 @@ def test_ndcg_compares_with_the_best_k_sources():
     assert scored["ndcg@3"] == pytest.approx((1 + 1 / np.log2(3)) / (1.5 + 1 / np.log2(3)))
 
 
-@pytest.mark.parametrize(("gold", "rankings", "ks", "word"), [
-    (GOLD, RANKINGS[:2], (1,), "4 questions but 2 rankings"),
-    (GOLD, RANKINGS, (0, 1), "k must be 1 or more"),
-    ([set()], [["a"]], (1,), "none of the 1 questions has gold sources"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gold", "rankings", "ks", "word"),
+    [
+        (GOLD, RANKINGS[:2], (1,), "4 questions but 2 rankings"),
+        (GOLD, RANKINGS, (0, 1), "k must be 1 or more"),
+        ([set()], [["a"]], (1,), "none of the 1 questions has gold sources"),
+    ],
+)
 def test_bad_input(gold, rankings, ks, word):
     refuses(word, score_rankings, gold, rankings, ks)
 

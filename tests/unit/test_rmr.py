@@ -192,19 +192,24 @@ def test_calibration_removes_a_preference(library):
 def test_the_fields_of_a_question():
     solved = fields(TRIPLETS[1])
     assert (solved["letter"], solved["answer"], solved["rationale"]) == (
-        "B", "yes", "Reason 1 holds.",
-    )  # fmt: skip
+        "B",
+        "yes",
+        "Reason 1 holds.",
+    )
     open_question = fields(QUERIES[0])
     assert (open_question["letter"], open_question["answer"]) == ("", "")
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    ("It flies. The answer is A kite.", "a kite"),
-    ("a kite\nmore", "a kite"),
-    ("The answer is no. The answer is yes.", "yes"),
-    ("A", "a"),
-    ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("It flies. The answer is A kite.", "a kite"),
+        ("a kite\nmore", "a kite"),
+        ("The answer is no. The answer is yes.", "yes"),
+        ("A", "a"),
+        ("", ""),
+    ],
+)
 def test_short_answers(library, text, answer):
     """What follows the last `The answer is`, else the first line; never a choice."""
     assert short_answer(text) == answer
@@ -215,16 +220,19 @@ def test_short_answers(library, text, answer):
     assert "The answer is " in llm.seen[0].prompt
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    ("A cat is red. The answer is B.", "B"),
-    ("B", "B"),
-    ("(C)", "C"),
-    ("B.", "B"),
-    ("B. because", "B"),
-    ("D", "D"),  # of three choices: no letter, left to the scorer
-    ("The answer is two", "The answer is two"),
-    ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("A cat is red. The answer is B.", "B"),
+        ("B", "B"),
+        ("(C)", "C"),
+        ("B.", "B"),
+        ("B. because", "B"),
+        ("D", "D"),  # of three choices: no letter, left to the scorer
+        ("The answer is two", "The answer is two"),
+        ("", ""),
+    ],
+)
 def test_letters(library, text, answer):
     """A letter alone, which MMBench's and SEED-Bench's scorers read; never a choice."""
     llm = FakeLLM(lambda prompt: (text, -1.0))

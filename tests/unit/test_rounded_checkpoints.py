@@ -162,15 +162,22 @@ def test_fp8_scales_that_are_exponents():
         np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.parametrize(("shape", "end", "settings"), [
-    ((), "_scale_inv", FP8_TENSOR),
-    ((1,), "_scale", FP8_TENSOR),
-    ((OUT, 1), "_scale", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
-    ((OUT,), "_scale", FP8_TENSOR),
-    ((), "_scale", {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "x"}}),
-    ((1,), "_scale", groups(weights(8, "tensor", "float"), "float-quantized")),
-    ((OUT, 1), "_scale", groups(weights(8, "channel", "float"), "naive-quantized")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shape", "end", "settings"),
+    [
+        ((), "_scale_inv", FP8_TENSOR),
+        ((1,), "_scale", FP8_TENSOR),
+        ((OUT, 1), "_scale", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+        ((OUT,), "_scale", FP8_TENSOR),
+        (
+            (),
+            "_scale",
+            {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "x"}},
+        ),
+        ((1,), "_scale", groups(weights(8, "tensor", "float"), "float-quantized")),
+        ((OUT, 1), "_scale", groups(weights(8, "channel", "float"), "naive-quantized")),
+    ],
+)
 def test_fp8_of_whole_matrices_and_rows(shape, end, settings):
     rows = OUT if OUT in shape else 1
     codes, scale, want = fp8(2, (rows, 1), (OUT // rows, IN))
@@ -181,12 +188,15 @@ def test_fp8_of_whole_matrices_and_rows(shape, end, settings):
     np.testing.assert_array_equal(tensors["a.weight"], want)
 
 
-@pytest.mark.parametrize(("block", "of_weights"), [
-    ((1, IN), weights(8, "channel")),
-    ((1, 16), weights(8, "group", group_size=16)),
-    ((16, 32), weights(8, "block", block_structure=[16, 32])),
-    ((OUT, IN), weights(8, "tensor")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("block", "of_weights"),
+    [
+        ((1, IN), weights(8, "channel")),
+        ((1, 16), weights(8, "group", group_size=16)),
+        ((16, 32), weights(8, "block", block_structure=[16, 32])),
+        ((OUT, IN), weights(8, "tensor")),
+    ],
+)
 @pytest.mark.parametrize("zeros", [None, (-9, 9)], ids=["symmetric", "asymmetric"])
 def test_compressed_tensors_of_eight_bits(block, of_weights, zeros):
     grid = OUT // block[0], IN // block[1]
@@ -272,9 +282,11 @@ def test_gptq(bits, order, version):
         g_idx = np.random.default_rng(0).permutation(g_idx)
     arrays = {
         "a.qweight": np.ascontiguousarray(in_words(codes, bits).T),
-        "a.qzeros": in_words(zero.T - low, bits), "a.scales": scale.T.astype(np.float16),
-        "a.g_idx": g_idx, "a.bias": np.ones(OUT, np.float16),
-    }  # fmt: skip
+        "a.qzeros": in_words(zero.T - low, bits),
+        "a.scales": scale.T.astype(np.float16),
+        "a.g_idx": g_idx,
+        "a.bias": np.ones(OUT, np.float16),
+    }
     settings = GPTQ | {"bits": bits, "desc_act": order, "checkpoint_format": version}
     tensors = whole(settings | {"dynamic": {"-:.*lm_head": {}}}, arrays)
     assert tensors.keys() == {"a.weight", "a.bias"}
@@ -443,9 +455,11 @@ OF_GPTQ = {
 }
 NOTES = "a.weight.quant_state.bitsandbytes__nf4"
 OF_BNB = {
-    "a.weight": np.zeros((OUT * IN // 2, 1), np.uint8), "a.weight.absmax": np.ones(OUT, np.float32),
-    "a.weight.quant_map": np.ones(16, np.float32), NOTES: state(),
-}  # fmt: skip
+    "a.weight": np.zeros((OUT * IN // 2, 1), np.uint8),
+    "a.weight.absmax": np.ones(OUT, np.float32),
+    "a.weight.quant_map": np.ones(16, np.float32),
+    NOTES: state(),
+}
 EIGHT = {"group_1": {"weights": weights(8, "group", group_size=8)}}
 REFUSED = {
     "another method": ({"quant_method": "hqq"}, {}, "its quant_method 'hqq'; expected one of fp8"),

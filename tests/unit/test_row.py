@@ -23,15 +23,23 @@ from mmqa_jax.runs.stages import Stage, answering
 from tests.refusals import refuses
 
 LEAST = {
-    "row": "own", "system": "webqa", "setting": "retrieve_full_scale", "dataset": "corpus",
+    "row": "own",
+    "system": "webqa",
+    "setting": "retrieve_full_scale",
+    "dataset": "corpus",
     "data": {"dir": "data", "split": "test"},
     "parts": {"retriever": {"method": "bm25"}},
     "options": {"cited": 1},
-}  # fmt: skip
+}
 SAME = Row(
-    "own", "webqa", "retrieve_full_scale", "corpus", RowData("data", "test"),
-    {"retriever": RetrieverSpec("bm25")}, {"cited": 1},
-)  # fmt: skip
+    "own",
+    "webqa",
+    "retrieve_full_scale",
+    "corpus",
+    RowData("data", "test"),
+    {"retriever": RetrieverSpec("bm25")},
+    {"cited": 1},
+)
 QUESTIONS = [Question(str(n), "test", f"Question {n}?") for n in range(5)]
 
 
@@ -93,17 +101,20 @@ def test_the_split_of_a_flag_is_recorded():
     assert row.data.split == row.as_written["data"]["split"] == "val"
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"parts": {"retriever": RetrieverSpec("dense")}}, r"needs parts\.retriever\.model and"),
-    ({"parts": {"retriever": RetrieverSpec("bm25", fusion_weight=1.0)}}, r"works only with"),
-    ({"options": {"threshold": 2.0}}, r"options\.threshold=2\.0: a probability"),
-    ({"scoring": Scoring(bem="x")}, r"key scoring\.bem: BEM judges answers of evqa; leave it"),
-    (
-        {"dataset": "evqa", "scoring": Scoring("none")},
-        r"config key scoring\.lemmatizer=none: is part of WebQA's scores; leave it out for evqa",
-    ),
-    ({"dataset": "evqa", "scoring": Scoring(bart="x")}, r"scoring\.bart=x: is part of WebQA's"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parts": {"retriever": RetrieverSpec("dense")}}, r"needs parts\.retriever\.model and"),
+        ({"parts": {"retriever": RetrieverSpec("bm25", fusion_weight=1.0)}}, r"works only with"),
+        ({"options": {"threshold": 2.0}}, r"options\.threshold=2\.0: a probability"),
+        ({"scoring": Scoring(bem="x")}, r"key scoring\.bem: BEM judges answers of evqa; leave it"),
+        (
+            {"dataset": "evqa", "scoring": Scoring("none")},
+            r"config key scoring\.lemmatizer=none: is part of WebQA's scores; leave it out for evqa",
+        ),
+        ({"dataset": "evqa", "scoring": Scoring(bart="x")}, r"scoring\.bart=x: is part of WebQA's"),
+    ],
+)
 def test_a_row_that_contradicts_itself_cannot_be_made(change, message):
     refuses(message, dataclasses.replace, SAME, **change)
 
@@ -114,16 +125,19 @@ def test_a_row_that_needs_spacy_is_refused_before_it_answers(monkeypatch):
     refuses(r"key scoring\.lemmatizer=spacy: .*run `pip install spacy", row.check_inputs)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"data.dir": 3}, r"config key data\.dir=3: text was expected"),
-    ({"data.where": 3}, r"config key data\.where=3: a section was expected"),
-    ({"data.contxt": ""}, r"config key data\.contxt: unknown; did you mean 'context'"),
-    ({"scoring": {"brat": ""}}, r"config key scoring\.brat: unknown; did you mean 'bart'"),
-    ({"published": 3}, r"config key published=3: a tuple"),
-    ({"parts": {}}, r"config key parts\.retriever is missing; add it"),
-    ({"options.cited": 2**40}, r"options\.cited=.*: at most 4,294,967,295"),
-    ({"setting": "retrieve"}, r"config key setting=retrieve: use one of question_only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data.dir": 3}, r"config key data\.dir=3: text was expected"),
+        ({"data.where": 3}, r"config key data\.where=3: a section was expected"),
+        ({"data.contxt": ""}, r"config key data\.contxt: unknown; did you mean 'context'"),
+        ({"scoring": {"brat": ""}}, r"config key scoring\.brat: unknown; did you mean 'bart'"),
+        ({"published": 3}, r"config key published=3: a tuple"),
+        ({"parts": {}}, r"config key parts\.retriever is missing; add it"),
+        ({"options.cited": 2**40}, r"options\.cited=.*: at most 4,294,967,295"),
+        ({"setting": "retrieve"}, r"config key setting=retrieve: use one of question_only"),
+    ],
+)
 def test_wrong_keys_and_values_are_refused_at_the_door(change, message):
     config = ConfigDict(LEAST)
     with config.unlocked(), config.ignore_type():
@@ -173,9 +187,12 @@ def stage_of(log: list) -> Stage:
     turns = {"llm": "last", "retriever": "model", "captions": "file"}
     parts = {name: Named(name, log, turn) for name, turn in turns.items()}
     return Stage(
-        {"verb": "test"}, parts, answer, {"numbers": range(10, 15)},
+        {"verb": "test"},
+        parts,
+        answer,
+        {"numbers": range(10, 15)},
         lambda files: log.append(dict(files)),
-    )  # fmt: skip
+    )
 
 
 def test_files_are_opened_and_checked_before_models(tmp_path):

@@ -78,11 +78,14 @@ def test_the_same_rows_are_the_same_questions(tmp_path, kind, write):
     found = corpus.questions("train")
     assert [
         {
-            "q": question.question, "a": list(question.answers), "options": list(question.choices),
-            "label": question.answer_index, "img": corpus.question_picture(question),
+            "q": question.question,
+            "a": list(question.answers),
+            "options": list(question.choices),
+            "label": question.answer_index,
+            "img": corpus.question_picture(question),
         }
         for question in found
-    ] == ROWS  # fmt: skip
+    ] == ROWS
 
 
 def test_conversations_with_a_column_of_pictures(tmp_path):
@@ -164,17 +167,20 @@ def test_a_member_that_is_too_large_is_not_read(tmp_path):
     assert "huge.json: 10,737,418,240 bytes, more than" in manifest["origin"]["reasons"][0]
 
 
-@pytest.mark.parametrize(("kind", "columns", "message"), [
-    ("hf", None, "--columns: says what the columns of hf and webdataset are"),
-    ("hf", "question", "--columns=question: 'question' is no ROLE=COLUMN"),
-    ("hf", "asked=q", "'asked' is no ROLE=COLUMN"),
-    ("hf", "image=img", "question, messages or text among them"),
-    ("hf", "question=q,question=a", "each role once was expected"),
-    ("hf", "question=nothing", "has no column nothing (it has"),
-    ("webdataset", "question=q", "holds no tar shards (*.tar)"),
-    ("corpus", "question=q", "leave it out"),
-    ("hf", "question=label", "has no row that can be used; the first one left out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "columns", "message"),
+    [
+        ("hf", None, "--columns: says what the columns of hf and webdataset are"),
+        ("hf", "question", "--columns=question: 'question' is no ROLE=COLUMN"),
+        ("hf", "asked=q", "'asked' is no ROLE=COLUMN"),
+        ("hf", "image=img", "question, messages or text among them"),
+        ("hf", "question=q,question=a", "each role once was expected"),
+        ("hf", "question=nothing", "has no column nothing (it has"),
+        ("webdataset", "question=q", "holds no tar shards (*.tar)"),
+        ("corpus", "question=q", "leave it out"),
+        ("hf", "question=label", "has no row that can be used; the first one left out"),
+    ],
+)
 def test_wrong_flags_are_refused(tmp_path, kind, columns, message):
     parquet(tmp_path / "raw")
     with pytest.raises(UserError) as error:

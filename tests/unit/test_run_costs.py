@@ -223,16 +223,21 @@ def attempt(*rows):
 
 
 FIRST = attempt(
-    ("start", 0, 0, 0, 0, 0), ("save", 50, 10, 50, 30, 1), ("save", 90, 20, 90, 60, 2),
+    ("start", 0, 0, 0, 0, 0),
+    ("save", 50, 10, 50, 30, 1),
+    ("save", 90, 20, 90, 60, 2),
     ("step", 99, 23, 99, 69, 2),  # killed after this
-)  # fmt: skip
+)
 
 
 def test_goodput_of_one_attempt():
     found = goodput(FIRST)
     assert (found.share, found.wall_seconds, found.attempts, found.lost_steps) == (
-        69 / 99, 99, 1, 0,
-    )  # fmt: skip
+        69 / 99,
+        99,
+        1,
+        0,
+    )
     assert found.seconds["start"] == 99 - 69 - 2
     assert goodput(FIRST[:1]) is None
     assert goodput([]) is None
@@ -326,22 +331,31 @@ def test_attempts_are_kept_through_a_kill(tmp_path):
 _GOOD = {"event": "start", "time": 5.0, "step": 3, "elapsed": 1, "seconds": {"compute": 2.0}}
 
 
-@pytest.mark.parametrize("damage", [
-    b'{"event": "save", "time": 5.0, "st',  # cut short by a crash
-    b"\x00\xff\xfe" * 40,
-    b"",
-    b"5",
-    b"[" * 100_000,
-    json.dumps({"event": "start"}).encode(),
-    *(
-        json.dumps(_GOOD | changed).encode()
-        for changed in (
-            {"step": "3"}, {"step": True}, {"step": -1}, {"step": 10**400}, {"time": None},
-            {"event": 1}, {"elapsed": float("nan")}, {"seconds": [1]},
-            {"seconds": {"compute": "1"}},
-        )
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"event": "save", "time": 5.0, "st',  # cut short by a crash
+        b"\x00\xff\xfe" * 40,
+        b"",
+        b"5",
+        b"[" * 100_000,
+        json.dumps({"event": "start"}).encode(),
+        *(
+            json.dumps(_GOOD | changed).encode()
+            for changed in (
+                {"step": "3"},
+                {"step": True},
+                {"step": -1},
+                {"step": 10**400},
+                {"time": None},
+                {"event": 1},
+                {"elapsed": float("nan")},
+                {"seconds": [1]},
+                {"seconds": {"compute": "1"}},
+            )
+        ),
+    ],
+)
 @pytest.mark.parametrize("where", ["first", "last", "alone"])
 def test_a_damaged_record_of_attempts_stops_no_training(tmp_path, caplog, damage, where):
     good = [json.dumps(_GOOD).encode(), json.dumps(_GOOD | {"event": "save", "step": 5}).encode()]
@@ -380,14 +394,17 @@ def test_a_damaged_curve_is_refused_with_its_line(tmp_path, damage):
     assert [row["step"] for row in read_metrics(tmp_path)] == [1]  # cut short by a kill
 
 
-@pytest.mark.parametrize(("given", "message"), [
-    ("5", "START:END was expected"),
-    ("a:b", "START:END was expected"),
-    ("3:-4", "START:END was expected"),
-    ("0:4", r"steps from 1 to 20 \(train\.steps\)"),
-    ("9:4", r"the first not behind the last"),
-    ("9:21", r"steps from 1 to 20"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("5", "START:END was expected"),
+        ("a:b", "START:END was expected"),
+        ("3:-4", "START:END was expected"),
+        ("0:4", r"steps from 1 to 20 \(train\.steps\)"),
+        ("9:4", r"the first not behind the last"),
+        ("9:21", r"steps from 1 to 20"),
+    ],
+)
 def test_ranges_that_cannot_be_traced(given, message):
     assert parse_steps("4:9", 20) == (4, 9)
     refuses(message, parse_steps, given, 20)

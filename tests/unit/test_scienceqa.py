@@ -158,15 +158,18 @@ def test_conversations_add_the_test_questions_that_problems_lack(raw):
     assert (added.answer_index, added.extra["has_hint"], added.category) == (1, True, "")
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"answer": 3}, r"problem 4: answer is 3; a number from 0 to 2"),
-    ({"answer": "0"}, r"problem 4: answer is '0'"),
-    ({"choices": "oak"}, r"problem 4: choices is 'oak'; a list of texts"),
-    ({"choices": ["oak", 3]}, r"problem 4: choices is \['oak', 3\]; a list of texts"),
-    ({"question": ""}, r"problem 4: question is ''; text was expected"),
-    ({"lecture": 3}, r"problem 4: lecture is 3; text was expected"),
-    ({"image": 3}, r"problem 4: image is 3; text was expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"answer": 3}, r"problem 4: answer is 3; a number from 0 to 2"),
+        ({"answer": "0"}, r"problem 4: answer is '0'"),
+        ({"choices": "oak"}, r"problem 4: choices is 'oak'; a list of texts"),
+        ({"choices": ["oak", 3]}, r"problem 4: choices is \['oak', 3\]; a list of texts"),
+        ({"question": ""}, r"problem 4: question is ''; text was expected"),
+        ({"lecture": 3}, r"problem 4: lecture is 3; text was expected"),
+        ({"image": 3}, r"problem 4: image is 3; text was expected"),
+    ],
+)
 def test_broken_problems(change, message, raw, tmp_path, refused):
     problems = {**PROBLEMS, "4": {**PROBLEMS["4"], **change}}
     (raw / "problems.json").write_text(json.dumps(problems))
@@ -326,14 +329,17 @@ def test_submissions_are_read_back_with_the_same_choices(raw, tmp_path):
     assert result["missing"] == 1
 
 
-@pytest.mark.parametrize(("data", "message"), [
-    ({"results": {"99": 0}}, r"no question has the id '99'"),
-    ({"results": {"3": "A"}}, r"results, problem 3: 'A' was found and a choice's number"),
-    ({"outputs": {"3": 1}}, r"outputs, problem 3: 1 was found and text expected"),
-    ({"3": 1}, r"\{\"results\": \{pid: index\}\} was expected"),
-    ([], r"\{\"results\": \{pid: index\}\} was expected"),
-    ({"results": {}}, r"holds no predictions; give predictions\.jsonl"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"results": {"99": 0}}, r"no question has the id '99'"),
+        ({"results": {"3": "A"}}, r"results, problem 3: 'A' was found and a choice's number"),
+        ({"outputs": {"3": 1}}, r"outputs, problem 3: 1 was found and text expected"),
+        ({"3": 1}, r"\{\"results\": \{pid: index\}\} was expected"),
+        ([], r"\{\"results\": \{pid: index\}\} was expected"),
+        ({"results": {}}, r"holds no predictions; give predictions\.jsonl"),
+    ],
+)
 def test_broken_predictions(data, message, raw, tmp_path, refused):
     path = tmp_path / "bad.json"
     path.write_text(json.dumps(data))

@@ -10,10 +10,12 @@ SOURCES = [
     for name, title in (("zero", ""), ("one", "Peru"), ("two", "Peru"), ("three", "Chile"))
 ] + [Source(name, "text", "", "x") for name in ("four", "five", "six", "seven")]
 FOUND = {
-    "q": ("zero", "one", "two", "three"), "q Peru": ("seven", "one", "six", "five"),
-    "titled": ("three", "one", "zero", "two"), "titled Chile": ("three", "four", "five", "six"),
+    "q": ("zero", "one", "two", "three"),
+    "q Peru": ("seven", "one", "six", "five"),
+    "titled": ("three", "one", "zero", "two"),
+    "titled Chile": ("three", "four", "five", "six"),
     "untitled": ("zero",) * 1,
-}  # fmt: skip
+}
 
 
 class Scripted:

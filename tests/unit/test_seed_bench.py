@@ -149,16 +149,19 @@ def test_published_results(raw, tmp_path):
         ]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"choice_c": None}, r"entry 2: choice_c is None; text was expected"),
-    ({"answer": "E"}, r"entry 2: answer is 'E'; a letter from A to D"),
-    ({"question_id": "101"}, r"entry 2: question_id '101' is there twice"),
-    ({"question_id": None}, r"entry 2: question_id is None"),
-    ({"question_type_id": 6}, r"question_type_id is 6 and data_type 'image'"),
-    ({"question_type_id": [1]}, r"question_type_id is \[1\] and data_type 'image'"),
-    ({"question_type_id": True}, r"question_type_id is True and data_type 'image'"),
-    ({"data_type": "Single Image"}, r"SEED-Bench-2 is another benchmark"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"choice_c": None}, r"entry 2: choice_c is None; text was expected"),
+        ({"answer": "E"}, r"entry 2: answer is 'E'; a letter from A to D"),
+        ({"question_id": "101"}, r"entry 2: question_id '101' is there twice"),
+        ({"question_id": None}, r"entry 2: question_id is None"),
+        ({"question_type_id": 6}, r"question_type_id is 6 and data_type 'image'"),
+        ({"question_type_id": [1]}, r"question_type_id is \[1\] and data_type 'image'"),
+        ({"question_type_id": True}, r"question_type_id is True and data_type 'image'"),
+        ({"data_type": "Single Image"}, r"SEED-Bench-2 is another benchmark"),
+    ],
+)
 def test_broken_questions(change, message, raw, tmp_path, refused):
     rows = [QUESTIONS[0], {**QUESTIONS[1], **change}, *QUESTIONS[2:]]
     data = {"questions": rows, "question_type": NAMES}

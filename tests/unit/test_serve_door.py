@@ -30,11 +30,16 @@ pytestmark = pytest.mark.slow
 SOON = 20.0  # seconds in which a test machine answers
 OPTIONS = ServeOptions(queue=2, timeout=60.0, body=0.25, header=0.2, upload=0.2)
 AT_ONCE = {
-    "/": "/", "/page/{name}": "/page/page.js", "/healthz": "/healthz", "/metrics": "/metrics",
-    "/api/about": "/api/about", "/api/source/{name:path}": "/api/source/a",
-    "/api/picture/{name:path}": "/api/picture/a", "/v1/models": "/v1/models",
+    "/": "/",
+    "/page/{name}": "/page/page.js",
+    "/healthz": "/healthz",
+    "/metrics": "/metrics",
+    "/api/about": "/api/about",
+    "/api/source/{name:path}": "/api/source/a",
+    "/api/picture/{name:path}": "/api/picture/a",
+    "/v1/models": "/v1/models",
     "/v1/models/{name:path}": "/v1/models/tiny",
-}  # fmt: skip
+}
 
 
 def chat(model, steps, **more):
@@ -259,13 +264,16 @@ def test_a_foreign_page_learns_nothing_of_pictures(client):
     assert b"x-content-type-options: nosniff" in head
 
 
-@pytest.mark.parametrize(("body", "words"), [
-    (b"{", "not valid JSON"),
-    (b'{"a": ' + b"9" * 5000 + b"}", "an integer of more than 4,300 digits"),
-    (b"[" * 200 + b"]" * 200, "nested more than 100 deep"),
-    (b"[1]", "no JSON object"),
-    (b"\xff", "UTF-8"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"{", "not valid JSON"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "an integer of more than 4,300 digits"),
+        (b"[" * 200 + b"]" * 200, "nested more than 100 deep"),
+        (b"[1]", "no JSON object"),
+        (b"\xff", "UTF-8"),
+    ],
+)
 def test_bodies_that_are_no_request(client, queued, body, words):
     status, text = client.ask(queued[0], body)
     assert (status, words in text, client.slow.begun) == (400, True, 0)

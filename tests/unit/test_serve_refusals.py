@@ -88,19 +88,22 @@ PICTURE = {"type": "image_url", "image_url": {"url": RED}}
 NO_PICTURES = (400, "Find passages takes no pictures; remove it.")
 
 
-@pytest.mark.parametrize(("request_", "status", "message", "param"), [
-    (chat("blind", TEXT, PICTURE), *NO_PICTURES, "messages"),
-    (chat("blind", TEXT, PICTURE, stream=True), *NO_PICTURES, "messages"),
-    (page("blind", image=RED), *NO_PICTURES, "image"),
-    (
-        chat("seeing", TEXT, PICTURE, PICTURE),
-        *(400, "a question has at most one picture here; send one.", "messages"),
-    ),
-    (
-        chat("blind", TEXT, role="assistant"),
-        *(400, "the last message is not the user's; ask in it.", "messages"),
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "status", "message", "param"),
+    [
+        (chat("blind", TEXT, PICTURE), *NO_PICTURES, "messages"),
+        (chat("blind", TEXT, PICTURE, stream=True), *NO_PICTURES, "messages"),
+        (page("blind", image=RED), *NO_PICTURES, "image"),
+        (
+            chat("seeing", TEXT, PICTURE, PICTURE),
+            *(400, "a question has at most one picture here; send one.", "messages"),
+        ),
+        (
+            chat("blind", TEXT, role="assistant"),
+            *(400, "the last message is not the user's; ask in it.", "messages"),
+        ),
+    ],
+)
 def test_questions_that_no_system_is_asked(request_, status, message, param):
     url, body = request_
     reply = client().post(url, json=body)
@@ -109,11 +112,14 @@ def test_questions_that_no_system_is_asked(request_, status, message, param):
 
 
 @pytest.mark.parametrize("request_", [chat("blind", TEXT), page("blind")], ids=["chat", "page"])
-@pytest.mark.parametrize(("error", "status", "message"), [
-    (BUSY, 429, f"{BUSY}; try again in a moment."),
-    (FAILED, 503, str(FAILED)),
-    (UserError("the question is empty; write one."), 400, "the question is empty; write one."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (BUSY, 429, f"{BUSY}; try again in a moment."),
+        (FAILED, 503, str(FAILED)),
+        (UserError("the question is empty; write one."), 400, "the question is empty; write one."),
+    ],
+)
 def test_what_a_system_refuses(request_, error, status, message):
     """At once, or in its answer."""
     url, body = request_
@@ -133,11 +139,14 @@ def test_an_answer_that_does_not_come():
     assert reply.json()["error"]["message"].startswith("no answer within 0.05 s (--timeout); ask")
 
 
-@pytest.mark.parametrize(("path", "status", "message"), [
-    ("/page/other.js", 404, "no such file."),
-    ("/api/source/none", 404, "no such source."),
-    ("/api/picture/bitmap", 415, "the picture is of a kind that browsers do not show."),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "status", "message"),
+    [
+        ("/page/other.js", 404, "no such file."),
+        ("/api/source/none", 404, "no such source."),
+        ("/api/picture/bitmap", 415, "the picture is of a kind that browsers do not show."),
+    ],
+)
 def test_files_that_are_not_shown(path, status, message):
     reply = client().get(path)
     assert (reply.status_code, reply.json()["error"]["message"]) == (status, message)

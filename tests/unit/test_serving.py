@@ -39,14 +39,17 @@ class FakeDevice:
         return self.stats
 
 
-@pytest.mark.parametrize(("device", "held", "wanted"), [
-    (FakeDevice("cpu", "cpu"), None, 32),  # as it was, however many devices
-    (FakeDevice(), 1 * GIB, 8 * 128),  # no more than keeps it busy
-    (FakeDevice(), 13.75 * GIB, 8 * 64),  # half of 2 GiB is free
-    (FakeDevice(), 15.75 * GIB, 8),
-    (FakeDevice(stats={"bytes_limit": 16 * GIB, "bytes_in_use": 15 * GIB}), None, 8 * 32),
-    (FakeDevice("gpu", "NVIDIA unheard of"), None, 8 * 128),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("device", "held", "wanted"),
+    [
+        (FakeDevice("cpu", "cpu"), None, 32),  # as it was, however many devices
+        (FakeDevice(), 1 * GIB, 8 * 128),  # no more than keeps it busy
+        (FakeDevice(), 13.75 * GIB, 8 * 64),  # half of 2 GiB is free
+        (FakeDevice(), 15.75 * GIB, 8),
+        (FakeDevice(stats={"bytes_limit": 16 * GIB, "bytes_in_use": 15 * GIB}), None, 8 * 32),
+        (FakeDevice("gpu", "NVIDIA unheard of"), None, 8 * 128),
+    ],
+)
 def test_batches_are_chosen_by_kind_and_memory(device, held, wanted):
     assert chosen_batch_size(COST, 8, device, held) == wanted
 

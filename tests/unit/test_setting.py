@@ -43,10 +43,13 @@ def test_without_rules_nothing_is_refused():
     assert not of.needs_all
 
 
-@pytest.mark.parametrize(("flag", "message"), [
-    ({"of_choices": True}, "setting one: 1 of 1 questions have no choices"),
-    ({"of_gold": True}, "gold sources of all 1 questions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ({"of_choices": True}, "setting one: 1 of 1 questions have no choices"),
+        ({"of_gold": True}, "gold sources of all 1 questions"),
+    ],
+)
 def test_questions_that_cannot_be_answered(flag, message):
     Setting(answer).check_questions("one", QUESTIONS)
     refuses(message, Setting(answer, **flag).check_questions, "one", [Question("x", "test", "?")])

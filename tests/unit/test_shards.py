@@ -95,13 +95,16 @@ def test_another_job_of_one_process_replaces_what_was_left(folder):
     assert other.chunks == [0, 1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("shard", "changes", "message"), [
-    (Shard(1, 2), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
-    (Shard(1, 3), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
-    (WHOLE, {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
-    (Shard(1, 2), {"chunk": 4}, r"chunk is 5 there and 4 here"),
-    (Shard(1, 2), {"items": 22}, r"items is 23 there and 22 here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("shard", "changes", "message"),
+    [
+        (Shard(1, 2), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
+        (Shard(1, 3), {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
+        (WHOLE, {"model": "m2"}, r"model is 'm1' there and 'm2' here"),
+        (Shard(1, 2), {"chunk": 4}, r"chunk is 5 there and 4 here"),
+        (Shard(1, 2), {"items": 22}, r"items is 23 there and 22 here"),
+    ],
+)
 def test_parts_of_another_job_are_refused(folder, shard, changes, message):
     assert run(folder, Shard(0, 2)) is None
     before = [path.read_bytes() for path in chunk_files(folder)]
@@ -282,37 +285,47 @@ def test_a_job_of_one_process_is_alone(folder):
     assert run(folder) == ROWS  # a killed process holds no lock
 
 
-@pytest.mark.parametrize(("text", "environment", "shard"), [
-    ("0/1", {}, (0, 1)),
-    ("7/8", {}, (7, 8)),
-    ("auto", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, (3, 8)),
-    (
-        "auto",
-        {"SLURM_ARRAY_TASK_ID": "5", "SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1",
-         "SLURM_ARRAY_TASK_STEP": "2"},
-        (2, 3),
-    ),
-    ("auto", {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4"}, (2, 4)),
-    ("auto/4", {"JOB_COMPLETION_INDEX": "2"}, (2, 4)),
-    ("auto/9", {"SLURM_ARRAY_TASK_ID": "8"}, (8, 9)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "environment", "shard"),
+    [
+        ("0/1", {}, (0, 1)),
+        ("7/8", {}, (7, 8)),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "8"}, (3, 8)),
+        (
+            "auto",
+            {
+                "SLURM_ARRAY_TASK_ID": "5",
+                "SLURM_ARRAY_TASK_COUNT": "3",
+                "SLURM_ARRAY_TASK_MIN": "1",
+                "SLURM_ARRAY_TASK_STEP": "2",
+            },
+            (2, 3),
+        ),
+        ("auto", {"JOB_COMPLETION_INDEX": "2", "JOB_COMPLETIONS": "4"}, (2, 4)),
+        ("auto/4", {"JOB_COMPLETION_INDEX": "2"}, (2, 4)),
+        ("auto/9", {"SLURM_ARRAY_TASK_ID": "8"}, (8, 9)),
+    ],
+)
 def test_which_shard(text, environment, shard):
     assert parse_shard(text, environment) == shard
 
 
-@pytest.mark.parametrize(("text", "environment", "message"), [
-    ("2/2", {}, r"--shard=2/2: I/N with I from 0 to N - 1"),
-    ("auto", {}, r"SLURM_ARRAY_TASK_ID is not set"),
-    ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, r"SLURM_ARRAY_TASK_COUNT is not set"),
-    ("auto", {"JOB_COMPLETION_INDEX": "1"}, r"JOB_COMPLETIONS is not set"),
-    ("auto", {"JOB_COMPLETION_INDEX": "x", "JOB_COMPLETIONS": "4"}, r"INDEX is 'x'"),
-    ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, r"the environment says 2/2"),
-    ("auto/a", {"JOB_COMPLETION_INDEX": "2"}, r"I/N with I from 0"),
-    ("automatic", {}, r"I/N with I from 0"),
-    ("x/8", {}, r"I/N with I from 0"),
-    ("0/" + "8" * 5000, {}, r"I/N with I from 0"),
-    ("auto/2", {"JOB_COMPLETION_INDEX": "1" * 5000}, r"INDEX is '1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "environment", "message"),
+    [
+        ("2/2", {}, r"--shard=2/2: I/N with I from 0 to N - 1"),
+        ("auto", {}, r"SLURM_ARRAY_TASK_ID is not set"),
+        ("auto", {"SLURM_ARRAY_TASK_ID": "3"}, r"SLURM_ARRAY_TASK_COUNT is not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "1"}, r"JOB_COMPLETIONS is not set"),
+        ("auto", {"JOB_COMPLETION_INDEX": "x", "JOB_COMPLETIONS": "4"}, r"INDEX is 'x'"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "2"}, r"the environment says 2/2"),
+        ("auto/a", {"JOB_COMPLETION_INDEX": "2"}, r"I/N with I from 0"),
+        ("automatic", {}, r"I/N with I from 0"),
+        ("x/8", {}, r"I/N with I from 0"),
+        ("0/" + "8" * 5000, {}, r"I/N with I from 0"),
+        ("auto/2", {"JOB_COMPLETION_INDEX": "1" * 5000}, r"INDEX is '1"),
+    ],
+)
 def test_shards_that_there_are_not(text, environment, message):
     refuses(message, parse_shard, text, environment)
 

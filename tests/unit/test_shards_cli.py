@@ -52,14 +52,17 @@ def test_shards_of_a_search(search, bm25, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["found.jsonl"]
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    (["--shard=1/2", "--top_k=7"], "top_k is 100 there and 7 here"),
-    (["--shard=1/2", "--split=train"], "questions is '.*' there"),
-    (["--shard=1/2", "--webqa_compat"], "retriever is '.*' there"),
-    (["--top_k=7"], "top_k is 100 there and 7 here"),
-    (["--shard=2/2"], "I/N with I from 0 to N - 1"),
-    (["--shard=1/2", "--chunk=0"], "--chunk=0: at least 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (["--shard=1/2", "--top_k=7"], "top_k is 100 there and 7 here"),
+        (["--shard=1/2", "--split=train"], "questions is '.*' there"),
+        (["--shard=1/2", "--webqa_compat"], "retriever is '.*' there"),
+        (["--top_k=7"], "top_k is 100 there and 7 here"),
+        (["--shard=2/2"], "I/N with I from 0 to N - 1"),
+        (["--shard=1/2", "--chunk=0"], "--chunk=0: at least 1"),
+    ],
+)
 def test_shards_that_do_not_belong_together(changed, message, search, refused):
     done(*search, "--chunk=2", "--shard=0/2")
     refused(*search, "--chunk=2", *changed, message=message)

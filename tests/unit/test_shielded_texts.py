@@ -89,8 +89,10 @@ FAMILIES = {
     "smollm2": lambda: open_text_tokenizer(smollm2_path()).published,
     "bytes": lambda: of_bytes(plain=(*PLAIN_MARKS, *WORDS)),
     "bytes, one word": lambda: of_bytes(in_model=True),
-    "sentencepiece": sentencepiece_bpe, "unigram": unigram, "words": whole_words,
-}  # fmt: skip
+    "sentencepiece": sentencepiece_bpe,
+    "unigram": unigram,
+    "words": whole_words,
+}
 EXACT = ("smollm2", "bytes", "bytes, one word", "sentencepiece")  # decode to the text itself
 texts = st.text("<|>[]/_aimsdt \n▁é\ue002\ue003＜ｓ＞", max_size=40)
 

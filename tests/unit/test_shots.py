@@ -207,9 +207,13 @@ def test_queries_of_another_corpus_may_have_the_ids_of_examples(embedder, tmp_pa
         return q.image and EncodedPicture(b"q" + q.image.encode(), lambda: pixels(q))
 
     library = ExampleLibrary(
-        EXAMPLES, Embedders(embedder, embedder, encoded),
-        of_queries=Embedders(embedder, embedder, shown), same_ids=False, folds=2, cache=tmp_path,
-    )  # fmt: skip
+        EXAMPLES,
+        Embedders(embedder, embedder, encoded),
+        of_queries=Embedders(embedder, embedder, shown),
+        same_ids=False,
+        folds=2,
+        cache=tmp_path,
+    )
     expected = vectors(queries, "bimodal") @ vectors(EXAMPLES, "bimodal").T
     for row, shots in zip(expected, library.select(queries, 40, "bimodal"), strict=True):
         assert len(shots) == len(EXAMPLES)

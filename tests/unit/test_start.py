@@ -41,11 +41,16 @@ def test_every_program_of_a_second_start_is_in_the_cache(fresh_cache, tmp_path):
                 "--config.decoding.max_new_tokens=3",
             ],
             env={
-                **os.environ, "MMQA_CACHE": str(fresh_cache), "MMQA_PROGRESS": "off",
+                **os.environ,
+                "MMQA_CACHE": str(fresh_cache),
+                "MMQA_PROGRESS": "off",
                 "JAX_PLATFORMS": "cpu",
             },
-            capture_output=True, text=True, timeout=300, check=True,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=True,
+        )
         return tuple(json.loads(ended.stdout.splitlines()[-1]))
 
     code, requests, hits, orbax, scipy = start()

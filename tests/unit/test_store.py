@@ -414,17 +414,20 @@ def pickled() -> bytes:
 HUGE = [["00009", 1 << 60, "0" * 16]]  # takes no memory
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    (sealed(results=HUGE, size=1 << 60), "its SHA-256 is another"),
-    (sealed(size=7), "a line is not what was written"),
-    (sealed(results=[["00009", -1, ""]], size=-1), "a line is not what was written"),
-    (sealed(results=[]), "a line is not what was written"),
-    (sealed(job=1), "a line is not what was written"),
-    (sealed(notes=[]), "a line is not what was written"),
-    (sealed(), "its result is missing"),
-    (sealed(b"{"), "a result cannot be read"),
-    (sealed(pickled()), "a result cannot be read"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (sealed(results=HUGE, size=1 << 60), "its SHA-256 is another"),
+        (sealed(size=7), "a line is not what was written"),
+        (sealed(results=[["00009", -1, ""]], size=-1), "a line is not what was written"),
+        (sealed(results=[]), "a line is not what was written"),
+        (sealed(job=1), "a line is not what was written"),
+        (sealed(notes=[]), "a line is not what was written"),
+        (sealed(), "its result is missing"),
+        (sealed(b"{"), "a result cannot be read"),
+        (sealed(pickled()), "a result cannot be read"),
+    ],
+)
 def test_what_never_was_a_store_is_refused(content, reason, folder):
     (folder / "00009.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=rf"00009\.jsonl: is damaged \({reason}\); remove it, and"):

@@ -71,11 +71,13 @@ def inputs(tmp_path_factory):
 
 def flags(inputs: Path, workdir: Path, *over: str) -> list[str]:
     values = {
-        "data.dir": inputs / "data", "parts.llm.model": inputs / "llm", "parts.llm.cache": "",
+        "data.dir": inputs / "data",
+        "parts.llm.model": inputs / "llm",
+        "parts.llm.cache": "",
         "parts.heuristics.candidates": inputs / "candidates.json",
         "parts.heuristics.examples": inputs / "examples.json",
         "parts.knowledge.data": inputs / "knowledge",
-    }  # fmt: skip
+    }
     config = f"--config={ROOT}/configs/okvqa/tables.py:smollm2_mavl"
     own = [f"--config.{key}={value}" for key, value in values.items()]
     return ["sweep", config, f"--workdir={workdir}", *own, *(over or OVER)]
@@ -190,23 +192,32 @@ def test_more_values_later(whole, inputs, monkeypatch):
     assert 0 < again.asked < model.asked
 
 
-@pytest.mark.parametrize(("over", "message"), [
-    (
-        ["options.shot=0,1"],
-        r"cell options\.shot=0: config key options\.shot: unknown; did you mean 'shots'",
-    ),
-    (["options.shots"], r"--over=options\.shots: KEY=VALUE,VALUE"),
-    (["options.shots=0,"], r"--over=options\.shots=0,: KEY=VALUE,VALUE"),
-    (["options.shots=0", "options.shots=1"], r"--over=options\.shots=1: .*has an --over already"),
-    (["options.shots=0,many"], r"cell options\.shots=many: .*options\.shots=many.*whole number"),
-    (["options.votes=1,2"], r"--over=options\.votes: holds a list"),
-    (["options.plans=planned,none,some"], r"cell options\.plans=some: .*plans"),
-    (
-        ["parts.knowledge.data=here/x,here-x"],
-        r"--over: two cells would share the folder data=here-x; leave one to another sweep",
-    ),
-    (["parts.knowledge.data=here,nowhere/x"], r"inputs are missing: .*here"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (
+            ["options.shot=0,1"],
+            r"cell options\.shot=0: config key options\.shot: unknown; did you mean 'shots'",
+        ),
+        (["options.shots"], r"--over=options\.shots: KEY=VALUE,VALUE"),
+        (["options.shots=0,"], r"--over=options\.shots=0,: KEY=VALUE,VALUE"),
+        (
+            ["options.shots=0", "options.shots=1"],
+            r"--over=options\.shots=1: .*has an --over already",
+        ),
+        (
+            ["options.shots=0,many"],
+            r"cell options\.shots=many: .*options\.shots=many.*whole number",
+        ),
+        (["options.votes=1,2"], r"--over=options\.votes: holds a list"),
+        (["options.plans=planned,none,some"], r"cell options\.plans=some: .*plans"),
+        (
+            ["parts.knowledge.data=here/x,here-x"],
+            r"--over: two cells would share the folder data=here-x; leave one to another sweep",
+        ),
+        (["parts.knowledge.data=here,nowhere/x"], r"inputs are missing: .*here"),
+    ],
+)
 def test_wrong_sweeps(inputs, tmp_path, refused, over, message):
     """Refused before any cell runs."""
     given = [word for value in over for word in ("--over", value)]

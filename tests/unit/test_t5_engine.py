@@ -37,13 +37,16 @@ def engine(*end_ids: int) -> T5Engine:
     return T5Engine(model, Digits(), end_ids=end_ids, config=T5EngineConfig(length=4))
 
 
-@pytest.mark.parametrize(("request_", "kind", "message"), [
-    (Request("a", []), Unanswerable, "its prompt is empty; give some text"),
-    (Scoring("a", [2], [[3], []]), Unanswerable, "a continuation has no token; give some text"),
-    (Request("a", [9], 4), UserError, "a token that the model lacks, expected 0 to 8; use the"),
-    (Request("a", [2], 5), UserError, "its answer has up to 5 tokens, .* lower max_new_tokens"),
-    (Request("a", [2], 4, beams=2), UserError, "one end token, the model has 2; leave beams"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("request_", "kind", "message"),
+    [
+        (Request("a", []), Unanswerable, "its prompt is empty; give some text"),
+        (Scoring("a", [2], [[3], []]), Unanswerable, "a continuation has no token; give some text"),
+        (Request("a", [9], 4), UserError, "a token that the model lacks, expected 0 to 8; use the"),
+        (Request("a", [2], 5), UserError, "its answer has up to 5 tokens, .* lower max_new_tokens"),
+        (Request("a", [2], 4, beams=2), UserError, "one end token, the model has 2; leave beams"),
+    ],
+)
 def test_requests_that_cannot_be_served(request_, kind, message):
     served = engine(0, 1)
     with pytest.raises(kind, match=f"request 'a': .*{message}"):
@@ -59,11 +62,14 @@ def test_end_tokens_are_the_models():
     refuses("end token 9: expected 0 to 8; use the model's own", engine, 1, 9)
 
 
-@pytest.mark.parametrize(("query", "message"), [
-    (Completion("a", "23", Decoding(beams=2)), "one end token, the model has 2; leave beams"),
-    (Choices("a", "23", ("4", "")), "continuation '' has no token; give some text"),
-    (Completion("a", ""), "its prompt is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        (Completion("a", "23", Decoding(beams=2)), "one end token, the model has 2; leave beams"),
+        (Choices("a", "23", ("4", "")), "continuation '' has no token; give some text"),
+        (Completion("a", ""), "its prompt is empty"),
+    ],
+)
 def test_queries_are_refused_before_weights_are_loaded(query, message):
     def no_engine():
         raise AssertionError("the engine was made")

@@ -11,10 +11,14 @@ from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from tests.refusals import refuses
 
 TEXTS = (
-    "Which red is the sun of blue? Answer: sun-red, 3.", "", "  two  spaces\nand a newline\ttab ",
+    "Which red is the sun of blue? Answer: sun-red, 3.",
+    "",
+    "  two  spaces\nand a newline\ttab ",
     "ﬁne ① Ｆｕｌｌ　width — “quotes” … ½",
-    "naïve café e\u0301 日本語 😀👍🏽 zero\u200bwidth soft\u00adhyphen", "▁low ▁ x", "e" * 60,
-)  # fmt: skip
+    "naïve café e\u0301 日本語 😀👍🏽 zero\u200bwidth soft\u00adhyphen",
+    "▁low ▁ x",
+    "e" * 60,
+)
 MARKED = ("red </s> blue<extra_id_0>green <extra_id_99>.", "<pad><unk> sea")  # special tokens
 
 
@@ -104,12 +108,15 @@ def test_a_gguf_files_own_sentinels_are_read(folder, tmp_path):
         assert ours.encode(text) == of_folder.encode(text), text
 
 
-@pytest.mark.parametrize(("key", "place", "value", "message"), [
-    ("add_space_prefix", None, False, "add_space_prefix is not true"),
-    ("remove_extra_whitespaces", None, False, "remove_extra_whitespaces is not true"),
-    ("tokens", 2, "<unknown>", "first tokens are <pad>, </s>, <unknown>"),
-    ("token_type", 7, gguf.TokenType.USER_DEFINED, "has the added token"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "place", "value", "message"),
+    [
+        ("add_space_prefix", None, False, "add_space_prefix is not true"),
+        ("remove_extra_whitespaces", None, False, "remove_extra_whitespaces is not true"),
+        ("tokens", 2, "<unknown>", "first tokens are <pad>, </s>, <unknown>"),
+        ("token_type", 7, gguf.TokenType.USER_DEFINED, "has the added token"),
+    ],
+)
 def test_another_tokenizer_in_a_gguf_file_is_refused(key, place, value, message, folder, tmp_path):
     def change(metadata):
         # Written number by number, and not reached.

@@ -306,10 +306,12 @@ def test_stages_and_scores(monkeypatch, tmp_path, hostile):
     answers = write_rows(hostile / "answers.jsonl", rows)
     scored = ("evaluate", "corpus", f"--references={data}", f"--predictions={answers}")
     shown = reaching(
-        monkeypatch, ("prepare", "corpus", "--raw", str(raw), "--out", str(data)),
+        monkeypatch,
+        ("prepare", "corpus", "--raw", str(raw), "--out", str(data)),
         ("search", "--method=bm25", f"--data={data}", "--split=val", f"--out={hits}"),
-        (*scored, "--split=val"), (*scored, "--split=val", "--markdown"),
-    )  # fmt: skip
+        (*scored, "--split=val"),
+        (*scored, "--split=val", "--markdown"),
+    )
     check_shown(shown, times=4)
     shown = reaching(monkeypatch, (*scored, "--split=val", "--json"))
     assert list(json.loads(shown.splitlines()[-1])["by_category"]) == [HOSTILE]

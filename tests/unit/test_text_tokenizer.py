@@ -24,9 +24,13 @@ CORPUS = [
     "===\nContext: a man rides a wave on a surfboard.\n===\nQ: what sport is this?\nA: surfing",
 ] * 3
 TEXTS = [
-    *CORPUS[:4], "", "unseen words, naïve é 漢字 😀\ttab", "a  b   c    d ", "line\n\nbreak\n",
+    *CORPUS[:4],
+    "",
+    "unseen words, naïve é 漢字 😀\ttab",
+    "a  b   c    d ",
+    "line\n\nbreak\n",
     "123 4567",
-]  # fmt: skip
+]
 BEGIN_WITH_A_SPACE = [" leading", "  two", " ", "   "]
 TURNS = [
     Message("user", ("What is this?",)),
@@ -133,44 +137,50 @@ def test_broken_and_foreign_files_are_one_sentence(tmp_path, model):
 LETTER = Tokenizer(models.BPE({"a": 0}, [])).to_str()
 
 
-@pytest.mark.parametrize(("files", "message"), [
-    ({"tokenizer.json": "{}"}, r"tokenizer\.json: not a tokenizer \(.*\); give"),
-    *(
-        ({"tokenizer.json": LETTER, name: "[]"}, rf"{name}: is not an object; fetch the file ag")
-        for name in ("tokenizer_config.json", "generation_config.json")
-    ),
-    *(
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tokenizer.json": "{}"}, r"tokenizer\.json: not a tokenizer \(.*\); give"),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: "[]"},
+                rf"{name}: is not an object; fetch the file ag",
+            )
+            for name in ("tokenizer_config.json", "generation_config.json")
+        ),
+        *(
+            (
+                {"tokenizer.json": LETTER, name: json.dumps({"eos_token_id": end})},
+                rf"{name}: eos_token_id is .*, a token's number or a list of at most .*; fetch the fi",
+            )
+            for name in ("generation_config.json", "config.json")
+            for end in ("x", -1, 1.5, True, [[1]])
+        ),
+        *(
+            (
+                {
+                    "tokenizer.json": LETTER,
+                    "tokenizer_config.json": json.dumps({"chat_template": template}),
+                },
+                r"tokenizer_config\.json, chat_template: a text was expected, or .*; fetch the file",
+            )
+            for template in (3, {"a": 1}, [3], [{"name": "default"}])
+        ),
         (
-            {"tokenizer.json": LETTER, name: json.dumps({"eos_token_id": end})},
-            rf"{name}: eos_token_id is .*, a token's number or a list of at most .*; fetch the fi",
-        )
-        for name in ("generation_config.json", "config.json")
-        for end in ("x", -1, 1.5, True, [[1]])
-    ),
-    *(
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": "c"}'},
+            r"added_tokens\.json: 'c' is no token's number; fetch the file again",
+        ),
         (
-            {
-                "tokenizer.json": LETTER,
-                "tokenizer_config.json": json.dumps({"chat_template": template}),
-            },
-            r"tokenizer_config\.json, chat_template: a text was expected, or .*; fetch the file",
-        )
-        for template in (3, {"a": 1}, [3], [{"name": "default"}])
-    ),
-    (
-        {"tokenizer.json": LETTER, "added_tokens.json": '{"b": "c"}'},
-        r"added_tokens\.json: 'c' is no token's number; fetch the file again",
-    ),
-    (
-        {"tokenizer.json": LETTER, "added_tokens.json": '{"b": 7}'},
-        r"added_tokens\.json: the token 'b' is number 7 there, and 1 in tokenizer\.json; fetch",
-    ),
-    ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json: is not an object; fetch"),
-    (
-        {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
-        r": its ByT5Tokenizer .*; name",
-    ),
-])  # fmt: skip
+            {"tokenizer.json": LETTER, "added_tokens.json": '{"b": 7}'},
+            r"added_tokens\.json: the token 'b' is number 7 there, and 1 in tokenizer\.json; fetch",
+        ),
+        ({"tokenizer_config.json": "[]"}, r"tokenizer_config\.json: is not an object; fetch"),
+        (
+            {"tokenizer_config.json": '{"tokenizer_class": "ByT5Tokenizer"}'},
+            r": its ByT5Tokenizer .*; name",
+        ),
+    ],
+)
 def test_files_that_are_no_tokenizer(files, message, tmp_path):
     for name, content in files.items():
         (tmp_path / name).write_text(content)
@@ -210,10 +220,12 @@ def byte_level(split: pre_tokenizers.PreTokenizer) -> Tokenizer:
 
 
 def llama3_splitting() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])  # fmt: skip
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(LLAMA3), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
 
 
 def write_gguf(file, kind, splitting, tokens, types, **more):
@@ -318,11 +330,15 @@ def chat_folder(folder, template, **files):
         (folder / name.replace("_jinja", ".jinja")).write_text(content)
 
 
-@pytest.mark.parametrize(("template", "files"), [
-    (TEMPLATE, {}),
-    ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}], {}),
-    ("not this one", {"chat_template_jinja": TEMPLATE}),
-], ids=["config", "named", "file"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "files"),
+    [
+        (TEMPLATE, {}),
+        ([{"name": "tool_use", "template": "x"}, {"name": "default", "template": TEMPLATE}], {}),
+        ("not this one", {"chat_template_jinja": TEMPLATE}),
+    ],
+    ids=["config", "named", "file"],
+)
 def test_chat_template_of_a_folder_is_as_in_transformers(tmp_path, template, files):
     from transformers import AutoTokenizer
 
@@ -348,13 +364,16 @@ def test_chat_template_of_smollm2_is_as_in_transformers():
     assert tokenizer.decode(tokenizer.encode_plain(want)) == want
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    ("{{ messages", r"chat_template: not a Jinja template"),
-    ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"request 'q': .* template rejects"),
-    ("{{ messages.append(1) }}", r"request 'q': .* template rejects"),
-    ("{{ 1 // 0 }}", r"request 'q': .* template rejects its messages \(integer div"),
-    ("{{ raise_exception('only one turn') }}", r"request 'q': .* \(only one turn\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ messages", r"chat_template: not a Jinja template"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", r"request 'q': .* template rejects"),
+        ("{{ messages.append(1) }}", r"request 'q': .* template rejects"),
+        ("{{ 1 // 0 }}", r"request 'q': .* template rejects its messages \(integer div"),
+        ("{{ raise_exception('only one turn') }}", r"request 'q': .* \(only one turn\)"),
+    ],
+)
 def test_broken_templates_and_such_as_leave_the_sandbox_are_refused(tmp_path, template, message):
     chat_folder(tmp_path, template)
     refuses(message, open_text_tokenizer(tmp_path).template.render, "q", TURNS)
@@ -384,20 +403,23 @@ def bytes_alone(folder, settings, files=()):
     return folder
 
 
-@pytest.mark.parametrize(("settings", "files", "tokens"), [
-    ({"added_tokens_decoder": _DECODER, "eos_token": "<|im_end|>"}, {}, 2),
-    ({"added_tokens_decoder": _DECODER | {"259": _IMAGE}, "eos_token": "<|end|>"}, {}, 4),
-    ({"extra_special_tokens": ["<|end|>"]}, {}, 1),
-    # As transformers 2 to 4.33 wrote them.
-    (
-        {},
-        {
-            "added_tokens.json": {"<img>": 257},
-            "special_tokens_map.json": {"eos_token": {"content": "<|end|>"}},
-        },
-        2,
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "files", "tokens"),
+    [
+        ({"added_tokens_decoder": _DECODER, "eos_token": "<|im_end|>"}, {}, 2),
+        ({"added_tokens_decoder": _DECODER | {"259": _IMAGE}, "eos_token": "<|end|>"}, {}, 4),
+        ({"extra_special_tokens": ["<|end|>"]}, {}, 1),
+        # As transformers 2 to 4.33 wrote them.
+        (
+            {},
+            {
+                "added_tokens.json": {"<img>": 257},
+                "special_tokens_map.json": {"eos_token": {"content": "<|end|>"}},
+            },
+            2,
+        ),
+    ],
+)
 def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path):
     import transformers
 
@@ -413,22 +435,27 @@ def test_tokens_beside_the_tokenizer_are_read(settings, files, tokens, tmp_path)
         assert ours.decode(ours.end_ids) == settings["eos_token"]
 
 
-@pytest.mark.parametrize(("decoder", "message"), [
-    ({"300": {"content": "<x>"}}, "'<x>' is number 300 there, and 257 in tokenizer.json"),
-    ({"257": "<x>"}, "added_tokens_decoder 257: is '<x>', not a token"),
-    ({"257": {"content": "<x>", "special": 1}}, "not a token"),
-    ({"a": {"content": "<x>"}}, "'a' is no token's number"),
-    (["<x>"], "added_tokens_decoder: is not an object"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("decoder", "message"),
+    [
+        ({"300": {"content": "<x>"}}, "'<x>' is number 300 there, and 257 in tokenizer.json"),
+        ({"257": "<x>"}, "added_tokens_decoder 257: is '<x>', not a token"),
+        ({"257": {"content": "<x>", "special": 1}}, "not a token"),
+        ({"a": {"content": "<x>"}}, "'a' is no token's number"),
+        (["<x>"], "added_tokens_decoder: is not an object"),
+    ],
+)
 def test_tokens_beside_the_tokenizer_that_do_not_fit(decoder, message, tmp_path):
     folder = bytes_alone(tmp_path, {"added_tokens_decoder": decoder})
     refuses(message, open_text_tokenizer, folder)
 
 
 @settings(
-    max_examples=100, deadline=None, derandomize=True,
+    max_examples=100,
+    deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)  # fmt: skip
+)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_any_text_is_split_as_sentencepiece_does_and_comes_back(opened, original, text):
     ids = opened.encode_plain(text)

@@ -30,35 +30,41 @@ HARMONY = (
 )
 
 
-TEXTS = pytest.mark.parametrize(("text", "thoughts", "answer"), [
-    (" Paris.\n", "", "Paris."),
-    ("<think>\nFrance, so\n</think>\n\nParis.", "France, so", "Paris."),
-    ("<thinking>France</thinking>Paris.", "France", "Paris."),
-    ("\n<think>\n\n</think>\n\nParis.", "", "Paris."),  # thinking is off
-    ("France, so\n</think>\n\nParis.", "France, so", "Paris."),  # the template opened it
-    ("<think>\nFrance, and France", "France, and France", ""),  # tokens ran out
-    ("Write <think>a</think> in front.", "", "Write <think>a</think> in front."),
-    ("<think>x</think>The tag is </think>.", "x", "The tag is </think>."),
-    ("", "", ""),
-    # gpt-oss: with and without special tokens, a tool's header, tokens that ran out
-    (f"{HARMONY}Every 14 days [1].", "The manual\nsays 14.", "Every 14 days [1]."),
-    (
-        f"{HARMONY}A <|channel|> is a part.<|return|>", "The manual\nsays 14.",
-        "A <|channel|> is a part.",
-    ),
-    (
-        "analysisThe manual says 14.assistantfinalEvery 14 days.", "The manual says 14.",
-        "Every 14 days.",
-    ),
-    ("analysis of water: clean", "", "analysis of water: clean"),
-    ("<|channel|>final<|message|>Paris.", "", "Paris."),
-    ("<|channel|>analysis<|message|>The man", "The man", ""),
-    (
-        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=f.g "
-        "<|constrain|>json<|message|>{}<|call|>",
-        "a\n{}", "",
-    ),
-])  # fmt: skip
+TEXTS = pytest.mark.parametrize(
+    ("text", "thoughts", "answer"),
+    [
+        (" Paris.\n", "", "Paris."),
+        ("<think>\nFrance, so\n</think>\n\nParis.", "France, so", "Paris."),
+        ("<thinking>France</thinking>Paris.", "France", "Paris."),
+        ("\n<think>\n\n</think>\n\nParis.", "", "Paris."),  # thinking is off
+        ("France, so\n</think>\n\nParis.", "France, so", "Paris."),  # the template opened it
+        ("<think>\nFrance, and France", "France, and France", ""),  # tokens ran out
+        ("Write <think>a</think> in front.", "", "Write <think>a</think> in front."),
+        ("<think>x</think>The tag is </think>.", "x", "The tag is </think>."),
+        ("", "", ""),
+        # gpt-oss: with and without special tokens, a tool's header, tokens that ran out
+        (f"{HARMONY}Every 14 days [1].", "The manual\nsays 14.", "Every 14 days [1]."),
+        (
+            f"{HARMONY}A <|channel|> is a part.<|return|>",
+            "The manual\nsays 14.",
+            "A <|channel|> is a part.",
+        ),
+        (
+            "analysisThe manual says 14.assistantfinalEvery 14 days.",
+            "The manual says 14.",
+            "Every 14 days.",
+        ),
+        ("analysis of water: clean", "", "analysis of water: clean"),
+        ("<|channel|>final<|message|>Paris.", "", "Paris."),
+        ("<|channel|>analysis<|message|>The man", "The man", ""),
+        (
+            "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>commentary to=f.g "
+            "<|constrain|>json<|message|>{}<|call|>",
+            "a\n{}",
+            "",
+        ),
+    ],
+)
 
 
 @TEXTS
@@ -120,13 +126,16 @@ def test_servers_shapes(message, thoughts):
     assert why_empty(candidate) == ""
 
 
-@pytest.mark.parametrize(("message", "finish", "sentence"), [
-    ({"content": None, "reasoning_content": "hm"}, "length", "went into thoughts.*--thinking"),
-    ({"content": "<think>hm"}, "length", "went into thoughts.*--thinking=TOKENS"),
-    ({"content": None}, "length", "thoughts are hidden.*--thinking=TOKENS"),
-    ({"content": "Every 14"}, "length", "cut where its tokens ran out; raise max_new_tokens"),
-    ({"content": None, "reasoning": "hm"}, "stop", "wrote nothing; ask it otherwise"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("message", "finish", "sentence"),
+    [
+        ({"content": None, "reasoning_content": "hm"}, "length", "went into thoughts.*--thinking"),
+        ({"content": "<think>hm"}, "length", "went into thoughts.*--thinking=TOKENS"),
+        ({"content": None}, "length", "thoughts are hidden.*--thinking=TOKENS"),
+        ({"content": "Every 14"}, "length", "cut where its tokens ran out; raise max_new_tokens"),
+        ({"content": None, "reasoning": "hm"}, "stop", "wrote nothing; ask it otherwise"),
+    ],
+)
 def test_half_an_answer_says_why(message, finish, sentence):
     import re
 
@@ -149,12 +158,15 @@ def test_thoughts_are_kept_and_older_answers_are_read():
     assert (older.thinking, older.thinking_tokens) == ("", None)
 
 
-@pytest.mark.parametrize(("text", "count"), [
-    ("<think>ab</think>\n\nParis.", 19),
-    (f"{HARMONY}Paris.", len(HARMONY)),
-    ("<think>ab", 9),  # tokens ran out
-    ("Paris.", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("<think>ab</think>\n\nParis.", 19),
+        (f"{HARMONY}Paris.", len(HARMONY)),
+        ("<think>ab", 9),  # tokens ran out
+        ("Paris.", None),
+    ],
+)
 def test_tokens_before_the_answer_are_counted(text, count):
     """Here a token is a character, and the last ends the answer."""
     tokens = (*map(ord, text), 0)
@@ -179,13 +191,16 @@ def test_a_server_says_its_tokens_of_thoughts():
         )
 
 
-@pytest.mark.parametrize(("text", "thinking"), [
-    ("auto", Thinking()),
-    ("off", Thinking(False)),
-    ("on", Thinking(True, ROOM)),
-    ("500", Thinking(True, 500)),
-    ("high", Thinking(True, 8192, "high")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "thinking"),
+    [
+        ("auto", Thinking()),
+        ("off", Thinking(False)),
+        ("on", Thinking(True, ROOM)),
+        ("500", Thinking(True, 500)),
+        ("high", Thinking(True, 8192, "high")),
+    ],
+)
 def test_the_option(text, thinking):
     assert read_thinking(text, "--thinking") == thinking
 
@@ -226,12 +241,15 @@ GPT_OSS = (
 )
 
 
-@pytest.mark.parametrize(("thinking", "effort", "begun"), [
-    ("auto", "medium", ""),
-    ("on", "medium", ""),
-    ("high", "high", ""),
-    ("off", "low", "<|channel|>final<|message|>"),  # the answer begins in its channel
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("thinking", "effort", "begun"),
+    [
+        ("auto", "medium", ""),
+        ("on", "medium", ""),
+        ("high", "high", ""),
+        ("off", "low", "<|channel|>final<|message|>"),  # the answer begins in its channel
+    ],
+)
 def test_gpt_oss_is_told_its_effort(thinking, effort, begun):
     turns = [Message("user", "?"), Message("assistant", f"{HARMONY}14."), Message("user", "Why?")]
     told = read_thinking(thinking, "--thinking")

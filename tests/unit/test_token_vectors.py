@@ -175,9 +175,15 @@ def write(folder, *, form=TokenFormat(), stop_at=None, tokens=True):  # noqa: B0
 
     stored_tokens = (form, DIM) if tokens else None
     embeddings = write_embeddings(
-        folder, embed_rows, rows=20, dim=FIXED, model_fingerprint="m", corpus_fingerprint="c",
-        tokens=stored_tokens, shard_rows=6,
-    )  # fmt: skip
+        folder,
+        embed_rows,
+        rows=20,
+        dim=FIXED,
+        model_fingerprint="m",
+        corpus_fingerprint="c",
+        tokens=stored_tokens,
+        shard_rows=6,
+    )
     return embeddings, of_sources
 
 

@@ -23,10 +23,13 @@ def llama_folder(folder, settings, model_type="llama"):
     tokens += ["▁", "a", "b", "c", *_PIECES]
     tokenizer = Tokenizer(
         models.BPE(
-            {token: row for row, token in enumerate(tokens)}, _MERGES, fuse_unk=True,
-            byte_fallback=True, unk_token="<unk>",
+            {token: row for row, token in enumerate(tokens)},
+            _MERGES,
+            fuse_unk=True,
+            byte_fallback=True,
+            unk_token="<unk>",
         )
-    )  # fmt: skip
+    )
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     )
@@ -43,12 +46,15 @@ def llama_folder(folder, settings, model_type="llama"):
     return folder
 
 
-@pytest.mark.parametrize(("kind", "model_type"), [
-    ("LlamaTokenizer", "llama"),
-    ("LlamaTokenizerFast", "llama"),
-    ("LlamaTokenizer", "llava"),
-    ("PreTrainedTokenizerFast", "llama"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "model_type"),
+    [
+        ("LlamaTokenizer", "llama"),
+        ("LlamaTokenizerFast", "llama"),
+        ("LlamaTokenizer", "llava"),
+        ("PreTrainedTokenizerFast", "llama"),
+    ],
+)
 def test_llamas_settings_are_those_of_transformers(tmp_path, kind, model_type):
     from transformers import AutoTokenizer
 
@@ -78,10 +84,13 @@ def test_settings_survive_a_tokenizer_that_is_saved(tmp_path):
     assert again.fingerprint == opened.fingerprint
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"legacy": "no"}, "legacy is 'no', expected true, false or null"),
-    ({"split_special_tokens": True}, "split_special_tokens takes special tokens for plain"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"legacy": "no"}, "legacy is 'no', expected true, false or null"),
+        ({"split_special_tokens": True}, "split_special_tokens takes special tokens for plain"),
+    ],
+)
 def test_settings_that_cannot_be_followed_are_refused(tmp_path, change, said):
     refuses(said, open_text_tokenizer, llama_folder(tmp_path / "model", change))
 

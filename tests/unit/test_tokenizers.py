@@ -31,8 +31,10 @@ REAL_TEXT = [
     "Ħal Qormi, Łódź, İstanbul, Đà Nẵng, Reykjavík & ʻŌkina; naïve façade!",
     "日本 (Nihon) means 'origin of the sun'; 서울 is the capital of 대한민국.",
     "pneumonoultramicroscopicsilicovolcanoconiosis " + "x" * 101 + " #hash ##piece $5.50 @home",
-    "tab\there\nnew line\u00a0no-break\u200bzero width\ufffd control\x07 end\u2014dash", "", "   ",
-]  # fmt: skip
+    "tab\there\nnew line\u00a0no-break\u200bzero width\ufffd control\x07 end\u2014dash",
+    "",
+    "   ",
+]
 
 
 def factbook_texts(count: int) -> list[str]:

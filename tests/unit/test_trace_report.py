@@ -16,9 +16,12 @@ from mmqa_jax.runs.traces import trace_counts, trace_rows
 
 EVIL = "</script><script>alert('x')</script> & <b>bold</b>"
 TRACE = {
-    "prompts": ["Q: one", "Q: two"], "shots": [[{"id": "s1", "similarity": 0.5}], [{"id": "s2"}]],
-    "dropped_shots": 1, "too_long": [], "outputs": [{"text": " said", "logprob": -1.5}],
-}  # fmt: skip
+    "prompts": ["Q: one", "Q: two"],
+    "shots": [[{"id": "s1", "similarity": 0.5}], [{"id": "s2"}]],
+    "dropped_shots": 1,
+    "too_long": [],
+    "outputs": [{"text": " said", "logprob": -1.5}],
+}
 QUESTIONS = [
     Question("q1", "val", EVIL, category="odd", answers=("red", "red", "blue")),
     Question(
@@ -123,10 +126,18 @@ def test_rows_and_counts():
     assert one["prompts"] == TRACE["prompts"]
     assert two["failed"] == ["timed out"]
     assert trace_counts(QUESTIONS, PREDICTIONS, 1) == {
-        "without_caption": 1, "without_picture": 2, "repeated_choices": 0, "too_few_examples": 0,
-        "questions_with_dropped_shots": 1, "dropped_shots": 1, "shots_without_caption": 0,
-        "too_long": 0, "failed": 1, "empty_answers": 1, "cut": 0,
-    }  # fmt: skip
+        "without_caption": 1,
+        "without_picture": 2,
+        "repeated_choices": 0,
+        "too_few_examples": 0,
+        "questions_with_dropped_shots": 1,
+        "dropped_shots": 1,
+        "shots_without_caption": 0,
+        "too_long": 0,
+        "failed": 1,
+        "empty_answers": 1,
+        "cut": 0,
+    }
     # Two prompts with one example each, and one that did not fit: less than 2 each.
     assert trace_counts(QUESTIONS, PREDICTIONS, 2)["too_few_examples"] == 1
 

@@ -196,15 +196,21 @@ def test_a_run_that_diverges_does_not_end_the_others(data, tmp_path):
     assert "learning_rate=1e30: step" in (tmp_path / "run" / "report.html").read_text()
 
 
-@pytest.mark.parametrize(("over", "message"), [
-    (["train.stps=1,2"], r"cell train\.stps=1: config key train\.stps: unknown; .*'steps'"),
-    (["seed="], r"--over=seed=: KEY=VALUE,VALUE"),
-    ([f"{RATE}=1e-3,0.001"], r"--over: learning_rate=1e-3 and .*0\.001 are the same run"),
-    (["train.steps=2,0"], r"--over, cell train\.steps=0: config key train\.steps=0: at least 1"),
-    (["seed=0,one"], r"cell seed=one: .*a whole number"),
-    (["model.trunk=minilm_l6,huge"], r"cell model\.trunk=huge: .*model\.trunk=huge: unknown"),
-    (["data.split=dev,tset"], r"config key data\.split=dev: .*no such questions"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("over", "message"),
+    [
+        (["train.stps=1,2"], r"cell train\.stps=1: config key train\.stps: unknown; .*'steps'"),
+        (["seed="], r"--over=seed=: KEY=VALUE,VALUE"),
+        ([f"{RATE}=1e-3,0.001"], r"--over: learning_rate=1e-3 and .*0\.001 are the same run"),
+        (
+            ["train.steps=2,0"],
+            r"--over, cell train\.steps=0: config key train\.steps=0: at least 1",
+        ),
+        (["seed=0,one"], r"cell seed=one: .*a whole number"),
+        (["model.trunk=minilm_l6,huge"], r"cell model\.trunk=huge: .*model\.trunk=huge: unknown"),
+        (["data.split=dev,tset"], r"config key data\.split=dev: .*no such questions"),
+    ],
+)
 def test_wrong_sweeps(data, tmp_path, refused, over, message):
     """Refused before any run begins, and nothing is written."""
     given = [word for value in over for word in ("--over", value)]

@@ -49,16 +49,19 @@ def test_a_run_of_other_tools(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("q1 Q0 c 3 0.1", "has 5 columns, 6 were expected"),
-    ("q1 Q0 c d 3 0.1 x", "has 7 columns"),
-    ("q1 Q0 c 3 nan x", "score is 'nan', a finite number"),
-    ("q1 Q0 c 3 1e999 x", "score is '1e999', a finite number"),
-    ("q1 Q0 c 3 1_0 x", "score is '1_0', a finite number"),
-    ("q1 Q0 c third 0.1 x", "rank is 'third', a whole number"),
-    ("q1 Q0 a 3 0.1 x", "source 'a' is ranked twice for question 'q1'"),
-    ("q9 Q0 a 1 0.1 x", "question 'q9' is not among the 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("q1 Q0 c 3 0.1", "has 5 columns, 6 were expected"),
+        ("q1 Q0 c d 3 0.1 x", "has 7 columns"),
+        ("q1 Q0 c 3 nan x", "score is 'nan', a finite number"),
+        ("q1 Q0 c 3 1e999 x", "score is '1e999', a finite number"),
+        ("q1 Q0 c 3 1_0 x", "score is '1_0', a finite number"),
+        ("q1 Q0 c third 0.1 x", "rank is 'third', a whole number"),
+        ("q1 Q0 a 3 0.1 x", "source 'a' is ranked twice for question 'q1'"),
+        ("q9 Q0 a 1 0.1 x", "question 'q9' is not among the 1"),
+    ],
+)
 def test_bad_lines_of_a_run_are_named(tmp_path, line, message):
     path = tmp_path / "r.trec"
     path.write_text(RUN + line + "\n")
@@ -76,13 +79,16 @@ def test_runs_that_are_no_runs(tmp_path):
     refuses("no such file", read_rankings, tmp_path / "none.trec")
 
 
-@pytest.mark.parametrize(("ranking", "message"), [
-    (Ranking("q 1", ("a",), (1.0,)), "question 'q 1' is empty or has a space"),
-    (Ranking("q1", ("red panda.png",), (1.0,)), "'red panda.png' is empty or has a space"),
-    (Ranking("q1", ("",), (1.0,)), "source '' is empty"),
-    (Ranking("q1", ("a", "b"), (1.0, 2.0)), "'b' at rank 2 has a higher score"),
-    (Ranking("q1", ("a",), (float("nan"),)), "source 'a' is nan"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ranking", "message"),
+    [
+        (Ranking("q 1", ("a",), (1.0,)), "question 'q 1' is empty or has a space"),
+        (Ranking("q1", ("red panda.png",), (1.0,)), "'red panda.png' is empty or has a space"),
+        (Ranking("q1", ("",), (1.0,)), "source '' is empty"),
+        (Ranking("q1", ("a", "b"), (1.0, 2.0)), "'b' at rank 2 has a higher score"),
+        (Ranking("q1", ("a",), (float("nan"),)), "source 'a' is nan"),
+    ],
+)
 def test_what_a_run_cannot_hold(tmp_path, ranking, message):
     path = tmp_path / "r.trec"
     refuses(message, write_rankings, path, [Ranking("q0", ("a",), (1.0,)), ranking])
@@ -106,12 +112,15 @@ def test_qrels_written_and_read(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("q1 0 b", "has 3 columns, 4 were expected"),
-    ("q1 0 b yes", "relevance is 'yes', a whole number"),
-    ("q1 0 b 0.5", "relevance is '0.5', a whole number"),
-    ("q1 0 a 0", "source 'a' is judged twice for question 'q1'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("q1 0 b", "has 3 columns, 4 were expected"),
+        ("q1 0 b yes", "relevance is 'yes', a whole number"),
+        ("q1 0 b 0.5", "relevance is '0.5', a whole number"),
+        ("q1 0 a 0", "source 'a' is judged twice for question 'q1'"),
+    ],
+)
 def test_bad_lines_of_qrels_are_named(tmp_path, line, message):
     path = tmp_path / "qrels.txt"
     path.write_text(f"q1 0 a 1\n{line}\n")

@@ -259,22 +259,27 @@ def test_the_rerank_task_trains_it():
     assert 0 <= float(metrics["accuracy"]) <= 1
 
 
-@pytest.mark.parametrize(("section", "packing", "message"), [
-    ({"joint_layers": 4}, {}, r"model\.joint_layers=4: 1 to the 3 layers"),
-    ({"joint_layers": 0}, {}, r"model\.joint_layers=0: 1 to the 3 layers"),
-    ({"joint_layers": 1, "match_type": 6}, {}, r"model\.match_type=6: .*use 0 to 5"),
-    ({"match_type": 1}, {}, r"model\.match_type=1: .*model\.joint_layers"),
-    ({"joint_layers": 1}, {"match_types": (1,)}, r"packing\.match_types=\(1,\): .*match_type"),
-    ({"joint_layers": 1}, {"segments": (4, 4)}, r"packing\.segments=\(4, 4\): .*type 4"),
-    ({"joint_layers": 1}, {"segments": (4, 2), "per_source": True}, r"\(4, 2\): .*type 2"),
-    ({"joint_layers": 1}, {"segments": (4, 9)}, r"packing\.segments: .*token type 9"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("section", "packing", "message"),
+    [
+        ({"joint_layers": 4}, {}, r"model\.joint_layers=4: 1 to the 3 layers"),
+        ({"joint_layers": 0}, {}, r"model\.joint_layers=0: 1 to the 3 layers"),
+        ({"joint_layers": 1, "match_type": 6}, {}, r"model\.match_type=6: .*use 0 to 5"),
+        ({"match_type": 1}, {}, r"model\.match_type=1: .*model\.joint_layers"),
+        ({"joint_layers": 1}, {"match_types": (1,)}, r"packing\.match_types=\(1,\): .*match_type"),
+        ({"joint_layers": 1}, {"segments": (4, 4)}, r"packing\.segments=\(4, 4\): .*type 4"),
+        ({"joint_layers": 1}, {"segments": (4, 2), "per_source": True}, r"\(4, 2\): .*type 2"),
+        ({"joint_layers": 1}, {"segments": (4, 9)}, r"packing\.segments: .*token type 9"),
+    ],
+)
 def test_a_config_that_cannot_be_cached_is_refused(section, packing, message):
     with pytest.raises(UserError, match=message):
         two_sides(
-            section.get("joint_layers"), section.get("match_type"),
-            dataclasses.replace(ATLAS, **packing), CONFIG,
-        )  # fmt: skip
+            section.get("joint_layers"),
+            section.get("match_type"),
+            dataclasses.replace(ATLAS, **packing),
+            CONFIG,
+        )
 
 
 def test_a_config_without_joint_layers_is_plain_vlp():

@@ -110,11 +110,13 @@ def test_source_f1_is_that_of_rerank(weights, run, data, tmp_path):
     flags = (f"--data={data}", f"--model={folder}", f"--out={tmp_path / 'ranked.jsonl'}")
     found = done("rerank", *flags)
     sweep = {row["threshold"]: row["source_f1"] for row in found["sweep"]}
-    assert values == pytest.approx({
-        "source_f1": found["source_f1"],
-        "source_f1@0.2": sweep[0.2],
-        "threshold": found["best_threshold"],
-    })  # fmt: skip
+    assert values == pytest.approx(
+        {
+            "source_f1": found["source_f1"],
+            "source_f1@0.2": sweep[0.2],
+            "threshold": found["best_threshold"],
+        }
+    )
     assert values["source_f1"] > 0
 
 
@@ -276,34 +278,42 @@ def test_answers_may_be_searched_with_other_beams_than_at_inference(judge):
     assert TINY_OF["answer"]["inference.num_beams"] == 2
 
 
-@pytest.mark.parametrize(("task", "changes", "message"), [
-    (
-        "rerank", {"validate.split": "val"},
-        r"validate\.split=val: .*no such questions with gold sources; .*evaluate_every to 0",
-    ),
-    ("answer", {"validate.split": "dev"}, r"validate\.split=dev: .* questions with keywords"),
-    (
-        "contrastive", {"validate.metric": "recall@3"},
-        r"validate\.metric='recall@3': one of recall@1, .* was expected; did you mean",
-    ),
-    ("rerank", {"validate.questions": -1}, r"validate\.questions=-1: at least 0 was"),
-    ("contrastive", {"validate.sources": -1}, r"validate\.sources=-1: at least 0 was"),
-    ("answer", {"validate.num_beams": 0}, r"validate\.num_beams=0: at least 1 was"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        (
+            "rerank",
+            {"validate.split": "val"},
+            r"validate\.split=val: .*no such questions with gold sources; .*evaluate_every to 0",
+        ),
+        ("answer", {"validate.split": "dev"}, r"validate\.split=dev: .* questions with keywords"),
+        (
+            "contrastive",
+            {"validate.metric": "recall@3"},
+            r"validate\.metric='recall@3': one of recall@1, .* was expected; did you mean",
+        ),
+        ("rerank", {"validate.questions": -1}, r"validate\.questions=-1: at least 0 was"),
+        ("contrastive", {"validate.sources": -1}, r"validate\.sources=-1: at least 0 was"),
+        ("answer", {"validate.num_beams": 0}, r"validate\.num_beams=0: at least 1 was"),
+    ],
+)
 def test_validations_that_cannot_be(task, changes, message, data, refused, tmp_path):
     flags = train_flags(task, data, tmp_path / "run", **{"train.evaluate_every": 1, **changes})
     refused("train", *flags, message=message)
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("del c.validate", r"key validate is missing, but train\.evaluate_every is 5; add it, or"),
-    ("c.validate.splt = 'val'", r"key validate\.splt: unknown; did you mean 'split'"),
-    ("del c.validate.split", r"key validate\.split is missing; add it"),
-    ("c.validate.sources = 9", r"key validate\.sources: unknown"),
-    ("c.validate.select = 'bst'", r"validate\.select='bst': one of .*did you mean 'best'"),
-    ("c.validate.cap = 16", r"validate\.cap=16: one of none, webqa was expected"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("del c.validate", r"key validate is missing, but train\.evaluate_every is 5; add it, or"),
+        ("c.validate.splt = 'val'", r"key validate\.splt: unknown; did you mean 'split'"),
+        ("del c.validate.split", r"key validate\.split is missing; add it"),
+        ("c.validate.sources = 9", r"key validate\.sources: unknown"),
+        ("c.validate.select = 'bst'", r"validate\.select='bst': one of .*did you mean 'best'"),
+        ("c.validate.cap = 16", r"validate\.cap=16: one of none, webqa was expected"),
+    ],
+)
 def test_sections_with_a_mistake(line, message, data, refused, tmp_path):
     (tmp_path / "own.py").write_text(
         "import runpy\n"

@@ -25,16 +25,23 @@ def question(name: str, **fields) -> Question:
     return Question(name, "test", "What ?", **(known | fields))
 
 
-@pytest.mark.parametrize(("dataset", "prediction", "scorer"), [
-    ("scienceqa", Prediction("q", "The answer is A.", choice=0, trace=TRACE), "letter_or_wrong"),
-    ("scienceqa", Prediction("q", "A. a cat", choice=0, trace=RANKED), "recorded_choice"),
-    ("aokvqa", Prediction("q", "a cat", trace=TRACE), "a_okvqa_da/official"),
-    ("aokvqa", Prediction("q", "a cat", choice=0, trace=RANKED), "a_okvqa_mc/official"),
-    ("mmbench", Prediction("q", "A", trace=TRACE), "mmbench/vanilla"),
-    ("seedbench", Prediction("q", "A", trace=TRACE), "seed_bench/letter"),
-    ("seedbench", Prediction("q", "A. a cat", choice=0, trace=RANKED), "seed_bench/likelihood"),
-    ("okvqa", Prediction("q", "a cat", trace=TRACE), "vqa_accuracy/official"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dataset", "prediction", "scorer"),
+    [
+        (
+            "scienceqa",
+            Prediction("q", "The answer is A.", choice=0, trace=TRACE),
+            "letter_or_wrong",
+        ),
+        ("scienceqa", Prediction("q", "A. a cat", choice=0, trace=RANKED), "recorded_choice"),
+        ("aokvqa", Prediction("q", "a cat", trace=TRACE), "a_okvqa_da/official"),
+        ("aokvqa", Prediction("q", "a cat", choice=0, trace=RANKED), "a_okvqa_mc/official"),
+        ("mmbench", Prediction("q", "A", trace=TRACE), "mmbench/vanilla"),
+        ("seedbench", Prediction("q", "A", trace=TRACE), "seed_bench/letter"),
+        ("seedbench", Prediction("q", "A. a cat", choice=0, trace=RANKED), "seed_bench/likelihood"),
+        ("okvqa", Prediction("q", "a cat", trace=TRACE), "vqa_accuracy/official"),
+    ],
+)
 def test_the_scorer_of_each_benchmark(dataset, prediction, scorer):
     evaluation = open_benchmark(dataset).score([question("q")], [prediction])
     assert verdict_scorer(dataset, evaluation, [prediction]).endswith(scorer)

@@ -168,24 +168,29 @@ def test_a_row_reads_the_text_of_pages(raw, tmp_path):
     assert ended["n"] == 2
 
 
-@pytest.mark.parametrize(("part", "columns", "words"), [
-    ("qrels", {"query_id": [0], "corpus_id": [9], "score": [1]}, ("row 0", "page", "/9")),
-    ("qrels", {"query_id": [0], "corpus_id": [0], "score": [0.5]}, ("row 0", "0.5")),
-    ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.nan]}, ("row 0", "is nan; a")),
-    ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.inf]}, ("row 0", "is inf; a")),
-    ("queries", {"query_id": [""], "query": ["a"]}, ("row 0", "query_id is ''; a number or")),
-    (
-        "corpus", {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
-        ("row 1", "corpus_id 'vidore_v3_hr/0' is there twice"),
-    ),
-    ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
-    ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),
-    (
-        "queries", {"query_id": [0], "query": ["a"], "language": [["french"]]},
-        ("row 0", "language is ['french']; text was expected; fetch"),
-    ),
-    ("corpus", {"corpus_id": [0]}, ("no column image",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "columns", "words"),
+    [
+        ("qrels", {"query_id": [0], "corpus_id": [9], "score": [1]}, ("row 0", "page", "/9")),
+        ("qrels", {"query_id": [0], "corpus_id": [0], "score": [0.5]}, ("row 0", "0.5")),
+        ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.nan]}, ("row 0", "is nan; a")),
+        ("qrels", {"query_id": [0], "corpus_id": [0], "score": [np.inf]}, ("row 0", "is inf; a")),
+        ("queries", {"query_id": [""], "query": ["a"]}, ("row 0", "query_id is ''; a number or")),
+        (
+            "corpus",
+            {"corpus_id": [0, 0], "image": 2 * [{"bytes": b"", "path": None}]},
+            ("row 1", "corpus_id 'vidore_v3_hr/0' is there twice"),
+        ),
+        ("queries", {"query_id": [0], "query": [""]}, ("row 0", "query is ''")),
+        ("queries", {"query_id": [0, 0], "query": ["a", "b"]}, ("row 1", "twice")),
+        (
+            "queries",
+            {"query_id": [0], "query": ["a"], "language": [["french"]]},
+            ("row 0", "language is ['french']; text was expected; fetch"),
+        ),
+        ("corpus", {"corpus_id": [0]}, ("no column image",)),
+    ],
+)
 def test_malformed_files(raw, tmp_path, part, columns, words):
     pq.write_table(pa.table(columns), raw / part / "test-00000-of-00001.parquet")
     ended = mmqa("prepare", "vidore", f"--raw={raw}", f"--out={tmp_path / 'out'}")

@@ -59,30 +59,36 @@ def test_accuracy_by_number_of_annotators(same, official, paper):
         assert answers.official_of_weight(weight) == pytest.approx(official)
 
 
-@pytest.mark.parametrize(("said", "references", "prophet", "official"), [
-    ("cat", ["cat."] * 4 + ["dog"] * 6, 1.0, 1.0),  # punctuation goes on both sides
-    ("The Cat", ["the cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # articles on one alone
-    ("cat", ["Cat"] * 4 + ["dog"] * 6, 0.0, 1.0),
-    ("two", ["two"] * 4 + ["dog"] * 6, 0.0, 1.0),
-    ("two", ["2"] * 3 + ["two"] * 7, 0.9, 1.0),
-    ("Cat.", ["cat"] * 10, 1.0, 0.0),  # the answer is normalized also where all agree
-    ("x-y", ["x-y"] * 10, 0.0, 1.0),
-    ("cat", [" cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # the annotators' spaces stay
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "references", "prophet", "official"),
+    [
+        ("cat", ["cat."] * 4 + ["dog"] * 6, 1.0, 1.0),  # punctuation goes on both sides
+        ("The Cat", ["the cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # articles on one alone
+        ("cat", ["Cat"] * 4 + ["dog"] * 6, 0.0, 1.0),
+        ("two", ["two"] * 4 + ["dog"] * 6, 0.0, 1.0),
+        ("two", ["2"] * 3 + ["two"] * 7, 0.9, 1.0),
+        ("Cat.", ["cat"] * 10, 1.0, 0.0),  # the answer is normalized also where all agree
+        ("x-y", ["x-y"] * 10, 0.0, 1.0),
+        ("cat", [" cat"] * 4 + ["dog"] * 6, 0.0, 1.0),  # the annotators' spaces stay
+    ],
+)
 def test_prophets_older_script(said, references, prophet, official):
     """What evaluation/vqa_utils/vqaEval.py of MILVLG/prophet printed for these ten answers."""
     assert vqa.prophet_accuracy(said, references) == pytest.approx(prophet)
     assert vqa.official_accuracy(said, references) == pytest.approx(official)
 
 
-@pytest.mark.parametrize(("said", "same", "count", "kat", "official"), [
-    ("The Cat!", "cat", 3, 1.0, 0.9),  # three of ten are enough
-    ("cat", "a cat", 1, 1 / 3, 0.3),
-    ("two", "2", 3, 0.0, 0.9),  # number words stay
-    ("x-y", "xy", 3, 1.0, 0.0),
-    ("the cat", "cat", 10, 1.0, 0.0),  # normalized also where all agree
-    ("", "the", 4, 1.0, 1.0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("said", "same", "count", "kat", "official"),
+    [
+        ("The Cat!", "cat", 3, 1.0, 0.9),  # three of ten are enough
+        ("cat", "a cat", 1, 1 / 3, 0.3),
+        ("two", "2", 3, 0.0, 0.9),  # number words stay
+        ("x-y", "xy", 3, 1.0, 0.0),
+        ("the cat", "cat", 10, 1.0, 0.0),  # normalized also where all agree
+        ("", "the", 4, 1.0, 1.0),
+    ],
+)
 def test_kats_own_score(said, same, count, kat, official):
     """What okvqa_ems of guilk/KAT (src/evaluation.py) gives for these ten answers."""
     references = (same,) * count + ("dog",) * (10 - count)

@@ -59,17 +59,20 @@ def test_vlp_i_differs_from_vlp_in_its_questions_alone():
     }
 
 
-@pytest.mark.parametrize(("row", "changes"), [
-    ("vlp_t", {"data.modality": "text", "train.steps": -(-17_812 * 11 // 128)}),
-    (
-        "q_only",
-        {
-            "batches.no_source_prob": 1.0,
-            "packing.picture_content": False,
-            "validate.sources": "none",
-        },
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("row", "changes"),
+    [
+        ("vlp_t", {"data.modality": "text", "train.steps": -(-17_812 * 11 // 128)}),
+        (
+            "q_only",
+            {
+                "batches.no_source_prob": 1.0,
+                "packing.picture_content": False,
+                "validate.sources": "none",
+            },
+        ),
+    ],
+)
 def test_rows_without_pictures_differ_in_that_alone(row, changes):
     """No picture is shown, so that none of its features and shapes are there."""
     changed = differences("vlp_qa", row)
@@ -87,8 +90,10 @@ def test_clip_patches_differ_in_their_pictures_alone(name):
     assert {key.split(".")[0] for key in changed} == sections
     assert changed["model.frontend"] == "clip"
     assert {key for key in changed if key.startswith(("packing", "inference"))} <= {
-        "packing.picture_positions", "packing.buckets", "inference.packing.buckets",
-    }  # fmt: skip
+        "packing.picture_positions",
+        "packing.buckets",
+        "inference.packing.buckets",
+    }
 
 
 def test_cached_differs_in_where_question_and_source_meet():

@@ -47,14 +47,17 @@ def test_an_output_tsv_holds_references_and_predictions(tmp_path):
     assert read_output_tsv(moved) == (questions, predictions)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"A": "Here"}, r"line 3: A is 'Here', not a JSON list of strings; fix that line"),
-    ({"Output": "[1]"}, r"line 3: Output is '\[1\]', not a JSON list of strings"),
-    ({"Output": "[]"}, r"line 3: Output holds no answer; at least one was expected"),
-    ({"Qcate": "colour"}, r"line 3: Qcate is 'colour'; expected one of YesNo, choose"),
-    ({"Guid": "g1"}, r"line 3: Guid g1 is repeated; remove one line"),
-    ({"Q": "a\tb"}, r"line 3: 8 columns, but the header has 7; fix that line"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"A": "Here"}, r"line 3: A is 'Here', not a JSON list of strings; fix that line"),
+        ({"Output": "[1]"}, r"line 3: Output is '\[1\]', not a JSON list of strings"),
+        ({"Output": "[]"}, r"line 3: Output holds no answer; at least one was expected"),
+        ({"Qcate": "colour"}, r"line 3: Qcate is 'colour'; expected one of YesNo, choose"),
+        ({"Guid": "g1"}, r"line 3: Guid g1 is repeated; remove one line"),
+        ({"Q": "a\tb"}, r"line 3: 8 columns, but the header has 7; fix that line"),
+    ],
+)
 def test_a_wrong_line_is_named(tmp_path, change, message):
     path = write(tmp_path / "out.tsv", [ROWS[0], {**ROWS[1], **change}])
     refuses(r"out\.tsv, " + message, read_output_tsv, path)

@@ -77,9 +77,13 @@ def test_golden_outputs_with_the_official_lemmatizer():
     scores = score_answers(*golden(), lemmatizer="spacy")
     assert scores.scores["webqa_acc/official"] == pytest.approx(0.4414, abs=5e-4)
     expected = {
-        "YesNo": 0.5664, "Others": 0.2663, "shape": 0.2072, "color": 0.2633, "choose": 0.6860,
+        "YesNo": 0.5664,
+        "Others": 0.2663,
+        "shape": 0.2072,
+        "color": 0.2633,
+        "choose": 0.6860,
         "number": 0.2094,
-    }  # fmt: skip
+    }
     assert scores.by_category.keys() == expected.keys()
     for category, value in expected.items():
         found = scores.by_category[category]["webqa_acc/official"]
@@ -122,17 +126,20 @@ def test_the_approximation_of_questions_whose_keywords_are_hidden():
     assert (scores.n, scores.unscored) == (100, 0)
 
 
-@pytest.mark.parametrize(("text", "expected"), [
-    ("The Cat's  two-tone coat.", "cats twotone coat"),
-    ("Twenty dogs and 03 cats", "20 dogs and 3 cats"),
-    ("It is 3.5 m. Or 4.", "it is 3.5 m or 4"),
-    ("a point of an arrow", "point of arrow"),
-    ("The", "the"),  # a lone word keeps its article
-    ("A.", "a"),
-    ("?", "?"),  # a lone character keeps its punctuation
-    ("5", "5"),
-    ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The Cat's  two-tone coat.", "cats twotone coat"),
+        ("Twenty dogs and 03 cats", "20 dogs and 3 cats"),
+        ("It is 3.5 m. Or 4.", "it is 3.5 m or 4"),
+        ("a point of an arrow", "point of arrow"),
+        ("The", "the"),  # a lone word keeps its article
+        ("A.", "a"),
+        ("?", "?"),  # a lone character keeps its punctuation
+        ("5", "5"),
+        ("", ""),
+    ],
+)
 def test_normalization(text, expected):
     assert Normalizer("none")(text) == expected
 
@@ -143,25 +150,28 @@ def test_the_official_word_lists_keep_their_size_and_oddities():
     assert {"h", "xs", "crosse"} <= webqa.SHAPES
 
 
-@pytest.mark.parametrize(("category", "keywords", "answer", "accuracy", "exact"), [
-    # Domains: F1 = 2PR / (P + R + 1e-5) over the domain's words, each once.
-    ("color", "red, white", "It is red, white and red.", 2 / 2.00001, 1),
-    ("color", "red white", "red white blue", 2 * (2 / 3) / (5 / 3 + 1e-5), 0),
-    ("color", "red white", "blue", 0, 0),
-    ("color", "no color word", "red", 0, 0),
-    ("YesNo", "No", "No, it does not.", 2 / 2.00001, 1),
-    ("YesNo", "Yes", "Yes and no", 2 * 0.5 / (1.5 + 1e-5), 0),
-    ("shape", "a circle", "The window is a Circle.", 2 / 2.00001, 1),
-    # Numbers keep repeats: P = 1/2, R = 1.
-    ("number", "two", "2 flags of 2", 2 * 0.5 / (1.5 + 1e-5), 1),
-    ("number", "two", "There are 2 flags", 2 / 2.00001, 1),
-    ("number", "3.5", "3.5", 0, 0),
-    # Otherwise recall of the keywords, repeats counted.
-    ("text", "Mount Everest", "the highest point is Mount Everest", 1, 1),
-    ("choose", "Saint Lucia", "Saint Helena", 0.5, 0),
-    ("Others", "dog dog", "one dog", 0.5, 0),
-    ("text", "Paris", "", 0, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("category", "keywords", "answer", "accuracy", "exact"),
+    [
+        # Domains: F1 = 2PR / (P + R + 1e-5) over the domain's words, each once.
+        ("color", "red, white", "It is red, white and red.", 2 / 2.00001, 1),
+        ("color", "red white", "red white blue", 2 * (2 / 3) / (5 / 3 + 1e-5), 0),
+        ("color", "red white", "blue", 0, 0),
+        ("color", "no color word", "red", 0, 0),
+        ("YesNo", "No", "No, it does not.", 2 / 2.00001, 1),
+        ("YesNo", "Yes", "Yes and no", 2 * 0.5 / (1.5 + 1e-5), 0),
+        ("shape", "a circle", "The window is a Circle.", 2 / 2.00001, 1),
+        # Numbers keep repeats: P = 1/2, R = 1.
+        ("number", "two", "2 flags of 2", 2 * 0.5 / (1.5 + 1e-5), 1),
+        ("number", "two", "There are 2 flags", 2 / 2.00001, 1),
+        ("number", "3.5", "3.5", 0, 0),
+        # Otherwise recall of the keywords, repeats counted.
+        ("text", "Mount Everest", "the highest point is Mount Everest", 1, 1),
+        ("choose", "Saint Lucia", "Saint Helena", 0.5, 0),
+        ("Others", "dog dog", "one dog", 0.5, 0),
+        ("text", "Paris", "", 0, 0),
+    ],
+)
 def test_accuracy_and_exact_match_by_hand(category, keywords, answer, accuracy, exact):
     assert one_accuracy(category, keywords, answer) == (pytest.approx(accuracy, abs=1e-12), exact)
 
@@ -193,15 +203,18 @@ def test_missing_and_hidden_questions_are_counted():
     assert scores.counts == {"text": 2, "color": 1}
 
 
-@pytest.mark.parametrize(("category", "answer", "predicted", "expected"), [
-    # F1 in the domain, without the epsilon of the official accuracy.
-    ("color", "It is red and white.", "red", 2 * 0.5 / 1.5),
-    ("YesNo", "No, it is not.", "No.", 1.0),
-    ("number", "There are two dogs.", "2", 1.0),
-    ("shape", "A circle.", "a square", 0.0),
-    # Otherwise recall of the answer's words: "it is in city of paris".
-    ("text", "It is in the city of Paris", "Paris city", 2 / 6),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("category", "answer", "predicted", "expected"),
+    [
+        # F1 in the domain, without the epsilon of the official accuracy.
+        ("color", "It is red and white.", "red", 2 * 0.5 / 1.5),
+        ("YesNo", "No, it is not.", "No.", 1.0),
+        ("number", "There are two dogs.", "2", 1.0),
+        ("shape", "A circle.", "a square", 0.0),
+        # Otherwise recall of the answer's words: "it is in city of paris".
+        ("text", "It is in the city of Paris", "Paris city", 2 / 6),
+    ],
+)
 def test_approximate_accuracy_by_hand(category, answer, predicted, expected):
     asked = [
         question("q", category, "TBD", answers=(answer, "another answer")),
@@ -242,10 +255,13 @@ def test_scores_of_the_same_questions_make_one_table():
     assert answer_table("T", answers).columns == ["category", "n", *columns[:2]]
 
 
-@pytest.mark.parametrize(("predictions", "words"), [
-    ([Prediction("zz", "x")], ["prediction 1", "'zz'", "same split"]),
-    ([Prediction("a", "x"), Prediction("a", "y")], ["prediction 2", "'a'", "twice"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("predictions", "words"),
+    [
+        ([Prediction("zz", "x")], ["prediction 1", "'zz'", "same split"]),
+        ([Prediction("a", "x"), Prediction("a", "y")], ["prediction 2", "'a'", "twice"]),
+    ],
+)
 def test_unknown_and_repeated_ids_are_refused(predictions, words):
     asked = [question("a", keywords="k", positives=("s",))]
     for score in (score_answers, score_sources):

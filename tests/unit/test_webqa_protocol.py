@@ -10,11 +10,13 @@ from mmqa_jax.papers import webqa
 from tests.refusals import refuses
 
 COUNT = 20  # candidates of each modality, above the cap of 16
-CORPUS = Corpus([
-    Source(f"{modality[0]}{number:02d}", modality, f"{modality} {number}")
-    for modality in ("text", "image")
-    for number in range(COUNT)
-])  # fmt: skip
+CORPUS = Corpus(
+    [
+        Source(f"{modality[0]}{number:02d}", modality, f"{modality} {number}")
+        for modality in ("text", "image")
+        for number in range(COUNT)
+    ]
+)
 ALL = tuple(sorted(source.id for source in CORPUS.sources))
 
 

@@ -22,9 +22,12 @@ COLORS = {30000000: (255, 0, 0), 30000001: (0, 255, 0), 30000002: (0, 0, 255)}
 
 def image_fact(number):
     return {
-        "image_id": number, "caption": f"Caption {number}", "title": f"Title {number}", "url": "u",
+        "image_id": number,
+        "caption": f"Caption {number}",
+        "title": f"Title {number}",
+        "url": "u",
         "imgUrl": "i",
-    }  # fmt: skip
+    }
 
 
 def snippet(name, fact):
@@ -34,31 +37,44 @@ def snippet(name, fact):
 def train_val():
     return {
         "g1": {
-            "Q": '"Is it red?"', "A": ['"Yes, it is red."'], "Keywords_A": '"Yes"',
-            "Qcate": "YesNo", "split": "train", "topic": "colors", "Guid": "g1",
-            "img_posFacts": [image_fact(30000000)], "img_negFacts": [image_fact(30000001)],
+            "Q": '"Is it red?"',
+            "A": ['"Yes, it is red."'],
+            "Keywords_A": '"Yes"',
+            "Qcate": "YesNo",
+            "split": "train",
+            "topic": "colors",
+            "Guid": "g1",
+            "img_posFacts": [image_fact(30000000)],
+            "img_negFacts": [image_fact(30000001)],
             "txt_posFacts": [],
             "txt_negFacts": [snippet("g1_0", "Grass is green."), snippet("g1_1", "Ice is cold.")],
         },
         "g2": {  # a text query: no img_posFacts, no Keywords_A; it repeats a snippet of g1
-            "Q": "What is grass?", "A": ["Grass is green.", "It is green."], "Qcate": "text",
-            "split": "val", "Guid": "g2", "hops": 2,
+            "Q": "What is grass?",
+            "A": ["Grass is green.", "It is green."],
+            "Qcate": "text",
+            "split": "val",
+            "Guid": "g2",
+            "hops": 2,
             "img_negFacts": [image_fact(30000002), image_fact(30000000)],
             "txt_posFacts": [snippet("g2_0", "Grass is green."), snippet("g2_1", "Snow is white.")],
             "txt_negFacts": [snippet("g2_2", "Snow is white."), snippet("g2_3", "Ice is cold.")],
         },
-    }  # fmt: skip
+    }
 
 
 def hidden_test():
     return {
         "g3": {
-            "Q": "What is hidden?", "Qcate": "text", "split": "test", "Guid": "g3",
+            "Q": "What is hidden?",
+            "Qcate": "text",
+            "split": "test",
+            "Guid": "g3",
             "img_Facts": [image_fact(30000001)],
             "txt_Facts": [snippet("g3_0", "Snow is white."), snippet("g3_1", "Coal is black.")],
         },
         "g4": {"Q": "No sources?", "Qcate": "text", "split": "test", "Guid": "g4"},
-    }  # fmt: skip
+    }
 
 
 def write_images(folder, pictures):
@@ -88,9 +104,11 @@ def test_prepare_and_open_give_back_the_official_facts(release, tmp_path):
 
     texts = {s.id: s.text for s in corpus.sources if s.modality == "text"}
     assert texts == {
-        "g1_0": "Grass is green.", "g1_1": "Ice is cold.", "g2_1": "Snow is white.",
+        "g1_0": "Grass is green.",
+        "g1_1": "Ice is cold.",
+        "g2_1": "Snow is white.",
         "g3_1": "Coal is black.",
-    }  # fmt: skip
+    }
     assert [s.id for s in map(corpus.sources.__getitem__, corpus.modality_rows("image"))] == [
         "30000000", "30000001", "30000002",
     ]  # fmt: skip
@@ -322,21 +340,24 @@ def change(key, value, datum="g1"):
     return data
 
 
-@pytest.mark.parametrize(("data", "message"), [
-    ([1], r"one object of Guid -> question data was expected"),
-    ({"g1": 3}, r"Guid g1: an object was expected"),
-    (change("Q", None), r"Guid g1: Q is None; text was expected"),
-    (change("Q", 4), r"Guid g1: Q is 4; text was expected"),
-    (change("Qcate", "colour"), r"Guid g1: Qcate is 'colour'; one of YesNo"),
-    (change("split", "dev"), r"Guid g1: split is 'dev'"),
-    (change("Guid", "other"), r"Guid g1: its Guid field is 'other'"),
-    (change("A", [1]), r"Guid g1: A is \[1\]; a list of texts"),
-    (change("txt_negFacts", {}), r"Guid g1: txt_negFacts is {}; a list of objects"),
-    (change("txt_negFacts", [{"fact": "x"}]), r"txt_negFacts\[0\]: snippet_id is None; text"),
-    (change("img_posFacts", [{"caption": "x"}]), r"img_posFacts\[0\]: image_id is None"),
-    ({"g": {"Q": "Alone?", "split": "test"}}, r"list no facts, so the corpus is empty"),
-    ({}, r"list no facts, so the corpus is empty"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([1], r"one object of Guid -> question data was expected"),
+        ({"g1": 3}, r"Guid g1: an object was expected"),
+        (change("Q", None), r"Guid g1: Q is None; text was expected"),
+        (change("Q", 4), r"Guid g1: Q is 4; text was expected"),
+        (change("Qcate", "colour"), r"Guid g1: Qcate is 'colour'; one of YesNo"),
+        (change("split", "dev"), r"Guid g1: split is 'dev'"),
+        (change("Guid", "other"), r"Guid g1: its Guid field is 'other'"),
+        (change("A", [1]), r"Guid g1: A is \[1\]; a list of texts"),
+        (change("txt_negFacts", {}), r"Guid g1: txt_negFacts is {}; a list of objects"),
+        (change("txt_negFacts", [{"fact": "x"}]), r"txt_negFacts\[0\]: snippet_id is None; text"),
+        (change("img_posFacts", [{"caption": "x"}]), r"img_posFacts\[0\]: image_id is None"),
+        ({"g": {"Q": "Alone?", "split": "test"}}, r"list no facts, so the corpus is empty"),
+        ({}, r"list no facts, so the corpus is empty"),
+    ],
+)
 def test_wrong_data_is_named(tmp_path, data, message):
     path = tmp_path / "data.json"
     path.write_text(json.dumps(data))

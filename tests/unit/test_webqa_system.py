@@ -224,16 +224,19 @@ class Alike:
         return np.tile(np.array([0.9, 0.4, 0.1], np.float32), (len(texts), 1))
 
 
-@pytest.mark.parametrize(("title", "text", "hops"), [
-    ("Niger", "Which river is Nigeria named after?", 2),
-    ("Niger", "Which river is the Niger's largest tributary?", 1),
-    ("Niger", "how long is the NIGER", 1),
-    ("Oman", "Who was the first king of Romania?", 2),
-    ("Guinea", "What is the capital of Guinea-Bissau?", 1),  # a whole word of it
-    ("Korea (South)", "What is on the flag of Korea (South)?", 1),
-    ("Korea (South)", "What is on the flag of Korea?", 2),
-    ("", "Which river is Nigeria named after?", 1),  # no title to ask with
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("title", "text", "hops"),
+    [
+        ("Niger", "Which river is Nigeria named after?", 2),
+        ("Niger", "Which river is the Niger's largest tributary?", 1),
+        ("Niger", "how long is the NIGER", 1),
+        ("Oman", "Who was the first king of Romania?", 2),
+        ("Guinea", "What is the capital of Guinea-Bissau?", 1),  # a whole word of it
+        ("Korea (South)", "What is on the flag of Korea (South)?", 1),
+        ("Korea (South)", "What is on the flag of Korea?", 2),
+        ("", "Which river is Nigeria named after?", 1),  # no title to ask with
+    ],
+)
 def test_a_second_hop_is_taken_where_the_question_does_not_name_the_title(title, text, hops):
     """Words count whole: Nigeria does not name Niger."""
     sources = [Source("first", "text", "", title), *SOURCES[:2]]
@@ -273,5 +276,8 @@ def test_groups_are_categories_and_hops_of_text_questions():
     ]
     groups = {name: places.tolist() for name, places in question_groups(questions).items()}
     assert groups == {
-        "color": [1], "text": [0, 2, 3], "text, one-hop": [2], "text, two-hop": [0, 3],
-    }  # fmt: skip
+        "color": [1],
+        "text": [0, 2, 3],
+        "text, one-hop": [2],
+        "text, two-hop": [0, 3],
+    }

@@ -51,17 +51,25 @@ NO_FEATURES = NO_FILE, NOT_NUMBERS = 30_000_004, 30_000_005
 VISION = dataclasses.asdict(TINY["clip"].vision)  # 16 pixels, patches of 8
 # One static shape, few regions: compiling is what costs here.
 SMALL = {
-    "tokenizer": "corpus:200", "model.changes.hidden": 32, "model.changes.layers": 1,
-    "model.changes.heads": 2, "model.changes.mlp": 32, "packing.buckets": "((2,64),)",
-    "packing.max_question_tokens": 20, "packing.max_answer_tokens": 20,
+    "tokenizer": "corpus:200",
+    "model.changes.hidden": 32,
+    "model.changes.layers": 1,
+    "model.changes.heads": 2,
+    "model.changes.mlp": 32,
+    "packing.buckets": "((2,64),)",
+    "packing.max_question_tokens": 20,
+    "packing.max_answer_tokens": 20,
     "packing.max_pair_tokens": 30,
     "batches.batch_size": 8,  # in parts of 4
-    "batches.threads": 0, "train.steps": 4,
-}  # fmt: skip
+    "batches.threads": 0,
+    "train.steps": 4,
+}
 SMALL_QA = {
-    "inference.packing.buckets": "((2,64),)", "inference.packing.max_question_tokens": 20,
-    "inference.max_new_tokens": 3, "inference.num_beams": 2,
-}  # fmt: skip
+    "inference.packing.buckets": "((2,64),)",
+    "inference.packing.max_question_tokens": 20,
+    "inference.max_new_tokens": 3,
+    "inference.num_beams": 2,
+}
 
 
 def datum(number: int, split: str, category: str) -> dict:
@@ -347,18 +355,21 @@ def test_the_first_stage_is_weighed_in(release, selector, tmp_path, cli_cache):
             assert [r["sources"] for r in rows_of(out)] == [r["sources"] for r in wanted]
 
 
-@pytest.mark.parametrize(("flags", "message"), [
-    (("{file}", "--cap=webqa"), r"--cap=webqa: .* use it with --candidates=restricted"),
-    (("restricted", "--similarity_weight=5"), r"no similarity is known .* `mmqa search`"),
-    (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
-    (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
-    (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
-    (("restricted", "--retriever=runs/c"), r"--retriever and --index need each other"),
-    (
-        ("all", "--retriever=runs/c", "--index=runs/i"),
-        r"--retriever: computes the similarity of a few",
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("{file}", "--cap=webqa"), r"--cap=webqa: .* use it with --candidates=restricted"),
+        (("restricted", "--similarity_weight=5"), r"no similarity is known .* `mmqa search`"),
+        (("{file}", "--similarity_weight=-1"), r"--similarity_weight=-1.0: 0 or more"),
+        (("{file}", "--similarity_weight=nan"), r"--similarity_weight=nan: 0 or more"),
+        (("{file}", "--similarity_weight=inf"), r"--similarity_weight=inf: 0 or more"),
+        (("restricted", "--retriever=runs/c"), r"--retriever and --index need each other"),
+        (
+            ("all", "--retriever=runs/c", "--index=runs/i"),
+            r"--retriever: computes the similarity of a few",
+        ),
+    ],
+)
 def test_flags_that_do_not_fit_the_candidates(
     flags, message, release, selector, reranked, refused, tmp_path
 ):
@@ -465,11 +476,14 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
     assert scores[0] != scores[1]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
-    ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
-    ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
+        ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
+        ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
+    ],
+)
 def test_wrong_clips_are_named(release, clip, change, message):
     config = clip_config(release, clip)
     for key, value in change.items():

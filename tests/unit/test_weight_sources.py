@@ -105,9 +105,18 @@ def saved(layout, folder):
 
 
 LAYOUTS = (
-    "safetensors", "safetensors folder", "safetensors shards", "safetensors index", "torch",
-    "old torch", "training state", "torchscript", "torch folder", "torch shards", "torch index",
-)  # fmt: skip
+    "safetensors",
+    "safetensors folder",
+    "safetensors shards",
+    "safetensors index",
+    "torch",
+    "old torch",
+    "training state",
+    "torchscript",
+    "torch folder",
+    "torch shards",
+    "torch index",
+)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -49,13 +49,17 @@ def same(one, other):
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("config", [
-    VLP,
-    AtlasVLPConfig(**vars(VLP), region_tags=True, copy_head=True, written_words=9),
-    ClipVLPConfig(**vars(VLP), vision=VISION, vision_layer=0),
-    DualEncoderConfig(dataclasses.replace(BERT, types=2), VISION),
-    DualEncoderConfig(TEXT, VISION, fusion="image"),
-], ids=["vlp", "atlas", "vlp_clip", "minilm", "clip"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [
+        VLP,
+        AtlasVLPConfig(**vars(VLP), region_tags=True, copy_head=True, written_words=9),
+        ClipVLPConfig(**vars(VLP), vision=VISION, vision_layer=0),
+        DualEncoderConfig(dataclasses.replace(BERT, types=2), VISION),
+        DualEncoderConfig(TEXT, VISION, fusion="image"),
+    ],
+    ids=["vlp", "atlas", "vlp_clip", "minilm", "clip"],
+)
 def test_one_loader_opens_a_training_run(config, tmp_path):
     is_vlp = isinstance(config, VLPConfig)
     build = config.build if is_vlp else functools.partial(DualEncoder, config)
@@ -116,37 +120,46 @@ def test_a_folder_of_an_older_convert_is_read(tmp_path):
 ENCODER = dataclasses.asdict(BERT)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"dtype": "float16"}, r": dtype is 'float16', .* convert the model aga"),
-    ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, caption_mcan, "),
-    ({"config": ENCODER | {"hidden_size": 12}}, r", key config: unknown field 'hidden_size'"),
-    ({"model": "vlp", "config": {"region_features": 7}}, r", key config: lacks bert; add it"),
-    ({"config": None}, r", key config is None: expected BertConfig; correct it"),
-    ({"config": ENCODER | {"heads": "3"}}, r", key config\.heads is '3': .*int; correct"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "float16"}, r": dtype is 'float16', .* convert the model aga"),
+        ({"model": "brt"}, r": model=brt: unknown; use one of clip, .*, caption_mcan, "),
+        ({"config": ENCODER | {"hidden_size": 12}}, r", key config: unknown field 'hidden_size'"),
+        ({"model": "vlp", "config": {"region_features": 7}}, r", key config: lacks bert; add it"),
+        ({"config": None}, r", key config is None: expected BertConfig; correct it"),
+        ({"config": ENCODER | {"heads": "3"}}, r", key config\.heads is '3': .*int; correct"),
+    ],
+)
 def test_a_record_that_does_not_fit_is_refused_by_key(changes, message, tmp_path):
     record = describe_model(architecture("bert"), BERT, "float32") | changes
     (tmp_path / "model.json").write_text(json.dumps(record))
     refuses(rf"model\.json{message}", read_record, tmp_path)
 
 
-@pytest.mark.parametrize(("model", "options", "message"), [
-    ("brt", {}, "--model=brt: unknown; use one of clip, .*, detector.$"),
-    ("bert", {"dtype": "float16"}, "--dtype=float16: unknown; use one of bfloat16, float32"),
-    ("bert", {"export": "onnx"}, "--export=onnx: unknown; use hf"),
-    ("clip", {"preprocessing": "own"}, "--preprocessing=own: unknown; use one of openai, tra"),
-    ("bert", {"preprocessing": "openai"}, "--preprocessing: is kept with a CLIP's .*; leave"),
-    ("clip", {"preprocessing": "openai", "export": "hf"}, "--preprocessing: .*; leave it out"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        ("brt", {}, "--model=brt: unknown; use one of clip, .*, detector.$"),
+        ("bert", {"dtype": "float16"}, "--dtype=float16: unknown; use one of bfloat16, float32"),
+        ("bert", {"export": "onnx"}, "--export=onnx: unknown; use hf"),
+        ("clip", {"preprocessing": "own"}, "--preprocessing=own: unknown; use one of openai, tra"),
+        ("bert", {"preprocessing": "openai"}, "--preprocessing: is kept with a CLIP's .*; leave"),
+        ("clip", {"preprocessing": "openai", "export": "hf"}, "--preprocessing: .*; leave it out"),
+    ],
+)
 def test_wrong_options_are_refused_before_anything_is_read(model, options, message, tmp_path):
     refuses(message, convert, model, tmp_path / "absent", tmp_path / "out", **options)
 
 
-@pytest.mark.parametrize(("stated", "message"), [
-    (3, r": mmqa_jax is 3, expected an object; export it again"),
-    ({}, r", key mmqa_jax\.config is None: expected BertConfig; correct it"),
-    ({"config": {"head": 3}}, r", key mmqa_jax\.config: unknown field 'head'; .*vocab_"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        (3, r": mmqa_jax is 3, expected an object; export it again"),
+        ({}, r", key mmqa_jax\.config is None: expected BertConfig; correct it"),
+        ({"config": {"head": 3}}, r", key mmqa_jax\.config: unknown field 'head'; .*vocab_"),
+    ],
+)
 def test_an_exports_config_that_does_not_fit_is_refused(stated, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"mmqa_jax": stated}))
     refuses(rf"config\.json{message}", read_own_config, BertConfig, tmp_path)

@@ -60,10 +60,13 @@ def test_the_wheel_has_the_license(installed):
 def run(installed: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess:
     """Python in an empty folder, with the unpacked wheel before everything else."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder,
+        [sys.executable, *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(installed), "JAX_PLATFORMS": "cpu"},
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_configs_are_found_by_name(installed, tmp_path):

@@ -28,9 +28,12 @@ KILT = [
         "wikipedia_title": "Email marketing",
         "wikipedia_id": "1101759",
         "text": [
-            "Email marketing\n", "Email marketing is the act of sending a message.\n",
-            "Section::::Types.\n", "Section::::Types.:Transactional emails.\n",
-            "Transactional emails are triggered.\n", "BULLET::::- First item\n",
+            "Email marketing\n",
+            "Email marketing is the act of sending a message.\n",
+            "Section::::Types.\n",
+            "Section::::Types.:Transactional emails.\n",
+            "Transactional emails are triggered.\n",
+            "BULLET::::- First item\n",
         ],
         "anchors": [
             {"text": "message", "href": "Message", "paragraph_id": 1, "start": 1, "end": 2}
@@ -40,7 +43,7 @@ KILT = [
         "wikidata_info": {"wikidata_id": "Q1"},
     },
     {"wikipedia_title": "No text", "wikipedia_id": 7, "text": ["No text\n"], "anchors": []},
-]  # fmt: skip
+]
 
 WIKI6M = [
     {
@@ -51,21 +54,25 @@ WIKI6M = [
         "wikipedia_image_url": "https://upload.wikimedia.org/a/Calopteryx.jpg",
     },
     {
-        "wikidata_id": "Q42", "wikipedia_title": "Douglas Adams", "wikipedia_summary": "An author.",
+        "wikidata_id": "Q42",
+        "wikipedia_title": "Douglas Adams",
+        "wikipedia_summary": "An author.",
         "wikipedia_image_url": None,
     },
-]  # fmt: skip
+]
 
 URL = "https://en.wikipedia.org/wiki/Golden_eagle"
 EVQA = {
     URL: {
-        "title": "Golden eagle", "section_titles": ["Golden eagle", "Diet", "Empty"],
+        "title": "Golden eagle",
+        "section_titles": ["Golden eagle", "Diet", "Empty"],
         "section_texts": ["It is a bird of prey.", "It eats hares { and } foxes.", ""],
         "image_urls": [
             "https://upload.wikimedia.org/a/Adler_%C3%BC.jpg",
             "https://upload.wikimedia.org/a/Missing.png",
         ],
-        "image_reference_descriptions": ["An eagle in Tirol", ""], "image_section_indices": [1, 0],
+        "image_reference_descriptions": ["An eagle in Tirol", ""],
+        "image_section_indices": [1, 0],
         "url": URL,
     },
     "https://en.wikipedia.org/wiki/Ghost": {
@@ -73,7 +80,7 @@ EVQA = {
         **{"image_urls": [], "image_reference_descriptions": [], "image_section_indices": []},
         "url": "https://en.wikipedia.org/wiki/Ghost",
     },
-}  # fmt: skip
+}
 
 DUMP = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.11/" xml:lang="de">
   <siteinfo><base>https://de.wikipedia.org/wiki/Wikipedia:Hauptseite</base>
@@ -221,13 +228,16 @@ def test_encyclopedic_vqa(raw, packed):
     assert corpus.picture(0)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
-    ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
-    ({"title": "\ud83d"}, "surrogates not allowed"),
-    ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
-    ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"section_titles": ["Golden eagle", None, "Empty"]}, "texts title, section_titles and"),
+        ({"section_titles": ""}, "texts title, section_titles and section_texts were expected"),
+        ({"title": "\ud83d"}, "surrogates not allowed"),
+        ({"image_section_indices": [3, 0]}, "image_section_indices of its sections were expected"),
+        ({"image_reference_descriptions": [5, ""]}, "texts image_reference_descriptions were"),
+    ],
+)
 def test_an_entry_of_another_form_is_broken(raw, change, message):
     (raw / "images").mkdir()
     Image.new("RGB", (4, 4)).save(raw / "images" / "Adler_%C3%BC.jpg")
@@ -255,12 +265,15 @@ def test_entries_are_read_across_blocks(tmp_path, monkeypatch):
     refuses(r"x\.json: ends within", list, json_entries(InputFile(path)))
 
 
-@pytest.mark.parametrize(("content", "message"), [
-    (b"[1]", "a JSON object was expected; fetch"),
-    (b'{"a": "\xff"}', "is not UTF-8; fetch"),
-    (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
-    (b"{1: {}}", "ends within '1: {}}'; fetch"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[1]", "a JSON object was expected; fetch"),
+        (b'{"a": "\xff"}', "is not UTF-8; fetch"),
+        (b'{"a": ' + 100_000 * b"[", r"""what follows '"a": \[\[.*' is no JSON; fetch"""),
+        (b"{1: {}}", "ends within '1: {}}'; fetch"),
+    ],
+)
 def test_files_that_are_no_json_object(tmp_path, content, message):
     path = tmp_path / "x.json"
     path.write_bytes(content)
@@ -319,14 +332,18 @@ def test_files_that_are_cut_or_fill_disks_are_refused(raw, monkeypatch):
     refuses("unpacks to more than 250 times its size", prepare, "kilt", raw, raw.parent / "out")
 
 
-@pytest.mark.parametrize(("names", "field", "value", "message"), [
-    ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
-    ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
-    ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
-    # Deflate64, which Windows takes for large files.
-    ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
-    ("a", 46, 0, r"cannot be (unpacked|read)"),
-], ids=["two files", "version", "password", "method", "no name"])  # fmt: skip
+@pytest.mark.parametrize(
+    ("names", "field", "value", "message"),
+    [
+        ("ab", 8, 0, "holds 2 files, one was expected; unpack it, and give the one"),
+        ("a", 6, 91, r"cannot be unpacked here \(zip file version 9\.1\); unpack it"),
+        ("a", 8, 1, r"cannot be unpacked here \(File .* is encrypted, .*\); unpack it"),
+        # Deflate64, which Windows takes for large files.
+        ("a", 10, 9, r"cannot be unpacked here \(That compression method .*\); unpack it"),
+        ("a", 46, 0, r"cannot be (unpacked|read)"),
+    ],
+    ids=["two files", "version", "password", "method", "no name"],
+)
 def test_zips_that_are_not_unpacked(tmp_path, names, field, value, message):
     """`field` is a place in the first file's entry of the archive's directory."""
     path = tmp_path / "x.json.zip"

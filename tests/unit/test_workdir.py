@@ -185,8 +185,10 @@ def test_multi_host_launches_are_told_from_single_ones():
     assert multi_host_arguments({"TPU_WORKER_HOSTNAMES": "a,b"}) is not None
     full = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
     assert multi_host_arguments(full) == {
-        "coordinator_address": "a:1", "num_processes": 2, "process_id": 1,
-    }  # fmt: skip
+        "coordinator_address": "a:1",
+        "num_processes": 2,
+        "process_id": 1,
+    }
     with pytest.raises(UserError, match="JAX_COORDINATOR_ADDRESS is set but JAX_NUM_PROCESSES"):
         multi_host_arguments({"JAX_COORDINATOR_ADDRESS": "a:1"})
     with pytest.raises(UserError, match="JAX_PROCESS_ID=x: a whole number"):

@@ -29,14 +29,21 @@ from tests.drawn_weights import drawn
 from tests.refusals import refuses
 
 TASKS = {
-    "contrastive": "atlas/contrastive.py:runlocal", "clip": "webqa/contrastive.py",
-    "siglip": "webqa/contrastive.py:siglip", "vlp": "atlas/rerank.py:runlocal",
-    "answer": "atlas/answer.py:runlocal", "on_clip": "webqa/vlp_select.py:clip_patches",
-    "examples": "scienceqa/rmr_retriever.py:runlocal", "t5": "scienceqa/t5_finetune.py:runlocal",
-    "llm": "scienceqa/rmr_finetune.py:runlocal", "fusion": "webqa/fusion_in_decoder.py:runlocal",
-    "vqa": "okvqa/mcan.py:runlocal", "grid": "okvqa/mcan.py:head",
-    "regions": "okvqa/mcan.py:openvqa", "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
-}  # fmt: skip
+    "contrastive": "atlas/contrastive.py:runlocal",
+    "clip": "webqa/contrastive.py",
+    "siglip": "webqa/contrastive.py:siglip",
+    "vlp": "atlas/rerank.py:runlocal",
+    "answer": "atlas/answer.py:runlocal",
+    "on_clip": "webqa/vlp_select.py:clip_patches",
+    "examples": "scienceqa/rmr_retriever.py:runlocal",
+    "t5": "scienceqa/t5_finetune.py:runlocal",
+    "llm": "scienceqa/rmr_finetune.py:runlocal",
+    "fusion": "webqa/fusion_in_decoder.py:runlocal",
+    "vqa": "okvqa/mcan.py:runlocal",
+    "grid": "okvqa/mcan.py:head",
+    "regions": "okvqa/mcan.py:openvqa",
+    "pictured_t5": "scienceqa/multimodal_cot.py:runlocal",
+}
 
 
 def config_of(task: str, **changes):
@@ -54,78 +61,96 @@ def test_without_changes_none_is_refused(task):
     read_task(config_of(task)).check_sizes(files=False)
 
 
-@pytest.mark.parametrize(("task", "changes", "message"), [
-    ("t5", {"train__optimizer__trainable": "lora"}, r"trainable=lora: .*set it to None"),
-    ("t5", {"batches__targets": 0}, r"key batches\.targets=0: give 1 or more"),
-    *(
-        ("t5", {"batches__lengths": lengths}, r"batches\.lengths=.*: ascending .*; change")
-        for lengths in ((), (0, 8), (8, 4), (8, 8))
-    ),
-    *(
+@pytest.mark.parametrize(
+    ("task", "changes", "message"),
+    [
+        ("t5", {"train__optimizer__trainable": "lora"}, r"trainable=lora: .*set it to None"),
+        ("t5", {"batches__targets": 0}, r"key batches\.targets=0: give 1 or more"),
+        *(
+            ("t5", {"batches__lengths": lengths}, r"batches\.lengths=.*: ascending .*; change")
+            for lengths in ((), (0, 8), (8, 4), (8, 8))
+        ),
+        *(
+            (
+                "fusion",
+                {
+                    f"{section}__knowledge__rankings": "r.jsonl",
+                    f"{section}__knowledge__{other}": "x",
+                },
+                rf"key {section}\.knowledge\.rankings=r\.jsonl: .*KAT's entities .*; leave one",
+            )
+            for section, other in (("passages", "answers"), ("validate", "entities"))
+        ),
+        ("pictured_t5", {"pictures__features": 7}, r"pictures\.features=7: .* 6 values .*; ch"),
+        ("pictured_t5", {"train__evaluate_every": 2}, r"task=multimodal_cot: .*evaluate_every"),
+        *(
+            ("vlp", changes, rf"key {key}: the longest .*, the model 512; use shorter buckets")
+            for key, changes in (
+                (r"inference\.packing\.buckets", {"inference__packing": {"buckets": ((1, 600),)}}),
+                (r"packing\.buckets", {"packing__buckets": ((1, 600),)}),
+            )
+        ),
+        *(
+            ("siglip", {"inference__buckets": buckets}, r"inference\.buckets: 32 .* 64; set it")
+            for buckets in ((32,), (32, 64))
+        ),
         (
-            "fusion",
-            {f"{section}__knowledge__rankings": "r.jsonl", f"{section}__knowledge__{other}": "x"},
-            rf"key {section}\.knowledge\.rankings=r\.jsonl: .*KAT's entities .*; leave one",
-        )
-        for section, other in (("passages", "answers"), ("validate", "entities"))
-    ),
-    ("pictured_t5", {"pictures__features": 7}, r"pictures\.features=7: .* 6 values .*; ch"),
-    ("pictured_t5", {"train__evaluate_every": 2}, r"task=multimodal_cot: .*evaluate_every"),
-    *(
-        ("vlp", changes, rf"key {key}: the longest .*, the model 512; use shorter buckets")
-        for key, changes in (
-            (r"inference\.packing\.buckets", {"inference__packing": {"buckets": ((1, 600),)}}),
-            (r"packing\.buckets", {"packing__buckets": ((1, 600),)}),
-        )
-    ),
-    *(
-        ("siglip", {"inference__buckets": buckets}, r"inference\.buckets: 32 .* 64; set it")
-        for buckets in ((32,), (32, 64))
-    ),
-    (
-        "vqa", {"model__answer_embeddings": True, "init": "minilm"},
-        r"key model\.fusion\.flat_out=32: .* MiniLM's vectors of 384 values; set it to that, or",
-    ),
-    ("vqa", {"batches__lengths": (16, 600)}, r"lengths=\(16, 600\): .* 3 to 512 .*; change"),
-    *(
-        ("contrastive", {key: lengths}, rf"key {place}=\(.*\): .* from 3 .*; change them")
-        for key, place, wrong in (
-            ("batches__source_lengths", r"batches\.source_lengths", ((), (2, 8))),
-            ("inference__buckets", r"inference\.buckets", ((), (2, 8), (8, 4), (8, 8))),
-        )
-        for lengths in wrong
-    ),
-    *(
-        (task, {key: value}, rf"key {key.replace('__', '.')}={value}: at least \d was expected")
-        for task, key, value in (
-            ("contrastive", "batches__query_length", 2),
-            ("contrastive", "batches__num_negatives", -1), ("examples", "batches__length", 2),
-            ("examples", "batches__candidates", 0), ("llm", "examples__shots", -1),
-            ("vlp", "batches__choices_per_question", 0), ("vlp", "batches__slack", -1),
-            ("answer", "batches__max_sources", -1), ("answer", "masking__max_pred", 0),
-            ("answer", "masking__keyword_weight", -1.0), ("on_clip", "features__slots", 0),
-        )
-    ),
-    *(
-        ("llm", {"validate__shots": shots}, r"key validate\.shots=\(.*\): .* from 0 .*; change")
-        for shots in ((), (0, -1))
-    ),
-    *(
-        (task, {key: share}, rf"{key.replace('__', '.')}={share}: a share .*; ch")
-        for task, key in (
-            ("vlp", "batches__alike_share"), ("vlp", "batches__second_hop_prob"),
-            ("answer", "batches__distractor_prob"), ("answer", "batches__no_source_prob"),
-            ("answer", "masking__mask_prob"),
-        )
-        for share in (-0.5, 1.5)
-    ),
-    *(
-        ("vlp", {f"packing__{key}": -1}, rf"packing\.{key}=-1: give 0 or more")
-        for key in ("max_question_tokens", "max_caption_tokens", "max_pair_tokens")
-    ),
-    ("vlp", {"packing__buckets": ((-1, 64), (0, 64))}, r"packing\.buckets: -1 pictures; give 0"),
-    ("llm", {"init": ""}, r"key init=: no such file or folder; name a LLaMA as .*, or scratch"),
-])  # fmt: skip
+            "vqa",
+            {"model__answer_embeddings": True, "init": "minilm"},
+            r"key model\.fusion\.flat_out=32: .* MiniLM's vectors of 384 values; set it to that, or",
+        ),
+        ("vqa", {"batches__lengths": (16, 600)}, r"lengths=\(16, 600\): .* 3 to 512 .*; change"),
+        *(
+            ("contrastive", {key: lengths}, rf"key {place}=\(.*\): .* from 3 .*; change them")
+            for key, place, wrong in (
+                ("batches__source_lengths", r"batches\.source_lengths", ((), (2, 8))),
+                ("inference__buckets", r"inference\.buckets", ((), (2, 8), (8, 4), (8, 8))),
+            )
+            for lengths in wrong
+        ),
+        *(
+            (task, {key: value}, rf"key {key.replace('__', '.')}={value}: at least \d was expected")
+            for task, key, value in (
+                ("contrastive", "batches__query_length", 2),
+                ("contrastive", "batches__num_negatives", -1),
+                ("examples", "batches__length", 2),
+                ("examples", "batches__candidates", 0),
+                ("llm", "examples__shots", -1),
+                ("vlp", "batches__choices_per_question", 0),
+                ("vlp", "batches__slack", -1),
+                ("answer", "batches__max_sources", -1),
+                ("answer", "masking__max_pred", 0),
+                ("answer", "masking__keyword_weight", -1.0),
+                ("on_clip", "features__slots", 0),
+            )
+        ),
+        *(
+            ("llm", {"validate__shots": shots}, r"key validate\.shots=\(.*\): .* from 0 .*; change")
+            for shots in ((), (0, -1))
+        ),
+        *(
+            (task, {key: share}, rf"{key.replace('__', '.')}={share}: a share .*; ch")
+            for task, key in (
+                ("vlp", "batches__alike_share"),
+                ("vlp", "batches__second_hop_prob"),
+                ("answer", "batches__distractor_prob"),
+                ("answer", "batches__no_source_prob"),
+                ("answer", "masking__mask_prob"),
+            )
+            for share in (-0.5, 1.5)
+        ),
+        *(
+            ("vlp", {f"packing__{key}": -1}, rf"packing\.{key}=-1: give 0 or more")
+            for key in ("max_question_tokens", "max_caption_tokens", "max_pair_tokens")
+        ),
+        (
+            "vlp",
+            {"packing__buckets": ((-1, 64), (0, 64))},
+            r"packing\.buckets: -1 pictures; give 0",
+        ),
+        ("llm", {"init": ""}, r"key init=: no such file or folder; name a LLaMA as .*, or scratch"),
+    ],
+)
 def test_the_config_alone_is_wrong(task, changes, message):
     with pytest.raises(UserError, match=message):
         read_task(config_of(task, **changes)).check_sizes(files=False)
@@ -142,33 +167,44 @@ LETTERS = text_tokenizer()
 TOO_SMALL = {"model__changes__vocab_size": 40, "tokenizer": "letters"}
 
 
-@pytest.mark.parametrize(("task", "changes", "questions", "message"), [
-    ("fusion", {}, [BARE], r"key data\.split=train: tiny .* with answers; choose"),
-    *(
-        ("pictured_t5", {}, [question], r"data\.split=train: tiny .* a known answer; choose")
-        for question in (replace(CHOICE, answer_index=None), replace(CHOICE, choices=()))
-    ),
-    ("llm", {}, [BARE], r"key data\.split=train: tiny .* with choices .*; choose another"),
-    ("t5", {}, [BARE], r"key data\.split=train: tiny .*answer.*; choose another"),
-    *(
-        (task, TOO_SMALL, [CHOICE], r"key tokenizer=letters: has 60 tokens, the model 40; leave")
-        for task in ("llm", "t5", "fusion", "pictured_t5")
-    ),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "changes", "questions", "message"),
+    [
+        ("fusion", {}, [BARE], r"key data\.split=train: tiny .* with answers; choose"),
+        *(
+            ("pictured_t5", {}, [question], r"data\.split=train: tiny .* a known answer; choose")
+            for question in (replace(CHOICE, answer_index=None), replace(CHOICE, choices=()))
+        ),
+        ("llm", {}, [BARE], r"key data\.split=train: tiny .* with choices .*; choose another"),
+        ("t5", {}, [BARE], r"key data\.split=train: tiny .*answer.*; choose another"),
+        *(
+            (
+                task,
+                TOO_SMALL,
+                [CHOICE],
+                r"key tokenizer=letters: has 60 tokens, the model 40; leave",
+            )
+            for task in ("llm", "t5", "fusion", "pictured_t5")
+        ),
+    ],
+)
 def test_the_corpus_does_not_fit(task, changes, questions, message):
     described = read_task(config_of(task, data__dir="tiny", **changes))
     described.check_sizes(files=False)
     refuses(message, described.recipe, Corpus([], questions), LETTERS)
 
 
-@pytest.mark.parametrize(("task", "tokenizer", "message"), [
-    ("llm", "", r"config key tokenizer is empty, .*; write corpus:N or name a tokenizer"),
-    ("t5", "corpus:many", r"config key tokenizer=corpus:many: write corpus:N with a number"),
-    ("t5", "corpus:-1", r"config key tokenizer=corpus:-1: write corpus:N with a number"),
-    ("llm", "corpus:256", r"=corpus:256: write corpus:N with a number of tokens, 257 or more"),
-    ("vqa", "corpus:9999999999", r"=corpus:9+: write corpus:N with a number of tokens"),
-    ("llm", f"corpus:{10**20}", r"=corpus:10+: write corpus:N with a number of tokens, 257"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "tokenizer", "message"),
+    [
+        ("llm", "", r"config key tokenizer is empty, .*; write corpus:N or name a tokenizer"),
+        ("t5", "corpus:many", r"config key tokenizer=corpus:many: write corpus:N with a number"),
+        ("t5", "corpus:-1", r"config key tokenizer=corpus:-1: write corpus:N with a number"),
+        ("llm", "corpus:256", r"=corpus:256: write corpus:N with a number of tokens, 257 or more"),
+        ("vqa", "corpus:9999999999", r"=corpus:9+: write corpus:N with a number of tokens"),
+        ("llm", f"corpus:{10**20}", r"=corpus:10+: write corpus:N with a number of tokens, 257"),
+    ],
+)
 def test_a_tokenizer_that_is_none(task, tokenizer, message, tmp_path):
     described = read_task(config_of(task, tokenizer=tokenizer))
     refuses(message, described.make_tokenizer, Corpus([], [CHOICE]), tmp_path)
@@ -238,11 +274,14 @@ def captioned(tmp_path_factory):
     return str(folder)
 
 
-@pytest.mark.parametrize(("task", "answers", "message"), [
-    ("grid", ["cat", "dog"], r": holds a model of kind 'caption_mcan', mcan .*; name another"),
-    ("vqa", ["dog", "cat"], r": its head has 2 answers, and the first 2 .*; set answers\.base"),
-    ("vqa", ["cat", "dog", "emu"], r": its head has 2 .*, the run has 3; .* set answers\.file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("task", "answers", "message"),
+    [
+        ("grid", ["cat", "dog"], r": holds a model of kind 'caption_mcan', mcan .*; name another"),
+        ("vqa", ["dog", "cat"], r": its head has 2 answers, and the first 2 .*; set answers\.base"),
+        ("vqa", ["cat", "dog", "emu"], r": its head has 2 .*, the run has 3; .* set answers\.file"),
+    ],
+)
 def test_a_vqa_run_with_another_head(task, answers, message, captioned):
     described = read_task(config_of(task, init=captioned))
     with pytest.raises(UserError, match=rf"config key init={captioned}{message}"):

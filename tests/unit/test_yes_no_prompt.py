@@ -37,25 +37,31 @@ def write_reranker(folder, template: str | None) -> None:
         (folder / "chat_template.jinja").write_text(template)
 
 
-@pytest.mark.parametrize(("words", "of_bytes", "message"), [
-    (("no", *TURNS), True, "its tokenizer has no token 'yes', .*; give that model's own"),
-    (("yes", "no", "<|im_end|>"), True, r"its tokenizer has no token '<\|im_start\|>'"),
-    (("yes", "no", *TURNS), False, "its tokenizer is not one of bytes, .*use another reranker"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "of_bytes", "message"),
+    [
+        (("no", *TURNS), True, "its tokenizer has no token 'yes', .*; give that model's own"),
+        (("yes", "no", "<|im_end|>"), True, r"its tokenizer has no token '<\|im_start\|>'"),
+        (("yes", "no", *TURNS), False, "its tokenizer is not one of bytes, .*use another reranker"),
+    ],
+)
 def test_tokenizers_that_a_qwen_does_not_have(words, of_bytes, message, tmp_path):
     assert read_yes_no(tmp_path, "qwen3", tokenizer("yes", "no", *TURNS)).longest == 8192
     with pytest.raises(UserError, match=f"{tmp_path}: {message}"):
         read_yes_no(tmp_path, "qwen3", tokenizer(*words, of_bytes=of_bytes))
 
 
-@pytest.mark.parametrize(("template", "message"), [
-    (None, "has no chat template .*; fetch the whole folder again"),
-    ("", r"makes no prompt of .* \(it lacks the two roles\); use a checkpoint"),
-    ("{{ raise_exception('only users') }}", "makes no prompt of .*only users.; use"),
-    ("{{ messages.query.content }}", "no prompt of a `query` and a `document` .*no attrib"),
-    (ROLE % "query", "does not put a `query` and then a `document` .*; use a checkpoint that"),
-    (f"<|im_start|>{ROLES}", r"special tokens in the question's line \('<\|im_start\|>'\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "has no chat template .*; fetch the whole folder again"),
+        ("", r"makes no prompt of .* \(it lacks the two roles\); use a checkpoint"),
+        ("{{ raise_exception('only users') }}", "makes no prompt of .*only users.; use"),
+        ("{{ messages.query.content }}", "no prompt of a `query` and a `document` .*no attrib"),
+        (ROLE % "query", "does not put a `query` and then a `document` .*; use a checkpoint that"),
+        (f"<|im_start|>{ROLES}", r"special tokens in the question's line \('<\|im_start\|>'\)"),
+    ],
+)
 def test_chat_templates_that_make_no_prompt_of_a_pair(template, message, tmp_path):
     write_reranker(tmp_path, template)
     refuses(f"{tmp_path}: .*{message}", read_yes_no, tmp_path, "llama", tokenizer(*TURNS))

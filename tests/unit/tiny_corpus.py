@@ -12,10 +12,14 @@ from mmqa_jax.data.tokenizers import minilm_tokenizer
 SIZE, PATCH, SNIPPETS, PICTURES = 8, 4, 40, 20
 REGIONS = PatchRegions(SIZE, PATCH)
 PACKING = PackingConfig(
-    buckets=((0, 32), (0, 64), (1, 40), (2, 48)), slots_per_picture=REGIONS.slots,
-    region_dim=REGIONS.dim, position_dim=6, max_source_tokens=50, max_question_tokens=16,
+    buckets=((0, 32), (0, 64), (1, 40), (2, 48)),
+    slots_per_picture=REGIONS.slots,
+    region_dim=REGIONS.dim,
+    position_dim=6,
+    max_source_tokens=50,
+    max_question_tokens=16,
     max_answer_tokens=16,
-)  # fmt: skip
+)
 
 
 class FakePictures:

@@ -38,9 +38,16 @@ END = len(LETTERS) + 1
 def llama_config(vocab_size: int, positions: int = 192) -> LlamaConfig:
     """A tiny LLaMA whose random parameters are large enough to tell tokens apart."""
     return LlamaConfig(
-        vocab_size=vocab_size, hidden=32, layers=2, heads=4, kv_heads=2, mlp=48,
-        positions=positions, init_stddev=0.4, unroll=1,
-    )  # fmt: skip
+        vocab_size=vocab_size,
+        hidden=32,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        mlp=48,
+        positions=positions,
+        init_stddev=0.4,
+        unroll=1,
+    )
 
 
 MODEL = llama_config(len(LETTERS) + 2)
@@ -143,9 +150,12 @@ def qwen_vl_config() -> QwenVLConfig:
     """A tiny Qwen2.5-VL, whose tokenizer is `pictured_letters`."""
     first = len(LETTERS) + len(SPECIAL)
     llama = dataclasses.replace(
-        llama_config(first + len(VISION), positions=512), family="qwen2", attention_bias=True,
-        out_bias=False, mrope=(2, 1, 1),
-    )  # fmt: skip
+        llama_config(first + len(VISION), positions=512),
+        family="qwen2",
+        attention_bias=True,
+        out_bias=False,
+        mrope=(2, 1, 1),
+    )
     vision = QwenVisionConfig(
         width=16, layers=2, heads=2, mlp=20, out=llama.hidden, patch=2, window=8, full_layers=(1,)
     )
@@ -191,9 +201,12 @@ def write_onevision(folder: Path) -> Path:
     )
     vision = SiglipVisionConfig(8, 4, width=16, layers=2, heads=2, mlp_width=20, head=False)
     config = OnevisionConfig(
-        vision, llama, image_token=first, video_token=first + 1,
+        vision,
+        llama,
+        image_token=first,
+        video_token=first + 1,
         resolutions=((8, 8), (8, 16), (16, 8)),
-    )  # fmt: skip
+    )
     folder.mkdir()
     model = drawn(lambda: Onevision(config, rngs=nnx.Rngs()), 3, llama.init_stddev)
     published = publish_onevision(config, nnx.state(model))

@@ -67,10 +67,15 @@ def soft_labels() -> list[dict[str, Any]]:
     rows = []
     for question_id, (image_id, text, answers, _) in OKVQA["val"].items():
         label = {a: round(min(answers.count(a) / 3, 1), 3) for a in answers}
-        rows.append({
-            "sent": text, "question_id": question_id, "label": label, "class": 1,
-            "img_id": f"COCO_val2014_{image_id:012d}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "sent": text,
+                "question_id": question_id,
+                "label": label,
+                "class": 1,
+                "img_id": f"COCO_val2014_{image_id:012d}",
+            }
+        )
     return rows
 
 

@@ -536,10 +536,21 @@ def glm45v(**changes) -> QwenVLConfig:
 
 def _glm_vision(merger_mlp: int) -> QwenVisionConfig:
     return QwenVisionConfig(
-        family="glm4v", width=1536, layers=24, heads=12, mlp=4096, out=4096, window=0,
-        full_layers=(), positions=24, eps=1e-5, qkv_bias=False, merger_mlp=merger_mlp,
-        min_pixels=6272, max_pixels=4816896,
-    )  # fmt: skip
+        family="glm4v",
+        width=1536,
+        layers=24,
+        heads=12,
+        mlp=4096,
+        out=4096,
+        window=0,
+        full_layers=(),
+        positions=24,
+        eps=1e-5,
+        qkv_bias=False,
+        merger_mlp=merger_mlp,
+        min_pixels=6272,
+        max_pixels=4816896,
+    )
 
 
 _GLM_TOKENS = {"image_token": 151343, "video_token": 151344, "vision_start_token": 151339}
@@ -550,9 +561,17 @@ def paddleocr_vl_09b(**changes) -> QwenVLConfig:
     """PaddlePaddle/PaddleOCR-VL."""
     llama = RELATIVES["ernie45_03b"](family="paddleocr_vl_text", mrope=(16, 24, 24), tied=False)
     vision = qwen3_vl_vision(
-        family="paddleocr_vl", out=1024, patch=14, temporal=1, positions=27, deepstack=(),
-        min_pixels=384**2, max_pixels=1536**2, pixel_mean=PIXEL_MEAN, pixel_std=PIXEL_STD,
-    )  # fmt: skip
+        family="paddleocr_vl",
+        out=1024,
+        patch=14,
+        temporal=1,
+        positions=27,
+        deepstack=(),
+        min_pixels=384**2,
+        max_pixels=1536**2,
+        pixel_mean=PIXEL_MEAN,
+        pixel_std=PIXEL_STD,
+    )
     names = ("image_token", "video_token", "vision_start_token", "vision_end_token")
     tokens = dict(zip(names, (100295, 100296, 101305, 101306), strict=True))
     return dataclasses.replace(QwenVLConfig(vision, llama, **tokens), **changes)

@@ -16,10 +16,14 @@ def compare_layers(model: str | None, source: Path, converted: Path | None) -> d
 
     rows = check(model, source, converted)
     cells = [
-        [row.name, *(f"{x:.1e}" for x in (row.deviation, row.allowed)), f"{row.size:.3g}",
-         "pass" if row.passed else "FAIL"]
+        [
+            row.name,
+            *(f"{x:.1e}" for x in (row.deviation, row.allowed)),
+            f"{row.size:.3g}",
+            "pass" if row.passed else "FAIL",
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     columns = ["", "largest deviation", "allowed", "of values up to", ""]
     show(Table(f"{converted or source} beside transformers", columns, cells, f"Allowed: {BOUND}."))
     failed = [row for row in rows if not row.passed]

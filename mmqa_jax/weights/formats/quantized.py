@@ -314,9 +314,12 @@ def plain(block: tuple[int, int], ends: tuple[str, ...] = ("_scale",), dtypes=FL
                           column, **grids)  # fmt: skip
 
         held = Held.of(
-            parts.dtype("codes"), columns, block[1], zero="zero" in parts.keys,
+            parts.dtype("codes"),
+            columns,
+            block[1],
+            zero="zero" in parts.keys,
             scale="bfloat16" if parts.dtype("scale") == "bfloat16" else "float32",
-        )  # fmt: skip
+        )
         return Opened(shape, read, held)
 
     return Layout("", dtypes, {"scale": ends, "zero": ("_zero_point",)}, ("scale",), opened)
