@@ -25,7 +25,8 @@ from mmqa_jax.models.modernbert.network import (
     modernbert_base,
     modernbert_large,
 )
-from mmqa_jax.models.qwen_vl.network import QwenVLConfig, qwen3_vl_2b, qwen3_vl_8b
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.presets import qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.retrieval.embedder import (
     FULL_LENGTH,
