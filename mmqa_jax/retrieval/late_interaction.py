@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ from mmqa_jax.retrieval.embeddings import BROKEN, EmbeddedRows, check_finite
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, pool_tokens
+from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, pool_tokens
 
 
 class Side(NamedTuple):
@@ -235,12 +236,17 @@ class TokenEmbedder(Embedder):
         """Fixed vectors of sources; `prompt` is that of the encoder's folder in any case."""
         return self._embed(texts, "document")
 
-    def embed_source_tokens(self, texts: Sequence[str]) -> list[Float32[np.ndarray, "tokens D"]]:
-        """The vectors of the scored tokens of each source's text."""
-        tokens: list[np.ndarray] = [np.zeros((0, self.token_dim), np.float32)] * len(texts)
-        for places, _, of_batch in self.encode_tokens(texts, "document"):
-            for place, vectors in zip(places, of_batch, strict=True):
-                tokens[place] = vectors
+    def embed_source_tokens(
+        self, corpus: Corpus, pictures: PictureStore | None, rows: Sequence[int]
+    ) -> list[Float32[np.ndarray, "tokens D"]]:
+        """The vectors of the scored tokens of the sources in `rows`; `pictures`: see
+        `embed_sources`."""
+        tokens: list[np.ndarray] = [np.zeros((0, self.token_dim), np.float32)] * len(rows)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            inputs = self._inputs_of(corpus, pictures, rows, pool)
+            for places, _, of_batch in self._encode_sources(*inputs):
+                for place, vectors in zip(places, of_batch, strict=True):
+                    tokens[place] = vectors
         return tokens
 
     def _embed(self, texts: Sequence[str], name: str) -> np.ndarray:
@@ -385,8 +391,8 @@ def dense_retriever(
     if not isinstance(index, MaxSimIndex):
         tokens = index.embeddings.tokens
         if tokens is None:
-            texts = [embedder.text_of(source) for source in corpus.sources]
-            tokens = TextTokens(embedder.embed_source_tokens, texts, embedder.token_dim)
+            encode = functools.partial(embedder.embed_source_tokens, corpus, pictures)
+            tokens = EncodedTokens(encode, embedder.token_dim)
         index = MaxSimIndex(index, tokens)
     return MaxSimRetriever(corpus, embedder, index, pictures, asks)
 

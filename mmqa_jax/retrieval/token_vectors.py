@@ -100,33 +100,27 @@ class TokenVectors:
         return [self.codes[start : self.ends[row]] for start, row in zip(starts, rows, strict=True)]
 
 
-class TextTokens:
+class EncodedTokens:
     """TokenVectors of few sources that nobody stored: they are encoded when they are asked for.
 
     Args:
-      encode: texts of sources -> the vectors of their tokens, float32 [tokens, D] each.
-      texts: of the sources, by row.
+      encode: rows of sources -> the vectors of their tokens, float32 [tokens, D] each.
       dim: the values of a vector.
     """
 
     format = TokenFormat("float16")
 
-    def __init__(
-        self,
-        encode: Callable[[Sequence[str]], Sequence[np.ndarray]],
-        texts: Sequence[str],
-        dim: int,
-    ):
-        self._encode, self._texts, self.dim = encode, texts, dim
+    def __init__(self, encode: Callable[[Sequence[int]], Sequence[np.ndarray]], dim: int):
+        self._encode, self.dim = encode, dim
         self._codes: dict[int, np.ndarray] = {}
 
     def rows(self, rows: Sequence[int]) -> list[UInt8[np.ndarray, "tokens W"]]:
         """See TokenVectors."""
-        missing = [row for row in dict.fromkeys(rows) if row not in self._codes]
-        encoded = self._encode([self._texts[row] for row in missing]) if missing else ()
+        missing = [row for row in dict.fromkeys(map(int, rows)) if row not in self._codes]
+        encoded = self._encode(missing) if missing else ()
         for row, vectors in zip(missing, encoded, strict=True):
             self._codes[row] = self.format.encode(vectors)
-        return [self._codes[row] for row in rows]
+        return [self._codes[int(row)] for row in rows]
 
 
 def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.ndarray, "t D"]:

@@ -20,7 +20,7 @@ from mmqa_jax.retrieval.indexes import max_sim
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import build_index, load_index
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
-from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, TokenVectors, pool_tokens
+from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors, pool_tokens
 
 pytestmark = pytest.mark.slow
 
@@ -136,15 +136,14 @@ def test_candidates_of_another_index_are_ranked_by_max_sim():
     queries = pack_queries(unit(rng, 2, FIXED), [unit(rng, 4, DIM)] * 2, mean=False)
     encoded = []
 
-    def encode(texts):
-        encoded.extend(texts)
-        return [tokens[int(text)] for text in texts]
+    def encode(rows):
+        encoded.extend(rows)
+        return [tokens[row] for row in rows]
 
-    texts = TextTokens(encode, list(map(str, range(300))), DIM)
-    index = MaxSimIndex(ExactIndex(fixed), texts)
+    index = MaxSimIndex(ExactIndex(fixed), EncodedTokens(encode, DIM))
     rows, scores = index.search(queries, 10)
     candidates, _ = ExactIndex(fixed).search(queries[:, :FIXED], 32)
-    assert sorted(map(int, encoded)) == np.unique(candidates).tolist()
+    assert sorted(encoded) == np.unique(candidates).tolist()
     want = index.search_within(queries, candidates, 10)
     np.testing.assert_array_equal(rows, want[0])
     np.testing.assert_array_equal(scores, want[1])

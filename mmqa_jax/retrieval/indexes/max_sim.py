@@ -25,7 +25,7 @@ from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
 from mmqa_jax.retrieval.indexes.max_sim_kernel import COLUMNS, largest_products
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
-from mmqa_jax.retrieval.token_vectors import TextTokens, TokenFormat, TokenVectors
+from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors
 
 KIND = "maxsim"
 _CANDIDATES = 200  # of fixed vectors, which MaxSim ranks
@@ -58,7 +58,7 @@ class MaxSimIndex:
     """
 
     def __init__(
-        self, candidates: Any, tokens: TokenVectors | TextTokens, *, exhaustive: bool = False
+        self, candidates: Any, tokens: TokenVectors | EncodedTokens, *, exhaustive: bool = False
     ):
         self.embeddings, self.tokens = candidates.embeddings, tokens
         self.is_exact = exhaustive
