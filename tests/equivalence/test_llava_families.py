@@ -119,7 +119,17 @@ TOKENS = (26, 25, 16, 16, 15, 16)  # of a picture
 MORE: dict[str, dict[str, Any]] = {
     family: {} for family in FAMILIES if family not in {case.decoder for case in CASES.values()}
 }
-MORE["ministral"] = {"head_dim": 8}
+del MORE["paddleocr_vl_text"]  # transformers has no class for it without its tower
+MORE["ministral"] = MORE["helium"] = {"head_dim": 8}
+MORE["dots1"] = {
+    **{"head_dim": 8, "moe_intermediate_size": 20, "n_routed_experts": 5, "num_experts_per_tok": 2},
+    **{"n_shared_experts": 1, "first_k_dense_replace": 1},
+}
+MORE["lfm2"] = {"layer_types": ["conv", "full_attention"]}
+MORE["lfm2_moe"] = {
+    **{**MORE["lfm2"], "moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2},
+    "num_dense_layers": 1,
+}
 MORE["qwen3_moe"] = {"moe_intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 2}
 _RECURRENT = {
     "layer_types": ["linear_attention", "full_attention"],

@@ -108,5 +108,8 @@ def around_a_picture(config: Any, places: int) -> list[int]:
 
 
 def states_of(embedded: jax.Array, layers: jax.Array) -> jax.Array:
-    """What goes into the first layer, and what each gives: [layers + 1, ...]."""
-    return jnp.concatenate([embedded[None], layers])
+    """What goes into the first layer, and what each gives: [layers + 1, ...].
+
+    Behind the first layer's state may stand inputs of layers' own, as Gemma 4's E2B has them.
+    """
+    return jnp.concatenate([embedded[None, ..., : layers.shape[-1]], layers])

@@ -417,11 +417,17 @@ def with_constants(source: TensorSource, config: LlamaConfig, prefix: str) -> Te
 
 
 def renamed(source: TensorSource, names: Mapping[str, str]) -> TensorSource:
-    """The tensors under other names: each part of `names` that a name holds is replaced, once."""
+    """The tensors under other names: each part of `names` that a name holds is replaced, once.
+
+    A tower's tensors, which a decoder's names do not concern, stay as they are.
+    """
     if not names:
         return source
     tensors = {
-        with_names(key, names): (spec, functools.partial(source.read, key))
+        key if _TOWER.match(key) else with_names(key, names): (
+            spec,
+            functools.partial(source.read, key),
+        )
         for key, spec in source.specs().items()
     }
     return DerivedSource(source.name, tensors)
