@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
+from mmqa_jax.core.compiler_options import exact_on_cpu
 from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.policy_scores import policy_logprobs
@@ -224,7 +224,8 @@ def policy_step(
     inputs = tokens, lengths
     if mesh is not None:
         inputs = jax.device_put(inputs, batch_sharding(mesh))
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=EXACT_ON_CPU)
+    options = exact_on_cpu(model.config.dtype)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         (_, computed), gradient = step(state, *inputs)
     return PolicyStep(tokens, answered, drawn, *map(np.asarray, computed), gradient)

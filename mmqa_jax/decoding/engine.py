@@ -46,7 +46,7 @@ from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, for_kinds, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
 from mmqa_jax.models.llama.network import Llama, for_length, transpose_head, unstack_layers
-from mmqa_jax.models.llama.quantize import quantize_weights
+from mmqa_jax.models.llama.quantize import holds_codes, quantize_weights
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.qwen_vl.network import QwenVL
 
@@ -651,6 +651,11 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
         transpose_head(model)
     if config.weights == "int8":
         quantize_weights(model)
+    elif config.weights != "given" and not holds_codes(model):
+        raise UserError(
+            f"engine.weights={config.weights}: the model holds no matrices in codes; open it by "
+            "`load_in_codes` from a checkpoint that is published so, or set it to given."
+        )
 
 
 def _is_cancelled(sequence: AnySequence) -> bool:

@@ -20,7 +20,6 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
 from mmqa_jax.decoding import recurrent_state
 from mmqa_jax.decoding.cached_attention import (
@@ -330,9 +329,11 @@ def _layer(
 
 
 @functools.cache
-def layer_program(exact: bool) -> Callable[..., tuple[jax.Array, LayerCache]]:
-    """`_layer` as a program of its own on a CPU; exact: see `EXACT_ON_CPU`."""
-    return _compiled(compiler_options=EXACT_ON_CPU if exact else None)
+def layer_program(
+    options: tuple[tuple[str, bool | str], ...],
+) -> Callable[..., tuple[jax.Array, LayerCache]]:
+    """`_layer` as a program of its own on a CPU, by options of the compiler."""
+    return _compiled(compiler_options=dict(options))
 
 
 _compiled = functools.partial(

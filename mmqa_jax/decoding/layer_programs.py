@@ -8,13 +8,12 @@ one of a layer. A CPU loses nothing where a program ends; an accelerator would w
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.decoding.kv_cache import (
     KVCache,
     layer_program,
@@ -48,7 +47,7 @@ def encode_and_step(
     speculate: int,
     embed: Callable,
     next_tokens: Callable,
-    exact: bool,
+    options: Mapping[str, bool | str] | None,
 ) -> tuple[Callable, Callable]:
     """`encode` and `step` of `slot_runner.Programs`, for a SplitState.
 
@@ -59,9 +58,10 @@ def encode_and_step(
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
       next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed) -> what
         a step returns after its cache.
-      exact: see EngineConfig.
+      options: of the compiler.
     """
-    layer, (leave, leave_step) = layer_program(exact), _last_programs(exact)
+    options = tuple(sorted((options or {}).items()))
+    layer, (leave, leave_step) = layer_program(options), _last_programs(options)
 
     def encode(state: SplitState, cache: KVCache, *chunk: Any) -> tuple[jax.Array, KVCache]:
         *chunk, _ = chunk
@@ -171,9 +171,9 @@ def _leave_step(
 
 
 @functools.cache
-def _last_programs(exact: bool) -> tuple[Callable, Callable]:
+def _last_programs(options: tuple[tuple[str, bool | str], ...]) -> tuple[Callable, Callable]:
     """`_leave` and `_leave_step`, compiled."""
-    jit = functools.partial(jax.jit, compiler_options=EXACT_ON_CPU if exact else None)
+    jit = functools.partial(jax.jit, compiler_options=dict(options))
     of_step = ("graphdef", "next_tokens", "sampled")
     return (
         jit(_leave, static_argnames="graphdef"),

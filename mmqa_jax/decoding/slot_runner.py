@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU, prompt_options
+from mmqa_jax.core.compiler_options import exact_on_cpu, prompt_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
@@ -415,7 +415,7 @@ class Programs:
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         exact = config.exact and device.platform == "cpu"
-        options = EXACT_ON_CPU if exact else None
+        options = exact_on_cpu(model.config.dtype) if exact else None
         jit = functools.partial(jax.jit, compiler_options=options)
         self.encode = jax.jit(
             encode,
@@ -440,7 +440,7 @@ class Programs:
                 config.speculate,
                 embed,
                 next_tokens,
-                config.exact,
+                options,
             )
         self.score = jit(score, out_shardings=(whole, whole, whole))
 

@@ -553,7 +553,8 @@ def test_other_mistakes_are_named(engine):
             "lower engine.length",
         ),
         ({"cache_dtype": "int4"}, "engine.cache_dtype is 'int4'"),
-        ({"weights": "int4"}, "engine.weights is 'int4'"),
+        ({"weights": "int2"}, "engine.weights is 'int2'"),
+        ({"weights": "int4"}, "engine.weights=int4: the model holds no"),
     ]:
         with pytest.raises(UserError, match=match):
             make_engine(sizes=dataclasses.replace(SIZES, **changes))

@@ -118,5 +118,5 @@ def test_pictures_that_do_not_fit_are_named(engine, pictures):
         with pytest.raises(UserError, match=match):
             list(engine.generate([Request("odd", tokens, 2, images=list(images))]))
     text_only = Engine(tiny_llama(MODEL.llama), config=SIZES)
-    with pytest.raises(UserError, match="a text-only LLaMA; use a LLaVA"):
+    with pytest.raises(UserError, match="a text-only LLaMA; use a model that sees"):
         list(text_only.generate([Request(0, [1], 2, images=list(pictures[:1]))]))

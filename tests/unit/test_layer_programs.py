@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from tiny_llm import by_id, llama_config, tiny_llama
 
+from mmqa_jax.core.compiler_options import exact_on_cpu
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.decoding.engine import Engine
@@ -14,6 +15,11 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 
 pytestmark = pytest.mark.slow
+
+
+def exact_program():
+    return kv_cache.layer_program(tuple(sorted(exact_on_cpu("float32").items())))
+
 
 SIZES = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
 
@@ -31,8 +37,8 @@ def answers(layers: int, mesh=None):
 @pytest.fixture(scope="module")
 def of_two():
     """Answers of two layers, and how many programs of a layer they took."""
-    before = kv_cache.layer_program(True)._cache_size()
-    return *answers(2), kv_cache.layer_program(True)._cache_size() - before
+    before = exact_program()._cache_size()
+    return *answers(2), exact_program()._cache_size() - before
 
 
 def test_answers_are_those_of_whole_programs(of_two):
@@ -49,6 +55,6 @@ def test_answers_are_those_of_whole_programs(of_two):
 def test_one_program_serves_all_layers(of_two):
     """However many there are: one takes as many programs as two."""
     *_, count = of_two
-    before = kv_cache.layer_program(True)._cache_size()
+    before = exact_program()._cache_size()
     answers(1)
-    assert kv_cache.layer_program(True)._cache_size() - before == count > 1
+    assert exact_program()._cache_size() - before == count > 1

@@ -215,6 +215,12 @@ def hold_form(model: Llama, form: Form) -> None:
     )
 
 
+def holds_codes(model: nnx.Module) -> bool:
+    """Whether matrices of a model are rounded."""
+    kinds = (QuantizedLinear, QuantizedGroupedLinear)
+    return any(isinstance(part, kinds) for _, part in nnx.iter_modules(model))
+
+
 def quantize_weights(model: Llama, bits: int = 8) -> None:
     """Replaces the matrices of all layers by rounded ones, in place, one by one.
 
