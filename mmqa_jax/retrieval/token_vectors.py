@@ -10,12 +10,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int64, UInt8
-from scipy.cluster import hierarchy
-from scipy.spatial.distance import squareform
 
 from mmqa_jax.core.errors import UserError
 
@@ -58,21 +54,6 @@ class TokenFormat:
         scales = np.maximum(np.abs(vectors).max(1, keepdims=True) / 127, 1e-6).astype("<f2")
         whole = np.clip(np.rint(vectors / scales.astype(np.float32)), -127, 127).astype(np.int8)
         return np.concatenate([whole.view(np.uint8), scales.view(np.uint8)], axis=1)
-
-    def decode(self, codes: jax.Array, dim: int) -> Float32[jax.Array, "... D"]:
-        """The vectors that bytes [..., W] stand for; those of signs have the length 1."""
-        if self.precision == "binary":
-            signs = jnp.unpackbits(codes, axis=-1, count=dim).astype(jnp.float32)
-            return (2 * signs - 1) * np.float32(dim**-0.5)
-        if self.precision == "float16":
-            return _float16(codes.reshape(*codes.shape[:-1], dim, 2))
-        whole = jax.lax.bitcast_convert_type(codes[..., :dim], jnp.int8)
-        return whole.astype(jnp.float32) * _float16(codes[..., None, dim:])
-
-
-def _float16(pairs: jax.Array) -> jax.Array:
-    """The values of pairs of bytes [..., 2], which little-endian float16 have."""
-    return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +110,9 @@ def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.nd
     Ward's clusters of 1 - cosine (Clavié et al. 2024, "Reducing the Footprint of Multi-Vector
     Retrieval"), as sentence-transformers' HierarchicalTokenPooling.
     """
+    from scipy.cluster import hierarchy
+    from scipy.spatial.distance import squareform
+
     protected, merged = vectors[:_PROTECTED], vectors[_PROTECTED:]
     clusters = max(len(merged) // pool, 1)
     if clusters >= len(merged):

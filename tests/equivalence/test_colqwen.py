@@ -24,6 +24,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.indexes.max_sim import decoded
 from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
@@ -140,8 +141,8 @@ def test_tokens_of_questions_and_pages(theirs, tmp_path):
             vectors = pages[-1]
         else:
             vectors = theirs.vectors(source.text)
-        decoded = ours._stored_tokens[0].decode(codes, DIM)
-        np.testing.assert_allclose(decoded, vectors, atol=4e-4)  # float16
+        got = decoded(ours._stored_tokens[0], codes, DIM)
+        np.testing.assert_allclose(got, vectors, atol=4e-4)  # float16
     for stored in (embeddings, dataclasses.replace(embeddings, tokens=None)):
         retriever = dense_retriever(corpus, ours, ExactIndex(stored), pictures)
         (ranking,) = retriever.search([Question("0", "", QUERIES[0])], 5)

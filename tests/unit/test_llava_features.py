@@ -134,7 +134,7 @@ def test_what_is_on_the_device_follows_from_the_slots():
 
 
 def test_an_ended_run_leaves_nothing():
-    watched, shown = watch(4, (1, 8)), pictures(30)
+    watched, shown = watch(4, (1,)), pictures(30)  # alone, as on a CPU: bits are equal
     requests = [request(n, [shown[n]], new=1 + n % 5) for n in range(30)]
     expected = watched.serve(requests)
     running = watched.engine.generate(requests)

@@ -61,7 +61,7 @@ def test_stored_vectors_are_near(precision):
     form, vectors = TokenFormat(precision), unit(np.random.default_rng(0), 40, DIM)
     codes = form.encode(vectors)
     assert codes.shape == (40, form.width(DIM))
-    decoded = np.asarray(form.decode(codes, DIM))
+    decoded = np.asarray(max_sim.decoded(form, codes, DIM))
     np.testing.assert_allclose(decoded, vectors, atol=ERROR[precision])
     assert np.abs(decoded - vectors).max() > ERROR[precision] / 20  # they are rounded
 
@@ -69,7 +69,7 @@ def test_stored_vectors_are_near(precision):
 def test_binary_vectors_are_signs():
     vectors = unit(np.random.default_rng(0), 40, DIM)
     form = TokenFormat("binary")
-    decoded = form.decode(form.encode(vectors), DIM)
+    decoded = max_sim.decoded(form, form.encode(vectors), DIM)
     np.testing.assert_allclose(decoded, np.where(vectors > 0, 1, -1) / np.sqrt(DIM), rtol=1e-6)
 
 
@@ -87,7 +87,7 @@ def test_every_source_by_max_sim(precision, mean):
     want = np.full((3, 150), -np.inf)
     for row, of_source in enumerate(tokens):
         if len(of_source):
-            decoded = np.asarray(form.decode(form.encode(of_source), DIM))
+            decoded = np.asarray(max_sim.decoded(form, form.encode(of_source), DIM))
             for number, query in enumerate(queries):
                 best = (query @ decoded.T).max(1)
                 want[number, row] = best.mean() if mean else best.sum()

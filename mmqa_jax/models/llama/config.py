@@ -169,7 +169,7 @@ class LlamaConfig:
     choice_bias: bool = False
     expert_weight: float = 1.0
     conv_taps: int | None = None
-    borrowers: int = 0
+    borrowers: int | None = None
     borrower_mlp: int | None = None
 
     def __post_init__(self):
@@ -254,7 +254,7 @@ class LlamaConfig:
             raise UserError(
                 'model.picture_sight "near" needs layers of that kind in model.kinds; leave it out.'
             )
-        own = self.layers - self.borrowers
+        own = self.layers - (self.borrowers or 0)
         lend = {*self.kinds[:own]}
         if (self.layers > 1 and self.borrowers and not {*self.kinds[own:]} <= lend) or own < 0:
             raise UserError(
@@ -312,9 +312,9 @@ class LlamaConfig:
         if self.kinds[number].startswith("plain"):
             changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
             changes |= {"mlp": self.plain_mlp}
-        if number >= self.layers - self.borrowers:
+        if number >= self.layers - (self.borrowers or 0):
             changes["mlp"] = self.borrower_mlp or self.mlp
-        changes["borrowers"] = int(number >= self.layers - self.borrowers)
+        changes["borrowers"] = int(number >= self.layers - (self.borrowers or 0))
         if self.picture_sight == "near":
             near = self.kinds[number] == "near"
             changes["picture_sight"] = "both" if near else "causal"
@@ -322,7 +322,7 @@ class LlamaConfig:
 
     def lender(self, number: int) -> int:
         """The layer whose keys and values a layer takes: itself, or one before."""
-        own = self.layers - self.borrowers
+        own = self.layers - (self.borrowers or 0)
         if number < own:
             return number
         return max(n for n in range(own) if self.kinds[n] == self.kinds[number])
@@ -330,7 +330,7 @@ class LlamaConfig:
     @property
     def borrows(self) -> bool:
         """Whether a layer takes keys and values of another; of the config of one layer."""
-        return 0 < self.borrowers == self.layers
+        return 0 < (self.borrowers or 0) == self.layers
 
     @property
     def places(self) -> tuple[LlamaConfig, ...]:

@@ -255,7 +255,7 @@ def _delta_rules(layer: str, path: str) -> list[Rule]:
 
 def unread(config: LlamaConfig) -> list[str]:
     """Patterns of published tensors of layers that borrow keys and values, which nothing reads."""
-    borrowers = range(config.layers - config.borrowers, config.layers)
+    borrowers = range(config.layers - (config.borrowers or 0), config.layers)
     numbers = "|".join(map(str, borrowers))
     layers = rf"^(?:language_model\.)?model\.layers\.(?:{numbers})\."
     return [rf"{layers}self_attn\.[kv]_(proj|norm)\."] if numbers else []

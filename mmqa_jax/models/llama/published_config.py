@@ -199,7 +199,7 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             )
     if "global_head_dim" in read:
         fields["full_layers"] = _full_layers(value, slides, fields, where)
-        fields["borrowers"] = borrowers = value("num_kv_shared_layers", 0)
+        fields["borrowers"] = borrowers = value("num_kv_shared_layers", 0) or None
         if borrowers and value("use_double_wide_mlp", False):
             fields["borrower_mlp"] = 2 * fields["mlp"]
         if fields["full_layers"] or borrowers:
@@ -497,7 +497,7 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["global_head_dim"] = full.head_dim
         published["num_global_key_value_heads"] = full.kv_heads
         published["attention_k_eq_v"] = full.keys_are_values
-        published["num_kv_shared_layers"] = config.borrowers
+        published["num_kv_shared_layers"] = config.borrowers or 0
         published["use_double_wide_mlp"] = config.borrower_mlp is not None
     again = type(config)(**fields_from_hf(published, "the exported config.json"))
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OWN]

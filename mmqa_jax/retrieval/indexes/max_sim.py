@@ -217,7 +217,7 @@ def _rounded_scores(
     flat = jnp.pad(flat, ((0, -len(flat) % COLUMNS), (0, 0)))
 
     def of_sources(flat: jax.Array, codes: jax.Array, counts: jax.Array) -> jax.Array:
-        vectors = form.decode(codes, dim).astype(jnp.bfloat16)
+        vectors = decoded(form, codes, dim).astype(jnp.bfloat16)
         best = largest_products(flat, vectors, interpret=interpret)  # [B, C]
         scores = best[:, : number * length].reshape(-1, number, length).sum(-1)
         return jnp.where(counts[:, None] > 0, scores, jnp.finfo(jnp.float32).min)
@@ -229,6 +229,22 @@ def _rounded_scores(
     return sharded(flat, codes, counts).T
 
 
+def decoded(form: TokenFormat, codes: jax.Array, dim: int) -> Float32[jax.Array, "... D"]:
+    """The vectors that a format's bytes [..., W] stand for; those of signs have the length 1."""
+    if form.precision == "binary":
+        signs = jnp.unpackbits(codes, axis=-1, count=dim).astype(jnp.float32)
+        return (2 * signs - 1) * np.float32(dim**-0.5)
+    if form.precision == "float16":
+        return _float16(codes.reshape(*codes.shape[:-1], dim, 2))
+    whole = jax.lax.bitcast_convert_type(codes[..., :dim], jnp.int8)
+    return whole.astype(jnp.float32) * _float16(codes[..., None, dim:])
+
+
+def _float16(pairs: jax.Array) -> jax.Array:
+    """The values of pairs of bytes [..., 2], which little-endian float16 have."""
+    return jax.lax.bitcast_convert_type(pairs, jnp.float16).astype(jnp.float32)
+
+
 @functools.partial(jax.jit, static_argnames=("form", "dim"))
 def _score(
     queries: jax.Array, codes: jax.Array, counts: jax.Array, form: TokenFormat, dim: int
@@ -238,7 +254,7 @@ def _score(
     A source without tokens has the smallest float32. One query at a time, so that its products
     [Q, B, L] stay in fast memory.
     """
-    vectors = form.decode(codes, dim)  # [B, L, D]
+    vectors = decoded(form, codes, dim)  # [B, L, D]
     least = jnp.finfo(jnp.float32).min
     is_token = jnp.arange(codes.shape[1]) < counts[:, None]  # [B, L]
 
