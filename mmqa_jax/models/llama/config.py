@@ -314,7 +314,7 @@ class LlamaConfig:
             changes |= {"mlp": self.plain_mlp}
         if number >= self.layers - (self.borrowers or 0):
             changes["mlp"] = self.borrower_mlp or self.mlp
-        changes["borrowers"] = int(number >= self.layers - (self.borrowers or 0))
+        changes["borrowers"] = int(number >= self.layers - (self.borrowers or 0)) or None
         if self.picture_sight == "near":
             near = self.kinds[number] == "near"
             changes["picture_sight"] = "both" if near else "causal"
