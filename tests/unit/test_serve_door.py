@@ -72,7 +72,11 @@ class Slow:
         self.threads, self.gate = Threads(OPTIONS.queue), threading.Event()
         self.begun = self.done = 0
         tokenizer = types.SimpleNamespace(
-            longest_token=4, encode=list, decode=str, encode_batch=lambda texts: texts
+            longest_token=4,
+            encode=list,
+            decode=str,
+            encode_batch=lambda texts: texts,
+            template=None,
         )
         self.backend = types.SimpleNamespace(
             cannot={}, length=10**6, tokenizer=tokenizer, new_tokens=lambda query: 1
