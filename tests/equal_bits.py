@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.compiler_options import exact_on_cpu
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.core.mesh import batch_sharding
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.policy_scores import policy_logprobs
@@ -114,10 +116,18 @@ def scorings(count: int) -> list[Scoring]:
     ]
 
 
+def _has_amx() -> bool:
+    """Whether this machine multiplies matrices of bfloat16 by Intel's AMX."""
+    cpus = Path("/proc/cpuinfo")
+    return cpus.is_file() and "amx_bf16" in cpus.read_text()
+
+
 def drawn_model(
     dtype: str, kind: str = "dense", *, tied: bool | None = None, mesh: Mesh | None = None
 ) -> Llama | Llava:
     """Drawn weights; of bfloat16 with a tied head, unless said."""
+    if dtype == "bfloat16" and _has_amx():
+        pytest.skip("rows of bfloat16 products by AMX depend on their number (ENGINE.md)")
     tied = dtype == "bfloat16" if tied is None else tied
     config = dataclasses.replace(KINDS[kind].model, dtype=dtype, tied=tied)
 
@@ -224,8 +234,7 @@ def policy_step(
     inputs = tokens, lengths
     if mesh is not None:
         inputs = jax.device_put(inputs, batch_sharding(mesh))
-    options = exact_on_cpu(model.config.dtype)
-    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=options)
+    step = jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=EXACT_ON_CPU)
     with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
         (_, computed), gradient = step(state, *inputs)
     return PolicyStep(tokens, answered, drawn, *map(np.asarray, computed), gradient)

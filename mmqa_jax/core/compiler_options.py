@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 from jax.sharding import Mesh
 
 # Chips with SparseCores can reduce gradients on them while the TensorCores go on with the backward
@@ -51,27 +48,12 @@ def prompt_options(mesh: Mesh | None) -> dict[str, bool | str]:
     return _PROMPTS if on_tpus and mesh.shape["tensor"] > 1 else {}
 
 
-def exact_on_cpu(dtype: str) -> dict[str, bool | str]:
-    """`compiler_options` of `jax.jit` by which a row's bits do not depend on how many rows are
-    beside it, for a model that computes in `dtype`.
-
-    XLA on a CPU else takes sums, and what follows a product, from YNNPACK where arrays are large,
-    which rounds in another order. YNNPACK's products alone have equal rows, of two rows and more,
-    but for those of bfloat16 by AMX: there XLA's own are taken. Roundings to bfloat16 are never
-    left out, which else depends on what is compiled together.
-    """
-    by_amx = dtype == "bfloat16" and _has_amx()
-    fused = "INVALID" if by_amx else "INDIVIDUAL_DOT"  # INVALID: nothing
-    return {
-        "xla_cpu_experimental_ynn_fusion_type": f"LIBRARY_FUSION_TYPE_{fused}",
-        "xla_allow_excess_precision": False,
-    }
-
-
-@functools.cache
-def _has_amx() -> bool:
-    """Whether this machine's processor multiplies matrices of bfloat16 (Intel's AMX)."""
-    try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text()
-    except OSError:  # not Linux
-        return False
+# A row's bits then do not depend on how many rows are beside it: XLA on a CPU else takes sums, and
+# what follows a product, from YNNPACK where arrays are large, which rounds in another order.
+# YNNPACK's products alone have equal rows, of two rows and more, but for those of bfloat16 on
+# processors with AMX. Roundings to bfloat16 are never left out, which else depends on what is
+# compiled together.
+EXACT_ON_CPU: dict[str, bool | str] = {
+    "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
+    "xla_allow_excess_precision": False,
+}

@@ -28,7 +28,7 @@ def policy_logprobs(
 
     The engine's layers compute it over pages of the engine's width, all tokens of a row at once;
     gradients are those of plain attention. On CPUs the bits are the engine's in a program that is
-    compiled with `compiler_options.exact_on_cpu`, under `jax.set_mesh` where there is a mesh.
+    compiled with `compiler_options.EXACT_ON_CPU`, under `jax.set_mesh` where there is a mesh.
 
     Args:
       model: as its engine holds it, which takes it over: unstacked, not rounded, without adapters

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from mmqa_jax.core.compiler_options import exact_on_cpu, prompt_options
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU, prompt_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
 from mmqa_jax.decoding import kv_cache, scanned_cache
@@ -61,7 +61,7 @@ class EngineConfig:
 
     `exact`: an answer's bits do not depend on what else is served, nor on slots (two or more for
     each copy of the weights), length, pages and `prefill_tokens`; else on a CPU its last bits may.
-    Beam searches are not exact. What holds on TPUs and GPUs: ENGINE.md, "The same bits".
+    Beam searches are not exact, nor is bfloat16 on a CPU with AMX. What holds on TPUs and GPUs: ENGINE.md, "The same bits".
     """
 
     slots: int = 16
@@ -415,7 +415,7 @@ class Programs:
         whole = self.whole
         of_cache = jax.tree.map(lambda x: x.sharding or whole, self.cache)
         exact = config.exact and device.platform == "cpu"
-        options = exact_on_cpu(model.config.dtype) if exact else None
+        options = EXACT_ON_CPU if exact else None
         jit = functools.partial(jax.jit, compiler_options=options)
         self.encode = jax.jit(
             encode,

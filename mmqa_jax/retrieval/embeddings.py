@@ -124,14 +124,15 @@ def _open_array(
     folder: str | os.PathLike, name: str, dtype: type, shape: tuple[int, ...]
 ) -> np.ndarray:
     """A memory-mapped array of finished embeddings; of an object store its copy on this host."""
-    file = local_copy(as_path(folder) / name)
+    folder = as_path(folder)
+    file = local_copy(folder / name)
     array = _load(file, shape, dtype)
     if array is None:
         raise UserError(
             f"{folder}/{name}: missing or damaged, {np.dtype(dtype)} {list(shape)} was expected; "
             f"{_REMEDY}."
         )
-    if in_store(as_path(folder)):
+    if in_store(folder):
         expected = (read_sums(folder) or {}).get(name)
         if expected is not None and digest(file) != expected:
             raise UserError(f"{folder}/{name}: is damaged; {_REMEDY}.")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tiny_llm import by_id, llama_config, tiny_llama
 
-from mmqa_jax.core.compiler_options import exact_on_cpu
+from mmqa_jax.core.compiler_options import EXACT_ON_CPU
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.decoding.engine import Engine
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 def exact_program():
-    return kv_cache.layer_program(tuple(sorted(exact_on_cpu("float32").items())))
+    return kv_cache.layer_program(tuple(sorted(EXACT_ON_CPU.items())))
 
 
 SIZES = EngineConfig(slots=4, length=96, buckets=(32,), prefill_tokens=64)
