@@ -61,7 +61,8 @@ class EngineConfig:
 
     `exact`: an answer's bits do not depend on what else is served, nor on slots (two or more for
     each copy of the weights), length, pages and `prefill_tokens`; else on a CPU its last bits may.
-    Beam searches are not exact, nor is bfloat16 on a CPU with AMX. What holds on TPUs and GPUs: ENGINE.md, "The same bits".
+    Beam searches are not exact, nor is bfloat16 on a CPU with AMX. What holds on TPUs and GPUs:
+    ENGINE.md, "The same bits".
     """
 
     slots: int = 16

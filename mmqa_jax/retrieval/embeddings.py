@@ -85,6 +85,7 @@ def open_embeddings(
     corpus_fingerprint: str | None = None,
 ) -> Embeddings:
     """Opens finished embeddings, memory-mapped."""
+    folder = as_path(folder)
     manifest = read_manifest(folder, _WHAT, _VERB)
     fingerprints = {
         "model_fingerprint": model_fingerprint,
@@ -96,7 +97,7 @@ def open_embeddings(
     _check_sizes(folder, manifest)
     vectors = _open_array(folder, _ARRAY, np.float32, (manifest["rows"], manifest["dim"]))
     tokens = _open_tokens(folder, manifest) if manifest.get("tokens") else None
-    check_sums(folder, {MANIFEST, *([] if in_store(as_path(folder)) else _FILES)}, remedy=_REMEDY)
+    check_sums(folder, {MANIFEST, *([] if in_store(folder) else _FILES)}, remedy=_REMEDY)
     return Embeddings(
         vectors, manifest["model_fingerprint"], manifest["corpus_fingerprint"], tokens
     )

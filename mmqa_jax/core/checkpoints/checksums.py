@@ -18,7 +18,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
-from mmqa_jax.core.paths import in_store, listing
+from mmqa_jax.core.paths import as_path, in_store, listing
 
 SUMS = "SHA256SUMS"
 _HEAD = "# {count} files"  # so that a cut file is noticed; sha256sum takes it for a comment
@@ -27,14 +27,14 @@ _THREADS = 8  # hashlib lets go of the interpreter's lock
 _KEY = "sha256"
 
 
-def digest(file: Path) -> str:
+def digest(file: str | os.PathLike) -> str:
     """SHA-256 of a file or an object, in hex; it is read in small pieces."""
-    with file.open("rb") as opened:
+    with as_path(file).open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def write_sums(
-    folder: Path,
+    folder: str | os.PathLike,
     names: Iterable[str] | None = None,
     *,
     coming: Mapping[str, bytes] | None = None,
@@ -48,6 +48,7 @@ def write_sums(
       coming: contents of files that are written after this one, by name.
       known: digests of files that need not be read again, by name.
     """
+    folder = as_path(folder)
     names = files_below(folder) if names is None else list(names)
     sums = dict(zip(names, _in_parallel(lambda name: digest(folder / name), names), strict=True))
     sums |= {name: hashlib.sha256(content).hexdigest() for name, content in (coming or {}).items()}
@@ -57,14 +58,14 @@ def write_sums(
         file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
 
 
-def read_sums(folder: Path) -> dict[str, str] | None:
+def read_sums(folder: str | os.PathLike) -> dict[str, str] | None:
     """The digests by file name; None without SHA256SUMS.
 
     Raises:
       ValueError: SHA256SUMS itself is damaged.
     """
     try:
-        head, *lines = (folder / SUMS).read_bytes().decode().split("\n")
+        head, *lines = (as_path(folder) / SUMS).read_bytes().decode().split("\n")
     except FileNotFoundError:
         return None
     matches = [_LINE.fullmatch(line) for line in lines[:-1]]  # the last one ends too
@@ -75,7 +76,10 @@ def read_sums(folder: Path) -> dict[str, str] | None:
 
 
 def find_damage(
-    folder: Path, names: Collection[str] | None = None, *, part: tuple[int, int] = (0, 1)
+    folder: str | os.PathLike,
+    names: Collection[str] | None = None,
+    *,
+    part: tuple[int, int] = (0, 1),
 ) -> str | None:
     """Finds damage in the files that SHA256SUMS lists: `NAME is damaged`, or None.
 
@@ -83,6 +87,7 @@ def find_damage(
       names: of the files to check, those of them that are listed; None: all.
       part: (i, n): only every n-th file, from the i-th on; n processes share the work so.
     """
+    folder = as_path(folder)
     try:
         sums = read_sums(folder)
     except (ValueError, OSError) as error:
@@ -95,7 +100,9 @@ def find_damage(
     return next((f"{name} {problem}" for name, problem in checked if problem is not None), None)
 
 
-def check_sums(folder: Path, names: Collection[str] | None = None, *, remedy: str) -> None:
+def check_sums(
+    folder: str | os.PathLike, names: Collection[str] | None = None, *, remedy: str
+) -> None:
     """Refuses a folder whose files differ from the written ones.
 
     Args:
@@ -106,8 +113,9 @@ def check_sums(folder: Path, names: Collection[str] | None = None, *, remedy: st
         raise UserError(f"{folder}: {problem}; {remedy}.")
 
 
-def files_below(folder: Path) -> list[str]:
+def files_below(folder: str | os.PathLike) -> list[str]:
     """The files of a folder and below, relative to it, without SHA256SUMS itself."""
+    folder = as_path(folder)
     if in_store(folder):
         names = list(listing(os.fspath(folder)))
     else:
