@@ -244,6 +244,10 @@ def test_an_index_needs_tokens(tmp_path):
     embeddings, _ = write(tmp_path, tokens=False)
     with pytest.raises(UserError, match="--kind=maxsim needs the vectors of tokens"):
         build_index(embeddings, "maxsim")
+    with pytest.raises(UserError, match="index: the queries: row 0 of 1 is not finite"):
+        MaxSimIndex(
+            ExactIndex(embeddings), stored(sources(np.random.default_rng(0), 20), TokenFormat())
+        ).search(np.full((1, FIXED + DIM), np.nan, np.float32), 1)
     with pytest.raises(UserError, match=r"queries of shape \(1, 9\)"):
         MaxSimIndex(
             ExactIndex(embeddings), stored(sources(np.random.default_rng(0), 20), TokenFormat())

@@ -21,6 +21,7 @@ from jaxtyping import Float32, Int32, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, make_mesh, platform
 from mmqa_jax.core.serving import free_bytes
+from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
 from mmqa_jax.retrieval.indexes.max_sim_kernel import COLUMNS, largest_products
 from mmqa_jax.retrieval.manifest import replace_folder
@@ -111,6 +112,7 @@ class MaxSimIndex:
                 f"index: queries of shape {queries.shape} are no fixed vectors of {size} and "
                 f"tokens of {self.tokens.dim} values; embed them with the index's encoder."
             )
+        check_finite(queries, "index: the queries", BROKEN)
         return queries[:, :size], queries[:, size:].reshape(len(queries), -1, self.tokens.dim)
 
     def _scores(self, query: np.ndarray, rows: Sequence[int]) -> np.ndarray:
