@@ -79,8 +79,8 @@ def test_cited_and_read_sources():
 def test_thoughts_are_no_part_of_an_answer():
     prediction, _ = read("<think>[3] is a flag.</think> Pelot [1].")
     assert (prediction.answer, prediction.sources) == ("Pelot.", ("a",))
-    output = prediction.trace["outputs"][0]
-    assert (output["thinking"], output["text"]) == ("[3] is a flag.", "Pelot [1].")
+    assert prediction.trace["outputs"][0]["text"] == "Pelot [1]."
+    assert prediction.trace["thinking"] == ["[3] is a flag."]
 
 
 def test_wrong_and_missing_markers_are_counted():
