@@ -35,7 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         choices=("float16", "int8", "binary", "none"),
         help="of a late-interaction encoder: how the vectors of tokens are stored, by which MaxSim "
-        "ranks; none: its fixed vectors alone (int8)",
+        "ranks; none: search encodes some candidates again (int8)",
     )
     parser.add_argument(
         "--pool",

@@ -278,7 +278,7 @@ def _key(number: int) -> str:
 
 
 def _shard_values(number: int, embedded: EmbeddedRows) -> dict[str, np.ndarray]:
-    """What a shard's file holds, by key."""
+    """Returns the arrays of a shard's file by key."""
     key = _key(number)
     values = {key: embedded.vectors}
     if embedded.codes is not None:

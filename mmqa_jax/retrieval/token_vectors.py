@@ -16,6 +16,7 @@ from jaxtyping import Float32, Int64, UInt8
 from mmqa_jax.core.errors import UserError
 
 Precision = Literal["float16", "int8", "binary"]
+_HELD = 4_096  # sources whose tokens were encoded when they were asked for
 _PROTECTED = 1  # tokens at the beginning of a text that are not merged: [CLS]
 
 
@@ -82,7 +83,8 @@ class TokenVectors:
 
 
 class EncodedTokens:
-    """TokenVectors of few sources that nobody stored: they are encoded when they are asked for.
+    """TokenVectors of few sources that nobody stored: they are encoded when they are asked for,
+    and the last `_HELD` of them stay in memory.
 
     Args:
       encode: rows of sources -> the vectors of their tokens, float32 [tokens, D] each.
@@ -101,7 +103,10 @@ class EncodedTokens:
         encoded = self._encode(missing) if missing else ()
         for row, vectors in zip(missing, encoded, strict=True):
             self._codes[row] = self.format.encode(vectors)
-        return [self._codes[int(row)] for row in rows]
+        of_rows = [self._codes[int(row)] for row in rows]
+        for row in list(self._codes)[:-_HELD]:
+            del self._codes[row]
+        return of_rows
 
 
 def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.ndarray, "t D"]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.retrieval import token_vectors
 from mmqa_jax.retrieval.embeddings import (
     EmbeddedRows,
     Embeddings,
@@ -150,6 +151,31 @@ def test_candidates_of_another_index_are_ranked_by_max_sim():
     assert len(encoded) == len(set(encoded))
     kept = MaxSimIndex(ExactIndex(fixed), stored(tokens, TokenFormat("float16")))
     np.testing.assert_array_equal(kept.search_within(queries, candidates, 10)[0], want[0])
+
+
+def test_queries_have_few_lengths():
+    """A program is compiled for each."""
+    rng = np.random.default_rng(6)
+    widths = {
+        pack_queries(unit(rng, 1, FIXED), [unit(rng, count, DIM)], mean=False).shape[1]
+        for count in (1, 3, 31, 32)
+    }
+    assert widths == {FIXED + 32 * DIM}
+
+
+def test_few_encoded_sources_stay(monkeypatch):
+    monkeypatch.setattr(token_vectors, "_HELD", 5)
+    encoded = []
+
+    def encode(rows):
+        encoded.extend(rows)
+        return [np.full((1, DIM), row, np.float32) for row in rows]
+
+    tokens = EncodedTokens(encode, DIM)
+    for rows in ([0, 1, 2], range(3, 9), [8], [0]):
+        codes = tokens.rows(rows)
+        assert [int(x.view("<f2")[0, 0]) for x in codes] == [*rows]
+    assert encoded == [*range(9), 0]
 
 
 class Killed(Exception):

@@ -108,7 +108,7 @@ def around_a_picture(config: Any, places: int) -> list[int]:
 
 
 def states_of(embedded: jax.Array, layers: jax.Array) -> jax.Array:
-    """What goes into the first layer, and what each gives: [layers + 1, ...].
+    """Returns the first layer's input and each layer's output: [layers + 1, ...].
 
     Behind the first layer's state may stand inputs of layers' own, as Gemma 4's E2B has them.
     """

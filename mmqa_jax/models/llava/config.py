@@ -152,8 +152,8 @@ Split = RowTiles | RatioTiles
 
 
 class UnitSizes(NamedTuple):
-    """Of pictures of any size the sides of patches and units, as `qwen_vl.network.lay_out` asks
-    for them."""
+    """The sides of patches and units of pictures of any size; `qwen_vl.network.lay_out` reads
+    them."""
 
     patch: int
     merge: int

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TowerFamily:
-    """What the code of a family of towers fixes.
+    """Switches that a family's code sets and no key of a config.json says.
 
     Attributes:
       gated: RMS norms and gated MLPs, in the place of layer norms and plain MLPs.
@@ -194,7 +194,7 @@ class QwenVisionConfig:
 
     @property
     def switches(self) -> TowerFamily:
-        """Those of the family."""
+        """Returns the switches of the tower's family."""
         return FAMILIES[self.family]
 
     @property
@@ -258,7 +258,7 @@ class QwenVLConfig:
 
     @property
     def page_prompt(self) -> str:
-        """What its authors ask it about a page of text; "": they name none."""
+        """Returns the prompt by which its authors read a page's text; "": they name none."""
         return self.vision.switches.page_prompt
 
     @property

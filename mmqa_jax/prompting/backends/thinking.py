@@ -142,7 +142,7 @@ class ThoughtStream:
         self._text, self._given = "", ("", "")
 
     def push(self, piece: str, *, is_last: bool) -> tuple[str, str]:
-        """What the piece adds to the thoughts, and to the answer."""
+        """Returns what a piece adds to the thoughts, and what it adds to the answer."""
         self._text += piece
         now = self._split(is_last)
         added = [new[len(old) :] for new, old in zip(now, self._given, strict=True)]

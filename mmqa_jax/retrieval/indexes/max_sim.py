@@ -32,7 +32,7 @@ KIND = "maxsim"
 _CANDIDATES = 200  # of fixed vectors, which MaxSim ranks
 _ENCODED = 32  # the same where nobody stored their tokens
 _TOGETHER = 64  # candidates of a program's call
-_LENGTHS = 64  # lengths of sources are padded to multiples of it
+_LENGTHS, _QUERY_LENGTHS = 64, 32  # sources and queries are padded to multiples of them
 _ROUNDED = 4  # per result, candidates by vectors in bfloat16 that are scored again
 _BLOCK = 1 << 16  # tokens of a device that are scored at once
 
@@ -40,8 +40,12 @@ _BLOCK = 1 << 16  # tokens of a device that are scored at once
 def pack_queries(
     fixed: Float32[np.ndarray, "n F"], tokens: Sequence[Float32[np.ndarray, "t D"]], mean: bool
 ) -> Float32[np.ndarray, "n width"]:
-    """Queries as MaxSimIndex takes them; `mean` divides by the number of a query's tokens."""
+    """Queries as MaxSimIndex takes them; `mean` divides by the number of a query's tokens.
+
+    They are padded to few lengths, for each of which a program is compiled.
+    """
     most = max((len(of_query) for of_query in tokens), default=0)
+    most = -(-most // _QUERY_LENGTHS) * _QUERY_LENGTHS
     dim = tokens[0].shape[1] if tokens else 0
     padded = np.zeros((len(tokens), most, dim), np.float32)
     for row, of_query in enumerate(tokens):
@@ -213,7 +217,7 @@ def _rounded_scores(
     dim: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """As `_score`, of vectors in bfloat16, by the TPU's kernel on each device's sources."""
+    """Computes `_score` of vectors in bfloat16: the TPU's kernel runs on each device's sources."""
     number, length, _ = queries.shape
     flat = queries.reshape(-1, dim).astype(jnp.bfloat16)
     flat = jnp.pad(flat, ((0, -len(flat) % COLUMNS), (0, 0)))
