@@ -241,6 +241,14 @@ def partition_spec(
     return PartitionSpec(*spec)
 
 
+def split_over(model: nnx.Module, mesh: Mesh | None) -> tuple[nnx.GraphDef, nnx.State]:
+    """`nnx.split` of a model, whose parameters go to the devices of a mesh if there is one."""
+    graphdef, state = nnx.split(model)
+    if mesh is not None:
+        state = jax.device_put(state, state_shardings(state, mesh))
+    return graphdef, state
+
+
 def state_shardings(state: Any, mesh: Mesh, rules: Rules = DEFAULT_RULES) -> Any:
     """Returns `state` with every leaf replaced by its NamedSharding.
 

@@ -12,12 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer
@@ -130,9 +128,7 @@ def load_colqwen_embedder(
     config = model.config
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
     buckets = prompt_lengths(folder, config, LONGEST)
-    graphdef, state = nnx.split(model)
-    if devices is not None:
-        state = jax.device_put(state, state_shardings(state, devices))
+    graphdef, state = split_over(model, devices)
     return ColQwenEmbedder(
         graphdef,
         state,

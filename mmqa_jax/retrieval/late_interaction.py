@@ -23,7 +23,7 @@ from flax import nnx
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
-from mmqa_jax.core.mesh import fetch, state_shardings
+from mmqa_jax.core.mesh import fetch, split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, Serving, loading_mesh
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
@@ -412,9 +412,7 @@ def load_late_interaction_embedder(
     """
     model, tokenizer, recipe = open_token_encoder(folder, mesh)
     positions, devices = model.config.positions, loading_mesh(mesh)
-    graphdef, state = nnx.split(model)
-    if devices is not None:
-        state = jax.device_put(state, state_shardings(state, devices))
+    graphdef, state = split_over(model, devices)
     longest = side_of(recipe, tokenizer, positions, "document").longest
     return LateInteractionEmbedder(
         graphdef,

@@ -11,11 +11,10 @@ import functools
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
@@ -80,9 +79,7 @@ def load_text_embedder(
     buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
     dense = [load_dense(layer) for layer in recipe.dense]
     whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
-    graphdef, state = nnx.split(whole)
-    if devices is not None:
-        state = jax.device_put(state, state_shardings(state, devices))
+    graphdef, state = split_over(whole, devices)
     return embedder.Embedder(
         graphdef,
         state,
@@ -129,10 +126,7 @@ def load_minilm_embedder(batch_size: BatchSize = AUTO, dtype: str = "float32") -
     config = minilm_l6(dtype=dtype)
     bert = nnx.merge(*abstract_model(lambda: Bert(config, rngs=nnx.Rngs())))
     fill_bert(bert, minilm_path())
-    graphdef, state = nnx.split(SentenceEncoder(bert))
-    mesh = loading_mesh()
-    if mesh is not None:
-        state = jax.device_put(state, state_shardings(state, mesh))
+    graphdef, state = split_over(SentenceEncoder(bert), loading_mesh())
     return embedder.Embedder(
         graphdef,
         state,

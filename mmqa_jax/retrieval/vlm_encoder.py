@@ -20,7 +20,7 @@ from flax import nnx
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
-from mmqa_jax.core.mesh import state_shardings
+from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.pictures.resize import PictureSizes
@@ -196,9 +196,7 @@ def load_vlm_embedder(
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
     buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
     chat = PictureChat(folder, tokenizer, config.image_token)
-    graphdef, state = nnx.split(encoder)
-    if devices is not None:
-        state = jax.device_put(state, state_shardings(state, devices))
+    graphdef, state = split_over(encoder, devices)
     return VLMEmbedder(
         graphdef,
         state,
