@@ -366,8 +366,9 @@ def output_record(text: str | None, logprob: float) -> dict[str, Any]:
 def outputs_record(candidates: Sequence[Candidate]) -> list[dict[str, Any]]:
     """What trace.jsonl keeps of several outputs."""
     return [
-        output_record(one.text, one.total) | ({"thinking": one.thinking} if one.thinking else {})
-        for one in candidates
+        output_record(output.text, output.total)
+        | ({"thinking": output.thinking} if output.thinking else {})
+        for output in candidates
     ]
 
 

@@ -41,7 +41,7 @@ class Shown(NamedTuple):
     alone: bool
 
 
-def shown(pictures: Sequence[Picture]) -> list[Shown]:
+def shown_pictures(pictures: Sequence[Picture]) -> list[Shown]:
     """All pictures of a prompt."""
     return [Shown(picture, len(pictures) == 1) for picture in pictures]
 
@@ -68,14 +68,14 @@ class PictureFormat(Protocol):
         """Token ids of a text with its pictures, one of the model's `image_token` for each of what
         `read_all` gives; raises PictureError."""
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """Tokens of a picture, by its header, without what `encode` writes around it; raises
         PictureError."""
 
-    def places(self, one: Shown) -> int:
+    def places(self, shown_picture: Shown) -> int:
         """How many placeholders a picture has, by its header; raises PictureError."""
 
-    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+    def read_all(self, shown_picture: Shown) -> list[np.ndarray | TiledPicture]:
         """The pixels that the model takes, for each placeholder of a picture; raises
         PictureError."""
 
@@ -83,16 +83,16 @@ class PictureFormat(Protocol):
 class _OnePlace(abc.ABC):
     """A picture has one placeholder."""
 
-    def places(self, one: Shown) -> int:
+    def places(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
         return 1
 
-    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+    def read_all(self, shown_picture: Shown) -> list[np.ndarray | TiledPicture]:
         """See PictureFormat."""
-        return [self.read(one)]
+        return [self.read(shown_picture)]
 
     @abc.abstractmethod
-    def read(self, one: Shown) -> np.ndarray | TiledPicture:
+    def read(self, shown_picture: Shown) -> np.ndarray | TiledPicture:
         """The pixels that the model takes; raises PictureError."""
 
 
@@ -126,13 +126,13 @@ class LlavaFormat(_OnePlace):
             text, self._tokenizer.encode_plain, image_token=self._config.image_token, bos=bos
         )
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """Returns the tokens of a picture, the same for every one."""
         return self._config.features
 
-    def read(self, one: Shown) -> np.ndarray:
+    def read(self, shown_picture: Shown) -> np.ndarray:
         """See PictureFormat."""
-        picture = one.picture
+        picture = shown_picture.picture
         image = self._image(picture)
         vision = self._config.vision
         if self._config.resize == "pad":
@@ -225,17 +225,21 @@ class OnevisionFormat(LlavaFormat):
         self._config: OnevisionConfig = config
         self.video = tokenizer.decode([config.video_token]) or None
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        width, height = decode.upright_size_of(one.picture.data, one.picture.name)
-        return self._config.picture_tokens((self._tiles((height, width), one), height, width, 3))
+        width, height = decode.upright_size_of(
+            shown_picture.picture.data, shown_picture.picture.name
+        )
+        return self._config.picture_tokens(
+            (self._tiles((height, width), shown_picture), height, width, 3)
+        )
 
-    def read(self, one: Shown) -> TiledPicture:
+    def read(self, shown_picture: Shown) -> TiledPicture:
         """See PictureFormat."""
-        name, side = one.picture.name, self._config.vision.image_size
-        image = decode.decode_upright(one.picture.data, name)
+        name, side = shown_picture.picture.name, self._config.vision.image_size
+        image = decode.decode_upright(shown_picture.picture.data, name)
         size = image.height, image.width
-        if one.alone:
+        if shown_picture.alone:
             canvas = best_resolution(size, self._config.resolutions)
             return TiledPicture(resize.tiled_pixels(image, canvas, side, name), size)
         whole = resize.llava_pixels(
@@ -243,8 +247,8 @@ class OnevisionFormat(LlavaFormat):
         )
         return TiledPicture(whole[None], size)
 
-    def _tiles(self, size: tuple[int, int], one: Shown) -> int:
-        if not one.alone:
+    def _tiles(self, size: tuple[int, int], shown_picture: Shown) -> int:
+        if not shown_picture.alone:
             return 1
         rows, columns = self._config.tiles.grid(best_resolution(size, self._config.resolutions))
         return 1 + rows * columns
@@ -271,41 +275,45 @@ class _Marked(abc.ABC):
     def encode(self, text: str, pictures: Sequence[Shown] = ()) -> list[int]:
         """See PictureFormat."""
         first, *pieces = text.split(self.placeholder)
-        for one, piece in zip(pictures, pieces, strict=True):
-            first += self._written(one) + piece
+        for shown_picture, piece in zip(pictures, pieces, strict=True):
+            first += self._written(shown_picture) + piece
         return _with_bos(self._tokenizer, first)
 
     @abc.abstractmethod
-    def _written(self, one: Shown) -> str:
+    def _written(self, shown_picture: Shown) -> str:
         """What stands for a picture, with its placeholders."""
 
 
 class TilesFormat(_Marked):
     """That of a model whose pictures are tiles, each with a placeholder of its own (`_TEXTS`)."""
 
-    def _written(self, one: Shown) -> str:
-        return _TEXTS[type(self._config.split)](self.placeholder, *self._grid(one))
+    def _written(self, shown_picture: Shown) -> str:
+        return _TEXTS[type(self._config.split)](self.placeholder, *self._grid(shown_picture))
 
-    def _grid(self, one: Shown) -> tuple[int, int]:
+    def _grid(self, shown_picture: Shown) -> tuple[int, int]:
         """Rows and columns of a picture's tiles, without the whole."""
-        size = decode.upright_size_of(one.picture.data, one.picture.name)
+        size = decode.upright_size_of(shown_picture.picture.data, shown_picture.picture.name)
         side = self._config.vision.image_size
         width, height = self._config.split.steps(*size, side)[-1]
         return height // side, width // side
 
-    def places(self, one: Shown) -> int:
+    def places(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        rows, columns = self._grid(one)
+        rows, columns = self._grid(shown_picture)
         return 1 if rows * columns == 1 else rows * columns + 1
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        return self.places(one) * self._config.features
+        return self.places(shown_picture) * self._config.features
 
-    def read_all(self, one: Shown) -> list[np.ndarray | TiledPicture]:
+    def read_all(self, shown_picture: Shown) -> list[np.ndarray | TiledPicture]:
         """See PictureFormat."""
-        name, side, split = one.picture.name, self._config.vision.image_size, self._config.split
-        image = decode.decode_upright(one.picture.data, name)
+        name, side, split = (
+            shown_picture.picture.name,
+            self._config.vision.image_size,
+            self._config.split,
+        )
+        image = decode.decode_upright(shown_picture.picture.data, name)
         return list(
             resize.cut_tiles(
                 image,
@@ -321,20 +329,20 @@ class TilesFormat(_Marked):
 class SizedFormat(_OnePlace, _Marked):
     """Gemma 4's: a picture of any size, between two tokens, within a number of tokens."""
 
-    def _written(self, one: Shown) -> str:
+    def _written(self, shown_picture: Shown) -> str:
         around = (self._config.before_token, self._config.after_token)
         return self.placeholder.join(self._tokenizer.decode([token]) for token in around)
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        size = decode.upright_size_of(one.picture.data, one.picture.name)
+        size = decode.upright_size_of(shown_picture.picture.data, shown_picture.picture.name)
         width, height = self._size(*size)
         return self._config.picture_tokens((height, width, 3))
 
-    def read(self, one: Shown) -> np.ndarray:
+    def read(self, shown_picture: Shown) -> np.ndarray:
         """See PictureFormat."""
-        image = decode.decode_upright(one.picture.data, one.picture.name)
-        return resize.unit_pixels(image, self._size(*image.size), one.picture.name)
+        image = decode.decode_upright(shown_picture.picture.data, shown_picture.picture.name)
+        return resize.unit_pixels(image, self._size(*image.size), shown_picture.picture.name)
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
         """Width and height of a picture as the model takes it."""
@@ -352,7 +360,7 @@ class BreaksFormat(SizedFormat):
         for token in (config.break_token, config.end_token):
             _check_placeholder(tokenizer.decode([token]), token, tokenizer)
 
-    def _written(self, one: Shown) -> str:
+    def _written(self, shown_picture: Shown) -> str:
         return self.placeholder
 
     def _size(self, width: int, height: int) -> tuple[int, int]:
@@ -454,9 +462,9 @@ class QwenFormat(_OnePlace):
         """See PictureFormat."""
         return self._tokenizer.encode_plain(text)
 
-    def tokens(self, one: Shown) -> int:
+    def tokens(self, shown_picture: Shown) -> int:
         """One for each unit of the picture as it is resized."""
-        height, width, _ = self.shape(one.picture)
+        height, width, _ = self.shape(shown_picture.picture)
         return width * height // self._sizes.unit**2
 
     def shape(self, picture: Picture) -> tuple[int, int, int]:
@@ -465,9 +473,9 @@ class QwenFormat(_OnePlace):
         width, height = resize.qwen_size(*size, self._sizes, picture.name)
         return height, width, 3
 
-    def read(self, one: Shown) -> np.ndarray:
+    def read(self, shown_picture: Shown) -> np.ndarray:
         """See PictureFormat."""
-        picture = one.picture
+        picture = shown_picture.picture
         image = decode.decode_upright(picture.data, picture.name)
         return resize.qwen_pixels(image, self._sizes, picture.name)
 

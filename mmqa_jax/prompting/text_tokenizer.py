@@ -111,14 +111,14 @@ def open_text_tokenizer(path: str | os.PathLike, thinking: Thinking | None = Non
         .json, generation_config.json, config.json; or a tokenizer.json in such a folder.
       thinking: what the chat template is told; None: nothing.
     """
-    told = thinking or Thinking()
+    switches = thinking or Thinking()
     path = as_path(path)
     if path.suffix == ".gguf":
         opened = read_gguf_tokenizer(path)
         template = None
         if opened.template:
             name = f"{path}, tokenizer.chat_template"
-            template = ChatTemplate(opened.template, opened.special, name=name, thinking=told)
+            template = ChatTemplate(opened.template, opened.special, name=name, thinking=switches)
         return TextTokenizer(opened.tokenizer, template, opened.end_ids)
     folder = path if path.is_dir() else path.parent
     file = path if path.suffix == ".json" else folder / tokenizer_files.FILE
@@ -135,7 +135,7 @@ def open_text_tokenizer(path: str | os.PathLike, thinking: Thinking | None = Non
     source, template = template_source(folder, settings), None
     if source:
         name = f"{folder}, chat_template"
-        template = ChatTemplate(source, special, name=name, thinking=told)
+        template = ChatTemplate(source, special, name=name, thinking=switches)
     return TextTokenizer(
         tokenizer, template, _end_ids(folder, tokenizer, special.get("eos_token", ""))
     )
@@ -299,8 +299,8 @@ class ChatTemplate:
             return self.shield(value)
         if isinstance(value, Mapping):
             return {
-                key if key.isidentifier() else self.shield(key): self._shielded(one)
-                for key, one in value.items()
+                key if key.isidentifier() else self.shield(key): self._shielded(entry)
+                for key, entry in value.items()
             }
         return list(map(self._shielded, value)) if isinstance(value, list | tuple) else value
 

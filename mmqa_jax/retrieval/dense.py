@@ -117,9 +117,9 @@ class DenseRetriever:
         self,
         questions: Sequence[Question],
         vectors: np.ndarray,
-        found: tuple[np.ndarray, np.ndarray],
+        neighbors: tuple[np.ndarray, np.ndarray],
     ) -> list[Ranking]:
-        rows, scores = found
+        rows, scores = neighbors
         if self.asks == "picture":  # -1 is padding
             rows = np.where(vectors.any(axis=1)[:, None], rows, -1)
         return to_rankings([question.id for question in questions], rows, scores, self.corpus.ids)

@@ -517,9 +517,9 @@ def cached_vectors(
     keys = [_digest(contents[row] for row in rows) for rows in blocks]
     encoder = hashlib.sha256(fingerprint.encode()).hexdigest()[:32]
     with Store(folder / encoder, {"encoder": fingerprint}, damage="drop") as store:
-        kept = [_kept(store, key, len(rows)) for key, rows in zip(keys, blocks, strict=True)]
-        with _progress(unit, blocks, kept) as advance:
-            for numbers in _together(blocks, kept, block):
+        stored = [_kept(store, key, len(rows)) for key, rows in zip(keys, blocks, strict=True)]
+        with _progress(unit, blocks, stored) as advance:
+            for numbers in _together(blocks, stored, block):
                 rows = np.concatenate([blocks[number] for number in numbers])
                 vectors = np.asarray(embed(rows))
                 check_finite(vectors, f"embed: the vectors of {unit}", BROKEN)
@@ -527,9 +527,9 @@ def cached_vectors(
                 parts = dict(zip(numbers, np.split(vectors, ends[:-1]), strict=True))
                 store.add({keys[number]: part for number, part in parts.items()})
                 for number, part in parts.items():
-                    kept[number] = part
+                    stored[number] = part
                 advance(len(rows))
-    vectors = np.concatenate(kept)
+    vectors = np.concatenate(stored)
     in_order = _aligned(vectors.shape)
     in_order[np.concatenate(blocks)] = vectors
     return in_order
@@ -559,11 +559,11 @@ def _of_groups(groups: Sequence[str]) -> list[np.ndarray]:
 
 
 def _together(
-    blocks: Sequence[np.ndarray], kept: Sequence[np.ndarray | None], least: int
+    blocks: Sequence[np.ndarray], stored: Sequence[np.ndarray | None], least: int
 ) -> Iterator[list[int]]:
     """Numbers of the blocks that nothing is kept of, in groups of at least so many contents."""
     waiting: list[int] = []
-    for number, vectors in enumerate(kept):
+    for number, vectors in enumerate(stored):
         if vectors is None:
             waiting.append(number)
         if waiting and sum(len(blocks[n]) for n in waiting) >= least:
@@ -590,11 +590,11 @@ def _kept(store: Store, key: str, rows: int) -> np.ndarray | None:
 
 @contextlib.contextmanager
 def _progress(
-    unit: str, blocks: Sequence[np.ndarray], kept: Sequence[np.ndarray | None]
+    unit: str, blocks: Sequence[np.ndarray], stored: Sequence[np.ndarray | None]
 ) -> Iterator[Callable[[int], None]]:
     """Shows how many are embedded, if there are many; yields what counts more of them."""
     total = sum(map(len, blocks))
-    start = sum(len(vectors) for vectors in kept if vectors is not None)
+    start = sum(len(vectors) for vectors in stored if vectors is not None)
     quiet = None if total >= _MANY else True
     with Progress(f"Embedding {unit}", total, unit, start=start, quiet=quiet) as progress:
         yield progress.advance

@@ -80,9 +80,9 @@ def check_manifest(
 ) -> None:
     """UserError if a manifest differs from what is expected (values of None are not compared)."""
     for key, value in expected.items():
-        found = manifest.get(key)
-        if value is not None and found != value:
+        recorded = manifest.get(key)
+        if value is not None and recorded != value:
             raise UserError(
-                f"{folder}/{MANIFEST}: {key} is {found!r} but {value!r} was expected "
+                f"{folder}/{MANIFEST}: {key} is {recorded!r} but {value!r} was expected "
                 f"(it was made with another model, corpus or setting); run `{verb}` again."
             )

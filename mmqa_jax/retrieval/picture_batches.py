@@ -54,8 +54,8 @@ def prompt_batches(
     """
     groups: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
     for number, prompt in enumerate(prompts):
-        units = [qwen_vl.bucket_of(qwen_vl.grid_of(one.shape, config.vision), config.vision)
-                 for one in prompt.pictures]  # fmt: skip
+        grids = (qwen_vl.grid_of(pixels.shape, config.vision) for pixels in prompt.pictures)
+        units = [qwen_vl.bucket_of(grid, config.vision) for grid in grids]
         tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
         length = lengths[int(np.searchsorted(lengths, tokens))]
         groups[len(units), max(units, default=0), length].append(number)
@@ -65,13 +65,13 @@ def prompt_batches(
             chunk = members[start : start + most]
             size = min(serving.size_for(len(chunk)), most)
             padded = [chunk[min(row, len(chunk) - 1)] for row in serving.placement.rows(size)]
-            own = [prompts[number] for number in padded]
-            yield np.array(chunk), _batch(own, config, count, bucket, length, pad_token)
+            rows_of_batch = [prompts[number] for number in padded]
+            yield np.array(chunk), _batch(rows_of_batch, config, count, bucket, length, pad_token)
 
 
 def beyond_placeholders(pictures: Sequence[np.ndarray], config: qwen_vl.QwenVLConfig) -> int:
     """Tokens of pictures in a prompt beyond their placeholders."""
-    return sum(config.picture_tokens(one.shape) - 1 for one in pictures)
+    return sum(config.picture_tokens(pixels.shape) - 1 for pixels in pictures)
 
 
 def attended(config: qwen_vl.QwenVLConfig, bucket: int, length: int) -> int:
@@ -89,7 +89,7 @@ def _batch(
 ) -> PromptBatch:
     made = qwen_vl.expand_pictures(
         [prompt.tokens for prompt in prompts],
-        [[one.shape for one in prompt.pictures] for prompt in prompts],
+        [[pixels.shape for pixels in prompt.pictures] for prompt in prompts],
         config,
         first_rows=itertools.cycle(range(0, count * bucket, bucket)) if count else None,
         length=length,
@@ -97,7 +97,7 @@ def _batch(
     )
     if not count:
         return PromptBatch(made.input_ids, made.mask)
-    pictures = [one for prompt in prompts for one in prompt.pictures]
+    pictures = [pixels for prompt in prompts for pixels in prompt.pictures]
     laid = qwen_vl.lay_out(pictures, config.vision, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
     return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)

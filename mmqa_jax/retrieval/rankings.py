@@ -32,12 +32,14 @@ def to_rankings(
     """Makes Rankings of rows and scores [n, k] as a search returns them, of which rows of -1
     (padding) are left out; `source_ids` has the id of every row of the corpus."""
     rankings = []
-    for question_id, found, values in zip(question_ids, rows, scores, strict=True):
-        kept = [
-            (int(row), float(value)) for row, value in zip(found, values, strict=True) if row >= 0
+    for question_id, source_rows, values in zip(question_ids, rows, scores, strict=True):
+        ranked = [
+            (int(row), float(value))
+            for row, value in zip(source_rows, values, strict=True)
+            if row >= 0
         ]
-        names = tuple(source_ids[row] for row, _ in kept)
-        rankings.append(_checked(Ranking(question_id, names, tuple(value for _, value in kept))))
+        names = tuple(source_ids[row] for row, _ in ranked)
+        rankings.append(_checked(Ranking(question_id, names, tuple(value for _, value in ranked))))
     return rankings
 
 
@@ -202,13 +204,15 @@ def without_own_source(
     A question made from a passage of the corpus names it under the key `from_source`; that source
     would always rank first and never be an answer.
     """
-    kept = []
+    shortened = []
     for question, ranking in zip(questions, rankings, strict=True):
-        own = question.extra.get("from_source")
-        indices = [i for i, name in enumerate(ranking.sources) if name != own][:top_k]
+        asking_source = question.extra.get("from_source")
+        indices = [i for i, name in enumerate(ranking.sources) if name != asking_source][:top_k]
         names = tuple(ranking.sources[i] for i in indices)
-        kept.append(Ranking(ranking.question_id, names, tuple(ranking.scores[i] for i in indices)))
-    return kept
+        shortened.append(
+            Ranking(ranking.question_id, names, tuple(ranking.scores[i] for i in indices))
+        )
+    return shortened
 
 
 def rescored(candidates: Sequence[Ranking], scores: np.ndarray) -> list[Ranking]:
@@ -261,12 +265,12 @@ def restricted_candidates(
     for question in questions:
         sources = [corpus.sources[row] for row in corpus.candidates(question)]
         most = cap if question.positives else None
-        kept = [
+        candidates = [
             source.id
             for modality in ("text", "image")
             for source in [source for source in sources if source.modality == modality][:most]
         ]
-        rankings.append(Ranking(question.id, tuple(sorted(kept)), (0.0,) * len(kept)))
+        rankings.append(Ranking(question.id, tuple(sorted(candidates)), (0.0,) * len(candidates)))
     return rankings
 
 
@@ -414,7 +418,7 @@ def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
     Sources are ordered by score, equal ones as in the file; the column of ranks is not used, as by
     trec_eval.
     """
-    found: dict[str, dict[str, float]] = {}
+    scores_of: dict[str, dict[str, float]] = {}
     first: dict[str, int] = {}
     for number, (question, _, source, rank, score, *_) in _rows(path, _RUN_COLUMNS):
         where = f"{path}, line {number}"
@@ -423,16 +427,16 @@ def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:
         value = float(score) if _NUMBER.fullmatch(score) else math.nan
         if not math.isfinite(value):
             raise UserError(f"{where}: score is {score!r:.60}, a finite number was expected.")
-        scores = found.setdefault(question, {})
+        scores = scores_of.setdefault(question, {})
         first.setdefault(question, number)
         if source in scores:
             raise UserError(
                 f"{where}: source {source!r} is ranked twice for question {question!r}; remove one."
             )
         scores[source] = value
-    if not found:
+    if not scores_of:
         raise UserError(f"{path}: holds no rankings; write one source a line, as a run has it.")
-    for question, scores in found.items():
+    for question, scores in scores_of.items():
         order = sorted(scores, key=lambda name: -scores[name])
         yield (
             first[question],

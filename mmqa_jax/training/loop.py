@@ -208,7 +208,7 @@ def train(
         if validation is not None and validation.metric is not None:
             described = {**(metadata or {}), "seed": seed}
             best = BestWeights(folder, checkpoints, model, described, validation.metric, finish)
-            best.repair(abstract.kept, state.frozen)
+            best.repair(abstract.saved_params, state.frozen)
         with (
             MetricsWriter(folder, restored_step=first, wandb=observed.wandb) as metrics,
             Progress(title, steps, "steps", start=first, quiet=_quiet()) as progress,
@@ -242,7 +242,7 @@ def train(
                 score = None
                 every = options.evaluate_every
                 if validation is not None and every and _due(step, every, options.steps):
-                    module = model.merge(*on_device((state.kept, state.frozen)))
+                    module = model.merge(*on_device((state.saved_params, state.frozen)))
                     score = run.evaluate(step, module, validation)
                 is_best = best is not None and best.beats(score)
                 stopped = stop.received(checkpoints, step)
@@ -259,8 +259,8 @@ def train(
             checkpoints.remove_local()
         there.check()
         metadata = {**(metadata or {}), "step": steps, "seed": seed}
-        save_trained(folder, *finished(model, state.kept, state.frozen, finish), metadata)
-    return state.kept
+        save_trained(folder, *finished(model, state.saved_params, state.frozen, finish), metadata)
+    return state.saved_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -428,7 +428,7 @@ class _Run:
     def save_best(self, step: int, best: BestWeights, state: TrainState) -> None:
         """Writes the weights of a step that is the best so far; its checkpoint is saved first."""
         self._watchdog.beat(step, "saving the best weights")
-        best.write(state.kept, state.frozen)
+        best.write(state.saved_params, state.frozen)
         self._split.lap("checkpoint")
 
     def finish(self, event: str, step: int) -> None:
@@ -480,7 +480,7 @@ def _items(state: TrainState) -> dict[str, Any]:
     train = {"step": state.step, "optimizer": state.optimizer}
     if state.average is not None:
         train["params"] = state.params
-    return {"params": state.kept, "train": train}
+    return {"params": state.saved_params, "train": train}
 
 
 def _next_rows(batches: Iterator[Any], step: int, mesh: Mesh) -> tuple[Any, Any]:

@@ -533,21 +533,23 @@ def scale_by_adafactor(eps: float = 1e-30) -> optax.GradientTransformation:
         return AdafactorState(jnp.zeros((), jnp.int32), *_map_apart(params, zeros, 3))
 
     def update(grads: Any, state: AdafactorState, params: Any) -> tuple[Any, AdafactorState]:
-        def one(grad: jax.Array, param: jax.Array, *moments: jax.Array) -> tuple[jax.Array, ...]:
-            kept = optax.FactoredState(state.count, *moments)
-            made, kept = factored.update(grad, kept, param)
+        def factored_update(
+            grad: jax.Array, param: jax.Array, *moments: jax.Array
+        ) -> tuple[jax.Array, ...]:
+            factors = optax.FactoredState(state.count, *moments)
+            made, factors = factored.update(grad, factors, param)
             made, _ = clip.update(made, optax.EmptyState(), param)
             made, _ = relative.update(made, optax.EmptyState(), param)
-            return made, kept.v_row, kept.v_col, kept.v
+            return made, factors.v_row, factors.v_col, factors.v
 
-        def of(parameter: Any, *given: Any) -> tuple[Any, ...]:
-            run = jax.vmap(one) if _is_stack(parameter) else one
-            grad, *moments = given
-            made, *kept = run(*map(_value, (grad, parameter, *moments)))
-            return (_with(parameter, made), *_like(parameter, tuple(kept)))
+        def of(parameter: Any, *arrays: Any) -> tuple[Any, ...]:
+            run = jax.vmap(factored_update) if _is_stack(parameter) else factored_update
+            grad, *moments = arrays
+            made, *factors = run(*map(_value, (grad, parameter, *moments)))
+            return (_with(parameter, made), *_like(parameter, tuple(factors)))
 
-        made, *kept = _map_apart(params, of, 4, grads, *state[1:])
-        return made, AdafactorState(optax.safe_increment(state.count), *kept)
+        made, *factors = _map_apart(params, of, 4, grads, *state[1:])
+        return made, AdafactorState(optax.safe_increment(state.count), *factors)
 
     return optax.GradientTransformation(init, update)
 
@@ -556,15 +558,15 @@ def _map_apart(params: Any, function: Any, count: int, *rest: Any) -> tuple[Any,
     """`function` of each parameter -> `count` values; as many trees. What an optimizer's filter
     has masked stays as it is."""
 
-    def each(parameter: Any, *given: Any) -> tuple[Any, ...]:
+    def each(parameter: Any, *leaves_of_others: Any) -> tuple[Any, ...]:
         if not jax.tree.leaves(parameter):
             return (parameter,) * count
-        return function(parameter, *given)
+        return function(parameter, *leaves_of_others)
 
     leaves, structure = jax.tree.flatten(params, is_leaf=_is_variable)
     others = [structure.flatten_up_to(tree) for tree in rest]
-    found = [each(*own) for own in zip(leaves, *others, strict=True)]
-    return tuple(structure.unflatten([own[n] for own in found]) for n in range(count))
+    results = [each(*result) for result in zip(leaves, *others, strict=True)]
+    return tuple(structure.unflatten([result[n] for result in results]) for n in range(count))
 
 
 def _names(leaf: Any) -> tuple[str | None, ...]:
@@ -591,16 +593,16 @@ def _like(leaf: Any, moments: tuple[jax.Array, ...]) -> tuple[Any, ...]:
     """Rows, columns and whole moments of a parameter with the names of their axes."""
     names, shape = _names(leaf), _value(leaf).shape
     first = int(_is_stack(leaf))
-    own, axes = list(names[first:]), np.argsort(shape[first:])
+    names_of_axes, axes = list(names[first:]), np.argsort(shape[first:])
     rows = columns = whole = (None,)
     if len(axes) > 1 and shape[first:][axes[-2]] >= _LEAST:
         # The means over the longest side, and over the next.
         rows, columns = (
-            tuple(name for axis, name in enumerate(own) if axis != left_out)
+            tuple(name for axis, name in enumerate(names_of_axes) if axis != left_out)
             for left_out in (axes[-1], axes[-2])
         )
     else:
-        whole = tuple(own)
+        whole = tuple(names_of_axes)
     return tuple(
         _with(leaf, value, (*names[:first], *of_axes))
         for value, of_axes in zip(moments, (rows, columns, whole), strict=True)

@@ -75,7 +75,7 @@ class TrainState:
     sums: Sums | None = None
 
     @property
-    def kept(self) -> Any:
+    def saved_params(self) -> Any:
         """What is validated and saved as weights."""
         return self.params if self.average is None else self.average
 
@@ -212,26 +212,26 @@ def pretrained_state(
     load_pretrained(module)
     loaded = flatten_named(nnx.state(module, nnx.Param))
     wanted = flatten_named(abstract.params) | flatten_named(abstract.frozen)
-    given = {
+    pretrained = {
         name: _placed(value.astype(wanted[name].dtype, copy=False), wanted[name].sharding)
         for name, value in loaded.items()
         if not isinstance(value, jax.ShapeDtypeStruct)
     }
 
-    def make(given: dict[str, jax.Array]) -> TrainState:
+    def make(pretrained: dict[str, jax.Array]) -> TrainState:
         drawn = {}
-        if given.keys() != wanted.keys():
+        if pretrained.keys() != wanted.keys():
             params, frozen, _ = model.draw(jax.random.key(seed))
             every = flatten_named(params) | flatten_named(frozen)
-            drawn = {name: leaf for name, leaf in every.items() if name not in given}
-        parts = _unflattened(abstract, on_device(given) | drawn)
+            drawn = {name: leaf for name, leaf in every.items() if name not in pretrained}
+        parts = _unflattened(abstract, on_device(pretrained) | drawn)
         return dataclasses.replace(_fresh(model, *parts, optimizer), params=drawn, frozen=None)
 
-    missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in given}
+    missing = {name: leaf.sharding for name, leaf in wanted.items() if name not in pretrained}
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     shardings = dataclasses.replace(shardings, params=missing, frozen=None)
-    state = jax.jit(make, out_shardings=shardings)(given)
-    params, frozen = _unflattened(abstract, given | state.params)
+    state = jax.jit(make, out_shardings=shardings)(pretrained)
+    params, frozen = _unflattened(abstract, pretrained | state.params)
     return dataclasses.replace(state, params=params, frozen=frozen)
 
 
@@ -451,16 +451,18 @@ def make_step(
         if precision.gradients != "float32":
             params = _held(params, precision.gradients)
         grads, metrics = jax.grad(loss_fn, has_aux=True)(params, fixed, batch, key)
-        own = zip(jax.tree.leaves(grads), is_trained, strict=True)
-        return metrics, [leaf for leaf, trained in own if trained]
+        marked = zip(jax.tree.leaves(grads), is_trained, strict=True)
+        return metrics, [leaf for leaf, trained in marked if trained]
 
     def update(state: TrainState, loss: jax.Array, gradient: list[jax.Array]) -> Any:
         before = state.params, state.optimizer, state.average
         old = on_device(before)
         params, moments, average = old
-        given = iter(on_device(gradient))
-        own = zip(jax.tree.leaves(params), is_trained, strict=True)
-        whole = [next(given) if trained else jnp.zeros_like(leaf) for leaf, trained in own]
+        trained_gradients = iter(on_device(gradient))
+        marked = zip(jax.tree.leaves(params), is_trained, strict=True)
+        whole = [
+            next(trained_gradients) if trained else jnp.zeros_like(leaf) for leaf, trained in marked
+        ]
         grads = _held(jax.tree.unflatten(structure, whole), "float32")
         values = {"grad_norm": optax.tree.norm(grads), "learning_rate": schedule(state.step)}
         wide = _held(params, "float32")
@@ -520,13 +522,13 @@ def make_step(
         out = (shardings, whole)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out, **options)
         return Step(jitted, model.constants, abstract, mesh)
-    given = abstract.sums or _abstract_gradients(leaves, is_trained, precision.gradients)
-    out = (whole, jax.tree.map(lambda leaf: leaf.sharding, given))
+    gradient_shapes = abstract.sums or _abstract_gradients(leaves, is_trained, precision.gradients)
+    out = (whole, jax.tree.map(lambda leaf: leaf.sharding, gradient_shapes))
     jitted = jax.jit(gradients, donate_argnums=1, out_shardings=out, **options)
     donated = 0 if accumulate == 1 else (0, 2)  # the sums are part of the new state
     out = (shardings, whole)
     apart = jax.jit(updated, donate_argnums=donated, out_shardings=out, **options)
-    return Step(jitted, model.constants, abstract, mesh, apart, given)
+    return Step(jitted, model.constants, abstract, mesh, apart, gradient_shapes)
 
 
 def _abstract_gradients(leaves: list[Any], is_trained: list[bool], gradients: str) -> list[Any]:
@@ -547,8 +549,8 @@ def _abstract_sums(leaves: list[Any], is_trained: list[bool], mesh: Mesh, gradie
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
     whole = replicated(mesh)
-    own = [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained]
-    gradient = [struct(leaf.shape, leaf.sharding, gradients) for leaf in own]
+    trained_leaves = [leaf for leaf, trained in zip(leaves, is_trained, strict=True) if trained]
+    gradient = [struct(leaf.shape, leaf.sharding, gradients) for leaf in trained_leaves]
     return Sums(struct((), whole, jnp.int32), struct((), whole), struct((), whole), gradient)
 
 

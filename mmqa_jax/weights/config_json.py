@@ -284,7 +284,7 @@ def check_keys(
             continue
         if key in allowed:
             if value not in allowed[key]:
-                values = " or ".join(repr(one) for one in allowed[key]) or "none"
+                values = " or ".join(repr(choice) for choice in allowed[key]) or "none"
                 raise UserError(
                     f"{where}: {key} is {value!r}, which this reader does not support (only "
                     f"{values}); use a checkpoint without it."

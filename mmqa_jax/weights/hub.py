@@ -76,7 +76,7 @@ def find_model(name: str, flag: str = "--model", fetch: str = "add --download") 
     repository, revision = _split(name)
     try:
         # Which files have to be there is decided below.
-        found = snapshot_download(
+        snapshot = snapshot_download(
             repository, revision=revision, local_files_only=True, allow_patterns=[]
         )
     except LocalEntryNotFoundError as error:
@@ -85,7 +85,7 @@ def find_model(name: str, flag: str = "--model", fetch: str = "add --download") 
             f"({constants.HF_HUB_CACHE}) has no revision {revision} of a model of this name; "
             f"check the spelling, or {fetch} to fetch it."
         ) from error
-    folder = Path(found)
+    folder = Path(snapshot)
     gguf = sorted(folder.glob("*.gguf"))
     if len(gguf) == 1 and not (folder / _CONFIG).exists():
         return gguf[0]
@@ -151,7 +151,7 @@ def _wanted(files: Sequence[str], where: str) -> list[str]:
     for kind in _WEIGHTS:
         weights = [file for file in files if kind.fullmatch(file)]
         if weights and _CONFIG in files:
-            beside = [one for one in (*COMPANIONS, *_POOLING) if one in files]
+            beside = [companion for companion in (*COMPANIONS, *_POOLING) if companion in files]
             return [_CONFIG, *weights, *beside, *filter(_LAYER.fullmatch, files)]
     weights = [file for file in OPEN_CLIP_WEIGHTS if file in files]
     if weights and OPEN_CLIP_CONFIG in files:

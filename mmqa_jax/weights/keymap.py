@@ -462,10 +462,10 @@ def plan_loading(
                 offend("fresh parameters that were never initialized", path)
         elif () not in slots and len(slots) < shape[0]:
             absent = (n for n in range(shape[0]) if (n,) not in slots)
-            shown = ", ".join(map(str, itertools.islice(absent, _SHOWN)))
+            listed = ", ".join(map(str, itertools.islice(absent, _SHOWN)))
             more = shape[0] - len(slots) - _SHOWN
-            shown += f" and {more:,} more" if more > 0 else ""
-            offend("parameters without a tensor", f"{path}, layers [{shown}]")
+            listed += f" and {more:,} more" if more > 0 else ""
+            offend("parameters without a tensor", f"{path}, layers [{listed}]")
     if offenders:
         raise UserError(_sentence(source.name, offenders))
     return {path: [slots[slot] for slot in sorted(slots)] for path, slots in plan.items()}
@@ -474,9 +474,9 @@ def plan_loading(
 def _sentence(name: str, offenders: Mapping[str, Sequence[str]]) -> str:
     parts = []
     for kind, items in offenders.items():
-        shown = ", ".join(items[:_SHOWN])
+        listed = ", ".join(items[:_SHOWN])
         more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
-        parts.append(f"{len(items)} {kind}: {shown}{more}")
+        parts.append(f"{len(items)} {kind}: {listed}{more}")
     return (
         f"{name}: the checkpoint does not fit the model ({'; '.join(parts)}); give a checkpoint "
         "of this model, and a config of the checkpoint's sizes."

@@ -58,20 +58,20 @@ class Checkpoint(NamedTuple):
 
 
 def require_given(
-    checkpoint: Checkpoint, given: Iterable[str], remedy: str = "add `{flags}`"
+    checkpoint: Checkpoint, fields: Iterable[str], remedy: str = "add `{flags}`"
 ) -> None:
-    """Raises UserError unless all `unknown` fields of a checkpoint are among those `given`.
+    """Raises UserError unless all `unknown` fields of a checkpoint are among `fields`.
 
     Args:
       checkpoint: as it was opened.
-      given: names of fields, whole, or their last parts for all configs within.
+      fields: names of fields, whole, or their last parts for all configs within.
       remedy: what gives the fields, with `{flags}` for those of `mmqa convert`.
     """
-    given = set(given)
+    fields = set(fields)
     missing = {
         field: usual
         for field, usual in checkpoint.unknown.items()
-        if not given & {field, field.rpartition(".")[2]}
+        if not fields & {field, field.rpartition(".")[2]}
     }
     if missing:
         flags = " ".join(f"--set {field}={usual}" for field, usual in missing.items())

@@ -230,7 +230,9 @@ def model_of(path: Path) -> str | None:
     if path.exists() and (gguf := gguf_file(path)) is not None:
         kind = GGUFSource(gguf).metadata("general.architecture")
         readers = [entry for entry in known if entry.gguf]  # the first refuses a kind it lacks
-        return next((one.name for one in readers if kind in _names(one.gguf)), readers[0].name)
+        return next(
+            (entry.name for entry in readers if kind in _names(entry.gguf)), readers[0].name
+        )
     if (path / "adapter_config.json").is_file():  # PEFT's
         return next(entry.name for entry in known if entry.peft)
     file = path / "config.json"
@@ -267,7 +269,9 @@ def _remedy_for(model_type: Any) -> str:
         )
     elsewhere = "serve this one elsewhere (vLLM, llama.cpp) and ask it by --backend=openai"
     near = difflib.get_close_matches(str(model_type), types, n=1)
-    near = [one for one in near if one[:3] == str(model_type)[:3]]  # molmo is no olmoe
+    near = [
+        candidate for candidate in near if candidate[:3] == str(model_type)[:3]
+    ]  # molmo is no olmoe
     if not near:
         return f"{elsewhere}; `mmqa models` lists what is read here"
     return (

@@ -31,7 +31,7 @@ from mmqa_jax.models.mistral3.keys import mistral3_config, open_mistral3, publis
 from mmqa_jax.models.mistral3.network import PRESETS, Mistral3, bucket_of, lay_out
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
-from mmqa_jax.prompting.picture_format import picture_format, shown
+from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
@@ -119,7 +119,7 @@ def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.T
 def tokens_of(pair: Pair, text: str, images: list[Image.Image]) -> tuple[np.ndarray, list]:
     """Our ids with a placeholder for each token of a picture, and pixels."""
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
-    files = shown([Picture(encoded(one), "one") for one in images])
+    files = shown_pictures([Picture(encoded(one), "one") for one in images])
     counts = iter([form.tokens(one) for one in files])
     ids = form.encode(text, files)
     wide = [t for one in ids for t in ([one] * next(counts) if one == IMAGE else [one])]

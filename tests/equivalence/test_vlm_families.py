@@ -46,7 +46,7 @@ from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.models.llava.processor import with_split
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
-from mmqa_jax.prompting.picture_format import picture_format, shown
+from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
@@ -315,7 +315,7 @@ class Prompt(NamedTuple):
 
 def prompt(pair: Pair, text: str, images: list[Image.Image]) -> Prompt:
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
-    files = shown([Picture(encoded(one), "one") for one in images])
+    files = shown_pictures([Picture(encoded(one), "one") for one in images])
     tiles = [tile for one in files for tile in form.read_all(one)]
     given = pair.processor(images=images, text=text, return_tensors="pt", add_special_tokens=False)
     assert sum(map(form.tokens, files)) == len(tiles) * pair.ours.config.features

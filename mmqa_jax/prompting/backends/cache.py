@@ -313,11 +313,11 @@ def keep(request: backends.Query, answer: Result | Scores) -> dict[str, Any]:
     return value
 
 
-def restore(key: str, request: backends.Query, kept: Any) -> Result | Scores:
+def restore(key: str, request: backends.Query, cached: Any) -> Result | Scores:
     """Reads the answer to a query from the JSON value that a key holds, or from the text of an
     older version, with a checksum of both in it or without; Unkeepable where it holds none, or is
     damaged."""
-    value = _of_text(key, kept) if isinstance(kept, str | bytes) else kept
+    value = _of_text(key, cached) if isinstance(cached, str | bytes) else cached
     if not isinstance(value, dict):
         raise Unkeepable("it is no object")
     try:

@@ -25,7 +25,7 @@ from mmqa_jax.models.llava.config import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
 from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
-from mmqa_jax.prompting.picture_format import picture_format, shown
+from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
 from mmqa_jax.weights.registry import nouns
 
@@ -154,7 +154,7 @@ class EngineBackend:
             raise requests.Unanswerable(
                 f"request {request.id!r}: its prompt is empty; give some text."
             )
-        for picture in shown(prompt.pictures):
+        for picture in shown_pictures(prompt.pictures):
             try:
                 decode.verify(picture.picture.data, picture.picture.name)
                 self._pictures.tokens(picture)
@@ -227,7 +227,7 @@ class EngineBackend:
     def _prompt_tokens(self, prompt: _Prompt) -> int:
         of_pictures = [
             self._pictures.tokens(picture) - self._pictures.places(picture)
-            for picture in shown(prompt.pictures)
+            for picture in shown_pictures(prompt.pictures)
         ]
         return len(prompt.tokens) + sum(of_pictures)
 
@@ -236,7 +236,9 @@ class EngineBackend:
         for one that is broken behind its header."""
         prompt = self._prompt(query)
         try:
-            tiles = [self._pictures.read_all(picture) for picture in shown(prompt.pictures)]
+            tiles = [
+                self._pictures.read_all(picture) for picture in shown_pictures(prompt.pictures)
+            ]
         except decode.PictureError as error:
             raise requests.Unanswerable(str(error)) from error
         return self._request(query, prompt, list(itertools.chain(*tiles)))
@@ -249,7 +251,7 @@ class EngineBackend:
             return
         ahead = self.engine.look_ahead
         for (query, prompt), tiles in read_ahead(
-            prompts, lambda one: shown(one[1].pictures), self._pictures.read_all, ahead
+            prompts, lambda pair: shown_pictures(pair[1].pictures), self._pictures.read_all, ahead
         ):
             if isinstance(tiles, decode.PictureError):
                 self.failures.append(Failure(query.id, str(tiles)))
@@ -345,7 +347,7 @@ class EngineBackend:
 
         def encode(text: str) -> list[int]:
             try:
-                return self._pictures.encode(text, shown(pictures))
+                return self._pictures.encode(text, shown_pictures(pictures))
             except decode.PictureError as error:
                 raise requests.Unanswerable(str(error)) from error
 

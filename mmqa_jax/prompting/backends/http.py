@@ -199,13 +199,13 @@ class OpenAIBackend:
             )
 
         most = most_bytes(body, decoding.n * decoding.max_new_tokens)
-        told = {}
+        switches = {}
         if self._thinking is not None and isinstance(request, Chat):
-            told = {_TOLD: {"enable_thinking": self._thinking}}
+            switches = {_TOLD: {"enable_thinking": self._thinking}}
         try:
-            candidates, usage = await self._server.post(path, body | told, read, most)
+            candidates, usage = await self._server.post(path, body | switches, read, most)
         except Refused as error:
-            if not told or _TOLD not in str(error):
+            if not switches or _TOLD not in str(error):
                 raise
             self._thinking = None  # the server does not know the key: it is not told again
             candidates, usage = await self._server.post(path, body, read, most)
@@ -326,7 +326,7 @@ class PromptLengths:
             return
         new = 1 if isinstance(request, Choices) else request.decoding.max_new_tokens
         if isinstance(request, Chat):
-            texts = [Message(one.role, one.text) for one in request.messages]
+            texts = [Message(message.role, message.text) for message in request.messages]
             body: dict[str, Any] = {"messages": [openai_message(message) for message in texts]}
             size = sum(len(message.text.encode()) for message in texts) + _TEMPLATE_TOKENS
         else:
@@ -590,7 +590,7 @@ class Server:
 
     def _give_up(self, status: int, code: str | int | None, message: str, echo: bool) -> None:
         """Raises if a retry cannot help."""
-        said = http_client.clean(message)
+        reply = http_client.clean(message)
         if status == 401 or (status == 403 and not self._usage.requests):
             raise UserError(
                 f"environment: the server refuses {http_client.KEY} ({status}); correct it."
@@ -598,17 +598,17 @@ class Server:
         if status == 404:
             raise UserError(
                 f"{self._named}: the server of {http_client.URL} does not know it, or has no such "
-                f"service (404: {said}); correct the name or the address (usually ending in /v1)."
+                f"service (404: {reply}); correct the name or the address (usually ending in /v1)."
             )
         if code == "insufficient_quota":
-            raise RunError(f"the server's quota is exhausted ({said}); raise it and restart.")
+            raise RunError(f"the server's quota is exhausted ({reply}); raise it and restart.")
         if echo and status < 500 and "echo" in message.lower():
-            raise openai_replies.NoEcho(f"it says {status}: {said}")
+            raise openai_replies.NoEcho(f"it says {status}: {reply}")
         too_long = code == _TOO_LONG_CODE or any(words in message for words in _TOO_LONG_WORDS)
         if status < 500 and too_long:
-            raise RefusedAsTooLong(f"it exceeds the server's context ({status}: {said})")
+            raise RefusedAsTooLong(f"it exceeds the server's context ({status}: {reply})")
         if 400 <= status < 500 and status not in _TRANSIENT:
-            raise Refused(f"the server refuses it ({status}: {said})")
+            raise Refused(f"the server refuses it ({status}: {reply})")
 
     def _warn_of_another(self, name: str | None) -> None:
         """Warns once where another model answers; dated and prefixed names are the same model's."""

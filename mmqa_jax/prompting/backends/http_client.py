@@ -206,18 +206,18 @@ class HttpClient:
         return bytes(body)
 
 
-def clean(said: str) -> str:
+def clean(text: str) -> str:
     """A server's words in one short line for messages, without key and address."""
-    said = _without_secrets(said)
-    said = " ".join("".join(c if c.isprintable() else " " for c in said).split()).rstrip(".")
-    return said if len(said) <= _SHOWN else said[:_SHOWN] + "..."
+    text = _without_secrets(text)
+    text = " ".join("".join(c if c.isprintable() else " " for c in text).split()).rstrip(".")
+    return text if len(text) <= _SHOWN else text[:_SHOWN] + "..."
 
 
-def _without_secrets(said: str) -> str:
+def _without_secrets(text: str) -> str:
     for secret in _secrets():
         if len(secret) >= _LEAST_SECRET:
-            said = said.replace(secret, _REDACTED)
-    return said
+            text = text.replace(secret, _REDACTED)
+    return text
 
 
 def _secrets() -> Iterator[str]:

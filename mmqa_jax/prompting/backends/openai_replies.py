@@ -249,13 +249,13 @@ def _joined(values: Sequence[Any]) -> str:
     return "".join(texts)
 
 
-def _of_new_tokens(found: Any) -> tuple[tuple[float, ...], list[bytes]]:
+def _of_new_tokens(logprobs: Any) -> tuple[tuple[float, ...], list[bytes]]:
     """Log-probabilities of a candidate's tokens in either form, and their texts; [] if unknown."""
     values, texts = None, None
-    if isinstance(found, dict):
-        values, texts = found.get("token_logprobs"), found.get("tokens")
-        if isinstance(found.get("content"), list):
-            content = [entry for entry in found["content"] if isinstance(entry, dict)]
+    if isinstance(logprobs, dict):
+        values, texts = logprobs.get("token_logprobs"), logprobs.get("tokens")
+        if isinstance(logprobs.get("content"), list):
+            content = [entry for entry in logprobs["content"] if isinstance(entry, dict)]
             values = [entry.get("logprob") for entry in content]
             texts = [_text_of(entry) for entry in content]
     if not isinstance(values, list) or None in values:

@@ -52,11 +52,11 @@ class Thinking:
         """What a chat template is told, of the switches that its source names."""
         if self.on is None:
             return {}
-        told: dict[str, bool | str] = {
+        switches: dict[str, bool | str] = {
             name: self.on for name, text in _SWITCHES if text in template
         }
         effort = self.effort if self.on else "low"
-        return told | ({_EFFORT: effort} if effort and _EFFORT in template else {})
+        return switches | ({_EFFORT: effort} if effort and _EFFORT in template else {})
 
     def begun(self, template: str) -> str:
         """What an answer without thoughts begins with, where a template has no switch for that:

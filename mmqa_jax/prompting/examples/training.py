@@ -58,7 +58,7 @@ class Encode(Protocol):
     """Makes an example of a question's texts, as a model reads them."""
 
     def __call__(
-        self, question: Question, prompt: str, given: str, completion: str, *, ended: bool
+        self, question: Question, prompt: str, prefix: str, completion: str, *, ended: bool
     ) -> TokenExample:
         """Makes the tokens of a question's prompt, of how its answer begins (`given`, not learned),
         and of the rest, which is learned; with `ended` the model's end token follows and is learned
@@ -152,9 +152,9 @@ def encode_text(tokenizer: TextTokenizer) -> Encode:
     """Examples of a language model: its answer follows the prompt's text."""
 
     def encode(
-        question: Question, prompt: str, given: str, completion: str, *, ended: bool
+        question: Question, prompt: str, prefix: str, completion: str, *, ended: bool
     ) -> TokenExample:
-        before, answer = tokenizer.shield(prompt + given), tokenizer.shield(completion)
+        before, answer = tokenizer.shield(prompt + prefix), tokenizer.shield(completion)
         return token_example(tokenizer, before, answer, ended=ended)
 
     return encode
@@ -172,13 +172,16 @@ def encode_conversation(tokenizer: TextTokenizer, pictures: PictureFormat) -> En
         )
 
     def encode(
-        question: Question, prompt: str, given: str, completion: str, *, ended: bool
+        question: Question, prompt: str, prefix: str, completion: str, *, ended: bool
     ) -> TokenExample:
-        shown = () if question.image is None else (Picture(b"", question.image),)
-        asked = chat.render(question.id, [Message("user", (*shown, prompt))]) + chat.before_answer
-        given = given.lstrip()  # a message begins with a word
-        before = asked + tokenizer.shield(given)
-        answer = tokenizer.shield(completion if given else completion.lstrip())
+        pictures_of_question = () if question.image is None else (Picture(b"", question.image),)
+        asked = (
+            chat.render(question.id, [Message("user", (*pictures_of_question, prompt))])
+            + chat.before_answer
+        )
+        prefix = prefix.lstrip()  # a message begins with a word
+        before = asked + tokenizer.shield(prefix)
+        answer = tokenizer.shield(completion if prefix else completion.lstrip())
         example = _joined(pictures.encode, pictures.encode, before, before + answer)
         names = () if question.image is None else (question.image,)
         return _ended(tokenizer, example, ended)._replace(pictures=names)

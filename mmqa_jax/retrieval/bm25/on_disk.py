@@ -159,23 +159,23 @@ def _whole_shards(folder: Path, job: dict[str, Any]) -> Iterator[dict[str, int]]
     for number in itertools.count():
         place = folder / f"{number:05d}"
         try:
-            found = read_manifest(place, SHARD_WHAT, _VERB)
+            manifest = read_manifest(place, SHARD_WHAT, _VERB)
         except UserError:
             return
-        same = (found.get("job"), found.get("start")) == (_name(job), start)
+        same = (manifest.get("job"), manifest.get("start")) == (_name(job), start)
         if not same or find_damage(place) is not None:
             return
-        yield {"rows": found["rows"], "words": found["words"]}
-        start += found["rows"]
+        yield {"rows": manifest["rows"], "words": manifest["words"]}
+        start += manifest["rows"]
 
 
 def _is_complete(folder: Path, job: dict[str, Any]) -> bool:
     try:
-        found = read_sealed(folder / MANIFEST, _REMEDY)
+        manifest = read_sealed(folder / MANIFEST, _REMEDY)
     except UserError:
         return False
-    shards = found.pop("shards", None)
-    return found == job and list(_whole_shards(_shards(folder, job), job)) == shards
+    shards = manifest.pop("shards", None)
+    return manifest == job and list(_whole_shards(_shards(folder, job), job)) == shards
 
 
 def _name(job: dict[str, Any]) -> str:
@@ -329,23 +329,23 @@ class DiskBM25:
         split = list(map(words_of, queries))
         numbers, idfs = {}, {}
         for word in dict.fromkeys(itertools.chain.from_iterable(split)):
-            own = [shard.number(word) for shard in self._shards]
+            in_shards = [shard.number(word) for shard in self._shards]
             frequency = sum(
                 shard.frequency(number)
-                for shard, number in zip(self._shards, own, strict=True)
+                for shard, number in zip(self._shards, in_shards, strict=True)
                 if number >= 0
             )
             if frequency:
-                numbers[word] = own
+                numbers[word] = in_shards
                 idfs[word] = np.float32(idf_of(len(self), frequency))  # as bm25s keeps it
         asked = []
         for words in split:
             counts = collections.Counter(word for word in words if word in numbers)
             place = {word: i for i, word in enumerate(counts)}
-            own = np.array([idfs[word] for word in counts], np.float64)
-            weights = (own * np.array(list(counts.values()), np.float64)).astype(np.float32)
+            word_idfs = np.array([idfs[word] for word in counts], np.float64)
+            weights = (word_idfs * np.array(list(counts.values()), np.float64)).astype(np.float32)
             order = [place[word] for word in words if word in place]
-            asked.append(_Query(list(counts), order, own, weights))
+            asked.append(_Query(list(counts), order, word_idfs, weights))
         return asked, numbers
 
 
@@ -395,11 +395,13 @@ class _Rooms:
 def _words_of(group: ShardGroup, place: int, numbers: dict[str, list[int]]) -> dict[str, _Word]:
     """The words that a group has, the index's group number `place`."""
     span = slice(place * _TOGETHER, (place + 1) * _TOGETHER)
-    here = {word: own[span] for word, own in numbers.items() if max(own[span]) >= 0}
+    here = {
+        word: in_shards[span] for word, in_shards in numbers.items() if max(in_shards[span]) >= 0
+    }
     if not here:
         return {}
     tiers = group.tiers(list(here.values()))
-    return {word: _Word(here[word], own) for word, own in zip(here, tiers, strict=True)}
+    return {word: _Word(here[word], in_shards) for word, in_shards in zip(here, tiers, strict=True)}
 
 
 def _search_group(
@@ -422,8 +424,8 @@ def _search_group(
         """The rows of a word's first tiers, and what it adds to their scores."""
         rows, counts = group.postings(here[i].numbers, here[i].tiers, taken)
         if allowed is not None:
-            kept = allowed[rows]
-            rows, counts = rows[kept], counts[kept]
+            is_allowed = allowed[rows]
+            rows, counts = rows[is_allowed], counts[is_allowed]
         count = counts.astype(np.float32)
         return rows, query.weights[i] * (count / (count + group.norms[rows]))
 
@@ -445,9 +447,9 @@ def _search_group(
     need = max(floor - left, np.float32(1e-30))
     rows, sums = _take_above(room.sums, list(touched.values()), need, group.rows)
     floor = _raised(floor, sums, top_k)
-    kept = np.flatnonzero(sums + left >= floor)
-    kept = kept[np.argsort(rows[kept])]
-    rows, upper = rows[kept], sums[kept] + left
+    candidates = np.flatnonzero(sums + left >= floor)
+    candidates = candidates[np.argsort(rows[candidates])]
+    rows, upper = rows[candidates], sums[candidates] + left
     room.places[rows] = np.arange(len(rows))
     unread = {i: room.absent(rows, touched[i]) for i in behind if behind[i] > 0}
     rows = _looked_up(group, query, here, rows, upper, unread, behind, floor, top_k)
@@ -481,9 +483,9 @@ def _looked_up(
         upper[asked] += added - behind[i]
         left -= behind[i]
         floor = _raised(floor, upper - left, top_k)
-        kept = upper >= floor
-        rows, upper = rows[kept], upper[kept]
-        unread = {j: own[kept] for j, own in unread.items()}
+        may_rank = upper >= floor
+        rows, upper = rows[may_rank], upper[may_rank]
+        unread = {j: tier_counts[may_rank] for j, tier_counts in unread.items()}
     return rows
 
 
@@ -504,10 +506,10 @@ def _take_above(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The rows whose sum is at least `need`, each once, and their sums; all sums become 0."""
     if sum(map(len, touched)) * _DENSE > rows:
-        found = np.flatnonzero(sums[:rows] >= need).astype(np.uint32)
-        values = sums[found]
+        above = np.flatnonzero(sums[:rows] >= need).astype(np.uint32)
+        values = sums[above]
         sums[:rows] = 0
-        return found, values
+        return above, values
     taken, values = [], []
     for rows_of_word in touched:
         taken.append(rows_of_word[sums[rows_of_word] >= need])
@@ -616,13 +618,13 @@ class ShardGroup:
     def tiers(self, numbers: Sequence[Sequence[int]]) -> list[Tiers]:
         """The tiers of several words, each of which at least one of the shards has."""
         of_shards = np.array(numbers)
-        found = []
+        tiers = []
         for owner, (shard, norms) in enumerate(zip(self._shards, self._shard_norms, strict=True)):
             present = np.flatnonzero(of_shards[:, owner] >= 0)
             words, impacts, sizes = shard.tiers(of_shards[present, owner])
             bounds = self._norms.bounds(impacts, norms)
-            found.append((present[words], bounds, sizes, np.full(len(sizes), owner)))
-        words, bounds, sizes, owners = map(np.concatenate, zip(*found, strict=True))
+            tiers.append((present[words], bounds, sizes, np.full(len(sizes), owner)))
+        words, bounds, sizes, owners = map(np.concatenate, zip(*tiers, strict=True))
         order = np.lexsort((-bounds, words))  # stable: tiers of a shard stay in order
         bounds, sizes, owners = bounds[order], sizes[order], owners[order]
         edges = np.cumsum(np.bincount(words, minlength=len(of_shards)))
@@ -646,9 +648,11 @@ class ShardGroup:
             if size:
                 shard, number = self._shards[owner], numbers[owner]
                 everything = size == shard.frequency(number)
-                found = shard.postings(number) if everything else shard.top_postings(number, size)
-                rows.append(found[0] + np.uint32(self._starts[owner]))
-                counts.append(found[1])
+                postings = (
+                    shard.postings(number) if everything else shard.top_postings(number, size)
+                )
+                rows.append(postings[0] + np.uint32(self._starts[owner]))
+                counts.append(postings[1])
         return np.concatenate(rows), np.concatenate(counts)
 
     def counts(self, numbers: Sequence[int], rows: np.ndarray) -> np.ndarray:
@@ -658,8 +662,8 @@ class ShardGroup:
         for owner, number in enumerate(numbers):
             first, last = edges[owner], edges[owner + 1]
             if number >= 0 and first < last:
-                own = rows[first:last] - np.uint32(self._starts[owner])
-                counts[first:last] = self._shards[owner].counts(number, own)
+                shard_rows = rows[first:last] - np.uint32(self._starts[owner])
+                counts[first:last] = self._shards[owner].counts(number, shard_rows)
         return counts
 
 

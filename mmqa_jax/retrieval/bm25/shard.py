@@ -199,10 +199,12 @@ def _write_tiers(
     done = 0
     for group in _groups(common, starts):
         # Whole words, in pieces that fit memory.
-        own = np.concatenate([postings[starts[word] : starts[word + 1]] for word in group])
+        group_postings = np.concatenate(
+            [postings[starts[word] : starts[word + 1]] for word in group]
+        )
         sizes = starts[group + 1] - starts[group]
         word = np.repeat(np.arange(len(group)), sizes)
-        rows, counts = _row(own), _counts(own)
+        rows, counts = _row(group_postings), _counts(group_postings)
         count = counts.astype(np.float32)
         impact = count / (count + norm_of[rows])
         level = np.minimum((impact * _LEVELS).astype(np.int64), _LEVELS - 1)
@@ -215,10 +217,10 @@ def _write_tiers(
         np.maximum.at(highest, tier, impact)
         filled = np.bincount(tier, minlength=len(highest))
         filled_top = np.where(np.arange(len(highest)) % (_LEVELS + 1) == _LEVELS, 0, filled)
-        kept = np.flatnonzero(filled)
-        numbers.append(group[kept // (_LEVELS + 1)])
-        impacts.append(np.minimum(highest[kept] * _ROUNDED, 1))
-        ends.append(done + np.cumsum(filled_top)[kept])
+        filled_tiers = np.flatnonzero(filled)
+        numbers.append(group[filled_tiers // (_LEVELS + 1)])
+        impacts.append(np.minimum(highest[filled_tiers] * _ROUNDED, 1))
+        ends.append(done + np.cumsum(filled_top)[filled_tiers])
         order = np.argsort(tier[top], kind="stable")  # rows of a tier stay ascending
         best.append((rows[top][order], counts[top][order]))
         done += len(order)
@@ -228,7 +230,9 @@ def _write_tiers(
     np.save(folder / "tier_impacts.npy", np.concatenate([*impacts, np.zeros(0, np.float32)]))
     np.save(folder / "tier_ends.npy", np.concatenate([*ends, np.zeros(0, np.int64)]).astype("u4"))
     most = max((int(counts.max()) for _, counts in best if len(counts)), default=0)
-    _write_postings(folder, "top_", (rows for rows, _ in best), (own for _, own in best), most)
+    _write_postings(
+        folder, "top_", (rows for rows, _ in best), (counts for _, counts in best), most
+    )
 
 
 def _groups(common: np.ndarray, starts: np.ndarray) -> Iterator[np.ndarray]:

@@ -188,7 +188,7 @@ def search_within(
             f"index: top_k={top_k} must be at least 1, with one list of candidate rows for each of "
             f"{len(queries)} queries (got {len(rows)})."
         )
-    found = np.full((len(queries), top_k), -1, np.int32)
+    rows_of_candidates = np.full((len(queries), top_k), -1, np.int32)
     scores = np.full((len(queries), top_k), -np.inf, np.float32)
     for number, (query, candidates) in enumerate(zip(queries, rows, strict=True)):
         candidates = candidate_rows(candidates, len(embeddings.vectors), "index")
@@ -199,9 +199,9 @@ def search_within(
         if not np.isfinite(similarity).all():
             check_finite(vectors, "index: the embeddings of the candidates", BROKEN)
         order = np.argsort(-similarity, kind="stable")[:top_k]
-        found[number, : len(order)] = candidates[order]
+        rows_of_candidates[number, : len(order)] = candidates[order]
         scores[number, : len(order)] = similarity[order]
-    return found, scores
+    return rows_of_candidates, scores
 
 
 def index_manifest(

@@ -189,7 +189,7 @@ def _search_program(mesh: Mesh, block: int, blocks: int, top_k: int, exact: bool
         # [blocks * block, D] and [blocks * block], this device's rows.
         first = jax.lax.axis_index(_AXIS) * (blocks * block)
         queries = queries.astype(vectors.dtype)
-        kept = min(top_k, blocks * block)
+        count = min(top_k, blocks * block)
 
         def with_block(best, number):
             start = number * block
@@ -201,13 +201,13 @@ def _search_program(mesh: Mesh, block: int, blocks: int, top_k: int, exact: bool
                 preferred_element_type=jnp.float32,
             )  # [Q, block]
             scores = jnp.where(jax.lax.dynamic_slice_in_dim(mask, start, block), scores, -jnp.inf)
-            found = _top(scores, min(kept, block), exact)
-            rows = found[1] + first + start
-            return _merge(best, (found[0], rows), kept), None
+            block_best = _top(scores, min(count, block), exact)
+            rows = block_best[1] + first + start
+            return _merge(best, (block_best[0], rows), count), None
 
         empty = (
-            jnp.full((len(queries), kept), -jnp.inf, jnp.float32),
-            jnp.full((len(queries), kept), -1, jnp.int32),
+            jnp.full((len(queries), count), -jnp.inf, jnp.float32),
+            jnp.full((len(queries), count), -1, jnp.int32),
         )
         empty = jax.tree.map(lambda x: jax.lax.pcast(x, _AXIS, to="varying"), empty)
         (scores, rows), _ = jax.lax.scan(with_block, empty, jnp.arange(blocks))
@@ -236,9 +236,9 @@ def _top(scores: jax.Array, top_k: int, exact: bool) -> tuple[jax.Array, jax.Arr
     return jax.lax.approx_max_k(scores, top_k, recall_target=_RECALL_TARGET)
 
 
-def _merge(best, found, top_k: int):
+def _merge(best, block_best, top_k: int):
     """The top of two lists of (scores, rows); of equal scores the first list's come first."""
-    scores = jnp.concatenate([best[0], found[0]], axis=1)
-    rows = jnp.concatenate([best[1], found[1]], axis=1)
+    scores = jnp.concatenate([best[0], block_best[0]], axis=1)
+    rows = jnp.concatenate([best[1], block_best[1]], axis=1)
     scores, places = jax.lax.top_k(scores, top_k)
     return scores, jnp.take_along_axis(rows, places, axis=1)

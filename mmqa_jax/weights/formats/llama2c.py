@@ -66,8 +66,12 @@ class Llama2cSource:
             raise UserError(f"{path}: not a llama2.c file (header {numbers}); check the path.")
         self.header = Header(*sizes, tied)
         # One layer's bytes for each of as many as the header says, before any is listed.
-        one, two = (_total(_order(self.header._replace(layers=n), legacy)) for n in (1, 2))
-        check_claim(str(path), one + (two - one) * (layers - 1), size)
+        with_one_layer, with_two_layers = (
+            _total(_order(self.header._replace(layers=n), legacy)) for n in (1, 2)
+        )
+        check_claim(
+            str(path), with_one_layer + (with_two_layers - with_one_layer) * (layers - 1), size
+        )
         self._tensors: dict[str, tuple[int, tuple[int, ...]]] = {}  # key -> offset, shape
         offset = _HEADER.size if legacy else _V1_BYTES
         for key, shape in _order(self.header, legacy):

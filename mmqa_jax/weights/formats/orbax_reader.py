@@ -32,18 +32,18 @@ def stored_specs(folder: str | os.PathLike) -> dict[str, jax.ShapeDtypeStruct]:
     """Shape and dtype of the arrays of a checkpoint, by name (`layers/query/kernel`)."""
     with _damage_named(Path(folder)):
         stores = _open(folder)
-        found = {
+        specs = {
             name: jax.ShapeDtypeStruct(store.shape, store.dtype.numpy_dtype)
             for name, store in stores.items()
         }
         chunks = {name: store.chunk_layout.read_chunk.shape for name, store in stores.items()}
     held = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
-    for name, spec in found.items():
+    for name, spec in specs.items():
         # A chunk is decoded whole, even where it is larger than the array.
         values = max(math.prod(spec.shape), math.prod(chunks[name] or ()))
         size = values * np.dtype(spec.dtype).itemsize
         check_claim(f"{folder}, array {name!r}", size, held, times=COMPRESSION)
-    return found
+    return specs
 
 
 def read_weights(
@@ -100,17 +100,17 @@ def _read_shard(
 ) -> np.ndarray:
     """Reads a part of a stored array, some rows of its first axis at a time."""
     part = store[index].translate_to[(0,) * store.rank] if store.rank else store
-    found = aligned_empty(part.shape, dtype)
+    array = aligned_empty(part.shape, dtype)
     if not part.rank:
-        found[...] = part.read().result()
-        return found
+        array[...] = part.read().result()
+        return array
     chunk = store.chunk_layout.read_chunk.shape[0]
     row = max(math.prod(part.shape[1:]) * dtype.itemsize, 1)
     rows = max(_READ_BYTES // row // chunk, 1) * chunk
     for first in range(0, part.shape[0], rows):
         block = slice(first, min(first + rows, part.shape[0]))
-        found[block] = part[block].read().result()
-    return found
+        array[block] = part[block].read().result()
+    return array
 
 
 @contextlib.contextmanager

@@ -287,7 +287,7 @@ def _locations(path: Path) -> dict[str, _Location]:
             f"{path}: not a whole safetensors file ({error}); fetch or convert it again."
         ) from error
     header.pop("__metadata__", None)
-    found = {}
+    locations = {}
     for key, entry in header.items():
         code = entry["dtype"]
         if code not in _DTYPES:
@@ -296,5 +296,5 @@ def _locations(path: Path) -> dict[str, _Location]:
                 "float32, float16 or bfloat16."
             )
         spec = jax.ShapeDtypeStruct(tuple(entry["shape"]), np.dtype(_DTYPES[code]))
-        found[key] = _Location(path, 8 + length + entry["data_offsets"][0], spec)
-    return found
+        locations[key] = _Location(path, 8 + length + entry["data_offsets"][0], spec)
+    return locations

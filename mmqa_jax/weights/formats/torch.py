@@ -104,10 +104,10 @@ class TorchSource:
 
     def specs(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of every tensor, by key, without reading any."""
-        found = {}
+        specs = {}
         for file in dict.fromkeys(self._files.values()):
-            found |= file.specs()
-        return found
+            specs |= file.specs()
+        return specs
 
     def read(self, key: str) -> np.ndarray:
         """Reads one tensor from its file."""
@@ -152,11 +152,11 @@ def _check_parts(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     storages = {storage.data_ptr(): storage.nbytes() for storage in stored}
     with zipfile.ZipFile(path) as archive:
         parts = [p.file_size for p in archive.infolist() if _STORAGE.search(p.filename)]
-    sizes = (sorted(found, reverse=True) for found in (storages.values(), parts))
-    for wanted, found in itertools.zip_longest(*sizes, fillvalue=0):
-        if wanted > found:
+    sizes = (sorted(side, reverse=True) for side in (storages.values(), parts))
+    for wanted, size in itertools.zip_longest(*sizes, fillvalue=0):
+        if wanted > size:
             raise UserError(
-                f"{path}: a part of it should hold {wanted:,} bytes of tensors, and has {found:,}; "
+                f"{path}: a part of it should hold {wanted:,} bytes of tensors, and has {size:,}; "
                 "it is damaged, fetch it again."
             )
 
