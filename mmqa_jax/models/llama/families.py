@@ -1,10 +1,9 @@
 """LLaMA and the families that are LLaMAs with other switches: what a config.json of each says.
 
-Each family is one entry: the name of its class, the keys that it has beside the common ones, what
-transformers takes for absent ones, and what its code fixes without a key. A key that a family's
-class in transformers does not read is refused (`published_config.py`), whatever other families do
-with it. To add a family: one entry here, its tensors' names in
-`models/llama/keys.py` where they differ, and one case of
+Each family is one entry; `family.py` says what an entry holds. A key that a family's class in
+transformers does not read is refused (`published_config.py`), whatever other families do with it.
+To add a family: one entry here, or in `recurrent_families.py` or `gemma_families.py`, its tensors'
+names in `models/llama/keys.py` where they differ, and one case of
 `tests/equivalence/test_decoder_families.py`.
 """
 
@@ -14,6 +13,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mmqa_jax.models.llama.family import BALANCING, TEMPER, Family
+from mmqa_jax.models.llama.gemma_families import GEMMA
+from mmqa_jax.models.llama.recurrent_families import RECURRENT
 from mmqa_jax.weights.config_json import kinds
 
 _BIASES = kinds(flag="attention_bias mlp_bias")
@@ -24,77 +26,6 @@ _SWITCHED_WINDOW = kinds(
 _MULTIPLIERS = kinds(
     number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
-_GEMMA = kinds(
-    name="hidden_activation",
-    size="query_pre_attn_scalar",
-    number_or_null="final_logit_softcapping",
-    flag="attention_bias",
-    size_or_null="sliding_window",
-    list_or_null="layer_types",
-)
-DELTA_KEYS = {  # of DeltaConfig
-    "key_heads": "linear_num_key_heads",
-    "value_heads": "linear_num_value_heads",
-    "key_size": "linear_key_head_dim",
-    "value_size": "linear_value_head_dim",
-    "taps": "linear_conv_kernel_dim",
-}
-# Qwen3.5's: layers of the gated delta rule, and of attention with a gate.
-_HYBRID = kinds(
-    flag="attention_bias",
-    list_or_null="layer_types",
-    size="full_attention_interval " + " ".join(DELTA_KEYS.values()),
-)
-_HYBRID_DEFAULTS = {
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "max_position_embeddings": 32768,
-    "partial_rotary_factor": 0.25,
-}
-_HYBRID_MIXTURE = {
-    **_HYBRID,
-    **kinds(
-        size="moe_intermediate_size shared_expert_intermediate_size num_experts num_experts_per_tok"
-    ),
-}
-_HYBRID_MIXTURE_DEFAULTS = {
-    **_HYBRID_DEFAULTS,
-    "hidden_size": 2048,
-    "num_key_value_heads": 2,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-}
-_HYBRID_COMPUTES = {"qk_norm": "head", "unit_norms": True, "gated": True}
-# Of layers that propose tokens, which are no part of the model.
-_HYBRID_HARMLESS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings")
-# Of layers that see all, where these have other heads than those with a window (Gemma 4);
-# per_layer_config is how transformers writes the first two.
-_WIDE_LAYERS = kinds(
-    size_or_null="global_head_dim num_global_key_value_heads",
-    flag="attention_k_eq_v",
-    object_or_null="per_layer_config",
-)
-_HYBRID_FIXED = {
-    "attn_output_gate": (True,),
-    "output_gate_type": ("sigmoid",),
-    "mamba_ssm_dtype": ("float32",),
-}
-# Gemma's key in the place of a common one.
-_GEMMA_NAMES = {"hidden_act": "hidden_activation"}
-_GEMMA_DEFAULTS = {
-    "hidden_size": 2304,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "intermediate_size": 9216,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-}
-# cache_implementation is transformers', hidden_act is not read by these classes.
-_GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
 _COHERE_DEFAULTS = {
     "vocab_size": 256000,
     "hidden_size": 8192,
@@ -119,85 +50,8 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1.0,),
     "position_embedding_type": ("rope_gptj",),
 }
-# Of the loss that balances experts, which output_router_logits turns on.
-_BALANCING = ("output_router_logits", "router_aux_loss_coef")
 # DeepSeek-V3's router, and its expert that sees every token.
 _BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
-SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
-CONV = "conv"
-_MIXTRAL_LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-
-
-TEMPER = "llama_4_scaling_beta"  # of rope parameters
-
-
-def _none() -> Any:
-    return dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """One family.
-
-    Attributes:
-      title: what people call it.
-      architecture: its class in transformers.
-      keys: kinds of the keys of its config.json beside the common ones (`config_json.kinds`).
-      defaults: of transformers, of all its keys, where they are not LLaMA's.
-      computes: our fields that its code fixes, and no key says.
-      harmless: keys that change nothing in inference.
-      fixed: keys that its class does not read or that have only these values here.
-      partial: whether it may rotate a part of each head.
-      fused: what its checkpoints keep as one tensor: "qkv" and "gate_up".
-      names: its keys in the place of common ones.
-      scaled: whether embeddings are multiplied by the root of their size.
-      scales_all: whether its decoder scales whatever it is given, not the words alone: what comes
-        of pictures too.
-      full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
-        the rule of its other keys.
-      renamed: its keys that version 5 of transformers writes under another name -> that name.
-      local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
-        part `sliding_attention` of `rope_parameters` say.
-      near_rotates: whether the layers with a window alone rotate, in a model that has a window.
-      tempered: whether queries grow with every context of pretraining that lies before them, by
-        `llama_4_scaling_beta` of its rope parameters: within the first one they do not, and longer
-        texts are refused.
-      neighbours: whether a rotary pair is two neighbouring rows in its checkpoints.
-      tensors: parts of its tensors' names -> what `models.llama.keys` calls them.
-      constants: how tensors' names end that its code keeps beside its parameters -> their only
-        value.
-      dense_first: its key that says how many of its first layers have an MLP of `intermediate_size`
-        in the place of experts; "": all have experts.
-      experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
-      experts_across: whether they keep these (E, in, out), with gate and up "in turn" or as
-        "halves"; "": (E, out, in).
-    """
-
-    title: str
-    architecture: str
-    keys: Mapping[str, str] = _none()
-    defaults: Mapping[str, Any] = _none()
-    computes: Mapping[str, Any] = _none()
-    harmless: tuple[str, ...] = ()
-    fixed: Mapping[str, tuple[Any, ...]] = _none()
-    partial: bool = False
-    fused: tuple[str, ...] = ()
-    names: Mapping[str, str] = _none()
-    scaled: bool = False
-    scales_all: bool = False
-    full_every: int = 0
-    renamed: Mapping[str, str] = _none()
-    local: bool = False
-    near_rotates: bool = False
-    tempered: bool = False
-    neighbours: bool = False
-    tensors: Mapping[str, str] = _none()
-    constants: Mapping[str, float] = _none()
-    dense_first: str = ""
-    experts_paired: bool = False
-    experts_across: str = ""
-
-
 _ERNIE = Family(
     title="ERNIE 4.5, without experts",
     architecture="Ernie4_5ForCausalLM",
@@ -217,45 +71,6 @@ _ERNIE = Family(
     },
     names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     neighbours=True,
-)
-_LFM2 = Family(
-    title="LFM2, without experts",
-    architecture="Lfm2ForCausalLM",
-    keys=kinds(
-        number="norm_eps block_ffn_dim_multiplier",
-        size="conv_L_cache block_multiple_of",
-        flag="block_auto_adjust_ff_dim",
-        list_or_null="layer_types full_attn_idxs",
-    ),
-    defaults={
-        "vocab_size": 65536,
-        "hidden_size": 2560,
-        "intermediate_size": 12288,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 128000,
-        "norm_eps": 1e-5,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    computes={"qk_norm": "head"},
-    # Of its training, and what other keys say too.
-    harmless=(
-        *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
-        *("block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads"),
-    ),
-    fixed={"conv_bias": (False,), "block_use_swiglu": (True,), "use_pos_enc": (True,)},
-    fused=("in",),
-    names={"rms_norm_eps": "norm_eps"},
-    renamed={"tie_word_embeddings": "tie_embedding", "intermediate_size": "block_ff_dim"},
-    tensors={
-        "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
-        **{"model.embedding_norm.": "model.norm.", "feed_forward.gate.": "mlp.gate."},
-        **{"operator_norm.": "input_layernorm.", "ffn_norm.": "post_attention_layernorm."},
-        **{"self_attn.out_proj.": "self_attn.o_proj.", "feed_forward.experts.": "mlp.experts."},
-        **{f"{part}_layernorm.": f"{part}_norm." for part in "qk"},
-        **{f"feed_forward.{one}.": f"mlp.{part}." for one, part in _MIXTRAL_LINEARS.items()},
-        **{f".{one}.": f".{part}." for one, part in _MIXTRAL_LINEARS.items()},
-    },
 )
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(
@@ -355,7 +170,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"qk_norm": "head"},
         # intermediate_size is that of layers without experts.
-        harmless=("intermediate_size", "sliding_window", "max_window_layers", *_BALANCING),
+        harmless=("intermediate_size", "sliding_window", "max_window_layers", *BALANCING),
         fixed={
             "mlp_only_layers": ([],),
             "decoder_sparse_step": (1,),
@@ -363,59 +178,6 @@ FAMILIES: Mapping[str, Family] = {
         },
         names={"intermediate_size": "moe_intermediate_size"},
         renamed={"num_experts": "num_local_experts"},
-    ),
-    "qwen3_5_text": Family(
-        title="Qwen3.5 and 3.6, without experts",
-        architecture="Qwen3_5ForCausalLM",
-        keys=_HYBRID,
-        defaults={
-            **_HYBRID_DEFAULTS,
-            "vocab_size": 248320,
-            "intermediate_size": 12288,
-            "num_key_value_heads": 4,
-        },
-        computes=_HYBRID_COMPUTES,
-        harmless=_HYBRID_HARMLESS,
-        fixed=_HYBRID_FIXED,
-        partial=True,
-        fused=("q", "in_proj_qkv", "conv1d"),
-    ),
-    "qwen3_5_moe_text": Family(
-        title="Qwen3.5's and 3.6's mixtures of experts",
-        architecture="Qwen3_5MoeForCausalLM",
-        keys=_HYBRID_MIXTURE,
-        defaults={
-            **_HYBRID_MIXTURE_DEFAULTS,
-            "vocab_size": 248320,
-            "num_hidden_layers": 40,
-            "num_experts": 256,
-            "num_experts_per_tok": 8,
-        },
-        computes={**_HYBRID_COMPUTES, "normed_experts": True},
-        harmless=(*_HYBRID_HARMLESS, "intermediate_size", *_BALANCING),
-        fixed={**_HYBRID_FIXED, "mlp_only_layers": ([],), "norm_topk_prob": (True,)},
-        names={"intermediate_size": "moe_intermediate_size"},
-        partial=True,
-        fused=("q", "in_proj_qkv", "conv1d"),
-    ),
-    "qwen3_next": Family(
-        title="Qwen3-Next",
-        architecture="Qwen3NextForCausalLM",
-        keys={**_HYBRID_MIXTURE, **kinds(flag="norm_topk_prob")},
-        defaults={
-            **_HYBRID_MIXTURE_DEFAULTS,
-            "vocab_size": 151936,
-            "num_hidden_layers": 48,
-            "num_experts": 512,
-            "num_experts_per_tok": 10,
-            "norm_topk_prob": True,
-        },
-        computes=_HYBRID_COMPUTES,
-        harmless=("intermediate_size", *_BALANCING),
-        fixed={**_HYBRID_FIXED, "mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
-        names={"intermediate_size": "moe_intermediate_size"},
-        partial=True,
-        fused=("q", "in_proj_qkvz", "in_proj_ba", "conv1d"),
     ),
     "olmoe": Family(
         title="OLMoE",
@@ -433,7 +195,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 8,
         },
         computes={"qk_norm": "whole"},
-        harmless=_BALANCING,
+        harmless=BALANCING,
         fixed={"clip_qkv": ()},
     ),
     "mixtral": Family(
@@ -450,7 +212,7 @@ FAMILIES: Mapping[str, Family] = {
             "num_experts_per_tok": 2,
         },
         computes={"normed_experts": True},
-        harmless=(*_BALANCING, "router_jitter_noise"),
+        harmless=(*BALANCING, "router_jitter_noise"),
         names={"num_experts": "num_local_experts"},
         tensors={
             **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
@@ -495,7 +257,7 @@ FAMILIES: Mapping[str, Family] = {
             **{"sinks": True, "mlp_bias": True, "normed_experts": True},
             "activation": "quick_gelu",
         },
-        harmless=(*_BALANCING, "initial_context_length", "experts_per_token"),
+        harmless=(*BALANCING, "initial_context_length", "experts_per_token"),
         fixed={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
         names={"num_experts": "num_local_experts"},
         full_every=2,
@@ -592,7 +354,7 @@ FAMILIES: Mapping[str, Family] = {
             "norm_topk_prob": True,
         },
         computes={**_BIASED_SIGMOIDS, "out_bias": False},
-        harmless=(*_BALANCING, "num_nextn_predict_layers", "num_mtp_layers"),
+        harmless=(*BALANCING, "num_nextn_predict_layers", "num_mtp_layers"),
         fixed={"n_group": (1,), "topk_group": (1,)},
         names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
         partial=True,
@@ -618,7 +380,7 @@ FAMILIES: Mapping[str, Family] = {
             **{"first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
         },
         computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
-        harmless=_BALANCING,
+        harmless=BALANCING,
         fixed={"n_group": (1,), "topk_group": (1,)},
         names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
         dense_first="first_k_dense_replace",
@@ -645,31 +407,6 @@ FAMILIES: Mapping[str, Family] = {
             **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         },
         computes={"gated_mlp": False},
-    ),
-    "lfm2": _LFM2,
-    "lfm2_moe": dataclasses.replace(
-        _LFM2,
-        title="LFM2's mixtures of experts",
-        architecture="Lfm2MoeForCausalLM",
-        keys=kinds(
-            number="norm_eps routed_scaling_factor",
-            size="conv_L_cache intermediate_size moe_intermediate_size num_experts "
-            "num_experts_per_tok",
-            integer="num_dense_layers",
-            flag="norm_topk_prob use_expert_bias",
-            list_or_null="layer_types",
-        ),
-        defaults={
-            **_LFM2.defaults,
-            **{"hidden_size": 2048, "intermediate_size": 7168, "moe_intermediate_size": 1792},
-            **{"num_experts": 32, "num_experts_per_tok": 4, "num_dense_layers": 2},
-            "norm_topk_prob": True,
-        },
-        computes={"qk_norm": "head", "router": "sigmoid"},
-        harmless=_BALANCING,
-        names={"rms_norm_eps": "norm_eps", "intermediate_size": "moe_intermediate_size"},
-        renamed={"tie_word_embeddings": "tie_embedding"},
-        dense_first="num_dense_layers",
     ),
     "smollm3": Family(
         title="SmolLM3",
@@ -722,7 +459,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"weighted_input": True, "shared_gate": False},
         harmless=(
-            *_BALANCING,
+            *BALANCING,
             "router_jitter_noise",
             "for_llm_compressor",
         ),
@@ -793,7 +530,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
         computes={"normed_experts": True},
-        harmless=_BALANCING,
+        harmless=BALANCING,
         names={"num_experts": "num_local_experts"},
         scales_all=True,
         tensors={
@@ -927,128 +664,6 @@ FAMILIES: Mapping[str, Family] = {
         },
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
-    "gemma": Family(
-        title="Gemma 1",
-        architecture="GemmaForCausalLM",
-        keys=kinds(flag="attention_bias"),
-        defaults={
-            "vocab_size": 256000,
-            "hidden_size": 3072,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "max_position_embeddings": 8192,
-            "tie_word_embeddings": True,
-        },
-        # transformers reads "gelu" as the same.
-        computes={"unit_norms": True, "activation": "gelu_pytorch_tanh"},
-        harmless=("cache_implementation",),
-        fixed={
-            **dict.fromkeys(("hidden_act", "hidden_activation"), ("gelu_pytorch_tanh", "gelu")),
-            "use_bidirectional_attention": (False,),
-        },
-        scaled=True,
-    ),
-    "gemma2": Family(
-        title="Gemma 2",
-        architecture="Gemma2ForCausalLM",
-        keys={**_GEMMA, **kinds(number_or_null="attn_logit_softcapping")},
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        computes={"norms": "both", "unit_norms": True},
-        harmless=_GEMMA_HARMLESS,
-        fixed={"use_bidirectional_attention": (False,)},
-        names=_GEMMA_NAMES,
-        scaled=True,
-        full_every=2,
-    ),
-    "gemma3_text": Family(
-        title="Gemma 3, its language model",
-        architecture="Gemma3ForCausalLM",
-        keys={
-            **_GEMMA,
-            **kinds(
-                size="sliding_window_pattern",
-                number_or_null="rope_local_base_freq",
-                flag="use_bidirectional_attention",
-            ),
-        },
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "vocab_size": 262208,
-            "max_position_embeddings": 131072,
-            "rope_theta": 1000000.0,
-            "rope_local_base_freq": 10000.0,
-        },
-        computes={"norms": "both", "unit_norms": True, "qk_norm": "head"},
-        harmless=_GEMMA_HARMLESS,
-        # transformers' class has a cap of scores, and does not use it.
-        fixed={"attn_logit_softcapping": ()},
-        names=_GEMMA_NAMES,
-        scaled=True,
-        full_every=6,
-        local=True,
-    ),
-    "gemma4_text": Family(
-        title="Gemma 4, its language model",
-        architecture="Gemma4ForCausalLM",
-        keys={
-            **{key: kind for key, kind in _GEMMA.items() if key != "query_pre_attn_scalar"},
-            **_WIDE_LAYERS,
-            **kinds(
-                flag="enable_moe_block use_double_wide_mlp",
-                integer_or_null="hidden_size_per_layer_input",
-                integer="num_kv_shared_layers",
-                size="vocab_size_per_layer_input",
-                size_or_null="num_experts top_k_experts moe_intermediate_size",
-            ),
-        },
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "vocab_size": 262144,
-            "num_hidden_layers": 30,
-            "max_position_embeddings": 131072,
-            "sliding_window": 512,
-            "rope_parameters": {
-                SLIDING: {"rope_theta": 10000.0},
-                FULL: {
-                    "rope_type": "proportional",
-                    "rope_theta": 1000000.0,
-                    "partial_rotary_factor": 0.25,
-                },
-            },
-            "global_head_dim": 512,
-            "hidden_size_per_layer_input": 256,
-        },
-        computes={
-            "norms": "both",
-            "qk_norm": "head",
-            "attention_scale": 1.0,
-            "value_norm": True,
-            "layer_scales": True,
-            "normed_experts": True,
-        },
-        harmless=_GEMMA_HARMLESS,
-        fixed={
-            # "vision": of pictures' tokens, of which the language model alone has none.
-            "use_bidirectional_attention": ("vision",),
-            "rope_scaling": (),  # rope_parameters say it
-        },
-        names={
-            **_GEMMA_NAMES,
-            "num_experts_per_tok": "top_k_experts",
-        },
-        scaled=True,
-        full_every=6,
-        local=True,
-        tensors={".router.proj.weight": ".mlp.gate.weight", ".experts.": ".mlp.experts."},
-        experts_paired=True,
-    ),
+    **RECURRENT,
+    **GEMMA,
 }

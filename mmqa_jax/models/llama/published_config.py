@@ -10,17 +10,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
-from mmqa_jax.models.llama.families import (
-    CONV,
-    DELTA_KEYS,
-    FAMILIES,
-    FULL,
-    LINEAR,
-    SLIDING,
-    TEMPER,
-    Family,
-)
+from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.family import CONV, FULL, LINEAR, SLIDING, TEMPER, Family
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
+from mmqa_jax.models.llama.recurrent_families import DELTA_KEYS
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 
 # Our fields that are plain values in transformers' config.json, with LLaMA's defaults there; a
