@@ -10,10 +10,11 @@ import pytest
 import torch
 import transformers
 from compare import WHOLE, compiled, forward, randomize
+from decoder_cases import CASES, COMMON
 from decoder_pair import run_torch
 from flax import nnx
 from safetensors.torch import load_file, save_file
-from test_decoder_families import CASES, COMMON, layers_and_logits, tokens, whole_texts
+from test_decoder_families import layers_and_logits, tokens, whole_texts
 from test_mistral3 import IMAGE, TEXT, TOWER
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
