@@ -30,10 +30,11 @@ from mmqa_jax.core.mesh import (
     tensor_columns,
 )
 from mmqa_jax.decoding.cached_attention import Branches, first_seen
-from mmqa_jax.decoding.kv_cache import places, quantize
+from mmqa_jax.decoding.kv_cache import places
+from mmqa_jax.decoding.kv_cache import quantize as rounded_vectors
 from mmqa_jax.models.attention.masked import MASKED, capped, last_of_pictures, sink_rows
 from mmqa_jax.models.common.layers import attention
-from mmqa_jax.models.llama import experts
+from mmqa_jax.models.llama import experts, quantize
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import with_chosen
@@ -197,14 +198,16 @@ def _decode_ragged(
         mesh=mesh,
         specs=_specs(cache, mesh),
     )
-    graphdef, params = nnx.split(model.layers)
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     embedded, side = model.parted(embedded)
     traits = traits.replace(side=side)
+    layers, in_codes = quantize.apart(model.layers, embedded)
+    graphdef, params = nnx.split(layers)
 
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
         layer = with_chosen(nnx.merge(graphdef, params), adapters)
+        quantize.put_back(layer, in_codes, number)
         q, k, v = layer.products(split_rows(x), traits, apart=True)
         attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
         return (layer.finish(x, attended, traits), cache, number + 1), None
@@ -354,6 +357,7 @@ def _run(
     embedded, side = model.parted(embedded)
     traits = traits.replace(side=side)
     layers, stacked = experts.apart(model.layers, embedded)
+    layers, in_codes = quantize.apart(layers, embedded)
     graphdef, params = nnx.split(layers)
 
     count = 1 if side is not None else _parts(model.config, embedded)
@@ -365,6 +369,7 @@ def _run(
             part = functools.partial(_part, n=n, count=count)
             own, *turns = jax.tree.map(part, (adapters, cos, sin))
             layer = with_chosen(nnx.merge(graphdef, params), own)
+            quantize.put_back(layer, in_codes, number)
             if stacked is not None:
                 layer.experts = functools.partial(stacked, layer=number)
             x = columns_over_tensor(x)
@@ -497,7 +502,7 @@ def _write(
     k, v = k.swapaxes(2, 3), v.swapaxes(2, 3)  # [N, R, kv, L, D]
     scales = [None, None]
     if cache.key_scale is not None:
-        (k, scales[0]), (v, scales[1]) = quantize(k, axis=-1), quantize(v, axis=-1)
+        (k, scales[0]), (v, scales[1]) = (rounded_vectors(x, axis=-1) for x in (k, v))
     new = ScannedCache(k.astype(cache.key.dtype), v.astype(cache.key.dtype), *scales)
     new = new if cache.value is not None else new.beside(cache.key.shape[-1])
     if mesh is None:

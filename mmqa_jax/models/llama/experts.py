@@ -34,7 +34,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 _SPLIT = "tensor"  # the mesh axis of the logical axis "experts"
 # Tokens whose products with all experts take a TPU no longer than reading these: a v5e computes 240
 # FLOPs while it reads a byte, and a token needs one for each byte of a bfloat16 matrix.
-_FEW = 256
+FEW = 256
 
 
 class GroupedLinear(nnx.Module):
@@ -168,7 +168,7 @@ class Experts(nnx.Module):
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
         if layer is not None:
             y = self.by_kernel(rows, chosen, weights, layer, parts)
-        elif platform() == "tpu" and len(rows) > _FEW:
+        elif platform() == "tpu" and len(rows) > FEW:
             y = self.by_groups(rows, chosen, weights, parts)
         else:
             y = self.by_all(rows, chosen, weights)
@@ -333,7 +333,7 @@ def multiplies_by_kernel(config: LlamaConfig, platform: str, tokens: int) -> boo
     """Whether experts of scanned layers multiply so many tokens of a device by `by_kernel`, which
     knows no biases, limits and weights of what experts get."""
     unknown = config.mlp_bias or config.gate_limit is not None or config.weighted_input
-    if not config.experts or unknown or platform != "tpu" or tokens <= _FEW:
+    if not config.experts or unknown or platform != "tpu" or tokens <= FEW:
         return False
     from mmqa_jax.models.llama.expert_kernel import fits  # Pallas takes long to import
 

@@ -4,7 +4,8 @@ LLM.int8()'s absmax quantization (Dettmers et al. 2022, section 2.1) of the weig
 per output in 8 bits, one for each 64 inputs of an output in 4 (QLoRA's block size, Dettmers et al.
 2023). 8 bits are half of bfloat16's memory; the product itself runs in the compute dtype: XLA fuses
 the conversion of the weights into it on GPU and TPU, but not on CPU, where this saves memory and
-costs time. Matrices that a checkpoint itself holds in codes are read as such by `codes.py`.
+costs time. Matrices that a checkpoint itself holds in codes are read as such by `codes.py`; where
+groups of their inputs share scales, a step of decoding on a TPU multiplies by `codes_kernel`.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from mmqa_jax.core.mesh import platform
+from mmqa_jax.core.mesh import MeshAxes, batch_axes, partition_spec, platform
 from mmqa_jax.models.common.layers import Linear, Names, TransposedLinear, product
 from mmqa_jax.models.llama.experts import (
+    FEW,
     GroupedLinear,
     batched_product,
     grouped_product,
@@ -67,10 +70,105 @@ class QuantizedLinear(nnx.Module):
         self.kernel, self.scale, self.zero = rounded.parameters(names, self.inputs - 2)
         self.bias = linear.bias
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
-        rounded = self.kernel[...], self.scale[...], self.inputs, _array(self.zero)
-        y = rounded_product(x, *rounded, _fused(x.dtype))
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+    def __call__(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+        """x [..., in] -> [..., out].
+
+        layer: int32 [], of parameters that are a stack's (`apart`); None: they are one layer's.
+        """
+        if layer is None:
+            rounded = self.kernel[...], self.scale[...], self.inputs, _array(self.zero)
+            y = rounded_product(x, *rounded, _fused(x.dtype))
+            return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        y = self._by_kernel(x, layer)
+        return y if self.bias is None else y + self.bias[...][layer].astype(x.dtype)
+
+    def multiplies_by_kernel(self, x: jax.Array) -> bool:
+        """Whether the linear of a stack multiplies states x [B, L, H] by `codes_kernel` on the
+        platform of the trace: few rows, whose product takes as long as reading the matrix."""
+        mesh = jax.sharding.get_abstract_mesh()
+        split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
+        rows = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
+        if platform() != "tpu" or x.dtype != jnp.bfloat16 or rows > FEW:
+            return False
+        kernel, scale = self.kernel[...], self.scale[...]
+        if self.inputs or scale.ndim != 3 or kernel.dtype == jnp.float4_e2m1fn:
+            return False
+        from mmqa_jax.models.llama.codes_kernel import fits  # Pallas takes long to import
+
+        of_codes, of_groups = self._specs(mesh)
+        parts = [_parts(mesh, axes) for axes in of_codes[1:]]
+        _, inputs, outputs = kernel.shape
+        alike = of_codes == of_groups and scale.dtype == jnp.float32
+        return alike and fits(inputs // parts[0], outputs // parts[1], scale.shape[1] // parts[0])
+
+    def _specs(self, mesh: AbstractMesh) -> tuple[PartitionSpec, PartitionSpec]:
+        """How a mesh splits the codes, and their scales."""
+        whole = PartitionSpec(None, None, None)
+        if mesh.empty:
+            return whole, whole
+        names = self.kernel.get_metadata()["out_sharding"]
+        return tuple(
+            partition_spec(names, array.get_value().shape, mesh)
+            for array in (self.kernel, self.scale)
+        )
+
+    def _by_kernel(self, x: jax.Array, layer: jax.Array) -> jax.Array:
+        """x [B, L, in] -> [B, L, out] without bias, each device by its part of the matrix."""
+        from mmqa_jax.models.llama.codes_kernel import multiply
+
+        parameters = self.kernel[...], self.scale[...], _array(self.zero)
+        mesh = jax.sharding.get_abstract_mesh()
+        of_codes, of_groups = self._specs(mesh)
+        _, inputs, outputs = of_codes
+
+        def local(x: jax.Array, parameters: tuple, layer: jax.Array) -> jax.Array:
+            y = multiply(x.reshape(-1, x.shape[-1]), *parameters, layer)
+            y = y.reshape(*x.shape[:-1], -1)
+            return y if inputs is None else jax.lax.psum(y, inputs)
+
+        if mesh.empty or mesh.size == 1:
+            return local(x, parameters, layer)
+        rows = batch_axes(mesh, x.shape[0])
+        of_zero = None if parameters[2] is None else of_groups
+        split = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(
+                PartitionSpec(rows, None, inputs),
+                (of_codes, of_groups, of_zero),
+                PartitionSpec(),
+            ),
+            out_specs=PartitionSpec(rows, None, outputs),
+            check_vma=False,
+        )
+        return split(x, parameters, layer)
+
+
+def _parts(mesh: AbstractMesh, axes: MeshAxes) -> int:
+    """Into how many parts these axes of a mesh split an array's."""
+    names = (axes,) if isinstance(axes, str) else axes or ()
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, list[QuantizedLinear | None]]:
+    """A stack of layers without the linears that multiply states x [B, L, H] by a kernel, which
+    reads them from the stack, and these in the order of `each_linear`; traced. None: it stays."""
+    layers = nnx.merge(*nnx.split(layers))  # one of this trace
+    stacked: list[QuantizedLinear | None] = []
+    for owner, name in layers.each_linear():
+        linear = getattr(owner, name)
+        by_kernel = isinstance(linear, QuantizedLinear) and linear.multiplies_by_kernel(x)
+        stacked.append(linear if by_kernel else None)
+        if by_kernel:
+            setattr(owner, name, None)
+    return layers, stacked
+
+
+def put_back(layer: nnx.Module, stacked: list[QuantizedLinear | None], number: jax.Array) -> None:
+    """Gives the layer of this number, in place, the linears that `apart` took out of the stack."""
+    for (owner, name), linear in zip(layer.each_linear(), stacked, strict=True):
+        if linear is not None:
+            setattr(owner, name, functools.partial(linear, layer=number))
 
 
 def input_axis(linear: Linear | TransposedLinear) -> int:

@@ -1,0 +1,56 @@
+"""Compiles an engine's programs for weights in codes for TPUs and prints their facts as JSON, a line
+each; see test_codes_program.py.
+
+A process of its own, where JAX's platform is the CPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Any
+
+import jax
+from flax import nnx
+
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.decoding.sizes import engine_programs
+from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.plan.program import shard_bytes
+from mmqa_jax.plan.programs import PRESETS
+from mmqa_jax.plan.topology import open_topology
+from tests.hlo.counts import count
+from tests.hlo.kept import facts_of
+
+LAYERS = 4
+CONFIG = dataclasses.replace(PRESETS["qwen3_8b"](), layers=LAYERS, dtype="bfloat16")
+
+
+def main() -> None:
+    mesh = make_mesh({"tensor": 8}, devices=open_topology("v5e:2x4").devices)
+    for weights in ("int4", "fp8"):
+        sizes = EngineConfig(slots=64, length=1024, weights=weights, prefill_tokens=2048)
+        for name, program in engine_programs(CONFIG, sizes, mesh).items():
+            with jax.set_mesh(mesh):
+                lowered = program.function.lower(*program.arguments)
+                facts = facts_of(f"codes_{name}_{weights}", lowered, measure, __file__)
+            state, cache = program.arguments[:2]
+            floor = shard_bytes(state) - shard_bytes(nnx.to_pure_dict(state)["tokens"])
+            row = {"program": name, "weights": weights, "floor": floor + shard_bytes(cache)}
+            print(json.dumps({**row, **facts}), flush=True)
+
+
+def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
+    """What the compiled program does on one device."""
+    text = compiled.as_text()
+    counted = count(text)
+    return {
+        "bytes": counted.bytes,
+        "loops": counted.loops,
+        "kernels": len(re.findall(r"%codes[.\d]* = ", text)),
+    }
+
+
+if __name__ == "__main__":
+    main()
