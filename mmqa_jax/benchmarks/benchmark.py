@@ -23,6 +23,44 @@ _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
 
 
 @dataclasses.dataclass(frozen=True)
+class Published:
+    """A system's published figure.
+
+    Attributes:
+      system: its name, as its source has it.
+      percent: the figure.
+      source: the page or file that has it.
+      date: of the source or of its entry, year and month at least.
+    """
+
+    system: str
+    percent: float
+    source: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """The best published systems of a benchmark, which `mmqa tables` prints beside our rows.
+
+    Attributes:
+      measure: what the figures measure.
+      scorer: our score that measures the same.
+      systems: best first.
+      group: the questions that are scored, a group of the scorer's; "": all.
+      sets: where figures are means over sets; a row of ours runs one of them (SYSTEM_SET).
+      one_pool: whether a row of ours runs all sets, in one pool.
+    """
+
+    measure: str
+    scorer: str
+    systems: tuple[Published, ...]
+    group: str = ""
+    sets: tuple[str, ...] = ()
+    one_pool: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class Benchmark:
     """How one benchmark is read, scored and submitted.
 
@@ -73,6 +111,7 @@ class Benchmark:
     judged: bool = False
     takes_file: bool = False
     reads_folders_alone: bool = False
+    board: Board | None = None
 
 
 def open_benchmark(name: str) -> Benchmark:

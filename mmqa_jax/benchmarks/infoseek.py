@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
@@ -273,6 +273,16 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
 
 
+_BOARD = Board(
+    "accuracy on the validation split",
+    SCORER,
+    (
+        Published("Wiki-PRF", 42.8, "Hong et al., abstract", "2025-10"),
+        Published("EchoSight", 31.3, "Yan and Xie, abstract", "2024-07"),
+    ),
+)
+
+
 BENCHMARK = Benchmark(
     read=read_infoseek,
     materials=MATERIALS,
@@ -284,4 +294,5 @@ BENCHMARK = Benchmark(
     score=score_infoseek,
     headline="infoseek",
     write_submission=write_infoseek_submission,
+    board=_BOARD,
 )

@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 from word2number import w2n
 
-from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
@@ -351,6 +351,19 @@ def _is_number(word: str) -> bool:
     return True
 
 
+_AUTHORS = "Talmor et al., abstract"
+_BOARD = Board(
+    "list F1 on multi-modal questions",
+    "multimodalqa/list_f1",
+    (
+        Published("humans", 90.1, _AUTHORS, "2021"),
+        Published("ImplicitDecomp", 51.7, _AUTHORS, "2021"),
+        Published("the authors' strong baseline", 38.2, _AUTHORS, "2021"),
+    ),
+    group="multi-modal",
+)
+
+
 BENCHMARK = Benchmark(
     read=read_multimodalqa,
     materials=MATERIALS,
@@ -363,4 +376,5 @@ BENCHMARK = Benchmark(
     headline="multimodalqa",
     write_submission=write_multimodalqa_submission,
     split_names={"dev": "val"},
+    board=_BOARD,
 )

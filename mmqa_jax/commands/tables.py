@@ -13,7 +13,7 @@ NAMES = (
     *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
     *("mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
 )
-SUMMARY = "list the rows of the papers' tables: published and measured figures, commands, needs."
+SUMMARY = "list the papers' tables, published and measured, commands, needs, and the best systems."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"
 
 
@@ -37,11 +37,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lists the rows."""
     from mmqa_jax.evaluation.tables import show
-    from mmqa_jax.runs.tables import commands_table, list_rows, paper_tables
+    from mmqa_jax.runs.tables import board_tables, commands_table, list_rows, paper_tables
 
     rows = list_rows(arguments.name, flags.optional_path(arguments.workdir))
     for paper in dict.fromkeys(figure["paper"] for figure in rows):
         figures = [figure for figure in rows if figure["paper"] == paper]
         for table in (*paper_tables(figures), commands_table(figures)):
             show(table, markdown=arguments.markdown)
+    for table in board_tables(rows):
+        show(table, markdown=arguments.markdown)
     return {"rows": rows}

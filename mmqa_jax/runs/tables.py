@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import Board, open_benchmark
 from mmqa_jax.core.config import find_config, load_module
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
@@ -63,21 +65,21 @@ def list_rows(name: str | None, workdir: Path | None = None) -> list[dict[str, A
         PLACES that exist.
 
     Returns:
-      One dict per figure: paper, table, row, column, published, tolerance, scorer, command, needs,
-      shut_down (why nobody can measure the published figure again, or ""), measured, interval (95%)
-      and n (where scores.json has them), llm (calls and prompt tokens per question), limit, sample
-      (if not the row's own `data.questions`), workdir (of the measured figure) and status: `pass`
-      or `fail` (of all questions of the row), `partial` (of some of them or of another split, which
-      neither passes nor fails), `leaderboard` (run, but only that has the answers of the row's
-      split), `not run`, `needs` (inputs are missing), `cited only`, `missing`
-      (not implemented yet), or, of a row of ours without a published figure, `measured`.
+      One dict per figure: paper, dataset, table, row, column, published, tolerance, scorer,
+      command, needs, shut_down (why nobody can measure the published figure again, or ""),
+      measured, interval (95%) and n (where scores.json has them), llm (calls and prompt tokens per
+      question), limit, sample (if not the row's own `data.questions`), workdir (of the measured
+      figure) and status: `pass` or `fail` (of all questions of the row), `partial` (of some of
+      them or of another split, which neither passes nor fails), `leaderboard` (run, but only that
+      has the answers of the row's split), `not run`, `needs` (inputs are missing), `cited only`,
+      `missing` (not implemented yet), or, of a row of ours without a published figure, `measured`.
     """
     there = [place for place in map(Path, PLACES) if place.is_dir()]
     places = there if workdir is None else [workdir]
     if workdir is not None and not workdir.is_dir():
         raise UserError(f"--workdir={workdir}: no such folder; name one that holds rows' workdirs.")
     return [
-        figure
+        {**figure, "dataset": dataset}
         for paper, folders in PAPERS.items()
         for dataset in folders
         if name in (None, dataset) or (name == paper and name not in datasets())
@@ -154,6 +156,66 @@ def paper_tables(listed: list[dict[str, Any]]) -> list[Table]:
         figures = [figure for figure in measured if _group(figure) == title]
         tables.append(_measured_table(f"{paper}, {title}", figures))
     return tables
+
+
+def board_tables(listed: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """The boards of the benchmarks whose figures `list_rows` gave.
+
+    A board has the best published systems and what was measured of our rows, best first.
+    """
+    tables = []
+    for dataset in dict.fromkeys(figure["dataset"] for figure in listed):
+        board = open_benchmark(dataset).board if dataset in NAMES else None
+        if board is None:
+            continue
+        lines: list[tuple[float, list[Cell]]] = [
+            (
+                system.percent,
+                [system.system, system.percent / 100, None, system.source, system.date],
+            )
+            for system in board.systems
+        ]
+        runs = {
+            figure["config_row"]: Path(figure["workdir"])
+            for figure in listed
+            if figure["dataset"] == dataset and figure["workdir"]
+        }
+        lines += _our_lines(board, runs)
+        lines.sort(key=lambda line: -line[0])
+        columns = ("system", board.measure, "n", "source", "date")
+        tables.append(Table(f"{dataset}, board", columns, [cells for _, cells in lines]))
+    return tables
+
+
+def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[tuple[float, list[Cell]]]:
+    """The percents and the lines of a board's rows of ours, from the folders of their runs."""
+    measured: dict[str, list[tuple[float, int]]] = {}
+    for row, folder in runs.items():
+        scores = read_json(folder / "scores.json")
+        sets = [name for name in board.sets if name in scores["by_category"]]
+        if board.sets and len(sets) != (len(board.sets) if board.one_pool else 1):
+            continue
+        system, means = row, [_mean_of_set(scores, board.scorer, name) for name in sets]
+        if not board.sets:
+            means = [_measured(scores, board.scorer, board.group)]
+        elif not board.one_pool:
+            system = row.removesuffix(f"_{sets[0]}")
+        count = _certainty(scores, board.scorer, board.group)["n"] or scores["n"]
+        if None not in means:
+            measured.setdefault(system, []).extend((mean, count // len(means)) for mean in means)
+    for system, scored in measured.items():
+        means, counts = zip(*scored, strict=True)
+        mean = sum(means) / len(means)
+        part = f", {len(means)} of {len(board.sets)} sets" if board.sets else ""
+        yield 100 * mean, [system, mean, sum(counts), f"ours{part}", ""]
+
+
+def _mean_of_set(scores: Mapping[str, Any], scorer: str, name: str) -> float | None:
+    """A set's score: the mean over its languages, where it has several."""
+    groups = scores["by_category"]
+    languages = [group for group in groups if group.startswith(f"{name}, ")] or [name]
+    means = [groups[language].get(scorer) for language in languages]
+    return None if None in means else sum(means) / len(means)
 
 
 def _numbered(table: str) -> int:

@@ -1,0 +1,88 @@
+"""Boards: the best published systems of a benchmark, beside what was measured of our rows."""
+
+import json
+import re
+
+import pytest
+
+from mmqa_jax.benchmarks import NAMES
+from mmqa_jax.benchmarks.benchmark import open_benchmark
+from mmqa_jax.benchmarks.mbeir import SETS
+from mmqa_jax.runs.tables import board_tables, list_rows
+
+BOARDS = [name for name in NAMES if open_benchmark(name).board is not None]
+
+
+def measured(folder, dataset, row, split, by_category, scorer, mean=0.5):
+    """Writes what a run of a row measured."""
+    (folder / row).mkdir(parents=True)
+    scores = {
+        "row": row,
+        "dataset": dataset,
+        "split": split,
+        "n": 32,
+        "scores": {scorer: mean},
+        "by_category": {name: {scorer: value} for name, value in by_category.items()},
+        "n_by_scorer": {scorer: 32},
+        "n_by_category": dict.fromkeys(by_category, 2),
+    }
+    (folder / row / "scores.json").write_text(json.dumps(scores))
+
+
+def board(dataset, folder):
+    (table,) = board_tables(list_rows(dataset, folder))
+    return table
+
+
+@pytest.mark.parametrize("name", BOARDS)
+def test_systems_are_dated_and_in_order(name):
+    board = open_benchmark(name).board
+    figures = [system.percent for system in board.systems]
+    assert figures == sorted(figures, reverse=True)
+    assert 2 <= len(figures) <= 5
+    assert all(0 < figure < 100 for figure in figures)
+    assert all(system.source for system in board.systems)
+    assert all(re.fullmatch(r"20\d\d(-\d\d){0,2}", system.date) for system in board.systems)
+
+
+def test_a_row_of_ours_stands_where_its_figure_is(tmp_path):
+    measured(tmp_path, "mmmu", "qwen3_vl", "val", {}, "mmmu/official", 0.843)
+    rows = board("mmmu", tmp_path).rows
+    assert [row[0] for row in rows[1:4]] == [
+        "DreamPRM-1.5 (GPT-5-mini)",
+        "qwen3_vl",
+        "GPT-5, thinking",
+    ]
+    assert rows[2] == ["qwen3_vl", 0.843, 32, "ours", ""]
+
+
+def test_sets_that_rows_ran_one_by_one(tmp_path):
+    languages = {"vidore_v3_hr, english": 0.9, "vidore_v3_hr, french": 0.5}
+    for name, by_category in (
+        ("vidore_v3_hr", {"vidore_v3_hr": 0.8, **languages}),
+        ("vidore_v3_physics", {"vidore_v3_physics": 0.3}),
+    ):
+        measured(tmp_path, "vidore", f"bm25_{name}", "test", by_category, "vidore/official")
+    # Of another version of ViDoRe.
+    other = "esg_reports_v2"
+    row = f"qwen3_vl_embedding_{other}"
+    measured(tmp_path, "vidore", row, "test", {other: 0.9}, "vidore/official")
+    (ours,) = (row for row in board("vidore", tmp_path).rows if row[3].startswith("ours"))
+    assert ours == ["bm25", pytest.approx((0.7 + 0.3) / 2), 64, "ours, 2 of 8 sets", ""]
+
+
+def test_sets_that_one_row_ran_in_one_pool(tmp_path):
+    of_sets = {name: number / 100 for number, name in enumerate(SETS)}
+    scorer = "mbeir/official"
+    measured(tmp_path, "mbeir", "clip_sf_union", "test", of_sets, scorer)
+    own_pool = {"webqa_task1": 0.9}
+    measured(tmp_path, "mbeir", "clip_sf_webqa_task1", "test", own_pool, scorer)
+    (ours,) = (row for row in board("mbeir", tmp_path).rows if row[3].startswith("ours"))
+    assert ours == ["clip_sf_union", pytest.approx(0.075), 32, "ours, 16 of 16 sets", ""]
+
+
+def test_a_group_of_questions(tmp_path):
+    groups = {"multi-modal": 0.6, "single-modal": 0.9}
+    measured(tmp_path, "multimodalqa", "smollm2_oracle", "val", groups, "multimodalqa/list_f1")
+    rows = board("multimodalqa", tmp_path).rows
+    assert rows[1] == ["smollm2_oracle", 0.6, 2, "ours", ""]
