@@ -25,9 +25,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         help="workdir of a contrastive run, its folder best, a CLIP or SigLIP (converted, or of "
-        "transformers), a Qwen3-VL-Embedding, a ColQwen, or a published encoder of texts (folder, "
-        "ORG/NAME or minilm); or a converted CLIP ResNet (modified_resnet), for the grids that "
-        "Prophet's MCAN reads",
+        "transformers), a Qwen3-VL-Embedding, a ColPali or its like, or a published encoder of "
+        "texts (folder, ORG/NAME or minilm); or a converted CLIP ResNet (modified_resnet), for the "
+        "grids that Prophet's MCAN reads",
     )
     flags.add(parser, "download")
     parser.add_argument("--out", required=True, help="folder for the embeddings")

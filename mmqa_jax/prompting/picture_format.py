@@ -20,8 +20,6 @@ from mmqa_jax.models.llava.config import (
     ORIGINAL_IMAGE_TOKEN,
     LlavaConfig,
     PictureConfig,
-    RatioTiles,
-    RowTiles,
 )
 from mmqa_jax.models.mistral3.network import Mistral3Config
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
@@ -285,10 +283,10 @@ class _Marked(abc.ABC):
 
 
 class TilesFormat(_Marked):
-    """That of a model whose pictures are tiles, each with a placeholder of its own (`_TEXTS`)."""
+    """That of a model whose pictures are tiles, each with a placeholder of its own."""
 
     def _written(self, shown_picture: Shown) -> str:
-        return _TEXTS[type(self._config.split)](self.placeholder, *self._grid(shown_picture))
+        return self._config.split.written(self.placeholder, *self._grid(shown_picture))
 
     def _grid(self, shown_picture: Shown) -> tuple[int, int]:
         """Rows and columns of a picture's tiles, without the whole."""
@@ -366,32 +364,6 @@ class BreaksFormat(SizedFormat):
     def _size(self, width: int, height: int) -> tuple[int, int]:
         longest = self._config.vision.image_size
         return resize.within_size(width, height, longest, self._config.units.unit)
-
-
-def _in_rows(placeholder: str, rows: int, columns: int) -> str:
-    """Idefics3's text of a picture of so many tiles: each behind a token of its row and column, the
-    whole behind that of all.
-
-    Original: transformers models/idefics3/processing_idefics3.py.
-    """
-    around, text = "<fake_token_around_image>", ""
-    for row in range(rows if rows * columns > 1 else 0):
-        tiles = (f"<row_{row + 1}_col_{column + 1}>" for column in range(columns))
-        text += "".join(f"{around}{tile}{placeholder}" for tile in tiles) + "\n"
-    text += "\n" if text else ""
-    return f"{text}{around}<global-img>{placeholder}{around}"
-
-
-def _in_a_row(placeholder: str, rows: int, columns: int) -> str:
-    """InternVL's text of a picture of so many tiles: all, and the whole, between two tokens.
-
-    Original: transformers models/internvl/processing_internvl.py.
-    """
-    tiles = rows * columns
-    return f"<img>{placeholder * (tiles + (tiles > 1))}</img>"
-
-
-_TEXTS = {RowTiles: _in_rows, RatioTiles: _in_a_row}
 
 
 def _with_bos(tokenizer: text_tokenizer.TextTokenizer, text: str) -> list[int]:

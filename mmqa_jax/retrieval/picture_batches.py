@@ -1,7 +1,8 @@
-"""Prompts with pictures of any size in batches of a few shapes, for a Qwen-VL that only reads.
+"""Prompts with pictures in batches of a few shapes, for a model that only reads them.
 
-Pictures are padded to the buckets of their tower and prompts to lengths of their own: there is one
-program for each pair of both and each number of pictures, whatever pictures come.
+A Qwen-VL's pictures, of any size, are padded to the buckets of their tower; those of others are
+squares, or tiles, each a picture of its own. Prompts are padded to lengths of their own: there is
+one program for each bucket, length and number of pictures, whatever pictures come.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ import jax
 import numpy as np
 
 from mmqa_jax.core.serving import Serving
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import expand_images
+from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.retrieval.embedder import rows_of_length
+
+SeeingConfig = qwen_vl.QwenVLConfig | LlavaConfig | ModernVBertConfig
 
 HELD = 64  # decoded pictures at a time; of a page some 5 MB
 
 
 class PicturePrompt(NamedTuple):
-    """Tokens with one placeholder for each picture, uint8 [H, W, 3], of sides of whole units."""
+    """Tokens with one placeholder for each picture, uint8 [H, W, 3]: of sides of whole units, or a
+    square of the tower's size."""
 
     tokens: Sequence[int]
     pictures: tuple[np.ndarray, ...] = ()
@@ -33,14 +40,14 @@ class PromptBatch(NamedTuple):
 
     input_ids: np.ndarray  # int32 [B, L]
     mask: np.ndarray  # bool [B, L]
-    pictures: qwen_vl.PatchBatch | None = None  # arrays [B, K, ...]
+    pictures: qwen_vl.PatchBatch | np.ndarray | None = None  # [B, K, ...]; squares are uint8
     rows: np.ndarray | None = None  # int32 [B, L]
     positions: np.ndarray | None = None  # int32 [B, L, 3]
 
 
 def prompt_batches(
     prompts: Sequence[PicturePrompt],
-    config: qwen_vl.QwenVLConfig,
+    config: SeeingConfig,
     serving: Serving,
     lengths: Sequence[int],
     pad_token: int,
@@ -54,13 +61,20 @@ def prompt_batches(
     """
     groups: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
     for number, prompt in enumerate(prompts):
-        grids = (qwen_vl.grid_of(pixels.shape, config.vision) for pixels in prompt.pictures)
-        units = [qwen_vl.bucket_of(grid, config.vision) for grid in grids]
+        bucket = 0
+        if isinstance(config, qwen_vl.QwenVLConfig):
+            grids = (qwen_vl.grid_of(pixels.shape, config.vision) for pixels in prompt.pictures)
+            units = (qwen_vl.bucket_of(grid, config.vision) for grid in grids)
+            bucket = max(units, default=0)
         tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
         length = lengths[int(np.searchsorted(lengths, tokens))]
-        groups[len(units), max(units, default=0), length].append(number)
+        groups[len(prompt.pictures), bucket, length].append(number)
     for (count, bucket, length), members in sorted(groups.items()):
-        most = rows_of_length(serving, attended(config, bucket, length))
+        if isinstance(config, qwen_vl.QwenVLConfig):
+            most = rows_of_length(serving, attended(config, bucket, length))
+        else:  # squares see themselves alone
+            of_squares = int(count**0.5 * config.vision.patches)
+            most = rows_of_length(serving, max(length, of_squares))
         for start in range(0, len(members), most):
             chunk = members[start : start + most]
             size = min(serving.size_for(len(chunk)), most)
@@ -69,7 +83,7 @@ def prompt_batches(
             yield np.array(chunk), _batch(rows_of_batch, config, count, bucket, length, pad_token)
 
 
-def beyond_placeholders(pictures: Sequence[np.ndarray], config: qwen_vl.QwenVLConfig) -> int:
+def beyond_placeholders(pictures: Sequence[np.ndarray], config: SeeingConfig) -> int:
     """Tokens of pictures in a prompt beyond their placeholders."""
     return sum(config.picture_tokens(pixels.shape) - 1 for pixels in pictures)
 
@@ -81,12 +95,18 @@ def attended(config: qwen_vl.QwenVLConfig, bucket: int, length: int) -> int:
 
 def _batch(
     prompts: Sequence[PicturePrompt],
-    config: qwen_vl.QwenVLConfig,
+    config: SeeingConfig,
     count: int,
     bucket: int,
     length: int,
     pad_token: int,
 ) -> PromptBatch:
+    pictures = [pixels for prompt in prompts for pixels in prompt.pictures]
+    if not isinstance(config, qwen_vl.QwenVLConfig):
+        tokens, counts = [prompt.tokens for prompt in prompts], [count] * len(prompts)
+        squares = np.stack(pictures).reshape(-1, count, *pictures[0].shape) if count else None
+        expanded = expand_images(tokens, counts, config, length=length, pad_token=pad_token)
+        return PromptBatch(*expanded, squares)
     made = qwen_vl.expand_pictures(
         [prompt.tokens for prompt in prompts],
         [[pixels.shape for pixels in prompt.pictures] for prompt in prompts],
@@ -97,7 +117,6 @@ def _batch(
     )
     if not count:
         return PromptBatch(made.input_ids, made.mask)
-    pictures = [pixels for prompt in prompts for pixels in prompt.pictures]
     laid = qwen_vl.lay_out(pictures, config.vision, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
     return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)

@@ -23,17 +23,20 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
-from mmqa_jax.data.pictures.resize import PictureSizes
+from mmqa_jax.data.pictures.resize import Canvas, PictureSizes
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.models.common.array_layout import restacked
 from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
+from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
     PicturePrompt,
+    PromptBatch,
+    SeeingConfig,
     beyond_placeholders,
     prompt_batches,
 )
@@ -48,9 +51,12 @@ _AROUND = 128  # tokens around a picture, with room
 @functools.lru_cache(maxsize=8)  # encoders of one config share their programs
 def make_encode_prompts(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
     """The jitted encoder of prompts: (state, PromptBatch) -> vectors [B, D]."""
-    return jax.jit(
-        lambda state, batch: nnx.merge(graphdef, restacked(state)).encode_prompts(*batch)
-    )
+
+    def encode(state: Any, batch: PromptBatch) -> jax.Array:
+        arrays = (array for array in batch if array is not None)
+        return nnx.merge(graphdef, restacked(state)).encode_prompts(*arrays)
+
+    return jax.jit(encode)
 
 
 class VLMEmbedder(Embedder):
@@ -61,9 +67,14 @@ class VLMEmbedder(Embedder):
     """
 
     def __init__(
-        self, graphdef: Any, state: Any, chat: PictureChat, config: QwenVLConfig, **options: Any
+        self,
+        graphdef: Any,
+        state: Any,
+        chat: PictureChat | None,
+        config: SeeingConfig,
+        **options: Any,
     ):
-        """As an Embedder's; `chat` makes the prompts, `config` is the model's."""
+        """As an Embedder's; `chat` or a subclass makes the prompts, `config` is the model's."""
         super().__init__(
             graphdef,
             state,
@@ -148,10 +159,17 @@ class VLMEmbedder(Embedder):
         return made
 
 
-def picture_options(config: QwenVLConfig) -> dict[str, Any]:
-    """What an Embedder needs to know of pictures that a Qwen-VL sees."""
-    side = math.isqrt(config.vision.max_pixels)
-    return {"image_size": side, "resize": picture_sizes(config.vision), "alpha": "white"}
+def picture_options(config: SeeingConfig) -> dict[str, Any]:
+    """What an Embedder needs to know of pictures that a model sees."""
+    if isinstance(config, QwenVLConfig):
+        side = math.isqrt(config.vision.max_pixels)
+        return {"image_size": side, "resize": picture_sizes(config.vision), "alpha": "white"}
+    side = config.vision.image_size
+    if config.split is None:
+        return {"image_size": side, "resize": config.resize, "alpha": "dropped"}
+    longest = math.ceil(config.split.longest / side) * side
+    canvas = Canvas(config.split, side)
+    return {"image_size": longest, "resize": canvas, "alpha": "dropped"}
 
 
 def picture_sizes(config: QwenVisionConfig) -> PictureSizes:
@@ -211,12 +229,17 @@ def load_vlm_embedder(
     )
 
 
-def prompt_lengths(folder: str | os.PathLike, config: QwenVLConfig, longest: int) -> tuple:
+def prompt_lengths(folder: str | os.PathLike, config: SeeingConfig, longest: int) -> tuple:
     """Lengths to which prompts are padded; UserError where the largest picture does not fit."""
-    buckets = length_buckets(longest, config.llama.positions)
-    if buckets[-1] < config.vision.most_units + _AROUND:
+    text = config.text if isinstance(config, ModernVBertConfig) else config.llama
+    buckets = length_buckets(longest, text.positions)
+    if isinstance(config, QwenVLConfig):
+        most = config.vision.most_units
+    else:
+        most = config.most_squares * config.features
+    if buckets[-1] < most + _AROUND:
         raise UserError(
-            f"{folder}: reads prompts of {buckets[-1]} tokens, and a picture may have "
-            f"{config.vision.most_units}; use a checkpoint that reads longer ones."
+            f"{folder}: reads prompts of {buckets[-1]} tokens, and a picture may have {most}; use "
+            "a checkpoint that reads longer ones."
         )
     return buckets

@@ -8,11 +8,12 @@ from typing import Any
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.late_interaction import is_late_interaction
+from mmqa_jax.models.encoders.page_retrievers import page_retriever
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
-from mmqa_jax.models.encoders.vlm_keys import check_family, is_colqwen
-from mmqa_jax.retrieval.colqwen import load_colqwen_embedder
+from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.late_interaction import load_late_interaction_embedder
+from mmqa_jax.retrieval.page_embedder import load_page_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
@@ -44,10 +45,10 @@ def open_embedder(
     """The embedder that a path or name means, and pictures sized for it.
 
     Args:
-      model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; or
-        a published encoder of texts, also one of late interaction, which embeds pictures by their
-        captions. What is published is named by its folder, ORG/NAME in the Hugging Face cache, or
-        `minilm`.
+      model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; a
+        retriever of pages; or a published encoder of texts, also one of late interaction, which
+        embeds pictures by their captions. What is published is named by its folder, ORG/NAME in
+        the Hugging Face cache, or `minilm`.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if str(model) == "minilm":
@@ -58,8 +59,8 @@ def open_embedder(
         kind = read_record(folder).architecture.name if converted else published_kind(folder)
         entries = (entry for entry in architectures().values() if entry.embeds)
         family = next((e.name for e in entries if kind in (e.name, *e.embeds)), "")
-        if is_colqwen(folder):
-            embedder: Embedder = load_colqwen_embedder(folder, **(options or {}))
+        if retriever := page_retriever(folder):
+            embedder: Embedder = load_page_embedder(folder, retriever, **(options or {}))
         elif family == "qwen_vl":
             embedder = load_vlm_embedder(folder, **(options or {}))
         elif family or converted:  # another converted one is refused there

@@ -158,20 +158,20 @@ def test_processor_of_transformers_writes_the_same_prompts(theirs):
         pytest.skip("colpali_engine is not here")
     processor = transformers.ColQwen2Processor(theirs.processor, theirs.tokenizer)
     ours, _ = open_embedder(theirs.folder, corpus_of_lists(["a"], None, None, None))
-    for text, prompt in zip(QUERIES, ours._questions(QUERIES), strict=True):
+    for text, prompt in zip(QUERIES, ours.writer.questions(QUERIES), strict=True):
         (ids,) = processor.process_queries([text])["input_ids"]
         assert list(prompt.tokens) == ids.tolist()
     picture = small_pictures()[0]
     ids = processor.process_images([picture])["input_ids"][0].tolist()
     height, width = smart_resize(picture.height, picture.width, UNIT, 1600, 136 * 136)
-    (prompt,) = ours._sources([""], [np.zeros((height, width, 3), np.uint8)])
+    (prompt,) = ours.writer.sources([""], [np.zeros((height, width, 3), np.uint8)])
     once = [x for n, x in enumerate(ids) if x != theirs.image or ids[n - 1] != theirs.image]
     assert list(prompt.tokens) == once
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [("projection", "lacks embedding_proj_layer and custom_text_proj"), ("key", "'pooled'")],
+    [("projection", "lacks embedding_proj_layer"), ("key", "'pooled'")],
 )
 def test_folders_that_are_refused(change, message, tmp_path):
     folder = tmp_path / "model"

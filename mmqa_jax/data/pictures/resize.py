@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import ClassVar, Literal, NamedTuple, Protocol, get_args
 
 import numpy as np
 from jaxtyping import Float, Float64, Int64, UInt8
@@ -94,14 +94,51 @@ class NaFlex:
         return patches(low, width), patches(low, height)
 
 
+class TileSteps(Protocol):
+    """How a picture becomes a canvas of whole tiles; see `models.llava.config.RowTiles`."""
+
+    resample: ClassVar[str]
+
+    def steps(self, width: int, height: int, side: int) -> list[tuple[int, int]]:
+        """Widths and heights to which a picture is resized one after the other."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """Pictures scaled to canvases of whole tiles, which `tiles_of` cuts.
+
+    Attributes:
+      split: how; the whole that follows the tiles is made of the canvas.
+      side: of a tile in pixels.
+    """
+
+    split: TileSteps
+    side: int
+
+    def of(self, image: Image.Image, name: str = "picture") -> Image.Image:
+        """The canvas of an RGB picture; PictureError for one that is too long and thin."""
+        steps = self.split.steps(*image.size, self.side)
+        return _in_steps(image, steps, self.split.resample, name)
+
+    def tiles_of(self, pixels: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "tiles S S 3"]:
+        """The tiles of a canvas, row by row; several are followed by the whole."""
+        canvas, side = Image.fromarray(pixels), self.side
+        tiles = _cut(canvas, side)
+        if len(tiles) == 1:
+            return tiles
+        whole = canvas.resize((side, side), _FILTERS[self.split.resample])
+        return np.concatenate([tiles, np.asarray(whole)[None]])
+
+
 # What a picture is made: square in one of these ways, or of a shape near its own.
-PictureShape = Resize | NaFlex | PictureSizes
+PictureShape = Resize | NaFlex | PictureSizes | Canvas
 
 
 def to_pixels(
     image: Image.Image, size: int, resize: PictureShape = "squash", name: str = "picture"
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Makes a picture square, bicubic; of NaFlex and PictureSizes a rectangle of whole patches.
+    """Makes a picture square, bicubic; of NaFlex and PictureSizes a rectangle of whole patches, of
+    Canvas one of whole tiles.
 
     Args:
       image: an RGB picture.
@@ -126,6 +163,8 @@ def square(
         shape = columns * resize.patch, rows * resize.patch
         check_made(shape[0], max(image.height, shape[1]), name)
         return image.resize(shape, _FILTERS[resize.resample])
+    if isinstance(resize, Canvas):
+        return resize.of(image, name)
     if isinstance(resize, PictureSizes):
         shape = qwen_size(*image.size, resize, name)
         check_made(shape[0], max(image.height, shape[1]), name)
@@ -367,16 +406,22 @@ def cut_tiles(
     Raises:
       PictureError: it is too long and thin.
     """
-    canvas, used = image, _FILTERS[resample]
-    for size in steps:
-        check_made(size[0], max(canvas.height, size[1]), name)  # Pillow resizes one side first
-        canvas = canvas.resize(size, used)
+    canvas = _in_steps(image, steps, resample, name)
     tiles = _cut(canvas, side)
     if len(tiles) == 1:
         return tiles
     check_made(side, image.height, name)
-    whole = (canvas if whole_of_canvas else image).resize((side, side), used)
+    whole = (canvas if whole_of_canvas else image).resize((side, side), _FILTERS[resample])
     return np.concatenate([tiles, np.asarray(whole)[None]])
+
+
+def _in_steps(
+    image: Image.Image, steps: Sequence[tuple[int, int]], resample: str, name: str
+) -> Image.Image:
+    for size in steps:
+        check_made(size[0], max(image.height, size[1]), name)  # Pillow resizes one side first
+        image = image.resize(size, _FILTERS[resample])
+    return image
 
 
 # Parts of a resized picture, equal to Pillow's whole one bit by bit. A picture of 1 x 65,000 scaled

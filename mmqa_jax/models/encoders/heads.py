@@ -18,6 +18,9 @@ from mmqa_jax.models.encoders.dual_encoder import mean_pool
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llama.network import last_token as state_at_end
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.network import Llava, among_words
+from mmqa_jax.models.modernvbert.network import ModernVBert
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
 from mmqa_jax.models.two_towers.network import l2_normalize
 
@@ -178,37 +181,120 @@ class QwenVLPooled(QwenVL):
         return self.llama.encode(tokens, positions=positions, deepstack=deepstack)
 
 
-class QwenVLTokens(QwenVLPooled):
-    """ColQwen (Faysse et al. 2024, "ColPali"): a vector of length 1 for each token of a prompt."""
+class QwenVLReader(QwenVLPooled):
+    """A Qwen-VL without an output head."""
 
-    def __init__(self, config: QwenVLConfig, dim: int, *, rngs: nnx.Rngs):
-        """`dim`: the values of a vector."""
+    def __init__(self, config: QwenVLConfig, *, rngs: nnx.Rngs):
         headless = dataclasses.replace(config.llama, tied=True)
         super().__init__(dataclasses.replace(config, llama=headless), rngs=rngs)
-        self.projection = Linear(config.llama.hidden, dim, ("embed", None), rngs=rngs)
+        self.width = config.llama.hidden
+
+
+class LlavaReader(Llava):
+    """A tower and a decoder without an output head, whose tokens' states are asked for."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        headless = dataclasses.replace(config.llama, tied=True)
+        super().__init__(dataclasses.replace(config, llama=headless), rngs=rngs)
+        self.width = config.llama.hidden
+
+    def states(
+        self, input_ids: jax.Array, mask: jax.Array, pictures: jax.Array | None = None
+    ) -> jax.Array:
+        """Right-padded prompts -> the normed states of their tokens [B, L, H].
+
+        Args:
+          input_ids: int [B, L], one placeholder for each token of a picture.
+          mask: bool [B, L], true at real tokens.
+          pictures: uint8 [B, K, S, S, 3], squares in the order of their placeholders; None: none.
+        """
+        placeholder = input_ids == self.config.image_token  # [B, L]
+        words = jnp.where(placeholder, 0, input_ids)
+        tokens = self.llama.words_of(words)
+        if pictures is not None:
+            flat = pictures.reshape(-1, *pictures.shape[2:])  # [B * K, S, S, 3]
+            features = self.encode_images(self.vision.normalize(flat))
+            tokens = among_words(tokens, features, placeholder)
+        tokens = self.llama.with_side(tokens, words)
+        seen_whole = self.seen_whole(input_ids, mask)
+        is_causal = self.config.llama.picture_sight == "causal"  # then none sees the padding
+        return self.llama.encode(tokens, None if is_causal else mask, pictures=seen_whole)
+
+
+class TokenHead(nnx.Module):
+    """ColPali's head (Faysse et al. 2024) on a reader of prompts: a vector of length 1 for each
+    token."""
+
+    def __init__(self, config: Any, dim: int, *, rngs: nnx.Rngs):
+        """`dim`: the values of a vector."""
+        super().__init__(config, rngs=rngs)
+        self.projection = Linear(self.width, dim, ("embed", None), rngs=rngs)
 
     def __call__(self, *prompts: Any) -> jax.Array:
-        """Prompts as `states` takes them -> float32 [B, L, D]."""
+        """Prompts as the reader's `states` takes them -> float32 [B, L, D]."""
         return l2_normalize(self.projection(self.states(*prompts)).astype(jnp.float32))
 
 
-class QwenVLEncoder(QwenVLPooled):
-    """One vector of a prompt; without an output head."""
+class PooledHead(nnx.Module):
+    """One vector of length 1 of a prompt, on a reader of prompts."""
 
-    def __init__(self, config: QwenVLConfig, truncate_dim: int | None = None, *, rngs: nnx.Rngs):
-        """`truncate_dim`: the first so many values are kept (Matryoshka); None: all."""
-        headless = dataclasses.replace(config.llama, tied=True)
-        super().__init__(dataclasses.replace(config, llama=headless), rngs=rngs)
-        self.truncate_dim = truncate_dim
+    def __init__(
+        self,
+        config: Any,
+        truncate_dim: int | None = None,
+        pooling: str = "lasttoken",
+        dim: int | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Adds a pooling and a linear layer to a reader.
+
+        Args:
+          config: the reader's.
+          truncate_dim: the first so many values are kept (Matryoshka); None: all.
+          pooling: one of POOLINGS.
+          dim: values behind a linear layer over what is pooled; None: there is none.
+          rngs: of the first parameters.
+        """
+        super().__init__(config, rngs=rngs)
+        self.truncate_dim, self.pooling = truncate_dim, pooling
+        if dim is not None:
+            self.projection = Linear(self.width, dim, ("embed", None), rngs=rngs)
 
     def encode_text(self, input_ids: jax.Array, attention_mask: jax.Array) -> jax.Array:
         """Prompts without pictures, [B, L] each -> float32 [B, D], of length 1."""
         return self.encode_prompts(input_ids, attention_mask)
 
     def encode_prompts(self, *prompts: Any) -> jax.Array:
-        """Prompts as `last_states` takes them -> float32 [B, D], of length 1."""
-        states = self.last_states(*prompts)
-        return l2_normalize(states[:, : self.truncate_dim])
+        """Prompts as the reader's `states` takes them -> float32 [B, D], of length 1."""
+        pooled = POOLINGS[self.pooling](self.states(*prompts), prompts[1])
+        if hasattr(self, "projection"):
+            pooled = self.projection(pooled).astype(jnp.float32)
+        return l2_normalize(pooled[:, : self.truncate_dim])
+
+
+class QwenVLTokens(TokenHead, QwenVLReader):
+    """ColQwen."""
+
+
+class QwenVLEncoder(PooledHead, QwenVLReader):
+    """Qwen3-VL-Embedding, BiQwen."""
+
+
+class LlavaTokens(TokenHead, LlavaReader):
+    """ColPali, ColIdefics3, ColGemma."""
+
+
+class LlavaEncoder(PooledHead, LlavaReader):
+    """BiPali, BiIdefics3, BiGemma."""
+
+
+class ModernVBertTokens(TokenHead, ModernVBert):
+    """ColModernVBERT."""
+
+
+class ModernVBertEncoder(PooledHead, ModernVBert):
+    """BiModernVBERT."""
 
 
 class QwenVLYesNo(QwenVLPooled):

@@ -96,6 +96,20 @@ class RowTiles:
         """The most tiles of a canvas."""
         return math.ceil(self.longest / side) ** 2
 
+    @staticmethod
+    def written(placeholder: str, rows: int, columns: int) -> str:
+        """The text of a picture of so many tiles: each stands behind a token of its row and column,
+        the whole behind that of all.
+
+        Original: transformers models/idefics3/processing_idefics3.py.
+        """
+        around, text = "<fake_token_around_image>", ""
+        for row in range(rows if rows * columns > 1 else 0):
+            tiles = (f"<row_{row + 1}_col_{column + 1}>" for column in range(columns))
+            text += "".join(f"{around}{tile}{placeholder}" for tile in tiles) + "\n"
+        text += "\n" if text else ""
+        return f"{text}{around}<global-img>{placeholder}{around}"
+
 
 def _to_even(length: int) -> int:
     return length + length % _EVEN
@@ -146,6 +160,15 @@ class RatioTiles:
     def most_tiles(self, side: int) -> int:
         """The most tiles of a canvas."""
         return self.most
+
+    @staticmethod
+    def written(placeholder: str, rows: int, columns: int) -> str:
+        """The text of a picture of so many tiles: all, and the whole, stand between two tokens.
+
+        Original: transformers models/internvl/processing_internvl.py.
+        """
+        tiles = rows * columns
+        return f"<img>{placeholder * (tiles + (tiles > 1))}</img>"
 
 
 Split = RowTiles | RatioTiles

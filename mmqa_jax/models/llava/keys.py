@@ -152,7 +152,9 @@ def _tower_rules(config: LlavaConfig) -> list[Rule]:
     return [dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in rules]
 
 
-def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
+def open_llava(
+    folder: Path, clip: Path | None = None, published: Mapping[str, Any] | None = None
+) -> layouts.Checkpoint:
     """Opens a LLaVA checkpoint of any layout, reading headers only.
 
     A vision tower in the checkpoint is the one that is used. (haotian-liu/LLaVA reads CLIP's own:
@@ -164,9 +166,11 @@ def open_llava(folder: Path, clip: Path | None = None) -> layouts.Checkpoint:
         SiglipModel or vision model alone): its vision tower where the checkpoint has none, and its
         sizes where the original's config names another than CLIP ViT-L/14 at 336 pixels. None takes
         the folder that `mm_vision_tower` of the original's config names, if there is one.
+      published: its config; None: that of config.json.
     """
     file = layouts.config_file(folder)
-    published, make_whole = read_rounding(read_json(file), str(file))
+    published = read_json(file) if published is None else published
+    published, make_whole = read_rounding(published, str(file))
     source, ignore = make_whole(layouts.open_source(folder)), _BUFFERS
     if "text_config" in published:
         config = llava_config(published, str(file), has_head(source))

@@ -70,6 +70,23 @@ def picture_features(
     return features if config.feature_scale == 1 else features * config.feature_scale
 
 
+def among_words(tokens: jax.Array, features: jax.Array, placeholder: jax.Array) -> jax.Array:
+    """Puts each row's pictures' tokens in the places of its placeholders, in their order.
+
+    Args:
+      tokens: [B, L, H] of words.
+      features: [B * K, features, H], K pictures of each row.
+      placeholder: bool [B, L].
+
+    Returns:
+      [B, L, H]; a placeholder without a picture is NaN.
+    """
+    of_row = features.reshape(len(tokens), -1, features.shape[-1]).astype(tokens.dtype)
+    place = jnp.maximum(jnp.cumsum(placeholder, axis=1) - 1, 0)[..., None]  # [B, L, 1]
+    places = jnp.take_along_axis(of_row, place, axis=1, mode="fill", fill_value=jnp.nan)
+    return jnp.where(placeholder[..., None], places, tokens)
+
+
 class Llava(nnx.Module):
     """Vision tower, connector and decoder."""
 

@@ -34,9 +34,12 @@ _HARMLESS = (
 )
 
 
-def with_split(folder: Path, config: LlavaConfig, kind: type[Split]) -> LlavaConfig:
+def with_split(folder: Path, config: Any, kind: type[Split]) -> Any:
     """The config with how the processor's file in a folder cuts and colors pictures; without one,
-    as the published models do."""
+    as the published models do.
+
+    config: LlavaConfig, or another with `vision` and `split`.
+    """
     side = config.vision.image_size
     split = RowTiles(longest=4 * side) if kind is RowTiles else RatioTiles()
     vision = config.vision

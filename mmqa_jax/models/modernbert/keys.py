@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -104,8 +105,8 @@ def modernbert_key_map(config: ModernBertConfig) -> KeyMap:
     Keys may start with `model.`; heads are ignored.
     """
     return KeyMap(
-        rules=_rules(config),
-        rename=[(r"^model\.", ""), *_renumbered(config)],
+        rules=modernbert_rules(config),
+        rename=[(r"^model\.", ""), *renumbered(config)],
         ignore=[r"^(head|decoder|classifier)\."],
     )
 
@@ -114,34 +115,36 @@ def modernbert_classifier_key_map(config: ModernBertConfig) -> KeyMap:
     """Key map of ModernBertForSequenceClassification and our ModernBertCrossEncoder."""
     return KeyMap(
         rules=[
-            *_rules(config, "bert/"),
+            *modernbert_rules(config, path="bert/"),
             *linear_rules("head.dense", "dense", config.classifier_bias),
             *norm_rules("head.norm", "norm", config.norm_bias),
             *linear_rules("classifier", "classifier"),
         ],
-        rename=[(r"^model\.", ""), *_renumbered(config)],
+        rename=[(r"^model\.", ""), *renumbered(config)],
     )
 
 
-def _rules(config: ModernBertConfig, path: str = "") -> list[Rule]:
+def modernbert_rules(config: ModernBertConfig, prefix: str = "", path: str = "") -> list[Rule]:
+    """Rules of the encoder; `prefix` stands before its keys, and `path` before our names."""
     rules = [
-        Rule("embeddings.tok_embeddings.weight", f"{path}tokens/table"),
-        *norm_rules("embeddings.norm", f"{path}embedding_norm", config.norm_bias),
-        *norm_rules("final_norm", f"{path}norm", config.norm_bias),
+        Rule(f"{prefix}embeddings.tok_embeddings.weight", f"{path}tokens/table"),
+        *norm_rules(f"{prefix}embeddings.norm", f"{path}embedding_norm", config.norm_bias),
+        *norm_rules(f"{prefix}final_norm", f"{path}norm", config.norm_bias),
     ]
-    for layer, ours in (("first", "first"), ("layers.{layer}", "layers")):
+    for layer, ours in ((f"{prefix}first", "first"), (f"{prefix}layers.{{layer}}", "layers")):
         for part, name in _PARTS.items():
             bias = config.attention_bias if part.startswith("attn.") else config.mlp_bias
             rules += linear_rules(f"{layer}.{part}", f"{path}{ours}/{name}", bias)
         rules += norm_rules(f"{layer}.mlp_norm", f"{path}{ours}/mlp_norm", config.norm_bias)
-    norm = norm_rules("layers.{layer}.attn_norm", f"{path}layers/attention_norm", config.norm_bias)
-    return [*rules, *norm]
+    later = f"{prefix}layers.{{layer}}.attn_norm"
+    return [*rules, *norm_rules(later, f"{path}layers/attention_norm", config.norm_bias)]
 
 
-def _renumbered(config: ModernBertConfig) -> list[tuple[str, str]]:
+def renumbered(config: ModernBertConfig, prefix: str = "") -> list[tuple[str, str]]:
     """Renames of layers: the first is by itself, our stack begins with the second."""
-    later = [(rf"^layers\.{n}\.", f"layers.{n - 1}.") for n in range(1, config.layers)]
-    return [(r"^layers\.0\.", "first."), *later]
+    at = f"^{re.escape(prefix)}layers\\."
+    later = [(rf"{at}{n}\.", f"{prefix}layers.{n - 1}.") for n in range(1, config.layers)]
+    return [(rf"{at}0\.", f"{prefix}first."), *later]
 
 
 def _local(published: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:

@@ -156,7 +156,11 @@ class ModernBert(nnx.Module):
 
     def embed(self, input_ids: jax.Array) -> jax.Array:
         """int [B, L] -> [B, L, H] in the compute dtype."""
-        return self.embedding_norm(self.tokens(input_ids)).astype(self.config.dtype)
+        return self.normed(self.tokens(input_ids))
+
+    def normed(self, tokens: jax.Array) -> jax.Array:
+        """What the first layer gets of the table's rows, or of a picture's tokens, [B, L, H]."""
+        return self.embedding_norm(tokens).astype(self.config.dtype)
 
     def layer_outputs(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:
         """Every layer's output before the last norm: [layers, B, L, H]; mask bool [B, L]."""
@@ -171,8 +175,12 @@ class ModernBert(nnx.Module):
 
     def __call__(self, input_ids: jax.Array, mask: jax.Array) -> jax.Array:
         """input_ids int [B, L], mask bool [B, L] -> normed states of the last layer [B, L, H]."""
-        check_length(input_ids.shape[1], self.config.positions)
-        x, of_layer = self._first(self.embed(input_ids), mask)
+        return self.encode(self.embed(input_ids), mask)
+
+    def encode(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:
+        """Normed states of the last layer, of what `embed` gives: [B, L, H]; mask bool [B, L]."""
+        check_length(embedded.shape[1], self.config.positions)
+        x, of_layer = self._first(embedded, mask)
 
         def body(layer: ModernBertLayer, x, local, _):
             return layer(x, *of_layer(local)), None

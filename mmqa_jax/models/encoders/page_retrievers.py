@@ -1,0 +1,259 @@
+"""Retrievers that see pages, as colpali_engine and transformers publish them: one entry a class.
+
+An entry says which texts stand around a page and a question, and what is made of the tokens'
+states: a vector for each, or one of all. The model that reads the prompts is a Qwen-VL, a decoder
+behind a tower (PaliGemma, Idefics3, Gemma 3), or ModernVBERT.
+Originals: illuin-tech/colpali colpali_engine/models, transformers models/colpali, colqwen2 and
+colmodernvbert.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.encoders import heads
+from mmqa_jax.models.encoders.text_encoders import CONFIG
+from mmqa_jax.models.encoders.vlm_keys import for_reading_prompts, headless_key_map
+from mmqa_jax.models.llava.families import FAMILIES as TOWERED
+from mmqa_jax.models.llava.keys import llava_key_map, open_llava
+from mmqa_jax.models.modernvbert import keys as modernvbert
+from mmqa_jax.models.modernvbert.network import ModernVBertConfig
+from mmqa_jax.models.qwen_vl.keys import PUBLISHED as QWEN_VL
+from mmqa_jax.models.qwen_vl.keys import open_qwen_vl
+from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.keymap import KeyMap, linear_rules
+from mmqa_jax.weights.layouts import Checkpoint
+from mmqa_jax.weights.published import load_checkpoint
+
+PICTURE, TEXT = "{picture}", "{text}"  # their places in a prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class PageRetriever:
+    """How one class of retrievers makes vectors.
+
+    Attributes:
+      title: what people call it.
+      page, question, source: the prompts of a page, a question and a text that is searched.
+      pooling: what becomes of the tokens' states: one of `heads.POOLINGS`; "": a vector for each.
+      projection: of its tensors, the linear layer over states; "": there is none.
+      around: whether the tokenizer's own tokens stand around a prompt, too.
+      strips: whether the text loses the blanks at its end.
+      optional: marks that are plain text where the tokenizer has no such token.
+    """
+
+    title: str
+    page: str
+    question: str
+    source: str = TEXT
+    pooling: str = ""
+    projection: str = "custom_text_proj"
+    around: bool = True
+    strips: bool = False
+    optional: tuple[str, ...] = ()
+
+
+def _single(retriever: PageRetriever, title: str, **changes: Any) -> PageRetriever:
+    """The same with one vector of a prompt, of its last token if `changes` do not say it."""
+    usual = {"pooling": "lasttoken", "projection": ""}
+    return dataclasses.replace(retriever, title=title, **{**usual, **changes})
+
+
+_QWEN = PageRetriever(
+    title="ColQwen",
+    page=f"<|im_start|>user\n<|vision_start|>{PICTURE}<|vision_end|>"
+    "Describe the image.<|im_end|><|endoftext|>",
+    question=TEXT + 10 * "<|endoftext|>",
+)
+_PALI = PageRetriever(
+    title="ColPali",
+    # transformers' processor of PaliGemma puts a <bos> behind the picture where there is one.
+    page=f"{PICTURE}<bos><bos>Describe the image.\n",
+    question=f"<bos>{TEXT}" + 10 * "<pad>",
+    source=f"<bos>{TEXT}",
+    around=False,
+)
+_IDEFICS3 = PageRetriever(
+    title="ColIdefics3, ColSmol",
+    page=f"<|im_start|>User:{PICTURE}Describe the image.<end_of_utterance>\nAssistant:",
+    question=TEXT + 10 * "<end_of_utterance>",
+    projection="linear",
+)
+_MODERNVBERT = dataclasses.replace(
+    _IDEFICS3,
+    title="ColModernVBERT",
+    page=f"<|begin_of_text|>User:{PICTURE}Describe the image.<end_of_utterance>\nAssistant:",
+    projection="custom_text_proj",
+    optional=("<|begin_of_text|>",),
+)
+_GEMMA3 = PageRetriever(
+    title="ColGemma 3 (ColNetraEmbed)",
+    page=f"<bos><start_of_turn>user\n{PICTURE}Describe this image<end_of_turn>\n",
+    question=f"<bos><start_of_turn>user\nQuery: {TEXT}<end_of_turn>\n",
+    source=f"<bos><start_of_turn>user\nQuery: {TEXT}<end_of_turn>\n",
+    strips=True,
+)
+_OF_TRANSFORMERS = "embedding_proj_layer"
+# By an entry of `architectures` in config.json.
+RETRIEVERS: Mapping[str, PageRetriever] = {
+    "ColPali": _PALI,
+    "ColPaliForRetrieval": dataclasses.replace(
+        _PALI,
+        title="ColPali, of transformers",
+        page=f"{PICTURE}<bos>Describe the image.\n",
+        question=f"<bos>Question: {TEXT}" + 10 * "<pad>" + "\n",
+        projection=_OF_TRANSFORMERS,
+    ),
+    "BiPali": _single(_PALI, "BiPali", pooling="mean"),
+    "BiPaliProj": _single(_PALI, "BiPali", pooling="mean", projection="custom_text_proj"),
+    "ColIdefics3": _IDEFICS3,
+    "BiIdefics3": _single(_IDEFICS3, "BiIdefics3"),
+    "ColModernVBert": _MODERNVBERT,
+    "ColModernVBertForRetrieval": dataclasses.replace(_MODERNVBERT, projection=_OF_TRANSFORMERS),
+    "BiModernVBert": _single(_MODERNVBERT, "BiModernVBERT", pooling="mean"),
+    **dict.fromkeys(("ColQwen2", "ColQwen2_5", "ColQwen3", "ColQwen3_5"), _QWEN),
+    "ColQwen2ForRetrieval": dataclasses.replace(
+        _QWEN,
+        title="ColQwen, of transformers",
+        question=f"Query: {TEXT}" + 10 * "<|endoftext|>" + "\n",
+        projection=_OF_TRANSFORMERS,
+    ),
+    **dict.fromkeys(("BiQwen2", "BiQwen2_5", "BiQwen3", "BiQwen3_5"), _single(_QWEN, "BiQwen")),
+    "ColGemma3": _GEMMA3,
+    "BiGemma3": _single(
+        _GEMMA3,
+        "BiGemma 3 (NetraEmbed)",
+        question=f"<bos><start_of_turn>user\nQuery: {TEXT}" + 10 * "<eos>" + "<end_of_turn>\n",
+        strips=False,
+    ),
+}
+# The classes that transformers' own model types mean.
+_MODEL_TYPES = {
+    "colpali": "ColPaliForRetrieval",
+    "colqwen2": "ColQwen2ForRetrieval",
+    "colmodernvbert": "ColModernVBertForRetrieval",
+}
+_WRAPPER = kinds(object="vlm_config", size="embedding_dim", number="initializer_range")
+
+
+def page_retriever(folder: Path) -> PageRetriever | None:
+    """The entry of a published folder; None: it holds something else."""
+    published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if not isinstance(published, dict):
+        return None
+    classes = [_MODEL_TYPES.get(str(published.get("model_type")))]
+    classes += published.get("architectures") or []
+    return next((RETRIEVERS[name] for name in classes if name in RETRIEVERS), None)
+
+
+class _Reader(NamedTuple):
+    """A kind of models that read prompts.
+
+    Attributes:
+      open: (folder, config of the model or None) -> its checkpoint.
+      key_map: of a model without an output head.
+      tokens, pooled: its classes with a vector for each token, and with one.
+    """
+
+    open: Callable[[Path, Mapping[str, Any] | None], Checkpoint]
+    key_map: Callable[[Any], KeyMap]
+    tokens: type[nnx.Module]
+    pooled: type[nnx.Module]
+
+
+def _headless_llava(config: Any) -> KeyMap:
+    tied = dataclasses.replace(config.llama, tied=True)
+    of_llava = llava_key_map(dataclasses.replace(config, llama=tied))
+    # Old versions of both have the language model with its head, and later the model, within.
+    rename = (
+        (r"^model\.(?=model\.|language_model\.(model|lm_head)\.|lm_head\.)", ""),
+        *of_llava.rename,
+        (r"^language_model\.(layers|embed_tokens|norm)\.", r"language_model.model.\1."),
+    )
+    ignore = (*of_llava.ignore, r"^language_model\.lm_head\.")
+    return dataclasses.replace(of_llava, rename=rename, ignore=ignore, tied=())
+
+
+_READERS = (
+    (QWEN_VL, _Reader(open_qwen_vl, headless_key_map, heads.QwenVLTokens, heads.QwenVLEncoder)),
+    (
+        TOWERED,
+        _Reader(
+            lambda folder, published: open_llava(folder, published=published),
+            _headless_llava,
+            heads.LlavaTokens,
+            heads.LlavaEncoder,
+        ),
+    ),
+    (
+        (modernvbert.MODEL_TYPE,),
+        _Reader(
+            modernvbert.open_modernvbert,
+            modernvbert.modernvbert_key_map,
+            heads.ModernVBertTokens,
+            heads.ModernVBertEncoder,
+        ),
+    ),
+)
+
+
+def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | None = None) -> Any:
+    """The model in a folder, merged with its adapter; decoders compute in bfloat16 on accelerators.
+
+    Args:
+      folder: of transformers or colpali_engine.
+      retriever: its entry.
+      mesh: where the parameters go; None: the default device.
+    """
+    published, of_vlm = read_json(folder / CONFIG), None
+    where = str(folder / CONFIG)
+    if published.get("model_type") in _MODEL_TYPES:
+        of_vlm = published.get("vlm_config")
+        check_keys(published, where, read=_WRAPPER)
+        if not isinstance(of_vlm, dict):
+            raise UserError(f"{where}: lacks its vlm_config; fetch the file again.")
+        if "text_config" in of_vlm:  # transformers writes the size there, too
+            of_vlm = {key: x for key, x in of_vlm.items() if key != "vocab_size"}
+    kind = (published if of_vlm is None else of_vlm).get("model_type")
+    reader = next((reader for names, reader in _READERS if kind in names), None)
+    if reader is None:
+        raise UserError(
+            f"{where}: {retriever.title} on a model of type {kind!r} is not known here; use a "
+            "checkpoint as it was published."
+        )
+    checkpoint = reader.open(folder, of_vlm)
+    name, layer = retriever.projection, {}
+    if name:
+        weight = checkpoint.source.specs().get(f"{name}.weight")
+        if weight is None:
+            raise UserError(
+                f"{checkpoint.source.name}: lacks {name}, which makes a retriever's vectors; use a "
+                "checkpoint that is merged with its adapter."
+            )
+        layer = {"dim": weight.shape[0]}
+    config = checkpoint.config
+    if not isinstance(config, ModernVBertConfig):
+        config = for_reading_prompts(config, platform())
+    build = functools.partial(reader.tokens, **layer)
+    if retriever.pooling:
+        build = functools.partial(reader.pooled, pooling=retriever.pooling, **layer)
+
+    def key_map(config: Any) -> KeyMap:
+        of_reader = reader.key_map(config)
+        rules = [*of_reader.rules, *(linear_rules(name, "projection") if name else ())]
+        rename = ((r"^vlm\.", ""), *of_reader.rename)
+        return dataclasses.replace(of_reader, rules=rules, rename=rename)
+
+    checkpoint = checkpoint._replace(config=config, key_map=key_map)
+    dtype = "float32" if isinstance(config, ModernVBertConfig) else config.llama.dtype
+    return load_checkpoint(build, checkpoint, config, mesh, dtype)
