@@ -116,7 +116,10 @@ class LateInteractionReranker(PairScorer):
         for places, ids, mask, scored in encoded(texts, side, self.tokenizer, self.serving):
             local_rows = placement.rows(len(ids))
             put = placement.put((ids[local_rows], mask[local_rows]))
-            yield places, placement.call(self._encode, self._state, *put), scored
+            vectors = placement.call(self._encode, self._state, *put)
+            if side.pooling is not None:
+                vectors, scored = _pooled(fetch(vectors), scored, side)
+            yield places, vectors, scored
 
     def _score(
         self,
@@ -156,3 +159,12 @@ def open_late_interaction(
       mesh: see core.serving.serving_mesh.
     """
     return LateInteractionReranker(corpus, *open_token_encoder(folder, mesh), batch_size=batch_size)
+
+
+def _pooled(vectors: np.ndarray, scored: np.ndarray, side: Side) -> tuple[jax.Array, np.ndarray]:
+    """Texts' vectors [B, L, D], tokens that are alike merged, and which are scored, [B, L]."""
+    merged, mask = np.zeros_like(vectors), np.zeros_like(scored)
+    for row, of_text in enumerate(vectors):
+        of_text = side.pooled(of_text[scored[row]])
+        merged[row, : len(of_text)], mask[row, : len(of_text)] = of_text, True
+    return jnp.asarray(merged), mask

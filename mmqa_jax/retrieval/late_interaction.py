@@ -12,7 +12,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ from mmqa_jax.models.common.array_layout import restacked
 from mmqa_jax.models.encoders.late_interaction import (
     LateInteraction,
     TokenEncoder,
+    TokenPooling,
     load_token_encoder,
     read_late_interaction,
 )
@@ -58,6 +59,7 @@ class Side(NamedTuple):
       filled: the token and the length of expanded queries; None: rows are not expanded.
       attended: whether tokens attend to those that fill a row.
       skipped: ids that are not scored.
+      pooling: merges tokens that are alike; None: all are kept.
     """
 
     marker: tuple[int, ...]
@@ -66,6 +68,17 @@ class Side(NamedTuple):
     filled: tuple[int, int] | None
     attended: bool
     skipped: np.ndarray
+    pooling: TokenPooling | None = None
+
+    def pooled(self, vectors: Float32[np.ndarray, "T D"]) -> Float32[np.ndarray, "t D"]:
+        """The vectors of a text's scored tokens, merged if the encoder merges them."""
+        if self.pooling is None or not len(vectors):
+            return vectors
+        pooling = self.pooling
+        vectors = pool_tokens(vectors, pooling.factor, pooling.protected, pooling.normalized)
+        if not pooling.normalized:
+            return vectors
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def rows_of(
@@ -115,7 +128,8 @@ def side_of(recipe: LateInteraction, tokenizer: Tokenizer, positions: int, name:
     longest = min(longest, positions)
     ids = np.array([number for number in skipped if number is not None], np.int64)
     attended = expansion is not None and expansion.attended
-    return Side(marker, prompt, longest, filled, attended, ids)
+    pooling = recipe.pooling if recipe.pooling and name in recipe.pooling.sides else None
+    return Side(marker, prompt, longest, filled, attended, ids, pooling)
 
 
 def encoded(
@@ -298,7 +312,13 @@ class TokenEmbedder(Embedder):
             fixed, tokens = map(fetch, self._call(self._programs[name], *put))
             scored = fetch(put[1])
             of_texts = [tokens[row][scored[row]] for row in range(len(places))]
+            if (pooled := self._pooled(name)) is not None:
+                of_texts = list(map(pooled, of_texts))
             yield TokenBatch(places, fixed[: len(places)], of_texts)
+
+    def _pooled(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
+        """What merges the vectors of a text of the side `name`; None: nothing does."""
+        return None
 
     def _rows(
         self,
@@ -341,6 +361,10 @@ class LateInteractionEmbedder(TokenEmbedder):
         self.mean = recipe.mean
         described = f"{recipe} {FixedVectors()}"
         super().__init__(graphdef, state, tokenizer, image_size=0, recipe=described, **options)
+
+    def _pooled(self, name):
+        side = self._sides[name]
+        return None if side.pooling is None else side.pooled
 
     def _rows(self, texts, name, pictures=None):
         batches = encoded(texts, self._sides[name], self.tokenizer, self.serving)

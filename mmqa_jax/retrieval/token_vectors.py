@@ -17,7 +17,6 @@ from mmqa_jax.core.errors import UserError
 
 Precision = Literal["float16", "int8", "binary"]
 _HELD = 4_096  # sources whose tokens were encoded when they were asked for
-_PROTECTED = 1  # tokens at the beginning of a text that are not merged: [CLS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,17 +108,25 @@ class EncodedTokens:
         return of_rows
 
 
-def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.ndarray, "t D"]:
-    """Merges unit vectors that are alike into T // pool means of length 1, the first token apart.
+def pool_tokens(
+    vectors: Float32[np.ndarray, "T D"], pool: float, protected: int = 1, normalized: bool = True
+) -> Float32[np.ndarray, "t D"]:
+    """Merges unit vectors that are alike into T // pool means.
 
     Ward's clusters of 1 - cosine (Clavié et al. 2024, "Reducing the Footprint of Multi-Vector
     Retrieval"), as sentence-transformers' HierarchicalTokenPooling.
+
+    Args:
+      vectors: of the tokens of one text.
+      pool: a mean stands for about so many tokens.
+      protected: tokens at the beginning that stay apart, such as [CLS].
+      normalized: whether means are scaled to length 1.
     """
     from scipy.cluster import hierarchy
     from scipy.spatial.distance import squareform
 
-    protected, merged = vectors[:_PROTECTED], vectors[_PROTECTED:]
-    clusters = max(len(merged) // pool, 1)
+    first, merged = vectors[:protected], vectors[protected:]
+    clusters = max(int(len(merged) // pool), 1)
     if clusters >= len(merged):
         return vectors
     distances = squareform(np.clip(1 - merged @ merged.T, 0, 2), checks=False)
@@ -127,5 +134,8 @@ def pool_tokens(vectors: Float32[np.ndarray, "T D"], pool: int) -> Float32[np.nd
     _, cluster = np.unique(hierarchy.fcluster(tree, clusters, "maxclust"), return_inverse=True)
     means = np.zeros((cluster.max() + 1, vectors.shape[1]), np.float32)
     np.add.at(means, cluster, merged)
-    means /= np.linalg.norm(means, axis=1, keepdims=True)
-    return np.concatenate([protected, means])
+    if normalized:
+        means /= np.linalg.norm(means, axis=1, keepdims=True)
+    else:
+        means /= np.bincount(cluster)[:, None]
+    return np.concatenate([first, means])

@@ -33,11 +33,24 @@ QUERIES = [*QUESTIONS, " ".join(texts(40)[2].split()[:38])]
 ENCODER, SETTINGS = "sentence_bert_config.json", "config_sentence_transformers.json"
 
 
-def native(name, folder, *, expansion=None, skipped=(), prompts=None, mean=False, residual=False):
+def native(
+    name,
+    folder,
+    *,
+    expansion=None,
+    skipped=(),
+    prompts=None,
+    mean=False,
+    residual=False,
+    pooling=None,
+):
     """A folder of sentence-transformers 6."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
-    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+    from sentence_transformers.multi_vector_encoder.modules import (
+        HierarchicalTokenPooling,
+        MultiVectorMask,
+    )
 
     plain = folder.with_name(f"{folder.name}-plain")
     # A token that nothing within its window is seen of has no defined state.
@@ -54,6 +67,8 @@ def native(name, folder, *, expansion=None, skipped=(), prompts=None, mean=False
         ]
     mask = MultiVectorMask(skiplist_words=list(skipped))
     modules = [encoder, *dense, mask, Normalize(module_input_name="token_embeddings")]
+    if pooling is not None:
+        modules.append(HierarchicalTokenPooling(**pooling))
     model = MultiVectorEncoder(
         modules=modules,
         device="cpu",
@@ -116,6 +131,16 @@ MAKERS = {
     "gte": lambda folder: native(
         "gte", folder, prompts={"query": "which: ", "document": "of "}, mean=True
     ),
+    "pooled": lambda folder: native("bert", folder, pooling={"pool_factor": 2.5}),
+    "pooled, both sides": lambda folder: native(
+        "bert",
+        folder,
+        skipped=".,",
+        pooling={
+            **{"pool_factor": 3.0, "num_protected_tokens": 0, "normalize_embeddings": False},
+            "tasks": ["query", "document"],
+        },
+    ),
     "pylate": pylate,
     "pylate_without_expansion": lambda folder: pylate(
         folder, do_query_expansion=False, skiplist_words=["the", "flag"]
@@ -134,7 +159,7 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(
     corpus = corpus_of_lists(PASSAGES, None, None, None)
     ours = open_cross_encoder(folder, corpus, batch_size=3)
     assert isinstance(ours, LateInteractionReranker)
-    wanted = {}
+    wanted, embedder = {}, open_embedder(folder, corpus, {"batch_size": 3})[0]
     for name, encode, encoded, given in (
         ("query", theirs.encode_query, ours.encode_questions, QUERIES),
         ("document", theirs.encode_document, ours.encode_sources, PASSAGES),
@@ -143,6 +168,9 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(
         for vectors, scored, want in zip(*encoded(given), wanted[name], strict=True):
             assert scored.sum() == len(want)
             np.testing.assert_allclose(vectors[scored], want, **WHOLE)
+        for places, _, tokens in embedder.encode_tokens(given, name):
+            for place, vectors in zip(places, tokens, strict=True):
+                np.testing.assert_allclose(vectors, wanted[name][place], **WHOLE)
     want = theirs.similarity(wanted["query"], wanted["document"]).numpy()
     names = tuple(source.id for source in corpus.sources)
     questions = [Question(str(n), "", text) for n, text in enumerate(QUERIES)]
@@ -224,6 +252,7 @@ def test_search_ranks_by_max_sim(folder, stored, tmp_path, sentence_transformers
 
 
 REFUSED = [
+    ("4_HierarchicalTokenPooling/config.json", {"pool_factor": 0.5}, "a pool_factor of 1 or more"),
     (SETTINGS, {"similarity_fn_name": "maxsim", "default_prompt_name": "query"}, "default_prompt"),
     (ENCODER, {"query_expansion": {"strategy": "all", "length": 3}}, "'fixed' or 'min'"),
     (ENCODER, {"query_expansion": {**FIXED, "times": 2}}, "'times'"),
@@ -236,7 +265,7 @@ REFUSED = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("late") / "model"
-    native("bert", folder, expansion=FIXED)
+    native("bert", folder, expansion=FIXED, pooling={"pool_factor": 1.0})
     return folder
 
 

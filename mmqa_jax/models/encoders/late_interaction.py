@@ -56,6 +56,7 @@ _PYLATE_KEYS = kinds(
     list_or_null="skiplist_words",
     object_or_null="query_expansion",
 )
+_POOLING = "HierarchicalTokenPooling"
 _IDENTITY = "torch.nn.modules.linear.Identity"
 _SCORED = {"maxsim": False, "meanmaxsim": True}
 
@@ -78,6 +79,24 @@ class Expansion:
 
 
 @dataclasses.dataclass(frozen=True)
+class TokenPooling:
+    """Ward's clusters of tokens that are alike, each of which becomes its mean
+    (sentence-transformers' HierarchicalTokenPooling).
+
+    Attributes:
+      factor: a text keeps about one vector for so many tokens.
+      protected: tokens at the beginning of a text that are not merged.
+      normalized: whether vectors are scaled to length 1 afterwards.
+      sides: whose tokens are merged, of "query" and "document".
+    """
+
+    factor: float
+    protected: int = 1
+    normalized: bool = True
+    sides: tuple[str, ...] = ("document",)
+
+
+@dataclasses.dataclass(frozen=True)
 class LateInteraction:
     """How the vectors of texts are made, and scored.
 
@@ -94,6 +113,7 @@ class LateInteraction:
       normalized: whether vectors are scaled to length 1.
       mean: whether a score is divided by the number of the question's tokens.
       lowercase: whether texts are put in lower case before they are split.
+      pooling: of tokens, behind all else; None: all are kept.
     """
 
     prompts: Prompts = dataclasses.field(default_factory=Prompts)
@@ -108,6 +128,7 @@ class LateInteraction:
     normalized: bool = True
     mean: bool = False
     lowercase: bool = False
+    pooling: TokenPooling | None = None
 
 
 def is_late_interaction(folder: Path) -> bool:
@@ -157,6 +178,11 @@ def _layers(folder: Path, recipe: LateInteraction, is_pylate: bool) -> LateInter
     for kind, place in read_modules(folder):
         name = "Dense" if kind == "pylate.models.Dense.Dense" else kind
         order.append(name)
+        if _POOLING in order[:-1]:
+            raise UserError(
+                f"{folder / MODULES}: holds the layer {name!r} behind {_POOLING}, which is not "
+                "known here; use a checkpoint with the pooling of tokens at its end."
+            )
         if name == "Transformer" and not place:
             changes |= _encoder(folder / TRANSFORMER)
         elif name == "Dense" and "Normalize" not in order:
@@ -165,11 +191,14 @@ def _layers(folder: Path, recipe: LateInteraction, is_pylate: bool) -> LateInter
             changes |= _mask(folder / place / "config.json")
         elif name == "Normalize":
             changes["normalized"] = True
+        elif name == _POOLING:
+            changes["pooling"] = _token_pooling(folder / place / "config.json")
         else:
             raise UserError(
                 f"{folder / MODULES}: holds the layer {name!r} in {place!r} behind "
                 f"{order[:-1]}, which is not known of a late-interaction encoder (only Transformer "
-                "at the root, Dense, MultiVectorMask and Normalize); use a checkpoint without it."
+                f"at the root, Dense, MultiVectorMask, Normalize and {_POOLING}); use a checkpoint "
+                "without it."
             )
     return dataclasses.replace(recipe, dense=tuple(dense), **changes)
 
@@ -217,6 +246,31 @@ def _mask(file: Path) -> dict[str, Any]:
         "skipped": tuple(settings.get("skiplist_words") or ()),
         "skips": ("document",) if sides is None else tuple(sides),
     }
+
+
+def _token_pooling(file: Path) -> TokenPooling | None:
+    """Reads the layer HierarchicalTokenPooling; None: it changes nothing."""
+    settings = read_settings(file)
+    read = kinds(
+        number="pool_factor",
+        integer="num_protected_tokens",
+        flag="normalize_embeddings",
+        any="tasks",
+    )
+    check_keys(settings, str(file), read=read)
+    sides = settings.get("tasks") or ("document",)
+    pooling = TokenPooling(
+        settings.get("pool_factor", 1.0),
+        settings.get("num_protected_tokens", 1),
+        settings.get("normalize_embeddings", False),  # of files that are older than the key
+        (sides,) if isinstance(sides, str) else tuple(sides),
+    )
+    if pooling.factor < 1 or pooling.protected < 0 or not {*pooling.sides} <= {"query", "document"}:
+        raise UserError(
+            f"{file}: is {dict(settings)}, expected a pool_factor of 1 or more, no negative "
+            "num_protected_tokens, and tasks of query and document; fetch the file again."
+        )
+    return pooling if pooling.factor > 1 or pooling.normalized else None
 
 
 def _pylate(settings: Mapping[str, Any]) -> dict[str, Any]:
