@@ -15,7 +15,7 @@ EXAMPLE = (
     "--index=runs/index --out=runs/retrieval/dense.jsonl"
 )
 STORE_INPUTS = ("data", "sources", "model", "index", "modality_model")
-STORE_OUTPUTS = ("out", "qrels")
+STORE_OUTPUTS = ("out", "qrels", "matches")
 
 
 _CHUNK = 1024
@@ -94,6 +94,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     flags.add_shard(parser, "questions", _CHUNK)
     flags.add(parser, "out")
     parser.add_argument(
+        "--matches",
+        metavar="FILE.html",
+        help="dense, by a ColPali or its like: also draw what of the best page the first 20 "
+        "questions matched; --json has each word's best place",
+    )
+    parser.add_argument(
         "--qrels",
         metavar="FILE",
         help="also write the split's gold sources as qrels of TREC, for trec_eval or ir-measures",
@@ -117,6 +123,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         restricted=arguments.candidates == "restricted",
         tune=arguments.tune,
         qrels=as_path(arguments.qrels) if arguments.qrels else None,
+        matches=as_path(arguments.matches) if arguments.matches else None,
     )
 
 

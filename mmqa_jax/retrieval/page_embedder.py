@@ -158,7 +158,7 @@ class PageTokenEmbedder(TokenEmbedder):
         writer: PageWriter,
         **options: Any,
     ):
-        self._config, self.writer = config, writer
+        self.config, self.writer = config, writer
         recipe = f"{options.pop('recipe')} {FixedVectors()}"
         super().__init__(
             graphdef, state, tokenizer, recipe=recipe, **picture_options(config), **options
@@ -169,7 +169,7 @@ class PageTokenEmbedder(TokenEmbedder):
         written = self.writer.questions(texts) if is_question else None
         prompts = self.writer.sources(texts, pictures) if written is None else written
         pad = self.tokenizer.pad_id
-        for places, batch in prompt_batches(prompts, self._config, self.serving, self.buckets, pad):
+        for places, batch in prompt_batches(prompts, self.config, self.serving, self.buckets, pad):
             arrays = tuple(array for array in batch if array is not None)
             yield places, arrays, batch.mask
 

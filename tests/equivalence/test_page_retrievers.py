@@ -26,6 +26,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.retrieval.page_embedder import PageEmbedder
+from mmqa_jax.retrieval.page_matches import page_matches
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.pictures import encoded
 from tests.refusals import refuses
@@ -292,6 +293,40 @@ def test_vectors_of_questions_texts_and_pages(theirs):
     of_sources = ours.embed_source_tokens(corpus, pictures, range(len(SOURCES)))
     for vectors, want in zip(of_sources, wanted, strict=True):
         np.testing.assert_allclose(vectors, want, **LAYER)
+
+
+@pytest.mark.parametrize("name", ["ColPaliForRetrieval", "ColIdefics3"])
+def test_matches_are_products_at_the_places_of_a_page(name, tmp_path):
+    theirs, corpus = Theirs(name, tmp_path / "model"), corpus_with_pages()
+    ours, pictures = open_embedder(theirs.folder, corpus)
+    asked = theirs.question("a flag")
+    for row, picture in enumerate(small_pictures()):
+        made = page_matches(ours, "a flag", pictures.pixels(row + 2))
+        written, _ = theirs.picture(picture)
+        ids = np.array(theirs.ids(theirs.case.page.format(written)))
+        of_picture = theirs.source("", picture)[ids == theirs.image]
+        np.testing.assert_allclose(made.similarity, asked @ of_picture.T, **LAYER)
+        words = [
+            token for token, is_word in zip(made.tokens, made.are_words, strict=True) if is_word
+        ]
+        assert "".join(words) in ("aĠflag", "Question:ĠaĠflagĊ")  # without a decoder
+        tiles = len(of_picture) // 9
+        covered = made.boxes if name != "ColIdefics3" or tiles == 1 else made.boxes[: 9 * tiles - 9]
+        middles = (covered[:, :2] + covered[:, 2:]) / 2  # each point of a grid is in one box
+        points = np.stack(np.meshgrid(*2 * [np.linspace(0.03, 0.97, 23)]), -1).reshape(-1, 1, 2)
+        inside = ((covered[:, :2] <= points) & (points < covered[:, 2:])).all(-1).sum(1)
+        assert (inside == 1).all()
+        assert (middles[0] < 0.2).all()
+        assert (covered[-1, 2:] == 1).all()
+        if "<row_1_col_2>" in written:  # tile by tile: the second tile is right of the first
+            assert middles[9, 0] > middles[8, 0]
+            assert middles[9, 1] == middles[0, 1]
+        best = {token["token"]: token for token in made.rows()}["f"]
+        number = made.similarity[made.tokens.index("f")].argmax()
+        np.testing.assert_allclose(best["box"], made.boxes[number], atol=1e-4)
+        drawn = np.asarray(made.drawn_on(picture))
+        assert drawn.shape == (picture.height, picture.width, 3)
+        assert (drawn == (0, 0, 255)).all(-1).any()
 
 
 @pytest.mark.parametrize("name", ["ColPaliForRetrieval", "ColModernVBertForRetrieval"])

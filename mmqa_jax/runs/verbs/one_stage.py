@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -94,14 +95,20 @@ def search(
     restricted: bool = False,
     tune: bool = False,
     qrels: Path | None = None,
+    matches: Path | None = None,
 ) -> dict[str, Any]:
     """Searches, writes the rankings, and scores them if gold sources are known.
 
     `restricted` ranks each question's own candidates alone; `tune` first chooses the weight of
-    `fused`, on these questions; `qrels` is a file for the questions' gold sources.
+    `fused`, on these questions; `qrels` is a file for the questions' gold sources, `matches` one
+    for a page that draws what of their best pages the questions matched.
     """
     spec.check(restricted=restricted)
     corpus, questions = files.open()
+    show_matches = None
+    if matches is not None:  # refused before the search
+        check_out(matches, flag="--matches")
+        show_matches = open_matches(spec.model, corpus, files.inference)
     rankings.check_rankings_out(files.out, questions, corpus)
     if qrels is not None:  # before hours of search, not after them
         check_out(qrels, flag="--qrels")
@@ -155,6 +162,9 @@ def search(
     print(f"Rankings of {len(questions):,} questions: {files.out}")
     if qrels is not None:
         print(f"Their gold sources: {qrels}")
+    if matches is not None and show_matches is not None:
+        more["matches"] = show_matches(matches, files.title, questions, ranked)
+        print(f"What of their best pages they matched: {matches}")
     if retrieval.know_articles(questions):
         by_article = retrieval.score_articles(corpus.articles, questions, ranked)
         show(answer_table(f"{files.title}: articles", by_article))
@@ -167,6 +177,18 @@ def search(
                 print(f"{name}: {value:.4f}" if isinstance(value, float) else f"{name}: {value}")
         more |= report
     return {**count, **scored, **more, **placed}
+
+
+def open_matches(
+    model: str, corpus: Corpus, inference: Mapping[str, Any] | None
+) -> Callable[..., list[dict[str, Any]]]:
+    """Opens what writes the page of --matches: `reports.matches.write_matches` with a model."""
+    from mmqa_jax.runs.reports.matches import check_matches, write_matches
+    from mmqa_jax.tasks.embedder import open_embedder
+
+    embedder, pictures = open_embedder(Path(model), corpus, inference)
+    seen = {"embedder": check_matches(embedder), "pictures": pictures}
+    return functools.partial(write_matches, corpus=corpus, **seen)
 
 
 def _show_weights(title: str, tuned: fusion_tuning.TunedFusion, top_k: int) -> None:
