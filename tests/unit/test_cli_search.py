@@ -220,6 +220,7 @@ def test_restricted_and_compatible_bm25(data, tmp_path):
             ("--method=bm25", "--candidates=restricted", "--modality=known"),
             r"--candidates=restricted: .*without --modality",
         ),
+        (("--matches=matches.html",), r"--matches: needs a retriever of pages"),
     ],
 )
 def test_flags_that_do_not_go_together(flags, message, wrong, refused):

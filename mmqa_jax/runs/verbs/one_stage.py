@@ -186,6 +186,8 @@ def open_matches(
     from mmqa_jax.runs.reports.matches import check_matches, write_matches
     from mmqa_jax.tasks.embedder import open_embedder
 
+    if not model:
+        raise UserError("--matches: --method=bm25 matches words, not pages; use --method=dense.")
     embedder, pictures = open_embedder(Path(model), corpus, inference)
     seen = {"embedder": check_matches(embedder), "pictures": pictures}
     return functools.partial(write_matches, corpus=corpus, **seen)
