@@ -20,25 +20,28 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from vlm_checks import (
+    Pair,
+    answers_as_generate,
+    check_passes,
+    export_is_read_by_both,
+    processor_inputs,
+)
 
-from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.check import check
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN
 from mmqa_jax.models.llava.keys import publish_llava
-from mmqa_jax.models.llava.network import Llava, expand_images
-from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
-from mmqa_jax.prompting.backends.local_model import open_backend
+from mmqa_jax.models.llava.network import expand_images
+from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import VicunaV1, open_text_tokenizer
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.published import load_published, write_published
 from tests.pictures import encoded, smooth
 
 pytestmark = pytest.mark.slow
 
 WORDS, BOS, EOS, IMAGE = 97, 90, 91, 92
-LENGTH, NEW = 520, 6  # short prompts hide mistakes in rotary positions
+LENGTH = 520  # short prompts hide mistakes in rotary positions
 PARTS = """{% for message in messages %}[{{ message['role'] }}] {% for content in \
 message['content'] | selectattr('type', 'equalto', 'image') %}<image>
 {% endfor %}{% for content in message['content'] | selectattr('type', 'equalto', 'text') %}\
@@ -147,15 +150,6 @@ MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
 }
 
 
-class Pair(NamedTuple):
-    """A torch model, ours of its checkpoint, transformers' processor, and the folder."""
-
-    theirs: torch.nn.Module
-    ours: Llava
-    processor: transformers.LlavaProcessor
-    folder: Path
-
-
 def letters(bos: bool) -> Tokenizer:
     """One token a letter; `bos`: every prompt begins with a token."""
     vocabulary = {letter: n for n, letter in enumerate(LETTERS + "[]")}
@@ -256,64 +250,31 @@ ANSWERING = ["CLIP with its class token, Mistral", "SigLIP without its first pat
 @pytest.mark.parametrize("pair", ANSWERING, indirect=True, scope="module")
 def test_answers_equal_generate(pair):
     """Pictures within a conversation: pixels, template and tokens are the processor's."""
-    theirs, ours, processor, folder = pair
-    is_clip = ours.config.resize == "pad"  # transformers crops what we pad; a square is neither
-    shown = [smooth((64, 64), 64), smooth((50, 50), 50) if is_clip else smooth((30, 71), 30)]
-    asked = {"two": [*shown, "Is one larger?"], "one": [shown[1], "What?"], "none": ["Why?"]}
-    sizes = EngineConfig(  # one segment: a program of each kind
-        slots=2, length=160, buckets=(32,), prefill_tokens=64
-    )
-    backend = open_backend(folder, engine=sizes)
-    chats = []
+    is_clip = (
+        pair.ours.config.resize == "pad"
+    )  # transformers crops what we pad; a square is neither
+    images = [smooth((64, 64), 64), smooth((50, 50), 50) if is_clip else smooth((30, 71), 30)]
+    asked = {"two": [*images, "Is one larger?"], "one": [images[1], "What?"], "none": ["Why?"]}
+    messages = {}
     for name, parts in asked.items():
-        files = [one if isinstance(one, str) else Picture(encoded(one), "one") for one in parts]
-        chats.append(Chat(name, (Message("user", files),), Decoding(max_new_tokens=NEW)))
-        backend.check(chats[-1])
-    found = {result.id: result for result in backend.answer(chats)}
-    for name, parts in asked.items():
-        content = [
-            {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
-            for one in parts
-        ]
-        if processor.chat_template == STRINGS:  # a user writes the placeholders himself
-            content = "<image>\n" * (len(parts) - 1) + parts[-1]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
-        )
-        pictures = [one for one in parts if not isinstance(one, str)] or None
-        given = processor(images=pictures, text=text, return_tensors="pt", add_special_tokens=False)
-        with torch.no_grad():
-            want = theirs.generate(
-                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
-            )
-        count = given["input_ids"].shape[1]
-        assert found[name].prompt_tokens == count, name
-        assert list(found[name].candidates[0].tokens) == want[0, count:].tolist(), name
+        words = None
+        if pair.processor.chat_template == STRINGS:  # a user writes the placeholders himself
+            words = "<image>\n" * (len(parts) - 1) + parts[-1]
+        messages[name] = parts, processor_inputs(pair.processor, parts, words)
+    answers_as_generate(pair, messages, EOS)
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
-    """Ours, exported, is transformers' and ours again; and its record is read back."""
-    theirs, ours, _, _ = pair
-    published = publish_llava(ours.config, nnx.state(ours))
+    published = publish_llava(pair.ours.config, nnx.state(pair.ours))
     published.config["text_config"]["pad_token_id"] = 0  # Phi-3's default is beyond the words
-    write_published(tmp_path / "out", published)
-    again = reloaded(transformers.LlavaForConditionalGeneration, tmp_path / "out")
-    for (name, want), got in zip(theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(got, want), name
-    back = load_published("llava", tmp_path / "out", unroll=1)
-    assert back.config == ours.config
-    same_parameters(back, ours)
-    record = config_to_json(ours.config)
-    assert config_from_json(type(ours.config), record, "model.json") == ours.config
+    export_is_read_by_both(pair, "llava", published, tmp_path / "out")
 
 
 def test_the_check_compares_all_layers(tmp_path_factory):
     """`mmqa convert --check` of a SigLIP and a decoder that scales what comes of pictures."""
     name = "SigLIP without its first patch, Granite"
     folder = make_pair(name, folder_of(name, tmp_path_factory)).folder
-    rows = check(None, folder)
-    assert all(row.passed for row in rows), rows
-    assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}
+    check_passes(folder, "picture layer 3", "layer 2", "logits")
 
 
 # The original's layout, with a SigLIP and a Qwen2 as in LLaVA-NeXT's forks of it.

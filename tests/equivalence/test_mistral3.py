@@ -1,15 +1,13 @@
 """Mistral 3 with pictures against transformers: token ids, pixels, logits, answers, checkpoints."""
 
 import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
+from compare import WHOLE, abstract, compiled, forward, randomize
 from flax import nnx
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -18,30 +16,34 @@ from transformers.models.pixtral.image_processing_pil_pixtral import (
     PixtralImageProcessorPil,
     get_resize_output_image_size,
 )
+from vlm_checks import (
+    PROMPTS,
+    Pair,
+    answers_as_generate,
+    changed,
+    check_passes,
+    export_is_read_by_both,
+    long_prompt,
+    lower_tower,
+    tokens_and_pixels,
+)
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.pictures.resize import within_size
 from mmqa_jax.decoding.requests import Request
-from mmqa_jax.decoding.sizes import tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.check import check
 from mmqa_jax.models.llava.keys import llava_key_map
 from mmqa_jax.models.mistral3.keys import mistral3_config, open_mistral3, publish_mistral3
 from mmqa_jax.models.mistral3.network import PRESETS, Mistral3, bucket_of, lay_out
-from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
-from mmqa_jax.prompting.backends.local_model import open_backend
-from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
-from mmqa_jax.weights.published import load_published, write_published
-from tests.pictures import encoded, smooth
+from mmqa_jax.weights.published import load_published
+from tests.pictures import smooth
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
-NEW, BREAK, END, LONGEST = 6, 93, 94, 61
+BREAK, END, LONGEST = 93, 94, 61
 TEXT = TEXT | {"max_position_embeddings": 700, "head_dim": 12}
 TOWER = {
     "hidden_size": 40, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 5,
@@ -65,15 +67,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
 }
 SIZES = [(50, 33), (20, 71), (9, 9), (200, 7)]  # width and height
-
-
-class Pair(NamedTuple):
-    """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
-
-    theirs: torch.nn.Module
-    ours: Mistral3
-    processor: PixtralImageProcessorPil
-    folder: Path
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -103,7 +96,7 @@ def pictures() -> list[Image.Image]:
     return [smooth(size, number) for number, size in enumerate(SIZES)]
 
 
-def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
+def torch_inputs(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.Tensor]:
     """transformers' inputs of a prompt. Its PixtralProcessor needs torchvision, so that its rule
     for texts (`replace_image_token`) is written here again."""
     made = dict(pair.processor(images, patch_size=8, return_tensors="pt")) if images else {}
@@ -116,25 +109,12 @@ def given(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, torch.T
     return {"input_ids": torch.tensor([ids]), "attention_mask": mask, **made}
 
 
-def tokens_of(pair: Pair, text: str, images: list[Image.Image]) -> tuple[np.ndarray, list]:
-    """Our ids with a placeholder for each token of a picture, and pixels."""
-    form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
-    files = shown_pictures([Picture(encoded(one), "one") for one in images])
-    counts = iter([form.tokens(one) for one in files])
-    ids = form.encode(text, files)
-    wide = [t for one in ids for t in ([one] * next(counts) if one == IMAGE else [one])]
-    return np.array([wide]), [form.read(one) for one in files]
-
-
-PROMPTS = [("a<image>b", [0]), ("<image>and<image>\nc", [1, 2]), ("<image><image>d", [3, 1])]
-
-
 @pytest.mark.parametrize(("text", "used"), PROMPTS)
 def test_tokens_and_pixels_are_the_processors(pair, text, used):
     """One picture, and two of odd sizes; breaks are placeholders here."""
     images = [pictures()[n] for n in used]
-    ids, pixels = tokens_of(pair, text, images)
-    want = given(pair, text, images)
+    ids, pixels = tokens_and_pixels(pair, text, images, IMAGE)
+    want = torch_inputs(pair, text, images)
     theirs = want["input_ids"].numpy()
     assert BREAK in theirs or len(used) == 1
     np.testing.assert_array_equal(np.where(np.isin(theirs, (BREAK, END)), IMAGE, theirs), ids)
@@ -149,12 +129,11 @@ def test_tokens_and_pixels_are_the_processors(pair, text, used):
 
 def test_logits_equal(pair):
     """Two pictures amid more than 500 tokens."""
-    words = "".join(np.random.default_rng(1).choice(list("abcdefg hi"), 470))
-    text, images = f"{words[:17]}<image>{words[17:200]}<image>{words[200:]}", pictures()[:2]
-    ids, pixels = tokens_of(pair, text, images)
+    text, images = long_prompt(pictures=2), pictures()[:2]
+    ids, pixels = tokens_and_pixels(pair, text, images, IMAGE)
     assert ids.size > 500
     with torch.no_grad():
-        want = pair.theirs(**given(pair, text, images)).logits.numpy()
+        want = pair.theirs(**torch_inputs(pair, text, images)).logits.numpy()
     config = pair.ours.config
     bucket = max(bucket_of(one.shape, config) for one in pixels)
     encode = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
@@ -167,60 +146,28 @@ def test_logits_equal(pair):
 
 def test_answers_equal_generate(pair):
     """Pictures of several sizes in conversations; one program for each bucket."""
-    images = pictures()
-    asked = {"two": [1, 2], "one": [0], "thin": [3], "none": []}
-    sizes = EngineConfig(slots=2, length=260, buckets=(32,), prefill_tokens=64)
-    backend = open_backend(pair.folder, engine=sizes)
-    chats = []
-    for name, used in asked.items():
-        files = [Picture(encoded(images[n]), "one") for n in used]
-        chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
-        backend.check(chats[-1])
-    answers = {result.id: result for result in backend.answer(chats)}
-    for name, used in asked.items():
-        text = "[user] " + "<image>\n" * len(used) + "Why?[a] "
-        inputs = given(pair, text, [images[n] for n in used])
-        with torch.no_grad():
-            want = pair.theirs.generate(
-                **inputs, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
-            )
-        count = inputs["input_ids"].shape[1]
-        assert answers[name].prompt_tokens == count, name
-        assert list(answers[name].candidates[0].tokens) == want[0, count:].tolist(), name
+    messages = {}
+    for name, numbers in {"two": [1, 2], "one": [0], "thin": [3], "none": []}.items():
+        images = [pictures()[n] for n in numbers]
+        text = "[user] " + "<image>\n" * len(images) + "Why?[a] "
+        messages[name] = [*images, "Why?"], torch_inputs(pair, text, images)
+    backend = answers_as_generate(pair, messages, EOS)
     plain = Request("a", [IMAGE], images=[np.zeros((9, 9, 3), np.uint8)])
     with pytest.raises(UserError, match=r"expected uint8 \[H, W, 3\], multiples of 8"):
         list(backend.engine.generate([plain]))
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
-    """Ours, exported, is transformers' and ours again; and its record is read back."""
-    theirs, ours, _, folder = pair
-    write_published(tmp_path / "out", publish_mistral3(ours.config, nnx.state(ours)))
-    again = reloaded(transformers.Mistral3ForConditionalGeneration, tmp_path / "out")
-    for (name, want), got in zip(theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(got, want), name
-    (tmp_path / "out/tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    back = load_published("mistral3", tmp_path / "out", unroll=1)
-    assert back.config == ours.config
-    same_parameters(back, ours)
-    record = json.loads(json.dumps(config_to_json(ours.config)))
-    assert config_from_json(type(ours.config), record, "model.json") == ours.config
+    published = publish_mistral3(pair.ours.config, nnx.state(pair.ours))
+    export_is_read_by_both(pair, "mistral3", published, tmp_path / "out")
 
 
 def test_the_check_compares_all_layers(pair):
-    """`mmqa convert --check`."""
-    rows = check(None, pair.folder)
-    assert all(row.passed for row in rows), rows
-    assert {"layer 2", "logits"} <= {row.name for row in rows}
+    check_passes(pair.folder, "layer 2", "logits")
 
 
 def test_what_a_plan_compiles(pair):
-    """The tower's programs as shapes: those that the engine runs."""
-    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
-    programs = tower_programs(config, EngineConfig(slots=3, length=256, buckets=(32,)), mesh)
-    with jax.set_mesh(mesh):
-        for program in programs.values():
-            program.function.lower(*program.arguments)
+    lower_tower(pair.ours.config, EngineConfig(slots=3, length=256, buckets=(32,)))
 
 
 def test_a_tower_beside_a_decoder_in_fp8(pair, tmp_path):
@@ -312,10 +259,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("changes", "match"), REFUSED)
 def test_a_bad_config_is_refused_by_name(changes, match):
-    published = dict(SMALL31)
-    for key, value in changes.items():
-        published[key] = published[key] | value if isinstance(value, dict) else value
-    refuses(match, mistral3_config, published)
+    refuses(match, mistral3_config, changed(SMALL31, changes))
 
 
 FILES = [

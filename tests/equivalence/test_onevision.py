@@ -2,24 +2,21 @@
 
 import json
 import re
-from pathlib import Path
-from typing import NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
+from compare import WHOLE, abstract, compiled, forward, randomize
 from flax import nnx
 from PIL import Image
 from test_llava_families import PARTS, TEXT, VISION, letters
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import (
     LlavaOnevisionImageProcessorPil,
 )
+from vlm_checks import Pair, answers_as_generate, export_is_read_by_both, lower_tower
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.requests import Request, TooLong
 from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
@@ -31,35 +28,24 @@ from mmqa_jax.models.onevision.keys import (
     open_onevision,
     publish_onevision,
 )
-from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
+from mmqa_jax.prompting.backends import Completion, Decoding, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
-from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
-from mmqa_jax.weights.published import load_published, write_published
+from mmqa_jax.weights.published import load_published
 from tests.pictures import encoded, smooth
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
-IMAGE, VIDEO, END, NEW = 92, 93, 91, 6
+IMAGE, VIDEO, END = 92, 93, 91
 SIDE = 27  # pixels of a tile, of 4 x 4 patches; three pixels belong to none
 # 3 x 3 tiles, 1 x 4 and what lies between; of 2 tiles a picture's states may be.
 GRIDS = [(1, 1), (1, 2), (2, 1), (2, 2), (1, 4), (3, 2), (3, 3)]
 RESOLUTIONS = [[SIDE * rows, SIDE * columns] for rows, columns in GRIDS]
 # Width and height: of one tile, wide, tall, of nine tiles, thin.
 SIZES = [(20, 20), (60, 21), (31, 50), (95, 83), (200, 7), (29, 71)]
-
-
-class Pair(NamedTuple):
-    """A torch model, ours of its checkpoint, transformers' processor of pictures, the folder."""
-
-    theirs: torch.nn.Module
-    ours: network.Onevision
-    processor: LlavaOnevisionImageProcessorPil
-    folder: Path
 
 
 @pytest.fixture(scope="module")
@@ -233,67 +219,34 @@ def test_presets_have_the_published_sizes(name, sizes):
 
 
 @pytest.fixture(scope="module")
-def backend(pair) -> EngineBackend:
-    """Of the folder, as `mmqa prompt --model=FOLDER` opens it."""
-    sizes = EngineConfig(  # one segment: a program of each kind
-        slots=2, length=256, buckets=(32,), prefill_tokens=64
-    )
-    return open_backend(pair.folder, engine=sizes)
-
-
-def test_answers_equal_generate(pair, given, backend):
-    """A picture of one tile, of nine, two, and none; no program is compiled for a size."""
-    shown = pictures()
-    asked = {
-        "small": [0],
-        "nine": [3],
-        "thin": [4],
-        "tall": [2],
-        "taller": [5],
-        "two": [1, 2],
-        "none": [],
-    }
-    chats = []
-    for name, used in asked.items():
-        files = [Picture(encoded(shown[n]), "one") for n in used]
-        chats.append(Chat(name, (Message("user", [*files, "Why?"]),), Decoding(NEW)))
-        backend.check(chats[-1])
-    found = {result.id: result for result in backend.answer(chats)}
-    tokenizer = open_text_tokenizer(pair.folder)
-    for name, used in asked.items():
-        theirs = {} if not used else given[-1] if len(used) == 2 else given[used[0]]
-        counts = iter([len(one) for one in torch_features(pair, theirs)] if used else [])
-        text = "[user] " + "<image>\n" * len(used) + "Why?[a] "
+def backend(pair, given) -> EngineBackend:
+    """Of the folder, after answers about a picture of one tile, of nine, two, and none."""
+    tokenizer, messages = open_text_tokenizer(pair.folder), {}
+    for numbers in ([0], [3], [4], [2], [5], [1, 2], []):
+        theirs = {} if not numbers else given[-1] if len(numbers) == 2 else given[numbers[0]]
+        counts = iter([len(rows) for rows in torch_features(pair, theirs)] if numbers else [])
+        text = "[user] " + "<image>\n" * len(numbers) + "Why?[a] "
         ids = [
             token
-            for one in tokenizer.encode_plain(text)
-            for token in ([IMAGE] * next(counts) if one == IMAGE else [one])
+            for word in tokenizer.encode_plain(text)
+            for token in ([IMAGE] * next(counts) if word == IMAGE else [word])
         ]
-        with torch.no_grad():
-            want = pair.theirs.generate(
-                input_ids=torch.tensor([ids]),
-                attention_mask=torch.ones(1, len(ids), dtype=torch.long),
-                **theirs,
-                max_new_tokens=NEW,
-                do_sample=False,
-                pad_token_id=0,
-                eos_token_id=END,
-            )
-        assert found[name].prompt_tokens == len(ids), name
-        assert list(found[name].candidates[0].tokens) == want[0, len(ids) :].tolist(), name
+        inputs = {"input_ids": torch.tensor([ids]), **theirs}
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        messages[str(numbers)] = [*(pictures()[n] for n in numbers), "Why?"], inputs
+    return answers_as_generate(pair, messages, END)
+
+
+def test_answers_equal_generate(backend):
+    """No program is compiled for a size."""
     programs = backend.engine._pictures._programs
     assert programs.encode._cache_size() == 5  # of two pictures with 1 + 3 * 2 tiles the same
 
 
 def test_what_a_plan_compiles(pair):
-    """The tower's programs as shapes: those that the engine runs."""
-    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
-    sizes = EngineConfig(slots=3, length=256, buckets=(32,))
-    programs = tower_programs(config, sizes, mesh)
-    assert sorted(programs) == ["gather", "tower"]
-    with jax.set_mesh(mesh):
-        for program in programs.values():
-            program.function.lower(*program.arguments)
+    config, sizes = pair.ours.config, EngineConfig(slots=3, length=256, buckets=(32,))
+    mesh = lower_tower(config, sizes)
+    assert sorted(tower_programs(config, sizes, mesh)) == ["gather", "tower"]
     tokens = network.most_tokens(5, config.tiles)  # of 2 x 2 tiles
     of_picture = tokens * 4 * config.llama.hidden
     assert feature_bytes(config, sizes, mesh, pictures=2) == (3 * 2 + 1) * of_picture
@@ -316,16 +269,8 @@ def test_what_does_not_fit_is_refused_by_name(backend):
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
     published = publish_onevision(pair.ours.config, nnx.state(pair.ours))
-    write_published(tmp_path / "out", published)
-    again = reloaded(transformers.LlavaOnevisionForConditionalGeneration, tmp_path / "out")
-    for (name, want), got in zip(pair.theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(got, want), name
+    again = export_is_read_by_both(pair, "onevision", published, tmp_path / "out")
     assert again.config.image_grid_pinpoints == RESOLUTIONS
-    back = load_published("onevision", tmp_path / "out", unroll=1)
-    assert back.config == pair.ours.config
-    same_parameters(back, pair.ours)
-    record = config_to_json(back.config)
-    assert config_from_json(type(back.config), record, "model.json") == back.config
 
 
 def test_unknown_values_are_refused_by_name(pair, tmp_path):

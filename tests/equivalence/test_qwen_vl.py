@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, compiled, copied, reloaded, same_parameters
+from compare import WHOLE, compiled, copied
 from flax import nnx
 from PIL import Image
 from qwen_vl_pair import (
@@ -24,6 +24,7 @@ from qwen_vl_pair import (
     rewritten,
     torch_inputs,
 )
+from vlm_checks import export_is_read_by_both
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
@@ -45,7 +46,6 @@ from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Pic
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
-from mmqa_jax.weights.published import load_published, write_published
 from tests.pictures import encoded
 from tests.refusals import refuses
 
@@ -372,17 +372,8 @@ def test_what_a_plan_compiles(pair):
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
-    """Ours, exported, is transformers' and ours again."""
     published = publish_qwen_vl(pair.ours.config, nnx.state(pair.ours))
-    write_published(tmp_path / "out", published)
-    for file in pair.folder.glob("*processor*"):
-        (tmp_path / "out" / file.name).write_bytes(file.read_bytes())
-    theirs = reloaded(type(pair.theirs), tmp_path / "out")
-    for (name, want), got in zip(pair.theirs.named_parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(got, want), name
-    again = load_published("qwen_vl", tmp_path / "out", unroll=1)
-    assert again.config == pair.ours.config
-    same_parameters(again, pair.ours)
+    export_is_read_by_both(pair, "qwen_vl", published, tmp_path / "out")
 
 
 # What is changed in a config.json (`__` leads into an object), and what the refusal names.

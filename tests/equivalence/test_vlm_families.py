@@ -13,12 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, abstract, compiled, forward, randomize, reloaded, same_parameters
+from compare import WHOLE, abstract, compiled, forward, randomize
 from flax import nnx
 from PIL import Image
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
@@ -32,31 +31,39 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import (
     get_resize_output_image_size,
 )
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from vlm_checks import (
+    NEW,
+    PROMPTS,
+    Pair,
+    answers_as_generate,
+    changed,
+    check_passes,
+    export_is_read_by_both,
+    long_prompt,
+    lower_tower,
+    processor_inputs,
+)
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.data.pictures.resize import cut_tiles
-from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
+from mmqa_jax.decoding.sizes import feature_bytes
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.check import check
 from mmqa_jax.models.llava.config import PRESETS, RatioTiles, RowTiles
 from mmqa_jax.models.llava.families import FAMILIES
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.models.llava.processor import with_split
-from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
+from mmqa_jax.prompting.backends import Completion, Decoding, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.weights.config_json import config_from_json, config_to_json
 from mmqa_jax.weights.keymap import untied_source
-from mmqa_jax.weights.published import load_published, write_published
+from mmqa_jax.weights.published import load_published
 from tests.pictures import encoded, smooth
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
-NEW = 6
 TEXT = TEXT | {"vocab_size": 120, "max_position_embeddings": 700, "rope_theta": 5000.0}
 ROWS = [f"<row_{row}_col_{column}>" for row in range(1, 4) for column in range(1, 4)]
 SPECIAL = [
@@ -258,15 +265,6 @@ CASES = {
 }
 
 
-class Pair(NamedTuple):
-    """A torch model, ours of its checkpoint, transformers' processor, and the folder."""
-
-    theirs: torch.nn.Module
-    ours: Llava
-    processor: Any
-    folder: Path
-
-
 @functools.cache
 def make_pair(name: str, folder: Path) -> Pair:
     case = CASES[name]
@@ -323,9 +321,6 @@ def prompt(pair: Pair, text: str, images: list[Image.Image]) -> Prompt:
     return Prompt(form.encode(text, files), tiles, dict(given))
 
 
-PROMPTS = [("a<image>b", [0]), ("<image>and<image>\nc", [1, 2]), ("<image><image>d", [3, 1])]
-
-
 @pytest.mark.parametrize(("text", "used"), PROMPTS)
 def test_tokens_and_pixels_are_the_processors(pair, text, used):
     """One picture, and two of odd sizes; the pixels are Pillow's, byte by byte."""
@@ -341,8 +336,7 @@ def test_tokens_and_pixels_are_the_processors(pair, text, used):
 
 def test_logits_equal(pair):
     """A picture amid more than 500 tokens."""
-    words = "".join(np.random.default_rng(1).choice(list("abcdefg hi"), 505))
-    made = prompt(pair, f"{words[:17]}<image>{words[17:]}", [pictures()[0]])
+    made = prompt(pair, long_prompt(pictures=1), [pictures()[0]])
     with torch.no_grad():
         want = pair.theirs(**made.given).logits.numpy()
     prompts = expand_images([made.ids], [len(made.tiles)], pair.ours.config)
@@ -393,77 +387,29 @@ def test_crops_beside_a_picture_are_refused(tmp_path_factory, tmp_path):
 
 def test_answers_equal_generate(pair):
     """Pictures within conversations: pixels, template and tokens are the processor's."""
-    theirs, _, processor, folder = pair
     images = pictures()
     asked = {"two": [images[1], images[2], "Is one?"], "one": [images[0], "What?"], "none": ["W?"]}
-    sizes = EngineConfig(  # one segment: a program of each kind
-        slots=2, length=260, buckets=(32,), prefill_tokens=64
-    )
-    backend = open_backend(folder, engine=sizes)
-    chats = []
-    for name, parts in asked.items():
-        files = [one if isinstance(one, str) else Picture(encoded(one), "one") for one in parts]
-        chats.append(Chat(name, (Message("user", files),), Decoding(max_new_tokens=NEW)))
-        backend.check(chats[-1])
-    answers = {result.id: result for result in backend.answer(chats)}
-    for name, parts in asked.items():
-        content = [
-            {"type": "text", "text": one} if isinstance(one, str) else {"type": "image"}
-            for one in parts
-        ]
-        text = processor.apply_chat_template(
-            [{"role": "user", "content": content}], add_generation_prompt=True
-        )
-        given = processor(
-            images=[one for one in parts if not isinstance(one, str)] or None,
-            text=text,
-            return_tensors="pt",
-            add_special_tokens=False,
-        )
-        with torch.no_grad():
-            want = theirs.generate(
-                **given, max_new_tokens=NEW, do_sample=False, pad_token_id=0, eos_token_id=EOS
-            )
-        count = given["input_ids"].shape[1]
-        assert answers[name].prompt_tokens == count, name
-        assert backend.prompt_tokens(chats[list(asked).index(name)]) == count, name
-        assert list(answers[name].candidates[0].tokens) == want[0, count:].tolist(), name
+    inputs = {name: processor_inputs(pair.processor, parts) for name, parts in asked.items()}
+    messages = {name: (parts, inputs[name]) for name, parts in asked.items()}
+    backend = answers_as_generate(pair, messages, EOS)
     broken = Completion("a", "<image>", Decoding(NEW), (Picture(b"GIF89a", "broken.gif"),))
     refuses(r"broken\.gif", backend.check, broken)
 
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
-    """Ours, exported, is transformers' and ours again; and its record is read back."""
-    theirs, ours, _, _ = pair
-    published = publish_llava(ours.config, nnx.state(ours))
-    write_published(tmp_path / "out", published)
-    again = reloaded(transformers.AutoModelForImageTextToText, tmp_path / "out")
-    assert type(again) is type(theirs)
-    for (name, want), got in zip(theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(got, want), name
-    back = load_published("llava", tmp_path / "out", unroll=1)
-    assert back.config == ours.config
-    same_parameters(back, ours)
-    record = json.loads(json.dumps(config_to_json(ours.config)))
-    assert config_from_json(type(ours.config), record, "model.json") == ours.config
+    published = publish_llava(pair.ours.config, nnx.state(pair.ours))
+    export_is_read_by_both(pair, "llava", published, tmp_path / "out")
 
 
 def test_the_check_compares_all_layers(pair):
-    """`mmqa convert --check`."""
-    rows = check(None, pair.folder)
-    assert all(row.passed for row in rows), rows
-    assert {"picture layer 3", "layer 2", "logits"} <= {row.name for row in rows}
+    check_passes(pair.folder, "picture layer 3", "layer 2", "logits")
 
 
 def test_what_a_plan_compiles(pair):
-    """The tower's programs as shapes, and the features of pictures with as many tiles as may be."""
-    config, mesh = pair.ours.config, make_mesh({"data": 1}, devices=jax.devices()[:1])
-    sizes = EngineConfig(slots=3, length=256, buckets=(32,))
-    programs = tower_programs(config, sizes, mesh)
-    with jax.set_mesh(mesh):
-        for program in programs.values():
-            program.function.lower(*program.arguments)
-    most = max(len(prompt(pair, "<image>", [one]).tiles) for one in pictures())
+    """The tower's programs, and the features of pictures with as many tiles as may be."""
+    config, sizes = pair.ours.config, EngineConfig(slots=3, length=256, buckets=(32,))
+    mesh = lower_tower(config, sizes)
+    most = max(len(prompt(pair, "<image>", [picture]).tiles) for picture in pictures())
     assert most <= config.most_squares
     squares = 3 * 2 * config.most_squares + 1
     of_square = config.features * 4 * config.llama.hidden
@@ -615,10 +561,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("family", "changes", "match"), REFUSED)
 def test_a_bad_config_is_refused_by_name(family, changes, match):
-    published = dict(INSIDE[family])
-    for key, value in changes.items():
-        published[key] = published[key] | value if isinstance(value, dict) else value
-    refuses(match, llava_config, published)
+    refuses(match, llava_config, changed(INSIDE[family], changes))
 
 
 PROCESSORS = [
