@@ -11,6 +11,7 @@ from tiny_encoders import save_plain
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.evaluation.bem import open_bem
+from tests.refusals import refuses
 
 QUESTION = "which flag has a green cedar?"
 ASKED = [
@@ -59,8 +60,7 @@ def test_probabilities_are_those_of_transformers(published):
 def test_other_models_are_refused(published, tmp_path):
     with pytest.raises(UserError, match="2 labels was expected, different and equivalent"):
         open_bem(str(published / "reranker"))
-    with pytest.raises(UserError, match=r"--bem=.*holds no model of transformers"):
-        open_bem(str(tmp_path))
+    refuses(r"--bem=.*holds no model of transformers", open_bem, str(tmp_path))
 
 
 def test_it_judges_what_does_not_match(published, tmp_path, capsys):

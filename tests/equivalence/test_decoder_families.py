@@ -103,7 +103,7 @@ def test_packed_rows_are_texts_alone(pair):
     ids, split = tokens(), 200
     segment = np.arange(LENGTH) >= split
     positions = np.where(segment, np.arange(LENGTH) - split, np.arange(LENGTH))
-    both = (one[None] for one in (segment.astype(np.int32), positions))
+    both = (row[None] for row in (segment.astype(np.int32), positions))
     _, got = compiled(ours, layers_and_logits)(ids, *both)
     np.testing.assert_allclose(got[:, :split], run_torch(theirs, ids[:, :split]), **WHOLE)
     np.testing.assert_allclose(got[:, split:], run_torch(theirs, ids[:, split:]), **WHOLE)
@@ -296,8 +296,8 @@ def test_three_training_steps_are_torchs(pair, request):
         batch = packed_batch([examples[:1], examples[1:]], size)
         loss, state = step(state, batch)
         theirs.zero_grad()
-        want = sum(their_loss(theirs, one) for one in examples)
-        want = want / sum(one.targets for one in examples)
+        want = sum(their_loss(theirs, example) for example in examples)
+        want = want / sum(example.targets for example in examples)
         want.backward()
         np.testing.assert_allclose(loss, want.item(), **LAYER)
         with torch.no_grad():

@@ -192,10 +192,10 @@ def test_logits_equal(pair):
         want = pair.theirs(**inputs).logits.numpy()
         causal = pair.theirs(**inputs | {"mm_token_type_ids": None}).logits.numpy()
     units = pair.ours.config.units
-    bucket = max(bucket_of(grid_of(one.shape, units), units) for one in pixels)
+    bucket = max(bucket_of(grid_of(picture.shape, units), units) for picture in pixels)
     features = compiled(pair.ours, features_of)(lay_out(pixels, units, bucket))
-    counts = [pair.ours.config.picture_tokens(one.shape) for one in pixels]
-    real = [one[:count] for one, count in zip(features, counts, strict=True)]
+    counts = [pair.ours.config.picture_tokens(picture.shape) for picture in pixels]
+    real = [rows[:count] for rows, count in zip(features, counts, strict=True)]
     got = compiled(pair.ours, logits)(ids, np.concatenate(real)[None])
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1

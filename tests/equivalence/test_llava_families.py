@@ -280,7 +280,7 @@ def test_the_check_compares_all_layers(tmp_path_factory):
 # The original's layout, with a SigLIP and a Qwen2 as in LLaVA-NeXT's forks of it.
 
 
-def write_original(folder: Path, found: dict[str, torch.Tensor], tower: Path, **changes) -> Path:
+def write_original(folder: Path, tensors: dict[str, torch.Tensor], tower: Path, **changes) -> Path:
     folder.mkdir()
     text = json.loads((tower.parent / "config.json").read_text())["text_config"]
     options = {
@@ -288,7 +288,7 @@ def write_original(folder: Path, found: dict[str, torch.Tensor], tower: Path, **
         "mm_vision_select_layer": -2, "mm_vision_tower": str(tower),
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(text | options | changes))
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -315,19 +315,19 @@ def test_the_originals_layout(tmp_path):
     )  # fmt: skip
     whole.vision_model.load_state_dict(theirs.model.vision_tower.state_dict(), strict=False)
     whole.save_pretrained(tmp_path / "tower")
-    found = {}
+    tensors = {}
     for key, tensor in theirs.state_dict().items():
         key = key.replace("model.language_model.", "model.")
         key = key.replace("model.multi_modal_projector.linear_1", "model.mm_projector.0")
         key = key.replace("model.multi_modal_projector.linear_2", "model.mm_projector.2")
         if "vision_tower" not in key:
-            found[key] = tensor.clone()
+            tensors[key] = tensor.clone()
     within = {
         f"model.vision_tower.vision_tower.vision_model.{key}": tensor.clone()
         for key, tensor in whole.vision_model.state_dict().items()
     }
-    bare = write_original(tmp_path / "bare", found, tmp_path / "tower")
-    full = write_original(tmp_path / "full", found | within, tmp_path / "tower")
+    bare = write_original(tmp_path / "bare", tensors, tmp_path / "tower")
+    full = write_original(tmp_path / "full", tensors | within, tmp_path / "tower")
     for folder in (bare, full):
         got = load_published("llava", folder, unroll=1)
         same_parameters(got, want)
@@ -347,5 +347,5 @@ def test_the_originals_layout(tmp_path):
     write_published(tmp_path / "out", publish_llava(got.config, nnx.state(got)))
     again = reloaded(transformers.LlavaForConditionalGeneration, tmp_path / "out")
     assert again.config.text_config.vocab_size == 128
-    for (name, one), other in zip(theirs.named_parameters(), again.parameters(), strict=True):
-        assert torch.equal(other[: len(one)], one), name
+    for (name, want), wider in zip(theirs.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(wider[: len(want)], want), name

@@ -135,10 +135,12 @@ def test_logits_equal(pair):
     with torch.no_grad():
         want = pair.theirs(**torch_inputs(pair, text, images)).logits.numpy()
     config = pair.ours.config
-    bucket = max(bucket_of(one.shape, config) for one in pixels)
+    bucket = max(bucket_of(picture.shape, config) for picture in pixels)
     encode = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
     features = encode(lay_out(pixels, config, bucket))
-    real = [one[: config.picture_tokens(x.shape)] for one, x in zip(features, pixels, strict=True)]
+    real = [
+        rows[: config.picture_tokens(x.shape)] for rows, x in zip(features, pixels, strict=True)
+    ]
     got = compiled(pair.ours, forward)(ids, np.concatenate(real)[None])
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1

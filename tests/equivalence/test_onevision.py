@@ -83,39 +83,39 @@ def pictures() -> list[Image.Image]:
     return [smooth(size, number) for number, size in enumerate(SIZES)]
 
 
-def torch_pictures(pair: Pair, shown: list[Image.Image]) -> dict[str, torch.Tensor]:
+def torch_pictures(pair: Pair, images: list[Image.Image]) -> dict[str, torch.Tensor]:
     """Of one prompt."""
-    return dict(pair.processor(images=[shown], return_tensors="pt"))
+    return dict(pair.processor(images=[images], return_tensors="pt"))
 
 
 @pytest.fixture(scope="module")
 def tiled(pair) -> list[network.TiledPicture]:
     """Each picture alone in a prompt, then two of one prompt."""
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
-    files = [Picture(encoded(one), "one") for one in pictures()]
-    alone = [form.read(Shown(one, True)) for one in files]
-    return alone + [form.read(Shown(one, False)) for one in files[1:3]]
+    files = [Picture(encoded(image), "picture") for image in pictures()]
+    alone = [form.read(Shown(file, True)) for file in files]
+    return alone + [form.read(Shown(file, False)) for file in files[1:3]]
 
 
 @pytest.fixture(scope="module")
-def given(pair) -> list[dict[str, torch.Tensor]]:
+def torch_prompts(pair) -> list[dict[str, torch.Tensor]]:
     """The same prompts of transformers."""
-    return [torch_pictures(pair, [one]) for one in pictures()] + [
+    return [torch_pictures(pair, [image]) for image in pictures()] + [
         torch_pictures(pair, pictures()[1:3])
     ]
 
 
-def test_pixels(pair, tiled, given):
-    for ours, theirs in zip(tiled, given, strict=False):
+def test_pixels(pair, tiled, torch_prompts):
+    for ours, theirs in zip(tiled, torch_prompts, strict=False):
         pixels = (ours.pixels / 255.0 - 0.5) / 0.5
         want = theirs["pixel_values"][0].numpy().transpose(0, 2, 3, 1)
         if len(theirs["pixel_values"]) == 1:
             np.testing.assert_allclose(pixels, want, rtol=0, atol=1e-6)
             assert ours.size == tuple(theirs["image_sizes"][0].tolist())
-    for ours, want in zip(tiled[-2:], given[-1]["pixel_values"].numpy(), strict=True):
+    for ours, want in zip(tiled[-2:], torch_prompts[-1]["pixel_values"].numpy(), strict=True):
         pixels = (ours.pixels / 255.0 - 0.5) / 0.5
         np.testing.assert_allclose(pixels, want.transpose(0, 2, 3, 1), rtol=0, atol=1e-6)
-    assert sorted({len(one.pixels) for one in tiled}) == [1, 2, 5, 7, 10]
+    assert sorted({len(picture.pixels) for picture in tiled}) == [1, 2, 5, 7, 10]
 
 
 def test_pictures_are_turned_as_exif_says(pair):
@@ -124,7 +124,7 @@ def test_pictures_are_turned_as_exif_says(pair):
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its left side
     turned = encoded(upright.transpose(Image.Transpose.ROTATE_90), exif=exif)
-    phone, plain = Picture(turned, "one"), Picture(encoded(upright), "one")
+    phone, plain = Picture(turned, "phone"), Picture(encoded(upright), "plain")
     for alone in (True, False):
         ours, want = form.read(Shown(phone, alone)), form.read(Shown(plain, alone))
         np.testing.assert_array_equal(ours.pixels, want.pixels)
@@ -134,17 +134,17 @@ def test_pictures_are_turned_as_exif_says(pair):
 
 def torch_features(pair: Pair, theirs: dict[str, torch.Tensor]) -> list[np.ndarray]:
     with torch.no_grad():
-        found = pair.theirs.model.get_image_features(**theirs, return_dict=True).pooler_output
-    return [one.numpy() for one in found]
+        output = pair.theirs.model.get_image_features(**theirs, return_dict=True)
+    return [rows.numpy() for rows in output.pooler_output]
 
 
-def test_every_token_of_a_picture(pair, tiled, given):
+def test_every_token_of_a_picture(pair, tiled, torch_prompts):
     """Padding left out, newlines, and those of nine tiles resized to two; all in one bucket."""
     sizes = pair.ours.config.tiles
-    want = [one for theirs in given for one in torch_features(pair, theirs)]
+    want = [rows for theirs in torch_prompts for rows in torch_features(pair, theirs)]
     run = compiled(pair.ours, lambda model, batch: model.encode_images(batch))
-    found = np.asarray(run(network.lay_out(tiled, sizes, network.buckets(sizes)[-1])))
-    for picture, got, theirs in zip(tiled, found, want, strict=True):
+    features = np.asarray(run(network.lay_out(tiled, sizes, network.buckets(sizes)[-1])))
+    for picture, got, theirs in zip(tiled, features, want, strict=True):
         assert network.tokens_of(picture.shape, sizes) == len(theirs)
         np.testing.assert_allclose(got[: len(theirs)], theirs, **WHOLE)
         assert not got[len(theirs) :].any()
@@ -152,13 +152,13 @@ def test_every_token_of_a_picture(pair, tiled, given):
         assert len(theirs) <= network.most_tokens(bucket, sizes)
 
 
-def test_logits(pair, tiled, given):
+def test_logits(pair, tiled, torch_prompts):
     """A picture of nine tiles amid more than 500 words, beside transformers' own merging."""
     words = np.random.default_rng(1).integers(1, 90, 520).tolist()
-    (features,) = torch_features(pair, given[3])
+    (features,) = torch_features(pair, torch_prompts[3])
     row = [*words[:17], *[IMAGE] * len(features), *words[17:]]
     with torch.no_grad():
-        want = pair.theirs(input_ids=torch.tensor([row]), **given[3]).logits.numpy()
+        want = pair.theirs(input_ids=torch.tensor([row]), **torch_prompts[3]).logits.numpy()
     got = compiled(pair.ours, forward)(np.array([row]), features[None])
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1
@@ -219,11 +219,17 @@ def test_presets_have_the_published_sizes(name, sizes):
 
 
 @pytest.fixture(scope="module")
-def backend(pair, given) -> EngineBackend:
+def backend(pair, torch_prompts) -> EngineBackend:
     """Of the folder, after answers about a picture of one tile, of nine, two, and none."""
     tokenizer, messages = open_text_tokenizer(pair.folder), {}
     for numbers in ([0], [3], [4], [2], [5], [1, 2], []):
-        theirs = {} if not numbers else given[-1] if len(numbers) == 2 else given[numbers[0]]
+        theirs = (
+            {}
+            if not numbers
+            else torch_prompts[-1]
+            if len(numbers) == 2
+            else torch_prompts[numbers[0]]
+        )
         counts = iter([len(rows) for rows in torch_features(pair, theirs)] if numbers else [])
         text = "[user] " + "<image>\n" * len(numbers) + "Why?[a] "
         ids = [
@@ -260,8 +266,7 @@ def test_what_does_not_fit_is_refused_by_name(backend):
         (Completion("a", "<image>", decoding, (red, red)), UserError, "1 <image> placeholders for"),
         (Completion("a", "a" * 220, decoding, (red,)), TooLong, "tokens plus 4 new"),
     ]:
-        with pytest.raises(error, match=match):
-            backend.check(query)
+        refuses(match, backend.check, query, error=error)
     plain = Request("a", [IMAGE], images=[np.zeros((9, 9, 3))])
     with pytest.raises(UserError, match=r"expected a models\.onevision\.network\.TiledPicture"):
         list(backend.engine.generate([plain]))

@@ -352,8 +352,7 @@ def test_texts_with_pictures(pair, backend):
         ),
         (Completion("a", "a" * 610, decoding, (red,)), TooLong, "640 tokens plus 4 new"),
     ]:
-        with pytest.raises(error, match=match):
-            backend.check(query)
+        refuses(match, backend.check, query, error=error)
 
 
 def test_what_a_plan_compiles(pair):

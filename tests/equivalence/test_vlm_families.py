@@ -303,22 +303,22 @@ class Prompt(NamedTuple):
     Attributes:
       ids: ours, one placeholder for each tile.
       tiles: uint8 pixels of each.
-      given: transformers' own.
+      inputs: transformers' own.
     """
 
     ids: list[int]
     tiles: list[np.ndarray]
-    given: dict[str, torch.Tensor]
+    inputs: dict[str, torch.Tensor]
 
 
 def prompt(pair: Pair, text: str, images: list[Image.Image]) -> Prompt:
     form = picture_format(pair.ours.config, open_text_tokenizer(pair.folder))
-    files = shown_pictures([Picture(encoded(one), "one") for one in images])
-    tiles = [tile for one in files for tile in form.read_all(one)]
-    given = pair.processor(images=images, text=text, return_tensors="pt", add_special_tokens=False)
+    files = shown_pictures([Picture(encoded(image), "picture") for image in images])
+    tiles = [tile for file in files for tile in form.read_all(file)]
+    inputs = pair.processor(images=images, text=text, return_tensors="pt", add_special_tokens=False)
     assert sum(map(form.tokens, files)) == len(tiles) * pair.ours.config.features
     assert sum(map(form.places, files)) == len(tiles)
-    return Prompt(form.encode(text, files), tiles, dict(given))
+    return Prompt(form.encode(text, files), tiles, dict(inputs))
 
 
 @pytest.mark.parametrize(("text", "used"), PROMPTS)
@@ -327,10 +327,10 @@ def test_tokens_and_pixels_are_the_processors(pair, text, used):
     made = prompt(pair, text, [pictures()[n] for n in used])
     config = pair.ours.config
     (ids,) = expand_images([made.ids], [len(made.tiles)], config).input_ids
-    assert ids.tolist() == made.given["input_ids"][0].tolist()
+    assert ids.tolist() == made.inputs["input_ids"][0].tolist()
     vision = config.vision
     pixels = (np.stack(made.tiles) / 255.0 - vision.pixel_mean) / vision.pixel_std
-    want = made.given["pixel_values"].numpy().reshape(-1, 3, *pixels.shape[1:3])
+    want = made.inputs["pixel_values"].numpy().reshape(-1, 3, *pixels.shape[1:3])
     np.testing.assert_allclose(pixels, want.transpose(0, 2, 3, 1), rtol=0, atol=1e-5)
 
 
@@ -338,7 +338,7 @@ def test_logits_equal(pair):
     """A picture amid more than 500 tokens."""
     made = prompt(pair, long_prompt(pictures=1), [pictures()[0]])
     with torch.no_grad():
-        want = pair.theirs(**made.given).logits.numpy()
+        want = pair.theirs(**made.inputs).logits.numpy()
     prompts = expand_images([made.ids], [len(made.tiles)], pair.ours.config)
     assert prompts.mask.sum() > 500
     pixels = np.asarray(pair.ours.vision.normalize(np.stack(made.tiles)))
@@ -351,9 +351,9 @@ def test_pictures_of_gemma3_are_seen_whole(tmp_path_factory):
     """The same tokens with a causal mask give something else, so that the tests above can fail."""
     pair = make_pair("gemma3", folder_of("gemma3", tmp_path_factory))
     made = prompt(pair, "a<image>b", [pictures()[0]])
-    without = {key: value for key, value in made.given.items() if key != "token_type_ids"}
+    without = {key: value for key, value in made.inputs.items() if key != "token_type_ids"}
     with torch.no_grad():
-        whole, causal = (pair.theirs(**given).logits for given in (made.given, without))
+        whole, causal = (pair.theirs(**inputs).logits for inputs in (made.inputs, without))
     assert (whole - causal).abs().max() > 1e-2
 
 
@@ -361,7 +361,7 @@ def test_pictures_of_gemma3_are_seen_whole(tmp_path_factory):
 def test_scanned_layers_see_pictures_whole(tmp_path_factory, name):
     """The cache of scanned layers has masks of its own; a picture lies in two chunks' columns."""
     folder = make_pair(name, folder_of(name, tmp_path_factory)).folder
-    files = [Picture(encoded(one), "one") for one in pictures()[:2]]
+    files = [Picture(encoded(image), "picture") for image in pictures()[:2]]
     query = Completion(
         "a", "words<image>and<image>more", Decoding(NEW, logprobs=True), tuple(files)
     )
@@ -370,9 +370,9 @@ def test_scanned_layers_see_pictures_whole(tmp_path_factory, name):
         sizes = EngineConfig(slots=2, length=96, buckets=(16,), prefill_tokens=32, scan_layers=scan)
         (answer,) = open_backend(folder, engine=sizes).answer([query])
         answers.append(answer.candidates[0])
-    one, scanned = answers
-    assert one.tokens == scanned.tokens
-    np.testing.assert_allclose(scanned.logprobs, one.logprobs, rtol=0, atol=1e-4)
+    unrolled, scanned = answers
+    assert unrolled.tokens == scanned.tokens
+    np.testing.assert_allclose(scanned.logprobs, unrolled.logprobs, rtol=0, atol=1e-4)
 
 
 def test_crops_beside_a_picture_are_refused(tmp_path_factory, tmp_path):

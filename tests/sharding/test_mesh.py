@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh, partition_spec, slice_of
+from tests.refusals import refuses
 
 MESH = AbstractMesh((2, 2, 4), ("data", "fsdp", "tensor"))
 
@@ -55,8 +56,7 @@ def test_every_parameter_name_has_a_rule():
 
 
 def test_bad_rules_name_the_axis():
-    with pytest.raises(UserError, match="no rule for logical axis 'embde'"):
-        partition_spec(("embde",), (8,), MESH)
+    refuses("no rule for logical axis 'embde'", partition_spec, ("embde",), (8,), MESH)
     with pytest.raises(UserError, match="mapped to 'model', which is not a mesh axis"):
         partition_spec(("embed",), (8,), MESH, rules=[("embed", "model")])
 
@@ -138,8 +138,7 @@ def test_axes_cross_slices(shape, slices, crossed):
     ],
 )
 def test_slices_that_cannot_be_crossed(shape, devices, message):
-    with pytest.raises(UserError, match=message):
-        make_mesh(shape, devices)
+    refuses(message, make_mesh, shape, devices)
 
 
 def test_gpus_of_several_hosts_keep_their_order_unless_the_config_names_slices():

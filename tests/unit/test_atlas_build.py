@@ -13,11 +13,11 @@ import sys
 import pytest
 from PIL import Image
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas import build
 from mmqa_jax.data.atlas.build import LEAST_COUNTRIES, SNIPPETS, build_atlas
 from mmqa_jax.data.atlas.factbook import load_countries
 from mmqa_jax.data.atlas.questions import FLAG_QUESTIONS, TOTALS
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -303,17 +303,14 @@ def test_a_change_to_one_kind_of_question_leaves_the_others(small, tmp_path, mon
 
 def test_a_folder_with_other_files_is_refused_and_left_alone(tmp_path):
     (tmp_path / "mine.txt").write_text("keep me")
-    with pytest.raises(UserError, match="not an Atlas benchmark"):
-        build_atlas(tmp_path, limit_countries=8)
+    refuses("not an Atlas benchmark", build_atlas, tmp_path, limit_countries=8)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
 def test_a_file_in_the_way_and_too_few_countries_are_refused(tmp_path):
     (tmp_path / "atlas").write_text("")
-    with pytest.raises(UserError, match="is a file"):
-        build_atlas(tmp_path / "atlas", limit_countries=8)
-    with pytest.raises(UserError, match="limit_countries=3"):
-        build_atlas(tmp_path / "new", limit_countries=3)
+    refuses("is a file", build_atlas, tmp_path / "atlas", limit_countries=8)
+    refuses("limit_countries=3", build_atlas, tmp_path / "new", limit_countries=3)
 
 
 def test_a_failed_build_leaves_nothing(tmp_path):

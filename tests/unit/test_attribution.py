@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, is_answerable
 from mmqa_jax.evaluation.scoring import (
@@ -13,6 +12,7 @@ from mmqa_jax.evaluation.scoring import (
     score_predictions,
     score_refusals,
 )
+from tests.refusals import refuses
 
 KNOWN = [
     Question("both", "test", "?", answers=("a",), keywords="a", positives=("x", "y")),
@@ -114,5 +114,4 @@ def test_the_key_of_a_corpus(tmp_path):
     ],
 )
 def test_bad_keys(row, message, tmp_path):
-    with pytest.raises(UserError, match=message):
-        corpus_of(tmp_path, **row)
+    refuses(message, corpus_of, tmp_path, **row)

@@ -17,6 +17,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -242,8 +243,7 @@ def test_a_refusal_for_its_length_has_a_name_of_its_own(message, code):
 def test_a_missing_server_is_named_without_its_address(monkeypatch):
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    with pytest.raises(UserError, match="environment: OPENAI_BASE_URL is not set; set it to the"):
-        OpenAIBackend("tiny", QUICK)
+    refuses("environment: OPENAI_BASE_URL is not set; set it to the", OpenAIBackend, "tiny", QUICK)
     with Stub(said).serving() as stub:
         pass
     monkeypatch.setenv("OPENAI_BASE_URL", stub.url)  # nobody listens there any more
@@ -388,8 +388,7 @@ def test_a_continuation_without_a_token_is_a_failed_request():
     ],
 )
 def test_wrong_settings(key, value, message):
-    with pytest.raises(UserError, match=rf"config key server\.{key}=.*: {message}"):
-        ServerConfig(**{key: value})
+    refuses(rf"config key server\.{key}=.*: {message}", ServerConfig, **{key: value})
 
 
 IN_MESSAGES = (Message("user", ("b",)),)
@@ -409,8 +408,7 @@ ODD = Message("user", (Picture(b"BM bitmap", "old.bmp"),))
 def test_what_the_api_cannot_say_is_refused(request_, message):
     with served(said) as (backend, _):
         pass
-    with pytest.raises(UserError, match=message):
-        backend.check(request_)
+    refuses(message, backend.check, request_)
 
 
 def test_the_fingerprint_is_of_server_and_model():

@@ -20,6 +20,7 @@ from mmqa_jax.prompting.backends import Chat, Choices, Completion, Decoding, Mes
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.run import leads
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -130,8 +131,7 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
         (Chat("a", (Message("user", ("b", flag())),)), "the model is a text-only LLaMA"),
         (Completion("a", "b", Decoding(temperature=-1)), "temperature is -1, expected 0"),
     ]:
-        with pytest.raises(UserError, match=f"request 'a': .*{message}"):
-            lazy.check(request)
+        refuses(f"request 'a': .*{message}", lazy.check, request)
     bare = text_tokenizer()
     bare.template = None
     bare = EngineBackend(no_engine, bare, length=160, fingerprint="x")
@@ -142,16 +142,14 @@ def test_what_does_not_fit_is_refused_before_weights_are_loaded():
     several = EngineBackend(no_engine, several, length=160, fingerprint="x")
     with pytest.raises(UserError, match=r"'a': beam search .* one end token, the model has 2; le"):
         several.check(Completion("a", "b", Decoding(beams=2)))
-    with pytest.raises(UserError, match="message: role is 'bot', expected one of system, user"):
-        Message("bot", ("b",))
+    refuses("message: role is 'bot', expected one of system, user", Message, "bot", ("b",))
 
 
 @pytest.mark.parametrize("key", ["model", "prompts"])
 def test_processes_of_a_launch_that_are_asked_different_things(key, monkeypatch):
     asked = {"model": "tiny", "prompts": ["a"]}
     monkeypatch.setattr(distributed, "gather", lambda name, own: [own, {**own, key: "other"}])
-    with pytest.raises(UserError, match=r"--prompts, --model: .* different ones, .*; give all the"):
-        leads(asked)
+    refuses(r"--prompts, --model: .* different ones, .*; give all the", leads, asked)
     monkeypatch.setattr(distributed, "gather", lambda name, own: [own, own])
     assert leads(asked)
 

@@ -23,6 +23,7 @@ from mmqa_jax.papers.rmr import answer_rmr
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message, Picture
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.examples.library import ExampleLibrary
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -254,8 +255,7 @@ def test_what_the_engine_cannot_take_is_told_from_a_wrong_setting(engine):
         (Choices("q", "Why", (" a", "")), "continuation '' adds no token"),
         (Choices("q", user, (" a", "")), "continuation '' adds no token"),
     ]:
-        with pytest.raises(Unanswerable, match=reason):
-            backend.check(query)
+        refuses(reason, backend.check, query, error=Unanswerable)
     picture = Message("user", (Picture(png((1, 2, 3))), "Why?"))
     with pytest.raises(UserError, match="the model is a text-only LLaMA") as caught:
         backend.check(Chat("q", (picture,)))

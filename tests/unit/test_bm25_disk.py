@@ -26,6 +26,7 @@ from mmqa_jax.retrieval.bm25.shard import ShardBuilder, ShardLimits
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import RetrieverSpec, open_bm25
 from tests.bench import synthetic_passages
+from tests.refusals import refuses
 
 PLAIN = Analyzer(stop_words=False)
 SMALL = ShardLimits(rows=700, tiered=8, block=100)
@@ -105,10 +106,8 @@ def test_masked_scored_and_restricted_as_in_memory(folder, texts, in_memory):
         np.testing.assert_array_equal(index.scores(query, rows), in_memory.scores(query, rows))
         same(index.search_within(query, rows, 4), in_memory.search_within(query, rows, 4))
     assert index.search_within("w0", [3_000, 3_001], 2)[0].tolist() == []  # no words in them
-    with pytest.raises(UserError, match="another corpus"):
-        index.search_within("w0", [3_524], 1)
-    with pytest.raises(UserError, match="top_k=3525"):
-        index.search(["w0"], 3_525)
+    refuses("another corpus", index.search_within, "w0", [3_524], 1)
+    refuses("top_k=3525", index.search, ["w0"], 3_525)
 
 
 @pytest.mark.parametrize(
@@ -180,8 +179,7 @@ def test_what_is_not_read_is_what_cannot_matter(folder, in_memory, monkeypatch):
 def test_up_to_date_is_left_and_another_corpus_replaced(texts, tmp_path):
     assert build(tmp_path, texts[:900], limits=SMALL)
     assert not build(tmp_path, texts[:900], limits=SMALL)
-    with pytest.raises(UserError, match="corpus_fingerprint is 'corpus' but 'other' was expected"):
-        DiskBM25(tmp_path, "other")
+    refuses("corpus_fingerprint is 'corpus' but 'other' was expected", DiskBM25, tmp_path, "other")
     assert build(tmp_path, texts[:900], "other", limits=SMALL)
     assert len(DiskBM25(tmp_path, "other")) == 900
     assert len(list(tmp_path.glob("shards-*"))) == 1
@@ -196,21 +194,17 @@ def test_an_index_of_other_words_is_refused_and_made_anew(texts, tmp_path):
     job = read_sealed(path, "")
     old = {key: value for key, value in job.items() if key != "analyzer"}
     write_sealed(path, {**old, "stop_words": False})  # as the program before wrote it
-    with pytest.raises(UserError, match="its words are those of another version"):
-        DiskBM25(tmp_path)
+    refuses("its words are those of another version", DiskBM25, tmp_path)
     assert build(tmp_path, texts[:50])
     assert DiskBM25(tmp_path, analyzer=Analyzer()).search(["the"], 1)[0].item() == -1
 
 
 def test_nothing_to_find_is_refused(tmp_path):
-    with pytest.raises(UserError, match="the corpus is empty"):
-        build(tmp_path, [])
-    with pytest.raises(UserError, match="none of the 2 sources contains a word"):
-        build(tmp_path, ["the", "!"])
+    refuses("the corpus is empty", build, tmp_path, [])
+    refuses("none of the 2 sources contains a word", build, tmp_path, ["the", "!"])
     with pytest.raises(UserError, match="ended after 1 of 2 sources"):
         build_bm25(tmp_path, lambda start: ["word"], 2, "other")
-    with pytest.raises(UserError, match="not found, a BM25 index was expected there"):
-        DiskBM25(tmp_path)
+    refuses("not found, a BM25 index was expected there", DiskBM25, tmp_path)
 
 
 def test_a_damaged_file_is_refused_and_built_again(folder, texts, tmp_path):
@@ -220,14 +214,12 @@ def test_a_damaged_file_is_refused_and_built_again(folder, texts, tmp_path):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    with pytest.raises(UserError, match=r"00003: rows.npy is damaged"):
-        DiskBM25(copy)
+    refuses(r"00003: rows.npy is damaged", DiskBM25, copy)
     assert build(copy, texts, limits=SMALL)
     DiskBM25(copy)
     manifest = json.loads((copy / "manifest.json").read_text())
     (copy / "manifest.json").write_text(json.dumps({**manifest, "rows": 5}))
-    with pytest.raises(UserError, match=r"manifest.json: is damaged"):
-        DiskBM25(copy)
+    refuses(r"manifest.json: is damaged", DiskBM25, copy)
 
 
 @pytest.mark.parametrize("taken", ["00001", "00005"], ids=["as long", "shorter"])
@@ -237,16 +229,14 @@ def test_another_shard_in_the_place_of_one_is_refused(folder, tmp_path, taken):
     (shards,) = (tmp_path / "index").glob("shards-*")
     shutil.rmtree(shards / "00000")
     shutil.copytree(shards / taken, shards / "00000")
-    with pytest.raises(UserError, match=r"index: its shards are not those that.*; delete the fol"):
-        DiskBM25(tmp_path / "index")
+    refuses(r"index: its shards are not those that.*; delete the fol", DiskBM25, tmp_path / "index")
 
 
 def test_a_word_that_fills_a_source_is_refused(monkeypatch):
     monkeypatch.setattr(bm25_shard, "_COUNT_BITS", 5)
     builder = ShardBuilder(Analyzer(), SMALL)
     builder.add(["w1 " * 31])
-    with pytest.raises(UserError, match="the word 'w1' 32 times, more than 31; split it"):
-        builder.add(["w2", "w1 " * 32])
+    refuses("the word 'w1' 32 times, more than 31; split it", builder.add, ["w2", "w1 " * 32])
 
 
 @pytest.mark.parametrize("other", [5.0, 20.0, 80.0])

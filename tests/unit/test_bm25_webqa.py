@@ -9,6 +9,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.bm25.webqa import WebQABM25, WebQABM25Retriever
+from tests.refusals import refuses
 
 WORDS = ["the", "The", "flag", "star", "red,", "blue", "river", "island", "king.", "sea", "old"]
 
@@ -141,9 +142,7 @@ def test_restricted_candidates_stand_gold_first():
 
 
 def test_bad_input():
-    with pytest.raises(UserError, match="corpus is empty"):
-        WebQABM25([])
-    with pytest.raises(UserError, match="contains a word"):
-        WebQABM25(["", "  "])
+    refuses("corpus is empty", WebQABM25, [])
+    refuses("contains a word", WebQABM25, ["", "  "])
     with pytest.raises(UserError, match="top_k=3 is out of range"):
         WebQABM25(["red", "blue"]).search(["red"], 3)

@@ -19,6 +19,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.chat_template import TemplateOverBudget, rendered
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -116,8 +117,7 @@ SECONDS, MEMORY = "it takes over 3 seconds of processor time", "it takes over 25
     ],
 )
 def test_a_limit_is_named_and_the_next_call_works(boxed, function, request_, limit):
-    with pytest.raises(OverBudget, match=f"^{limit}$"):
-        boxed.call(function, **request_)
+    refuses(f"^{limit}$", boxed.call, function, error=OverBudget, **request_)
     assert boxed.call("echo", value=1) == 1
 
 
@@ -158,8 +158,7 @@ def test_memory_that_earlier_calls_took_is_not_missing(boxed):
     first = boxed.call("hold", size=200 << 20)
     size, process = boxed.call("load", size=200 << 20)
     assert (size, process != first) == (200 << 20, True)
-    with pytest.raises(OverBudget, match="over 256 MiB of memory"):
-        boxed.call("starve", size=240 << 20)  # a library's own error, for want of memory
+    refuses("over 256 MiB of memory", boxed.call, "starve", error=OverBudget, size=240 << 20)
 
 
 def test_a_large_request_may_take_more(boxed):
@@ -173,8 +172,7 @@ def test_it_has_no_secrets_and_writes_no_files(boxed, tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
     names, _ = boxed.call("environment")
     assert set(names) <= {*box._ENVIRONMENT, "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
-    with pytest.raises(Failed, match="File too large"):
-        boxed.call("write", path=str(tmp_path / "file"))
+    refuses("File too large", boxed.call, "write", error=Failed, path=str(tmp_path / "file"))
 
 
 def test_an_interrupted_call_is_not_taken_for_the_next_ones_answer(boxed):
@@ -192,8 +190,7 @@ def test_a_box_that_is_closed_while_its_process_starts_ends_at_once(tmp_path):
     threading.Timer(0.3, box.close).start()
     began = time.monotonic()
     for _ in range(2):  # the second call comes after it was closed
-        with pytest.raises(RuntimeError, match="no process for it starts"):
-            box.call("echo", value=1)
+        refuses("no process for it starts", box.call, "echo", error=RuntimeError, value=1)
     assert time.monotonic() - began < 15
 
 

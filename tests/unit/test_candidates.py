@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import RECALL_AT, score_candidates
 from mmqa_jax.prompting.examples.side_files import (
@@ -13,6 +12,7 @@ from mmqa_jax.prompting.examples.side_files import (
     write_answer_aware,
     write_candidates,
 )
+from tests.refusals import refuses
 
 # As heuristics.py writes them: string ids, float(float32) confidences, indent 4 and none.
 AUTHORS_CANDIDATES = {
@@ -67,15 +67,13 @@ def test_best_first_and_numbers_as_ids(tmp_path):
 )
 def test_malformed_candidates(tmp_path, text, told):
     (tmp_path / "c.json").write_text(text)
-    with pytest.raises(UserError, match=told):
-        load_candidates(tmp_path / "c.json")
+    refuses(told, load_candidates, tmp_path / "c.json")
 
 
 @pytest.mark.parametrize("text", ['{"7": [["1"]]}', '{"7": [true]}', '{"7": {"1": 2}}'])
 def test_malformed_examples(tmp_path, text):
     (tmp_path / "e.json").write_text(text)
-    with pytest.raises(UserError, match="question 7"):
-        load_answer_aware(tmp_path / "e.json")
+    refuses("question 7", load_answer_aware, tmp_path / "e.json")
 
 
 def test_scores_of_candidates_in_any_place():

@@ -22,6 +22,7 @@ from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
 from mmqa_jax.weights.bundled import smollm2_path
+from tests.refusals import refuses
 
 
 def user(text="Who?", **more):
@@ -282,5 +283,4 @@ def test_a_row_shows_several_pictures():
     ]
     at = batch["target_positions"][0][batch["target_segments"][0] == 1]
     assert tokenizer.decode(ids[at + 1]) == "A sun.<|im_end|>B.<|im_end|>"
-    with pytest.raises(UserError, match="shows pictures, which the model does not see"):
-        chat_example(tokenizer, few, "all")
+    refuses("shows pictures, which the model does not see", chat_example, tokenizer, few, "all")

@@ -13,6 +13,7 @@ from mmqa_jax.core.checkpoints.checksums import SUMS, write_sums
 from mmqa_jax.core.checkpoints.local_checkpoints import local_folder
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
+from tests.refusals import refuses
 
 OLD, NEW = 10, 20
 DELETE = "delete that folder to continue without it"
@@ -78,14 +79,12 @@ def largest(folder):
 )
 def test_another_model(folder, wanted, problem):
     message = f"{folder}/{NEW}/params: is a checkpoint of another model: {problem}; use the config"
-    with pytest.raises(UserError, match=re.escape(message)):
-        restore(folder, **wanted)
+    refuses(re.escape(message), restore, folder, **wanted)
 
 
 def test_damage_with_a_whole_checkpoint_before(folder):
     largest(folder / str(NEW)).write_bytes(b"")
-    with pytest.raises(UserError, match=rf"/{NEW}: .* checkpoint {OLD} is whole: add --skip_dam"):
-        restore(folder)
+    refuses(rf"/{NEW}: .* checkpoint {OLD} is whole: add --skip_dam", restore, folder)
 
 
 def test_damage_since_the_run_began(folder):
@@ -113,8 +112,7 @@ def test_damage_since_the_run_began(folder):
 def test_damage_of_a_checkpoint_without_checksums(unsealed, item, damage):
     damage(unsealed / str(NEW) / item)
     message = rf"/{NEW}: files in it are missing, truncated or damaged; {DELETE}"
-    with pytest.raises(UserError, match=message):
-        restore(unsealed)
+    refuses(message, restore, unsealed)
 
 
 @pytest.fixture
@@ -212,8 +210,7 @@ def test_a_local_checkpoint_of_another_config_is_refused(folder, local):
 
 def test_a_local_folder_that_one_process_lacks(folder, local, monkeypatch):
     monkeypatch.setattr(distributed, "gather", lambda name, value: [value, not value])
-    with pytest.raises(UserError, match="process 1 has no MMQA_LOCAL_CHECKPOINTS and others have"):
-        _open_local(folder, local)
+    refuses("process 1 has no MMQA_LOCAL_CHECKPOINTS and others have", _open_local, folder, local)
 
 
 @pytest.mark.parametrize(
@@ -226,8 +223,7 @@ def test_a_local_folder_that_one_process_lacks(folder, local, monkeypatch):
     ],
 )
 def test_a_local_folder_that_cannot_be_used(place, every, message):
-    with pytest.raises(UserError, match=re.escape(message)):
-        local_folder({"MMQA_LOCAL_CHECKPOINTS": place}, every)
+    refuses(re.escape(message), local_folder, {"MMQA_LOCAL_CHECKPOINTS": place}, every)
 
 
 def test_processes_at_different_positions(unsealed):
@@ -236,7 +232,6 @@ def test_processes_at_different_positions(unsealed):
     states = [json.dumps({"position": position}) for position in (3, 4)]
     file.write_text(json.dumps({str(n): f"json:{state}" for n, state in enumerate(states)}))
     message = rf"/{NEW}: was written by 2 processes .* positions; continue with 2 processes, not 1"
-    with pytest.raises(UserError, match=message):
-        restore(unsealed)
+    refuses(message, restore, unsealed)
     file.write_text(json.dumps({str(n): f"json:{states[0]}" for n in range(2)}))
     assert restore(unsealed).step == NEW

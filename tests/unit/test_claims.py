@@ -24,6 +24,7 @@ from mmqa_jax.weights.formats.llama2c import Llama2cSource
 from mmqa_jax.weights.formats.orbax_reader import stored_specs
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource
 from mmqa_jax.weights.formats.torch import TorchSource
+from tests.refusals import refuses
 
 SECONDS, MIB = 2.0, 64  # generous to a busy machine; a second and a few MB elsewhere
 
@@ -31,8 +32,7 @@ SECONDS, MIB = 2.0, 64  # generous to a busy machine; a second and a few MB else
 def test_the_bound():
     check_claim("f", 100, 100)
     check_claim("f", 100 * SHARED, 100, times=SHARED)
-    with pytest.raises(UserError, match=r"^f: claims 1,001 bytes, but the file has 1,000; "):
-        check_claim("f", 1_001, 1_000)
+    refuses(r"^f: claims 1,001 bytes, but the file has 1,000; ", check_claim, "f", 1_001, 1_000)
     # What deflate makes of zeros passes.
     zeros = io.BytesIO()
     np.savez_compressed(zeros, x=np.zeros(1 << 20, np.uint8))
@@ -91,8 +91,7 @@ def test_where_a_gguf_files_tensors_start(tmp_path):
     alignment = text(b"general.alignment") + struct.pack("<II", 4, 160)
     other = text(b"general.file_type") + struct.pack("<II", 4, 160)
     (tmp_path / "a.gguf").write_bytes(gguf(alignment, tensor((10,))))
-    with pytest.raises(UserError, match=r"tensor 'token_embd\.weight'"):
-        GGUFSource(tmp_path / "a.gguf")
+    refuses(r"tensor 'token_embd\.weight'", GGUFSource, tmp_path / "a.gguf")
     (tmp_path / "b.gguf").write_bytes(gguf(other, tensor((10,))))
     GGUFSource(tmp_path / "b.gguf")
 
@@ -292,8 +291,7 @@ def test_npz(tmp_path, refused):
 def test_npz_of_a_later_format(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr("x.npy", np.lib.format.magic(3, 0) + b"\0" * 64)
-    with pytest.raises(ValueError, match=r"^format version \(3, 0\)$"):
-        read_npz(tmp_path / "a.npz", "x")
+    refuses(r"^format version \(3, 0\)$", read_npz, tmp_path / "a.npz", "x", error=ValueError)
 
 
 @pytest.fixture

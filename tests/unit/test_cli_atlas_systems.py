@@ -6,7 +6,6 @@ from fake_llm import FakeLLM
 from test_shots import FakeEmbedder
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus, with_gold_sources
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.prompting.examples.library import Embedders, ExampleLibrary
@@ -16,6 +15,7 @@ from mmqa_jax.runs.parts import HeuristicsSpec, KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.row import find_setting
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.registry import check_config
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -162,14 +162,12 @@ def test_wrong_training_configs(data, tmp_path, refused, changes, message):
 def test_captions_take_neither_pictures_nor_augmentation():
     config = load_config(f"{ROOT}/configs/okvqa/mcan.py:small")
     config.pictures = {"size": 48, "resize": "sample"}
-    with pytest.raises(UserError, match=r"config key pictures: model\.image=caption does not read"):
-        check_config(config)
+    refuses(r"config key pictures: model\.image=caption does not read", check_config, config)
     del config.pictures
     config.augment = {
         "factory": "mmqa_jax.data.atlas.augment:AtlasAugment", "palette": 0.5,
     }  # fmt: skip
-    with pytest.raises(UserError, match=r"config key augment: .* model\.image=caption"):
-        check_config(config)
+    refuses(r"config key augment: .* model\.image=caption", check_config, config)
 
 
 def test_an_unknown_context(data, tmp_path, refused):

@@ -19,7 +19,6 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import CONFIGS, make_source, published_specs
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
@@ -31,6 +30,7 @@ from mmqa_jax.weights.published import write_published
 from mmqa_jax.weights.registry import architecture, architectures, model_of
 from tests.fake_devices import fake_devices
 from tests.forks import server
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -439,5 +439,4 @@ def test_a_damaged_conversion_is_named(made, tmp_path):
             "config": r"layers/up/kernel is \[2, 12, 16\], the model's is \[2, 12, 20\]",
             "format": r"model\.json: format is 'mmqa_jax weights 9', expected",
         }.get(damage, r"weights: \S+ is (missing|damaged \(.*\)); copy")
-        with pytest.raises(UserError, match=expected):
-            load_converted(out)
+        refuses(expected, load_converted, out)

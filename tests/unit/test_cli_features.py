@@ -29,6 +29,7 @@ from mmqa_jax.runs.verbs.region_features import (
 )
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -252,8 +253,7 @@ def test_pictures_of_a_corpus(tmp_path):
     for picture, name in found.names.items():
         image = decode(found.read(name), name)
         assert detector_picture(image, BOTTOM_UP).pixels.ndim == 3, picture
-    with pytest.raises(UserError, match="its questions have no pictures"):
-        open_pictures(tmp_path / "data", "questions")
+    refuses("its questions have no pictures", open_pictures, tmp_path / "data", "questions")
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from mmqa_jax.inference.multimodal_t5 import check_width
 from mmqa_jax.models.t5.network import T5, MultimodalT5
 from mmqa_jax.papers.mmcot import SETTINGS, chosen_option
 from mmqa_jax.prompting.rationales import source_text, target_text
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -96,10 +97,8 @@ def test_hidden_answers_cannot_be_shown():
 def test_more_options_than_the_authors_know():
     asked = Question("q7", "test", "Which?", choices=tuple("abcdef"), answer_index=5)
     message = r"question q7: has 6 options, Multimodal-CoT knows 5; leave it out of the data"
-    with pytest.raises(UserError, match=message):
-        source_text(asked, "QCM-LE")
-    with pytest.raises(UserError, match=message):
-        target_text(asked, "QCM-A")
+    refuses(message, source_text, asked, "QCM-LE")
+    refuses(message, target_text, asked, "QCM-A")
 
 
 def write_vectors(folder, shape=(3, 6)):
@@ -118,11 +117,9 @@ def test_vectors_are_read_by_question(tmp_path):
     np.save(tmp_path / "resnet.npy", array[:, 0])
     assert PictureVectors(str(tmp_path / "resnet.npy")).shape == (1, 6)
     np.save(file, array[:5])
-    with pytest.raises(UserError, match=r"names row 11, but .* has 5"):
-        PictureVectors(str(file))
+    refuses(r"names row 11, but .* has 5", PictureVectors, str(file))
     shutil.copy(file, tmp_path / "vit.pth")
-    with pytest.raises(UserError, match=r"read from \.npy"):
-        PictureVectors(str(tmp_path / "vit.pth"))
+    refuses(r"read from \.npy", PictureVectors, str(tmp_path / "vit.pth"))
 
 
 @pytest.mark.parametrize(
@@ -156,8 +153,7 @@ def test_vectors_that_are_none_are_refused(tmp_path, file, content, message):
     elif content is not None:
         with open(tmp_path / file, "wb") as opened:
             np.savez(opened, **content) if isinstance(content, dict) else np.save(opened, content)
-    with pytest.raises(UserError, match=message):
-        PictureVectors(str(vectors))
+    refuses(message, PictureVectors, str(vectors))
 
 
 @pytest.mark.parametrize(
@@ -170,8 +166,7 @@ def test_vectors_that_are_none_are_refused(tmp_path, file, content, message):
 def test_a_model_of_other_vectors_is_refused(kind, config, message, tmp_path):
     vectors = PictureVectors(str(write_vectors(tmp_path)))
     model = nnx.eval_shape(lambda: kind(CONFIGS[config], rngs=nnx.Rngs()))
-    with pytest.raises(UserError, match=message):
-        check_width(model, vectors, "run")
+    refuses(message, check_width, model, vectors, "run")
 
 
 def test_a_stage_is_trained_and_both_answer(tmp_path, refused):

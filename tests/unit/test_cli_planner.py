@@ -11,11 +11,11 @@ from cli_runs import ROOT, done, flags_with, killed_after, mmqa, quietly, rows_o
 from planner_runs import PLANS, prepare_questions, write_finished
 
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.extensions.mavl_planner import _served
 from mmqa_jax.models.llama.network import unstack_layers
 from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.weights.record import read_metadata
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -158,5 +158,4 @@ def test_refused(inputs, tmp_path, changes, message):
 def test_the_reference_needs_additions():
     config = load_config(f"{ROOT}/configs/okvqa/planner.py:reward_runlocal")
     config.model.lora = None
-    with pytest.raises(UserError, match=r"model\.lora=none: the reference is the model without"):
-        check_config(config)
+    refuses(r"model\.lora=none: the reference is the model without", check_config, config)

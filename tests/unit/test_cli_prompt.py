@@ -10,13 +10,13 @@ from cli_runs import ROOT, done, mmqa, rows_of, write_rows
 from openai_stub import Stub, error, said
 from tiny_llm import SIZES, flag, text_tokenizer, write_folder
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.cache import ResponseCache
 from mmqa_jax.prompting.run import Line, as_message, read_prompts
 from tests.forks import server
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -145,8 +145,7 @@ def test_lines_of_openais_batch_files(tmp_path):
         ({"more": 1}, "more is no key"),
     ]:
         wrong = write_rows(tmp_path / "w.jsonl", [line, {**line, "custom_id": "r", **change}])
-        with pytest.raises(UserError, match=f"line 2: {words}"):
-            read_prompts(wrong)
+        refuses(f"line 2: {words}", read_prompts, wrong)
 
 
 RUN = "import sys; from mmqa_jax.cli import main; sys.exit(main(sys.argv[1:]))"
@@ -290,10 +289,7 @@ def test_a_mark_of_byte_order_is_not_sent_to_the_model(tmp_path):
         path.write_bytes(b"\xef\xbb\xbf" + text.encode())
         assert [line.request.prompt for line in read_prompts(path)] == ["One", "Two"]
     path.write_bytes('{"prompt": "One"}'.encode("utf-16"))
-    with pytest.raises(
-        UserError, match=r"prompts\.jsonl: is UTF-16 text, UTF-8 was expected; save"
-    ):
-        read_prompts(path)
+    refuses(r"prompts\.jsonl: is UTF-16 text, UTF-8 was expected; save", read_prompts, path)
 
 
 def test_what_the_model_cannot_take_is_named_by_its_line(refused, folder, tmp_path):

@@ -9,11 +9,11 @@ from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.shards import Shard
 from mmqa_jax.prompting.backends import config as backend_config
 from mmqa_jax.runs.parts import LLMSpec, open_llm
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -131,8 +131,7 @@ def test_a_mesh_over_the_processes_of_a_launch_is_refused(inputs, tmp_path, monk
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     spec = LLMSpec(str(inputs / "llm"), mesh={"data": jax.device_count()})
     said = r"config key parts\.llm\.mesh: spans the processes of this launch.*; leave it at auto"
-    with pytest.raises(UserError, match=said):
-        open_llm(spec, tmp_path)
+    refuses(said, open_llm, spec, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

@@ -7,10 +7,10 @@ import tracemalloc
 import pytest
 from shared_data import SHARED, require
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import published_tokenizers
 from mmqa_jax.data.published_tokenizers import OPENAI_MERGES, load_clip_tokenizer
 from mmqa_jax.weights.output_folder import copy_companions
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -50,20 +50,16 @@ def test_published_ids(tmp_path):
 
 def test_refusals(tmp_path, monkeypatch):
     write(tmp_path, ["a b", "c d"])
-    with pytest.raises(UserError, match="does not hold CLIP's 48,894 merges"):
-        load_clip_tokenizer(tmp_path)
+    refuses("does not hold CLIP's 48,894 merges", load_clip_tokenizer, tmp_path)
     (tmp_path / OPENAI_MERGES).write_bytes(b"no gzip")
-    with pytest.raises(UserError, match="cannot be read as gzip"):
-        load_clip_tokenizer(tmp_path)
+    refuses("cannot be read as gzip", load_clip_tokenizer, tmp_path)
     write(tmp_path, ["a b"] * 100)
     whole = (tmp_path / OPENAI_MERGES).read_bytes()
     (tmp_path / OPENAI_MERGES).write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match="cannot be read as gzip"):
-        load_clip_tokenizer(tmp_path)
+    refuses("cannot be read as gzip", load_clip_tokenizer, tmp_path)
     monkeypatch.setattr(published_tokenizers, "_MOST_MERGES", 1 << 18)
     (tmp_path / OPENAI_MERGES).write_bytes(gzip.compress(b"a b\n" * (1 << 20)))
     tracemalloc.start()
-    with pytest.raises(UserError, match="does not hold CLIP's 48,894 merges"):
-        load_clip_tokenizer(tmp_path)
+    refuses("does not hold CLIP's 48,894 merges", load_clip_tokenizer, tmp_path)
     assert tracemalloc.get_traced_memory()[1] < 1 << 24  # all lines take 70 MB
     tracemalloc.stop()

@@ -8,12 +8,12 @@ import pytest
 from cli_runs import done
 
 from mmqa_jax.core.chips import GIB
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.plan import collection
 from mmqa_jax.plan.collection import read_sizes
 from mmqa_jax.plan.program import compile_program, trace_program
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.index import build_index, index_sizes
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 CONFIG = "--config=configs/atlas/contrastive.py:runlocal"
@@ -28,8 +28,7 @@ def traced(program, placement):
 def test_numbers():
     assert read_sizes("250000, 10M,1.5b,2k") == [250_000, 10_000_000, 1_500_000_000, 2_000]
     for text in ("", "0", "ten", "10T", "3B", "10M,,1B", "9" * 400, "9" * 5000 + "B"):
-        with pytest.raises(UserError, match=f"--sources={text}: .* is not a number of sources"):
-            read_sizes(text)
+        refuses(f"--sources={text}: .* is not a number of sources", read_sizes, text)
 
 
 def test_scann_holds_what_its_index_has_on_disk(tmp_path):

@@ -11,6 +11,7 @@ from mmqa_jax.models.bart.network import BartConfig
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.mcan.network import FusionConfig
+from tests.refusals import refuses
 
 FILE = """
 from ml_collections import ConfigDict
@@ -74,8 +75,7 @@ def test_overrides_take_the_type_of_what_they_replace(file, key, text, value):
 def test_an_override_may_add_a_key(file):
     config = load_config(file, ["train.ema=1e-3", "train.more.name=none", "trian=a"], adds=True)
     assert (config.train.ema, config.train.more.name, config.trian) == (1e-3, None, "a")
-    with pytest.raises(UserError, match="has no such key"):
-        load_config(file, ["train.steps.more=5"], adds=True)
+    refuses("has no such key", load_config, file, ["train.steps.more=5"], adds=True)
 
 
 def test_overrides_as_list_reach_fields_derived_from_them(file):
@@ -104,8 +104,7 @@ def test_overrides_as_list_reach_fields_derived_from_them(file):
     ],
 )
 def test_wrong_overrides_are_named(file, overrides, message):
-    with pytest.raises(UserError, match=message):
-        load_config(file, overrides)
+    refuses(message, load_config, file, overrides)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +121,7 @@ def test_wrong_overrides_are_named(file, overrides, message):
 def test_files_that_are_no_config_are_named(name, text, message, tmp_path):
     if text:
         (tmp_path / name.partition(":")[0]).write_text(text)
-    with pytest.raises(UserError, match=message):
-        load_config(tmp_path / name)
+    refuses(message, load_config, tmp_path / name)
 
 
 def test_fingerprint_follows_values_alone():
@@ -133,8 +131,7 @@ def test_fingerprint_follows_values_alone():
     assert to_plain_dict(config) == same
     assert config_fingerprint(config) != config_fingerprint({**same, "a": 2})
     assert config_fingerprint({"a": 1}) != config_fingerprint({"a": "1"})
-    with pytest.raises(UserError, match=r"config key b\.f: holds a function"):
-        to_plain_dict({"b": {"f": load_config}})
+    refuses(r"config key b\.f: holds a function", to_plain_dict, {"b": {"f": load_config}})
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,11 @@ import jax
 import pytest
 from jax._src import xla_bridge
 
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.hosts.peers import heartbeat_seconds
 from mmqa_jax.core.hosts.watchdog import hang_limit
+from tests.refusals import refuses
 
 TWO = {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:9", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
@@ -41,8 +42,7 @@ def test_a_launch_that_cannot_be_read(environment, message, monkeypatch):
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=message):
-        distributed.start()
+    refuses(message, distributed.start)
 
 
 def test_a_launch_that_comes_too_late(monkeypatch):
@@ -50,16 +50,12 @@ def test_a_launch_that_comes_too_late(monkeypatch):
     for name, value in TWO.items():
         monkeypatch.setenv(name, value)
     message = r"could not be joined \(jax\.distributed.*before any.*\); check .*, or set JAX_NUM_PR"
-    with pytest.raises(RunError, match=message):
-        distributed.start()
+    refuses(message, distributed.start, error=RunError)
 
 
 def test_a_given_cache_that_cannot_be_written(tmp_path):
     folder = tmp_path / "file" / "xla"
-    with pytest.raises(
-        UserError, match=f"^{folder}: the compilation cache .*; name another folder"
-    ):
-        distributed.start(folder)
+    refuses(f"^{folder}: the compilation cache .*; name another folder", distributed.start, folder)
 
 
 @pytest.mark.parametrize(
@@ -76,5 +72,4 @@ def test_seconds_come_from_the_environment(read, name, default, bad):
     if read is hang_limit:
         assert read({name: "0"}) == 0  # never
     for text in ("soon", *bad, *["9" * 5000] * (read is not hang_limit)):
-        with pytest.raises(UserError, match=f"^environment: {name}={text[:9]}.*seconds were expec"):
-            read({name: text})
+        refuses(f"^environment: {name}={text[:9]}.*seconds were expec", read, {name: text})

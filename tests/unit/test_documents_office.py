@@ -40,6 +40,7 @@ from mmqa_jax.data.documents.odf import read_odf
 from mmqa_jax.data.documents.plain import read_delimited
 from mmqa_jax.data.documents.pptx import read_pptx
 from mmqa_jax.data.documents.xlsx import read_xlsx, shown_by
+from tests.refusals import refuses
 
 
 def is_balanced(document) -> bool:
@@ -516,5 +517,4 @@ NUMBERS = "".join(line(number, v("1")) for number in range(1, 91))
 def test_files_that_cannot_be_read(read, limits, data, reason, monkeypatch):
     for limit, value in limits.items():
         monkeypatch.setattr(f"mmqa_jax.data.documents.{limit}", value)
-    with pytest.raises(DocumentError, match=reason):
-        read(data)
+    refuses(reason, read, data, error=DocumentError)

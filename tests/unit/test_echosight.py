@@ -16,6 +16,7 @@ from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.evaluation.retrieval import score_articles
 from mmqa_jax.papers import echosight
 from mmqa_jax.retrieval.rankings import rescored
+from tests.refusals import refuses
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "echosight.json").read_text())
 ARTICLES, ASKED = GOLDEN["articles"], GOLDEN["questions"]
@@ -196,8 +197,7 @@ def test_of_two_articles_recall_is_the_part_found():
 
 def test_refusals():
     setting = echosight.SETTINGS["echosight"]
-    with pytest.raises(UserError, match=r"visual_weight=1\.5"):
-        setting.check_row({"visual_weight": 1.5}, {})
+    refuses(r"visual_weight=1\.5", setting.check_row, {"visual_weight": 1.5}, {})
     oracle = echosight.SETTINGS["echosight_oracle"]
     with pytest.raises(UserError, match="articles of these questions are not known"):
         oracle.check_inputs([Question("q", "test", "?")], {}, {})

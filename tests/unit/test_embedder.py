@@ -38,6 +38,7 @@ from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn
 from tests.forks import server
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -314,8 +315,7 @@ def cut(file):
 def test_resumed_file_is_identical(tmp_path, damage, first_row):
     folder = interrupted(tmp_path)
     damage(folder)
-    with pytest.raises(UserError, match=r"mmqa embed|not valid JSON"):
-        open_embeddings(folder)
+    refuses(r"mmqa embed|not valid JSON", open_embeddings, folder)
     pictures = FakePictures()
     shared().embed_sources(FakeCorpus(), pictures, folder, shard_rows=20)
     assert (folder / "embeddings.npy").read_bytes() == whole_in(tmp_path / "whole")
@@ -329,12 +329,10 @@ def test_resumed_file_is_identical(tmp_path, damage, first_row):
 
 def test_unfinished_jobs_are_refused(tmp_path):
     folder = interrupted(tmp_path)
-    with pytest.raises(UserError, match="2 of 4 parts are missing: 2, 3; start the command again"):
-        join_embeddings(folder)
+    refuses("2 of 4 parts are missing: 2, 3; start the command again", join_embeddings, folder)
     np.save(shards(folder) / "00002.npy", np.zeros((20, 4), "f4"))
     for go_on in (whole_in, join_embeddings):
-        with pytest.raises(UserError, match=r"shards-\w+: holds shards of an older version"):
-            go_on(folder)
+        refuses(r"shards-\w+: holds shards of an older version", go_on, folder)
 
 
 @pytest.mark.parametrize(
@@ -350,13 +348,11 @@ def test_sizes_that_cannot_be_are_refused(tmp_path, sizes):
     folder = tmp_path / "e"
     write(folder, part=(0, 2))
     assert read_unfinished(folder).missing == [1, 3]
-    with pytest.raises(UserError, match="e: 2 of 4 parts are missing: 1, 3; start --shard=1 of 2"):
-        join_embeddings(folder)
+    refuses("e: 2 of 4 parts are missing: 1, 3; start --shard=1 of 2", join_embeddings, folder)
     manifest = read_json(folder / "manifest.json") | sizes
     for read in (read_unfinished, join_embeddings, open_embeddings):
         write_json(folder / "manifest.json", manifest | {"complete": read is open_embeddings})
-        with pytest.raises(UserError, match=r"manifest\.json: rows, dim and shard_rows are \["):
-            read(folder)
+        refuses(r"manifest\.json: rows, dim and shard_rows are \[", read, folder)
 
 
 # Vectors are their row's number. Arguments: folder, row to die at, part, parts.
@@ -398,8 +394,7 @@ def test_processes_share_a_job(tmp_path):
     assert first == (0, ["0", "30", "60", "90"], "waits")
     assert killed[0] == -signal.SIGKILL
     assert third == (0, ["20", "50", "80"], "waits")
-    with pytest.raises(UserError, match="did not finish"):
-        open_embeddings(folder)
+    refuses("did not finish", open_embeddings, folder)
     assert end_job(start_job(folder, part=1, parts=3)) == (0, ["40", "70"], "complete")
     np.testing.assert_array_equal(open_embeddings(folder).vectors[:, 2], np.arange(95))
     assert files(folder) == ["SHA256SUMS", "embeddings.npy", "manifest.json"]
@@ -424,8 +419,7 @@ def test_shared_jobs_must_agree(tmp_path):
     with pytest.raises(UserError, match="holds embeddings with shard_rows 10, this job's is 20"):
         share(shard_rows=20, part=(1, 2))
     for part in ((2, 2), (-1, 2), (0, 0)):
-        with pytest.raises(UserError, match=f"part {part[0]} of {part[1]} does not exist"):
-            share(part=part)
+        refuses(f"part {part[0]} of {part[1]} does not exist", share, part=part)
     assert share(part=(1, 2)).vectors.shape == (40, 2)
 
 
@@ -457,13 +451,11 @@ def test_embeddings_of_another_model_or_corpus_are_refused(tmp_path):
     corpus.fingerprint = "corpus-2"
     with pytest.raises(UserError, match="corpus_fingerprint 'corpus-1', this job's is 'corpus-2'"):
         first.embed_sources(corpus, FakePictures(), tmp_path / "e")
-    with pytest.raises(UserError, match="model_fingerprint is"):
-        open_embeddings(tmp_path / "e", other.fingerprint)
+    refuses("model_fingerprint is", open_embeddings, tmp_path / "e", other.fingerprint)
     made = other.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e", overwrite=True)
     np.testing.assert_allclose(made.vectors, plain_sources(FakeDual(1), FakeCorpus()), atol=2e-6)
     (tmp_path / "e" / "embeddings.npy").write_bytes(b"junk")
-    with pytest.raises(UserError, match="missing or damaged"):
-        open_embeddings(tmp_path / "e")
+    refuses("missing or damaged", open_embeddings, tmp_path / "e")
 
 
 def test_fingerprint_says_what_decides_an_embedding():
@@ -479,12 +471,10 @@ def test_fingerprint_says_what_decides_an_embedding():
 
 def test_bad_input(tmp_path):
     one = shared()
-    with pytest.raises(UserError, match="2 questions but 1 pictures"):
-        one.embed_questions(["a", "b"], [None])
+    refuses("2 questions but 1 pictures", one.embed_questions, ["a", "b"], [None])
     with pytest.raises(UserError, match=r"float32\[4, 4, 3\], uint8\[4, 4, 3\] was expected"):
         one.embed_questions(["a"], [picture(0).astype(np.float32)])
-    with pytest.raises(UserError, match="buckets"):
-        embedder(buckets=(8, 4))
+    refuses("buckets", embedder, buckets=(8, 4))
     big = FakePictures()
     big.size = 8
     with pytest.raises(UserError, match="8 pixels wide"):
@@ -500,8 +490,7 @@ def test_converted_models_of_another_kind_are_refused(tmp_path, wanted):
     record = describe_model(architecture("bert"), BertConfig(), "float32")
     write_json(tmp_path / "model.json", record)
     said = f"holds a model of kind 'bert', {wanted} was expected; convert one with `mmqa convert"
-    with pytest.raises(UserError, match=said):
-        load_two_towers(tmp_path, wanted)
+    refuses(said, load_two_towers, tmp_path, wanted)
 
 
 def test_values_that_are_not_finite_stop_the_job(tmp_path):
@@ -511,8 +500,7 @@ def test_values_that_are_not_finite_stop_the_job(tmp_path):
             vectors[13 - rows.start] = np.nan
         return vectors
 
-    with pytest.raises(UserError, match="1 sources are not finite, the first is row 13"):
-        write(tmp_path / "e", broken, rows=30)
+    refuses("1 sources are not finite, the first is row 13", write, tmp_path / "e", broken, rows=30)
     assert read_json(tmp_path / "e" / "manifest.json")["complete"] is False
     assert files(shards(tmp_path / "e")) == ["00000.jsonl", "job.json"]
 
@@ -524,5 +512,4 @@ def test_a_source_whose_vector_is_not_finite_is_named(tmp_path):
     name = FakeCorpus().sources[1].id
     with pytest.raises(UserError, match=rf"source '{name}' \(row 1\); the checkpoint is broken"):
         broken.embed_sources(FakeCorpus(), FakePictures(), tmp_path / "e")
-    with pytest.raises(UserError, match=r"embedder: the texts: row 0 of 1 is not finite"):
-        broken.embed_questions(["a"])
+    refuses(r"embedder: the texts: row 0 of 1 is not finite", broken.embed_questions, ["a"])

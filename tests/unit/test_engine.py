@@ -15,6 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring, StopDetector, TooLong, truncate
 from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -528,10 +529,8 @@ def test_bad_requests_are_named(engine, changes, match):
 def test_other_mistakes_are_named(engine):
     with pytest.raises(UserError, match="request 4: its id is not unique"):
         list(engine.generate([Request(4, [1], 2), Request(4, [2], 2)]))
-    with pytest.raises(UserError, match="expected at least one"):
-        engine.loglikelihood([1, 2], [])
-    with pytest.raises(UserError, match="all texts or all token ids"):
-        engine.loglikelihood("text", [[1]])
+    refuses("expected at least one", engine.loglikelihood, [1, 2], [])
+    refuses("all texts or all token ids", engine.loglikelihood, "text", [[1]])
     with pytest.raises(UserError, match="continuation '' adds no token to its prompt; expected"):
         engine.loglikelihood("text", ["a", ""])
     bare = make_engine(tokenizer=None)
@@ -539,8 +538,7 @@ def test_other_mistakes_are_named(engine):
         list(bare.generate([Request(0, "text")]))
     with pytest.raises(UserError, match="stop strings need a tokenizer"):
         list(bare.generate([Request(0, [1], stop=("a",))]))
-    with pytest.raises(UserError, match="end token 60: expected 0 to 59"):
-        make_engine(end_ids=[60])
+    refuses("end token 60: expected 0 to 59", make_engine, end_ids=[60])
     for changes, match in [
         ({"length": 193}, "engine.length is 193: expected at most model.positions = 192"),
         ({"slots": 0}, "engine.slots is 0"),

@@ -22,6 +22,7 @@ from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.systems import Parts, Threads
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -110,8 +111,7 @@ def test_an_adapter_that_the_engine_lacks_is_refused():
     engine = Engine(tiny_llama(), end_ids=[END], config=SIZES, adapters=ADAPTERS)
     message = r"request 0: adapter is 'painter', and the engine has cook, poet; name one of its own"
     for request in (Request(0, [9], adapter="painter"), Scoring(0, [9], [[10]], adapter="painter")):
-        with pytest.raises(UserError, match=message):
-            engine.tokenized(request)
+        refuses(message, engine.tokenized, request)
 
 
 # Adapters of PEFT, over a published base.

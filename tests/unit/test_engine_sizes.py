@@ -18,6 +18,7 @@ from mmqa_jax.plan.programs import PRESETS
 from mmqa_jax.prompting.backends import Choices, Completion, Decoding, local_model
 from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.prompting.backends.local_model import ModelConfig, open_backend
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -123,8 +124,7 @@ def test_slots_as_given_are_split_over_the_devices():
         (99, {"data": -1}, r"is 99: expected a multiple of 8, .* data=8; set it to 96, "),
         (6, {"fsdp": 4}, r"is 6: expected a multiple of 8, .* data=2 fsdp=4; set it to 8, "),
     ):
-        with pytest.raises(UserError, match=message):
-            chosen(SEVEN, AUTO | {"slots": slots}, mesh)
+        refuses(message, chosen, SEVEN, AUTO | {"slots": slots}, mesh)
 
 
 LARGE = dataclasses.replace(llama2_70b(), dtype="bfloat16")
@@ -166,8 +166,7 @@ def test_weights_that_do_not_fit_are_refused_unread(tmp_path, monkeypatch):
     monkeypatch.setattr(local_model, "free_bytes", lambda device: 1e4)
     monkeypatch.setattr(local_model, "weights_hash", None)
     message = r"parts\.llm\.model=.*model: the weights need .* GiB of the device, where .*\.$"
-    with pytest.raises(UserError, match=message):
-        open_backend(folder, flag="config key parts.llm.model")
+    refuses(message, open_backend, folder, flag="config key parts.llm.model")
 
 
 def test_weights_split_over_fsdp_leave_room_for_slots():

@@ -29,6 +29,7 @@ from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.prompting.examples.library import ExampleLibrary
 from mmqa_jax.tasks.objectives import DistillationObjective
 from tests.drawn_weights import drawn
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -107,8 +108,7 @@ def test_the_file_is_read_as_it_was_written(tmp_path):
     assert read_example_scores(tmp_path) == ROWS
     assert judged_questions(tmp_path, CORPUS, "train") == ROWS[:1]
     assert judged_questions(tmp_path, CORPUS, "val") == ROWS[1:]
-    with pytest.raises(UserError, match=r"holds no question of split test"):
-        judged_questions(tmp_path, CORPUS, "test")
+    refuses(r"holds no question of split test", judged_questions, tmp_path, CORPUS, "test")
     with pytest.raises(UserError, match=r"names the question q4, which data\.dir does not hold"):
         judged_questions(tmp_path, Corpus([], QUESTIONS[:4]), "train")
 
@@ -128,8 +128,7 @@ def test_a_damaged_file_is_named_with_its_line(tmp_path, row):
     file = tmp_path / "scores.jsonl"
     write_example_scores(file, ROWS)
     file.write_text(file.read_text() + json.dumps(row) + "\n")
-    with pytest.raises(UserError, match=r"scores\.jsonl, line 3: "):
-        read_example_scores(file)
+    refuses(r"scores\.jsonl, line 3: ", read_example_scores, file)
 
 
 # Batches and loss
@@ -163,8 +162,7 @@ def test_batches_hold_candidates_with_their_scores():
         > 3
     )
     assert {int(i) for i in next(batches(rows, 3))["index"]} == {0}  # the other has two alone
-    with pytest.raises(UserError, match=r"batches\.candidates=4: no judged question has so many"):
-        batches(rows, 4)
+    refuses(r"batches\.candidates=4: no judged question has so many", batches, rows, 4)
 
 
 def word_of(ids, mask) -> str:

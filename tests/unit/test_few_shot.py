@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from fake_llm import FakeLLM
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.decoding.requests import Score, Scores
 from mmqa_jax.prompting.backends import Completion, Decoding
@@ -19,6 +18,7 @@ from mmqa_jax.prompting.few_shot import (
 )
 from mmqa_jax.prompting.multiple_choice import choose_option, option_prior
 from mmqa_jax.runs import traces
+from tests.refusals import refuses
 
 SHOTS = [Shot(Question(f"s{n}", "train", f"shot {n} ?"), 1.0 - n / 10) for n in range(4)]
 QUERY = Question("q", "val", "open ?")
@@ -93,8 +93,7 @@ def test_picas_prompt_verbatim():
 
 
 def test_an_unknown_template():
-    with pytest.raises(UserError, match=r"template=pica\.nothing: no such prompt template"):
-        load_template("pica.nothing")
+    refuses(r"template=pica\.nothing: no such prompt template", load_template, "pica.nothing")
 
 
 def test_queries_are_sent_in_the_order_of_their_texts():

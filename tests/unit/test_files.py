@@ -10,6 +10,7 @@ from mmqa_jax.core import files
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_text, read_text, unfinished
 from mmqa_jax.weights.output_folder import whole_folder
+from tests.refusals import refuses
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path):
@@ -22,8 +23,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
             file.write("half")
             raise RuntimeError("disk")
 
-    with pytest.raises(RuntimeError, match="disk"):
-        fail()
+    refuses("disk", fail, error=RuntimeError)
     assert path.read_text() == "old"
     assert [*path.parent.iterdir()] == [path]
 
@@ -34,8 +34,7 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path):
     with pytest.raises(UserError, match=r"file/a\.txt: cannot be read \(Not a directory\); check"):
         read_text(tmp_path / "file" / "a.txt")
     path.symlink_to(path)
-    with pytest.raises(UserError, match=r"a\.txt: cannot be read \(Too many .*\); check the path"):
-        read_text(path)
+    refuses(r"a\.txt: cannot be read \(Too many .*\); check the path", read_text, path)
 
 
 def test_half_a_character_is_named_with_its_place():

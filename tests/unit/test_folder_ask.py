@@ -16,6 +16,7 @@ from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.schema import NOT_FOUND, Prediction
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 TOO_LONG = TooLong("asked", 90, 64, 100)
@@ -265,8 +266,7 @@ def test_pages_as_pictures_need_an_encoder_that_sees(encoder, folder, tmp_path):
     assert "manual.pdf#2" in open_folder(folder).row
     prepared = tmp_path / "prepared"
     open_folder(folder, prepared)
-    with pytest.raises(UserError, match=r"was prepared already.*leave --pages out"):
-        open_folder(prepared, options=pages)
+    refuses(r"was prepared already.*leave --pages out", open_folder, prepared, options=pages)
 
 
 def test_a_question_is_embedded_once(encoder, folder):

@@ -9,13 +9,13 @@ import pytest
 from document_files import docx, docx_bomb, pdf, picture
 from PIL import Image
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.chunks import ChunkOptions, TokenLimit, chunks
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
 from mmqa_jax.data.documents.docx import read_docx
 from mmqa_jax.data.documents.pdf import MOST_PIXELS, page_pictures, read_pdf
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.retrieval.embedder import token_limit
+from tests.refusals import refuses
 
 
 def texts(document):
@@ -135,8 +135,7 @@ def test_text_without_sentences_is_cut(text):
 
 @pytest.mark.parametrize(("words", "message"), [(3, "--chunk_words=3"), (15, "--chunk_overlap=20")])
 def test_sizes_of_chunks_are_checked(words, message):
-    with pytest.raises(UserError, match=message):
-        ChunkOptions(words=words)
+    refuses(message, ChunkOptions, words=words)
 
 
 # Word
@@ -265,8 +264,7 @@ def test_a_page_of_any_size_is_bounded():
     ],
 )  # fmt: skip
 def test_files_that_cannot_be_read(read, data, reason):
-    with pytest.raises(DocumentError, match=reason):
-        read(data, *[64] * (read is read_pdf))
+    refuses(reason, read, data, *[64] * (read is read_pdf), error=DocumentError)
 
 
 def test_how_much_documents_may_hold(monkeypatch):

@@ -25,6 +25,7 @@ from mmqa_jax.retrieval.fusion import (
 )
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.runs.ask_folder import Passages
+from tests.refusals import refuses
 
 
 def ranking(question, *sources):
@@ -247,8 +248,7 @@ def test_weights_out_of_range_and_questions_without_gold_are_refused():
     _, questions, dense, bm25 = collection()
     hybrid = HybridSearch(dense, bm25)
     for weight in (-0.1, 1.01, float("nan")):
-        with pytest.raises(UserError, match=r"fusion_weight=.*from 0 \(BM25 alone\) to 1"):
-            ScoreFusion(hybrid, weight)
+        refuses(r"fusion_weight=.*from 0 \(BM25 alone\) to 1", ScoreFusion, hybrid, weight)
     bare = [Question(q.id, "val", q.question) for q in questions]
     with pytest.raises(UserError, match="none of the 12 questions has gold sources"):
         tune_fusion(bare, lambda weight: ScoreFusion(hybrid, weight), 5)

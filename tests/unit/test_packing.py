@@ -311,8 +311,7 @@ def test_a_question_longer_than_the_model_takes(packer):
 
 def test_bad_region_features_and_buckets(packer):
     example = Example((SourceTokens([11], (np.zeros((3, 7)), np.zeros((3, 1)))),), [21])
-    with pytest.raises(AssertionError, match=r"\(3, 7\)"):
-        packer.pack_for_selection(example, TWO_PICTURES)
+    refuses(r"\(3, 7\)", packer.pack_for_selection, example, TWO_PICTURES, error=AssertionError)
     with pytest.raises(UserError, match=r"12 text columns with 2 picture.*at least 13"):
         dataclasses.replace(SMALL, buckets=((0, 24), (2, 12)))
     refuses("buckets is empty", dataclasses.replace, SMALL, buckets=())

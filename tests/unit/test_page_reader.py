@@ -12,12 +12,12 @@ from openai_stub import Stub, error, said
 from test_documents_pdf import STAMP, scan, write
 from tiny_llm import write_folder, write_qwen_vl
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import letters
 from mmqa_jax.data.documents.ocr import PageReader, PageText
 from mmqa_jax.data.documents.pdf import page_pictures
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.runs.page_reader import open_page_reader
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -162,8 +162,7 @@ def test_a_scanned_letter_is_read_by_a_tiny_model(raw, tmp_path, monkeypatch):
 
 def test_names_that_cannot_read_pages_are_refused(refused, raw, tmp_path):
     blind = write_folder(tmp_path / "llm")
-    with pytest.raises(UserError, match=r"--ocr=.*llm: it cannot be asked about pictures; name"):
-        open_page_reader(str(blind))
+    refuses(r"--ocr=.*llm: it cannot be asked about pictures; name", open_page_reader, str(blind))
     flags = (f"--raw={raw}", f"--out={tmp_path / 'out'}")
     refused("prepare", "folder", *flags, "--ocr=/nowhere", message="--ocr=/nowhere")
     refused("prepare", "folder", *flags, f"--ocr={blind}", message="cannot be asked about pictures")

@@ -8,11 +8,11 @@ import transformers
 from flax import nnx
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.plan import encoders, programs
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import plan
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -120,7 +120,5 @@ def test_the_program_is_planned(monkeypatch):
     made = nnx.eval_shape(lambda: encoders.bert.Bert(tiny, rngs=nnx.Rngs()))
     size = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(made)))
     assert program.parameters == 4 * size
-    with pytest.raises(UserError, match="leave --config out"):
-        programs.program_names(ConfigDict({"task": "vqa"}), "bge_base")
-    with pytest.raises(UserError, match="encoders of texts: minilm_l6"):
-        programs.program_names(ConfigDict())
+    refuses("leave --config out", programs.program_names, ConfigDict({"task": "vqa"}), "bge_base")
+    refuses("encoders of texts: minilm_l6", programs.program_names, ConfigDict())

@@ -49,8 +49,7 @@ def engine(*end_ids: int) -> T5Engine:
 )
 def test_requests_that_cannot_be_served(request_, kind, message):
     served = engine(0, 1)
-    with pytest.raises(kind, match=f"request 'a': .*{message}"):
-        served.check(request_)
+    refuses(f"request 'a': .*{message}", served.check, request_, error=kind)
 
 
 def test_beams_that_were_not_checked_are_refused_too():
@@ -75,5 +74,4 @@ def test_queries_are_refused_before_weights_are_loaded(query, message):
         raise AssertionError("the engine was made")
 
     lazy = T5Backend(no_engine, Digits(), length=64, fingerprint="x")
-    with pytest.raises((UserError, Unanswerable), match=f"request 'a': .*{message}"):
-        lazy.check(query)
+    refuses(f"request 'a': .*{message}", lazy.check, query, error=(UserError, Unanswerable))

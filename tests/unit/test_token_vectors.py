@@ -22,6 +22,7 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import build_index, load_index
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors, pool_tokens
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 
@@ -243,8 +244,7 @@ def test_a_killed_job_goes_on(tmp_path):
 def test_damaged_files_are_refused(damage, message, tmp_path):
     write(tmp_path)
     damage(tmp_path)
-    with pytest.raises(UserError, match=message):
-        open_embeddings(tmp_path)
+    refuses(message, open_embeddings, tmp_path)
 
 
 def flip(file):
@@ -262,14 +262,12 @@ def claim(folder, key, value):
 @pytest.mark.parametrize("other", [{"form": TokenFormat("binary")}, {"tokens": False}])
 def test_a_job_with_other_tokens_is_refused(other, tmp_path):
     write(tmp_path)
-    with pytest.raises(UserError, match="holds embeddings with tokens"):
-        write(tmp_path, **other)
+    refuses("holds embeddings with tokens", write, tmp_path, **other)
 
 
 def test_an_index_needs_tokens(tmp_path):
     embeddings, _ = write(tmp_path, tokens=False)
-    with pytest.raises(UserError, match="--kind=maxsim needs the vectors of tokens"):
-        build_index(embeddings, "maxsim")
+    refuses("--kind=maxsim needs the vectors of tokens", build_index, embeddings, "maxsim")
     with pytest.raises(UserError, match="index: the queries: row 0 of 1 is not finite"):
         MaxSimIndex(
             ExactIndex(embeddings), stored(sources(np.random.default_rng(0), 20), TokenFormat())
@@ -282,5 +280,4 @@ def test_an_index_needs_tokens(tmp_path):
 
 @pytest.mark.parametrize("given", [{"precision": "int4"}, {"pool": 0}])
 def test_formats_that_are_refused(given):
-    with pytest.raises(UserError, match=r"--(tokens=int4|pool=0)"):
-        TokenFormat(**given)
+    refuses(r"--(tokens=int4|pool=0)", TokenFormat, **given)
