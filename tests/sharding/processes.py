@@ -14,7 +14,6 @@ from tests.fake_devices import fake_devices
 from tests.forks import Fork, server
 
 ROOT = Path(__file__).parents[2]
-MMQA = [sys.executable, "-c", "import sys; from mmqa_jax.cli import main; sys.exit(main())"]
 
 
 TINY = str(Path(__file__).with_name("tiny_launch.py"))

@@ -346,10 +346,6 @@ def test_plans_and_knowledge_are_greedy():
     assert drawn == set(prompts_of(llm)["answers"])
 
 
-class Stops(Exception):
-    """The server is gone."""
-
-
 class StoppingLLM(FakeLLM):
     """Answers so many queries, then the server is gone."""
 
