@@ -79,7 +79,7 @@ def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[di
     from mmqa_jax.runs.prepare import folder_notes
 
     model = arguments.model or "smollm2"
-    flags.download(arguments, "model", "encoder", "ocr")
+    flags.download(arguments, "model", "encoder", "reranker", "ocr")
     options, reading = flags.reading_options(arguments)
     corpus = open_folder(
         Path(arguments.data),

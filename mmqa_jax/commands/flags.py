@@ -260,6 +260,12 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
     )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
+        "--reranker",
+        metavar="PATH|NAME",
+        help="with --data, who orders the best 20 passages anew: a rerank run, a cross-encoder or "
+        "a Qwen3-Reranker (nobody)",
+    )
+    parser.add_argument(
         "--least_similarity",
         type=float,
         metavar="COSINE",
@@ -277,7 +283,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 # Flags of `add_reading` that are for a folder alone.
 READING = (
     *("model", "backend", "pictures", "encoder", "pages", "ocr", "top_k", "least_similarity"),
-    *("cache", "language", "stemming", "thinking", "max_new_tokens"),
+    *("cache", "language", "stemming", "thinking", "max_new_tokens", "reranker"),
 )
 
 
@@ -378,8 +384,8 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
         values = {name: getattr(arguments, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    found_by = options_set("encoder", "top_k", "least_similarity")
-    asking = AskOptions(**found_by, words=analyzer(arguments))
+    retrieval = options_set("encoder", "top_k", "least_similarity", "reranker")
+    asking = AskOptions(**retrieval, words=analyzer(arguments))
     return asking, LLMReaderOptions(**options_set("pictures", "max_new_tokens"))
 
 

@@ -50,6 +50,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="environment variable with the key that requests must carry (none is required)",
     )
     parser.add_argument(
+        "--origins",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        metavar="URL,...",
+        help="sites whose pages may ask, such as http://localhost:3000; *: all (none)",
+    )
+    parser.add_argument(
         "--queue",
         type=int,
         default=default.queue,
@@ -102,7 +109,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             config.thinking = thinking
         check_prompt_config(config)
         name = arguments.model or ("" if arguments.workdir else "smollm2")
-        flags.download(arguments, "model", "encoder", "ocr")
+        flags.download(arguments, "model", "encoder", "reranker", "ocr")
         backend = arguments.backend or "engine"
         asking, reading = flags.reading_options(arguments)
         if room := read_thinking(config.thinking, "--thinking").room:

@@ -282,7 +282,7 @@ def _from_openai(path: Path, preprocessing: tokenizers.Preprocessing) -> tokeniz
             lines = decode_text(file.read(_MOST_MERGES), path).split("\n")[1:]
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path}: cannot be read as gzip ({error}); fetch it again.") from None
-    symbols = _byte_symbols()
+    symbols = list(tokenizer_files.byte_symbols())
     merges = _merges("\n".join(lines[: _OPENAI_TOKENS - 2 * len(symbols) - 2]))
     tokens = [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, merges), START, END]
     vocabulary = {token: row for row, token in enumerate(tokens)}
@@ -292,14 +292,6 @@ def _from_openai(path: Path, preprocessing: tokenizers.Preprocessing) -> tokeniz
             f"{path}: does not hold CLIP's {_OPENAI_TOKENS - 514:,} merges; fetch OpenAI's file."
         )
     return _clip_tokenizer(vocabulary, [(a, b) for a, b in merges], preprocessing)
-
-
-def _byte_symbols() -> list[str]:
-    """The characters that stand for bytes in byte-level BPE, in the order of their ids: the
-    printable ones of Latin-1 as themselves, then the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = 256 - len(printable)
-    return [chr(code) for code in (*printable, *range(0x100, 0x100 + others))]
 
 
 # SigLIP's tokenizers: SentencePiece over canonical texts, and SigLIP 2's, which is Gemma's.

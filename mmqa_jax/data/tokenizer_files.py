@@ -305,6 +305,16 @@ def prefix_of(tokenizer: Pipeline) -> Prefix | None:
     return prefix
 
 
+def byte_symbols() -> dict[str, int]:
+    """The byte for which each character of byte-level BPE stands, in the order of their ids: the
+    printable ones of Latin-1 stand for themselves, then others from U+0100 on for the rest."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + number): byte for number, byte in enumerate(others)
+    }
+
+
 def split_as_sentencepiece(tokenizer: Pipeline, prefix: Prefix) -> None:
     """Puts the prefix space before a text that begins with a space as well, as SentencePiece does.
 

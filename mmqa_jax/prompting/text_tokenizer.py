@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Fields = dict[str, Any]  # of a message, as templates take it
 _MOST_ENDS = 1000
 _THOUGHTS = "reasoning_content"  # a template's field: an assistant's, apart from its answer
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")  # SentencePiece's token of one byte
+_BYTE_OF = tokenizer_files.byte_symbols()
 _CUTS_THOUGHTS = re.compile(r"split\(\s*['\"]</think>")  # off an assistant's answer
 
 
@@ -85,6 +87,25 @@ class TextTokenizer(MarkedTokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, special tokens spelled out."""
         return self.published.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The UTF-8 bytes of a token, which may be a part of a character."""
+        spelled = self.published.id_to_token(token) or ""
+        if token in self._added:
+            return spelled.encode()
+        if self._spells_bytes:
+            return bytes(map(_BYTE_OF.__getitem__, spelled))
+        byte = _BYTE_TOKEN.fullmatch(spelled)
+        return (
+            bytes([int(byte[1], 16)])
+            if byte
+            else spelled.replace(tokenizer_files.SPACE, " ").encode()
+        )
+
+    @functools.cached_property
+    def _spells_bytes(self) -> bool:
+        """Whether each character of a token stands for a byte (GPT-2's byte-level BPE)."""
+        return '"ByteLevel"' in json.dumps(json.loads(self.published.to_str())["decoder"])
 
     @functools.cached_property
     def longest_token(self) -> int:

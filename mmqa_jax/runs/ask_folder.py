@@ -41,6 +41,7 @@ from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.library import open_text_embedder
+from mmqa_jax.tasks.rerank import open_reranker
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
@@ -66,6 +67,9 @@ class AskOptions:
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
         by the number of passages for MiniLM, and for other encoders none is.
       words: how BM25 makes words of passages and questions.
+      reranker: orders the best `candidates` passages anew; "": none does. A rerank run, the folder
+        of a cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
+      candidates: passages that it reads.
     """
 
     encoder: str = MINILM
@@ -73,6 +77,8 @@ class AskOptions:
     weight: float = DEFAULT_WEIGHT
     least_similarity: float | None = None
     words: Analyzer = _ANALYZER
+    reranker: str = ""
+    candidates: int = at_least(1, 20)
 
     def threshold(self, passages: int) -> float:
         """The least similarity in use with so many passages."""
@@ -182,6 +188,7 @@ class FolderAnswerer:
             corpus, options.encoder, options.weight, options.words
         )
         self._threshold = options.threshold(len(corpus))
+        self.reranker = open_reranker(options.reranker, corpus) if options.reranker else None
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
         """Answers a question, citing the folder's sources.
@@ -203,7 +210,11 @@ class FolderAnswerer:
     def find(self, questions: Sequence[Question]) -> list[ToRead]:
         """The passages for questions of `corpus.asked`."""
         to_read = []
-        ranked = self._passages.find(questions, self.options.top_k)
+        options = self.options
+        most = max(options.top_k, options.candidates if self.reranker is not None else 0)
+        ranked = self._passages.find(questions, most)
+        if self.reranker is not None:
+            ranked = self._reranked(questions, ranked)
         for question, (best, nearest) in zip(questions, ranked, strict=True):
             is_refused = question.image is None and not self._is_near(nearest)
             to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
@@ -223,6 +234,18 @@ class FolderAnswerer:
         (prediction,) = reader.answer([question], [passages])
         answer = prediction.answer.strip()
         return FolderAnswer(answer, answer not in ("", NOT_FOUND), prediction, passages)
+
+    def _reranked(self, questions: Sequence[Question], ranked: Sequence[Found]) -> list[Found]:
+        """The best `top_k` in the reranker's order; their scores stay the cosines."""
+        assert self.reranker is not None
+        orders = self.reranker.score(questions, [found.best for found in ranked])
+        results = []
+        for (best, nearest), order in zip(ranked, orders, strict=True):
+            cosine_of = dict(zip(best.sources, best.scores, strict=True))
+            names = order.sources[: self.options.top_k]
+            scores = tuple(cosine_of[name] for name in names)
+            results.append(Found(Ranking(order.question_id, names, scores), nearest))
+        return results
 
     def _is_near(self, nearest: Ranking) -> bool:
         """Whether a source is similar enough to a question to answer it."""

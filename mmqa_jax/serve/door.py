@@ -222,7 +222,8 @@ class Door:
                 421, f"this server does not answer to the name {name!r:.80}; give --host."
             )
         # Links of other sites may lead to the page, which then asks for the rest itself.
-        if path != "/" and headers.get("sec-fetch-site", "") not in _OWN_PAGE:
+        may_ask = {headers.get("origin", ""), "*"} & set(self._options.origins)
+        if path != "/" and not may_ask and headers.get("sec-fetch-site", "") not in _OWN_PAGE:
             raise ApiError(403, "pages of other sites may not ask this server; ask on its page.")
         sent = headers.get("authorization", "").removeprefix("Bearer ").encode()
         needs_key = self._options.key and not is_open

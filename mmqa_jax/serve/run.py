@@ -20,6 +20,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.decoding.requests import Scoring
+from mmqa_jax.inference.cross_encoder import CrossEncoderReranker
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
@@ -43,6 +44,7 @@ from mmqa_jax.serve.systems import (
     Threads,
 )
 from mmqa_jax.tasks.library import open_text_embedder
+from mmqa_jax.tasks.rerank import open_reranker
 
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _SYSTEMS = (ReadPassages.name, FromMemory.name)  # which a language model adds
@@ -113,6 +115,11 @@ def open_parts(
             embedder, embedder_name = demo.embedder, "contrastive"
     if embedder is None:
         embedder, _ = open_text_embedder(asking.encoder, Corpus([]))
+    reranker: Any = None
+    if asking.reranker:
+        reranker = answerer.reranker if answerer else open_reranker(asking.reranker, Corpus([]))
+        if not isinstance(reranker, CrossEncoderReranker):
+            reranker = None  # it scores sources of its corpus alone
     names = {model_name, embedder_name, *(system.name for system in systems), *_SYSTEMS}
     if same := sorted(names.intersection(adapters)):
         raise UserError(
@@ -132,6 +139,7 @@ def open_parts(
     return Parts(
         title, llm, model_name, embedder, embedder_name,
         {system.name: system for system in systems}, corpus, threads, tuple(adapters),
+        reranker, asking.reranker,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ rows), `text` (pieces of the answer, where it is decoded token by token). Its an
     {question, answer, marked, found, sources: [row], notes: [text], seconds}
 
 and of a row of `mmqa run` also `steps`, how it was answered, and `picture`, the question's own as a
-data: URL.
+data: URL; where a language model of this process reads, `usage`, the tokens that it took.
 
 `marked` is the answer with its [n], the numbers of the rows. A row has the keys of `mmqa ask
 --json` and `number` and `title`; its `cited` is its number where the answer cites it, else null.
@@ -20,14 +20,17 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
+from mmqa_jax.decoding.requests import Result, Scores
 from mmqa_jax.evaluation.report import TraceNode
+from mmqa_jax.inference.cross_encoder import CrossEncoderReranker
+from mmqa_jax.prompting.backends import Around, Chat, Choices, Message, Query
 from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.prompting.backends.served import ServedBackend, ServedModel
 from mmqa_jax.prompting.backends.thinking import split_thoughts
@@ -61,6 +64,22 @@ class Asking:
             self._cancel()
 
 
+@dataclasses.dataclass(frozen=True)
+class Directions:
+    """What a client asks of an answer beside its question.
+
+    Attributes:
+      instructions: its system prompt; "": it has none.
+      decoding: values of Decoding's fields that it names.
+    """
+
+    instructions: str = ""
+    decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+_NO_DIRECTIONS = Directions()
+
+
 class System(Protocol):
     """A system that answers questions.
 
@@ -69,6 +88,7 @@ class System(Protocol):
       label: on the page.
       about: one sentence for the page.
       takes_pictures: whether a question may come with one.
+      takes_directions: whether a client's directions change the answer.
       examples: questions to begin with.
     """
 
@@ -76,10 +96,49 @@ class System(Protocol):
     label: str
     about: str
     takes_pictures: bool
+    takes_directions: bool
     examples: Sequence[str]
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """Begins to answer; UserError for a question that cannot be asked."""
+
+
+class Directed(Around):
+    """A language model whose queries are decoded as a client directs, behind its instructions."""
+
+    def __init__(self, backend: Any, directions: Directions):
+        super().__init__(backend)
+        self._directions = directions
+
+    def check(self, query: Query) -> None:
+        """See Backend."""
+        self._backend.check(self._directed(query))
+
+    def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:
+        """See Backend."""
+        return self._backend.answer([self._directed(query) for query in queries])
+
+    def _directed(self, query: Query) -> Query:
+        if isinstance(query, Choices):
+            return query
+        # The reader's own stop strings end an answer, too.
+        changes = dict(self._directions.decoding)
+        if "stop" in changes:
+            changes["stop"] = (*query.decoding.stop, *changes["stop"])
+        query = dataclasses.replace(query, decoding=dataclasses.replace(query.decoding, **changes))
+        instructions = self._directions.instructions
+        if not instructions:
+            return query
+        if isinstance(query, Chat):
+            messages = (Message("system", (instructions,)), *query.messages)
+            return dataclasses.replace(query, messages=messages)
+        return dataclasses.replace(query, prompt=f"{instructions}\n\n{query.prompt}")
 
 
 # `with turn():` computes when those before it have; CancelledError if nobody asks any more.
@@ -182,7 +241,7 @@ class ReadPassages:
     about = (
         "Passages are found by meaning and by words; a language model reads them and cites them."
     )
-    takes_pictures = True
+    takes_pictures = takes_directions = True
     examples = ()
 
     answerer: FolderAnswerer
@@ -190,10 +249,17 @@ class ReadPassages:
     options: LLMReaderOptions
     threads: Threads
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """See System."""
         check_question(question)
         backend = self.backend_of(lambda piece: tell("text", piece))
+        reading = Directed(backend, directions)
 
         def answer(turn: Turn) -> AnswerRow:
             began, corpus = time.perf_counter(), self.answerer.corpus
@@ -202,7 +268,7 @@ class ReadPassages:
                 to_read = self.threads.together(self.answerer.find, asked, turn)
                 rows = source_rows(corpus, to_read.passages)
                 tell("sources", rows)
-                reader = LLMReader(corpus, backend, self.options)
+                reader = LLMReader(corpus, reading, self.options)
                 answered = self.answerer.read(to_read, reader)
             prediction, outputs = answered.prediction, answered.prediction.trace.get("outputs")
             cited = set(prediction.sources)
@@ -211,7 +277,7 @@ class ReadPassages:
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
             if outputs and answered.found:
                 whole["marked"] = split_thoughts(outputs[0]["text"])[1]
-            return {**whole, "notes": answer_notes(prediction)}
+            return {**whole, **_told_of(prediction, backend)}
 
         return self.threads.start(answer, cancel_of(backend))
 
@@ -222,13 +288,19 @@ class FindPassages:
 
     name, label = "search", "Find passages"
     about = "Passages are found by meaning and by words; nothing is written."
-    takes_pictures = False
+    takes_pictures = takes_directions = False
     examples = ()
 
     answerer: FolderAnswerer
     threads: Threads
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """See System."""
         check_question(question)
 
@@ -251,6 +323,7 @@ class FromMemory:
 
     name, label = "memory", "Without sources"
     about = "The language model answers from what it learned: nothing is looked up or cited."
+    takes_directions = True
     examples = ()
 
     corpus: AskedCorpus
@@ -263,18 +336,26 @@ class FromMemory:
         """Whether the model sees."""
         return self.backend_of(lambda piece: None).takes_pictures is True
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """See System."""
         check_question(question)
         backend = self.backend_of(lambda piece: tell("text", piece))
+        reading = Directed(backend, directions)
 
         def answer(turn: Turn) -> AnswerRow:
             began = time.perf_counter()
             with self.corpus.asked(question, picture) as asked:
-                reader = LLMReader(self.corpus, backend, self.options)
+                reader = LLMReader(self.corpus, reading, self.options)
                 (prediction,) = reader.answer([asked], [Ranking(asked.id, (), ())])
             seconds = time.perf_counter() - began
-            return answer_row(question, prediction.answer, bool(prediction.answer), [], seconds)
+            row = answer_row(question, prediction.answer, bool(prediction.answer), [], seconds)
+            return {**row, **_told_of(prediction, backend)}
 
         return self.threads.start(answer, cancel_of(backend))
 
@@ -285,7 +366,7 @@ class DemoChain:
 
     name, label = "demo", "Retriever, reranker and reader of the demo"
     about = "A trained encoder finds sources in up to two hops, VLP selects among them and answers."
-    takes_pictures = True
+    takes_pictures, takes_directions = True, False
 
     answerer: Answerer
     threads: Threads
@@ -296,7 +377,13 @@ class DemoChain:
         tested = self.answerer.corpus.questions("test")
         return [question.question for question in tested[:_EXAMPLES]]
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """See System."""
         check_question(question)
 
@@ -367,6 +454,16 @@ def cancel_of(backend: Any) -> Callable[[], None] | None:
     return backend.cancel if isinstance(backend, ServedBackend) else None
 
 
+def _told_of(prediction: Prediction, backend: Any) -> AnswerRow:
+    """Notes on an answer, whether its tokens ran out, and how many a user's session took (a
+    server's model counts those of all its users together)."""
+    row = {"notes": answer_notes(prediction), "cut": bool(prediction.trace.get("cut"))}
+    if not isinstance(backend, ServedBackend):
+        return row
+    counts = backend.usage.prompt_tokens, backend.usage.completion_tokens
+    return {**row, "usage": dict(zip(("prompt_tokens", "completion_tokens"), counts, strict=True))}
+
+
 def answer_row(
     question: str, answer: str, is_found: bool, rows: Sequence[AnswerRow], seconds: float
 ) -> AnswerRow:
@@ -390,7 +487,7 @@ class RowSystem:
     all rows over this corpus. A row whose parts know its own questions alone (candidates, captions,
     gold sources) answers those; others answer any."""
 
-    takes_pictures = True
+    takes_pictures, takes_directions = True, False
 
     def __init__(self, row: Row, corpus: AskedCorpus, opened: OpenedParts, threads: Threads):
         self.name, self.label = row.row, f"{row.row} ({row.system})"
@@ -411,7 +508,13 @@ class RowSystem:
         self.about = f"The row {row.row}, setting {row.setting}: it answers {takes}."
         self.examples = [question.question for question in self._questions[:_EXAMPLES]]
 
-    def ask(self, question: str, picture: bytes | None, tell: Tell) -> Asking:
+    def ask(
+        self,
+        question: str,
+        picture: bytes | None,
+        tell: Tell,
+        directions: Directions = _NO_DIRECTIONS,
+    ) -> Asking:
         """See System."""
         check_question(question)
         known = self._known.get(_key(question))
@@ -494,6 +597,7 @@ class Parts:
       corpus: whose sources the page shows; None: there are none.
       threads: in which the systems answer.
       adapters: of the language model, which answer under their names.
+      reranker: scores pairs of a query and a text, and its name; None: the encoder's cosines do.
     """
 
     title: str
@@ -505,6 +609,13 @@ class Parts:
     corpus: AskedCorpus | None
     threads: Threads
     adapters: Sequence[str] = ()
+    reranker: CrossEncoderReranker | None = None
+    reranker_path: str = ""
+
+    @property
+    def reranker_name(self) -> str:
+        """The model that `/v1/rerank` answers with."""
+        return self.embedder_name if self.reranker is None else self.reranker_path
 
     @property
     def llm_names(self) -> list[str]:
@@ -514,7 +625,8 @@ class Parts:
     @property
     def model_names(self) -> list[str]:
         """Returns the models that requests of OpenAI's API may name."""
-        return [*self.llm_names, *self.systems, self.embedder_name]
+        names = [*self.llm_names, *self.systems, self.embedder_name, self.reranker_name]
+        return list(dict.fromkeys(names))
 
     def embed(self, texts: Sequence[str]) -> Asking:
         """Unit vectors float32 [n, D] of texts, without the encoder's prompts, and their tokens."""
@@ -527,6 +639,25 @@ class Parts:
                     vectors.append(self.embedder.embed_texts(some))
                     tokens += sum(map(len, self.embedder.tokenizer.encode_batch(some)))
             return np.concatenate(vectors), tokens
+
+        return self.threads.start(answer)
+
+    def relevance(self, query: str, documents: Sequence[str]) -> Asking:
+        """Scores float32 [n] of documents for a query: P(relevant) by the reranker, or cosines."""
+
+        def answer(turn: Turn) -> np.ndarray:
+            scores = []
+            if self.reranker is None:
+                with turn():
+                    (vector,) = self.embedder.embed_questions([query])
+            for begin in range(0, len(documents), _AT_ONCE):
+                some = list(documents[begin : begin + _AT_ONCE])
+                with turn():
+                    if self.reranker is None:
+                        scores.append(self.embedder.embed_passages(some) @ vector)
+                    else:
+                        scores.append(self.reranker.relevance([(query, text) for text in some]))
+            return np.concatenate(scores)
 
         return self.threads.start(answer)
 

@@ -11,6 +11,7 @@ from document_files import huge_png
 from served_app import openai_client, serving
 from tiny_llm import flag, text_tokenizer, tiny_backend, tiny_llava
 
+from mmqa_jax import __version__
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.decoding.online import TextStream
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
@@ -32,13 +33,21 @@ class Vectors:
     """Unit vectors of two numbers, of texts; a word is a token."""
 
     class tokenizer:
+        vocab_size = 9
+
         @staticmethod
         def encode_batch(texts):
             return [text.split() for text in texts]
 
+        @staticmethod
+        def decode(ids):
+            return "".join(map(str, ids))
+
     def embed_texts(self, texts):
         angles = np.array([len(text) for text in texts], np.float32)
         return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+    embed_questions = embed_passages = embed_texts
 
 
 class Open(Parts):
@@ -163,11 +172,56 @@ def test_embeddings(client):
     np.testing.assert_array_equal(vectors, [one.embedding for one in packed.data])
     np.testing.assert_allclose(vectors, Vectors().embed_texts(texts), rtol=1e-6)
     assert plain.usage.prompt_tokens == 4
+    as_tokens = client.embeddings.create(model="vectors", input=[[1, 2, 3], [4]])
+    np.testing.assert_array_equal(
+        [row.embedding for row in as_tokens.data], Vectors().embed_texts(["123", "4"])
+    )
+    short = client.embeddings.create(model="vectors", input=["a"], dimensions=1)
+    assert short.data[0].embedding == [1.0]  # of length 1 again
+    assert len(client.embeddings.create(model="vectors", input=["a"] * 2048).data) == 2048
 
 
 def test_models(client):
     assert [model.id for model in client.models.list()] == ["tiny", "vectors"]
-    assert client.models.retrieve("tiny").id == "tiny"
+    assert client.models.retrieve("tiny").max_model_len == 160
+
+
+def test_documents_are_ranked_by_the_encoder(server):
+    documents = ["abcd", {"text": "a"}, "ab"]
+    body = {"model": "vectors", "query": "b", "documents": documents}
+    best = {**body, "top_n": 2, "return_documents": True}
+    rows = WEB.post(f"{server}/v1/rerank", json=best).json()["results"]
+    assert [(row["index"], row["document"]["text"]) for row in rows] == [(1, "a"), (2, "ab")]
+    assert [row["relevance_score"] for row in rows] == pytest.approx([1, np.cos(1)])
+    for wrong, words in [({"documents": []}, "documents is []"), ({"top_n": 0}, "top_n is 0")]:
+        reply = WEB.post(f"{server}/v1/rerank", json={**body, **wrong})
+        assert (reply.status_code, words in reply.text) == (400, True)
+
+
+def test_tokens_of_prompts_and_chats(server):
+    def post(path, **body):
+        return WEB.post(f"{server}/{path}", json={"model": "tiny", **body}).json()
+
+    tokenizer = text_tokenizer()
+    cut = post("tokenize", prompt="what is it")
+    assert (cut["tokens"], cut["max_model_len"]) == (tokenizer.encode("what is it"), 160)
+    assert post("detokenize", tokens=cut["tokens"])["prompt"] == tokenizer.decode(cut["tokens"])
+    assert cut["count"] == len(cut["tokens"])
+    assert "ids from 0 to" in post("detokenize", tokens=[-1])["error"]["message"]
+    assert "give one of them" in post("tokenize")["error"]["message"]
+    assert WEB.get(f"{server}/version").json() == {"version": __version__}
+    assert WEB.get(f"{server}/health").status_code == 200
+
+
+def test_pages_of_named_sites_may_ask(parts):
+    sent = {"Origin": "https://chat.example", "Sec-Fetch-Site": "cross-site"}
+    with served(parts, origins=("https://chat.example",)) as address:
+        reply = WEB.get(f"{address}/v1/models", headers=sent)
+        assert reply.headers["access-control-allow-origin"] == "https://chat.example"
+        asks = {**sent, "Access-Control-Request-Method": "POST"}
+        assert WEB.options(f"{address}/v1/models", headers=asks).status_code == 200
+        other = WEB.get(f"{address}/v1/models", headers={**sent, "Origin": "https://other.example"})
+        assert other.status_code == 403
 
 
 def picture(url):
@@ -245,7 +299,8 @@ CHAT, COMPLETION = "chat/completions", "completions"
             400,
             "input[1] has 100,001 characters, up to 100,000 are embedded",
         ),
-        ("embeddings", {"input": ["a"] * 257}, 400, "input has 257 texts, up to 256 at once"),
+        ("embeddings", {"input": ["a"] * 2049}, 400, "input has 2,049 inputs, up to 2,048 at"),
+        ("embeddings", {"input": [9], "model": "vectors"}, 400, "input[0] has the token 9"),
         (
             "embeddings",
             {"input": "a", "encoding_format": "int8"},
@@ -253,7 +308,7 @@ CHAT, COMPLETION = "chat/completions", "completions"
             'encoding_format is "int8", expected float or base64',
         ),
         ("embeddings", {"input": "a", "model": "tiny"}, 404, "these do: vectors"),
-        ("embeddings", {"input": "a", "model": "vectors", "dimensions": 5}, 400, "dimensions is"),
+        ("embeddings", {"input": "a", "model": "vectors", "dimensions": 5}, 400, "vectors have 2"),
     ],
 )
 def test_refused_requests(server, path, body, status, words):

@@ -9,7 +9,7 @@ import pytest
 from document_files import pdf, picture
 from fake_llm import FakeLLM
 from playwright.sync_api import sync_playwright
-from served_app import serving
+from served_app import openai_client, serving
 from tiny_llm import tiny_backend
 from word_encoder import install
 
@@ -134,11 +134,54 @@ def test_a_chat_with_the_system(address):
     streamed = HTTP.post(f"{address}/v1/chat/completions", json={**body, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
     assert "Every week." in streamed.text
-    assert reply["usage"] is None
-    for key, value in [("temperature", 0), ("n", 2), ("max_tokens", 5), ("stop", ["."])]:
-        refused = HTTP.post(f"{address}/v1/chat/completions", json={**body, key: value})
-        assert refused.status_code == 400
-        assert f"leave {key} out" in refused.json()["error"]["message"]
+    assert (reply["usage"], reply["notes"]) == (None, [])
+
+
+def test_what_a_client_asks_of_an_answer_takes_effect(folder, tmp_path, monkeypatch):
+    """Of a system that a language model reads for; another one says that it has no effect."""
+    install(monkeypatch, tmp_path)
+    answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=1))
+    llm = FakeLLM(said)
+    earlier = [{"role": "system", "content": "Answer in verse."}, {"role": "user", "content": "Hi"},
+               {"role": "assistant", "content": "Hello"}]  # fmt: skip
+    messages = [*earlier, {"role": "user", "content": "Wash the filter when?"}]
+    body = {"messages": messages, "temperature": 0.5, "top_p": 0.9, "max_tokens": 7, "seed": 3,
+            "stop": "\n\n"}  # fmt: skip
+    with serving(make_app(parts_of(answerer, lambda on_text: llm), OPTIONS)) as at:
+        url = f"{at}/v1/chat/completions"
+        read, searched = (
+            HTTP.post(url, json={**body, "model": model}).json() for model in ("passages", "search")
+        )
+    (query,) = llm.seen
+    decoding = query.decoding
+    assert (decoding.temperature, decoding.top_p, decoding.max_new_tokens) == (0.5, 0.9, 7)
+    assert (decoding.seed, tuple(decoding.stop)) == (3, ("\n\n",))
+    assert (query.messages[0].role, query.messages[0].text) == ("system", "Answer in verse.")
+    assert "Wash the filter when?" in query.messages[1].text
+    unread = "Earlier messages were not read: only the last one is the question."
+    assert read["notes"] == [unread]
+    assert searched["notes"] == [
+        unread,
+        "search answers as it is set up, without max_tokens, seed, stop, temperature, top_p, the "
+        "system prompt.",
+    ]
+
+
+def test_a_response_cites_files(address):
+    """The Responses API in OpenAI's own client, whole and in pieces."""
+    asked = {"model": "passages", "input": "Wash the filter when?", "instructions": "Be brief."}
+    client = openai_client(address, 60)
+    whole = client.responses.create(**asked)
+    assert whole.output_text.startswith("Every week.")
+    (citation,) = whole.output[0].content[0].annotations
+    assert (citation.type, citation.filename) == ("file_citation", "manual.pdf")
+    events = list(client.responses.create(**asked, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert events[-1].response.output_text == whole.output_text
+    assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == whole.output_text
+    refused = HTTP.post(f"{address}/v1/responses", json={**asked, "previous_response_id": "r"})
+    assert "send the messages as input" in refused.json()["error"]["message"]
 
 
 def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):

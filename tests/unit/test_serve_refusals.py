@@ -40,12 +40,13 @@ def ended(error):
 class Blind:
     """A system without eyes, whose answers are made by `begin`."""
 
-    name, label, about, takes_pictures, examples = "blind", "Find passages", "", False, ()
+    name, label, about, examples = "blind", "Find passages", "", ()
+    takes_pictures = takes_directions = False
 
     def __init__(self, begin):
         self._begin = begin
 
-    def ask(self, question, picture, tell):
+    def ask(self, question, picture, tell, directions=None):
         assert picture is None
         return self._begin()
 
@@ -101,6 +102,11 @@ NO_PICTURES = (400, "Find passages takes no pictures; remove it.")
         (
             chat("blind", TEXT, role="assistant"),
             *(400, "the last message is not the user's; ask in it.", "messages"),
+        ),
+        (chat("blind", TEXT, n=2), *(400, "blind gives one answer; leave n out.", "n")),
+        (
+            chat("blind", TEXT, logprobs=True),
+            *(400, "blind gives no log-probabilities; leave logprobs out.", "logprobs"),
         ),
     ],
 )

@@ -23,6 +23,7 @@ _MOST_TOKENS = 2**20
 _MOST_STOPS = 16
 _MOST_DRAWS = 64
 _MOST_PROMPTS = 256
+_MOST_INPUTS = 2048  # that are embedded or reranked in one request, as OpenAI's
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
 _ROLES = {"developer": "system"}  # OpenAI's newer name
 
@@ -84,16 +85,39 @@ class ChatRequest:
 
 @dataclasses.dataclass(frozen=True)
 class EmbeddingRequest:
-    """`POST /v1/embeddings`."""
+    """`POST /v1/embeddings`.
+
+    Attributes:
+      inputs: texts, or ids of the encoder's own tokens.
+      dimensions: how many of a vector's first numbers are returned, at length 1; None: all.
+    """
 
     model: str
-    texts: tuple[str, ...]
+    inputs: tuple[Prompt, ...]
+    dimensions: int | None
     as_base64: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class RerankRequest:
+    """`POST /v1/rerank`, as Cohere, Jina and vLLM have it.
+
+    Attributes:
+      most: how many of the best documents are returned.
+      with_texts: each result has its document.
+    """
+
+    model: str
+    query: str
+    documents: tuple[str, ...]
+    most: int
+    with_texts: bool
 
 
 def read_completion(fields: Fields) -> CompletionRequest:
     """Reads a completion; WrongField for what is wrong with it."""
-    model, prompts = fields.take("model", str), _prompts(fields.take("prompt", (str, list)))
+    model, prompts = fields.take("model", str), fields.take("prompt", (str, list))
+    prompts = _texts_or_tokens(prompts, "prompt", _MOST_PROMPTS)
     most = fields.whole("max_tokens", _DEFAULT_TOKENS, 0, _MOST_TOKENS)
     top = fields.whole("logprobs", None, 0, 1)
     echo = fields.take("echo", bool, False)
@@ -138,19 +162,62 @@ def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
 
 def read_embedding(fields: Fields) -> EmbeddingRequest:
     """Reads texts to be embedded; WrongField for what is wrong with them."""
-    model, value = fields.take("model", str), fields.take("input", (str, list))
-    texts = [value] if isinstance(value, str) else value
-    if not strings(texts) or not texts:
-        raise wrong("input", value, "expected a text, or a list of texts")
-    if len(texts) > _MOST_PROMPTS:
-        raise WrongField(f"input has {len(texts):,} texts, up to {_MOST_PROMPTS} at once.")
+    model = fields.take("model", str)
+    inputs = _texts_or_tokens(fields.take("input", (str, list)), "input", _MOST_INPUTS)
     form = fields.take("encoding_format", str, "float")
     if form not in ("float", "base64"):
         raise wrong("encoding_format", form, "expected float or base64")
-    fields.only("dimensions", why="is the model's own")
+    dimensions = fields.whole("dimensions", None, 1, 2**20)
     fields.ignore("user")
     fields.end()
-    return EmbeddingRequest(model, tuple(texts), form == "base64")
+    return EmbeddingRequest(model, inputs, dimensions, form == "base64")
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizeRequest:
+    """`POST /tokenize`, as vLLM has it.
+
+    Attributes:
+      text: a prompt; None: the conversation is rendered by the model's template.
+      messages: of the conversation.
+      with_marks: special tokens that the text spells out are tokens.
+      adds_special: the tokens that a prompt begins with are added.
+    """
+
+    model: str
+    text: str | None
+    messages: tuple[Message, ...]
+    with_marks: bool
+    adds_special: bool
+
+
+def read_tokenize(fields: Fields) -> TokenizeRequest:
+    """Reads what is to be cut into tokens; WrongField for what is wrong with it."""
+    model, text = fields.take("model", str), fields.take("prompt", str, None)
+    rows = fields.take("messages", list, None)
+    if (text is None) == (rows is None):
+        raise WrongField("prompt, messages: give one of them.", param="prompt")
+    messages = () if rows is None else _messages(rows)
+    fields.only("add_generation_prompt", True)
+    adds_special = fields.take("add_special_tokens", bool, text is not None)
+    fields.end()
+    return TokenizeRequest(model, text, messages, text is None, adds_special)
+
+
+def read_rerank(fields: Fields) -> RerankRequest:
+    """Reads documents to be ranked for a query; WrongField for what is wrong with them."""
+    model, query = fields.take("model", str), fields.take("query", str)
+    rows = fields.take("documents", list)
+    texts = [row.get("text") if isinstance(row, dict) else row for row in rows]
+    if not strings(texts) or not texts:
+        raise wrong("documents", rows, 'expected texts, or objects with "text"')
+    if len(texts) > _MOST_INPUTS:
+        raise WrongField(f"documents has {len(texts):,} texts, up to {_MOST_INPUTS:,} at once.")
+    most = fields.whole("top_n", len(texts), 1, 2**31 - 1)
+    with_texts = fields.take("return_documents", bool, False)
+    fields.ignore("user")
+    fields.end()
+    return RerankRequest(model, query, tuple(texts), min(most, len(texts)), with_texts)
 
 
 def _decoding(
@@ -201,20 +268,21 @@ def _check_top(form: Form, decoding: Decoding) -> None:
         )
 
 
-def _prompts(prompt: Any) -> tuple[Prompt, ...]:
-    if isinstance(prompt, str):
-        prompts: Sequence[Prompt] = [prompt]
-    elif token_ids(prompt) and prompt:
-        prompts = [tuple(prompt)]
-    elif strings(prompt) or (prompt and all(token_ids(item) and item for item in prompt)):
-        prompts = prompt
+def _texts_or_tokens(value: Any, key: str, most: int) -> tuple[Prompt, ...]:
+    """A text, token ids, or a list of at most so many of either."""
+    if isinstance(value, str):
+        items: Sequence[Prompt] = [value]
+    elif token_ids(value) and value:
+        items = [tuple(value)]
+    elif strings(value) or (value and all(token_ids(item) and item for item in value)):
+        items = value
     else:
-        prompts = []
-    if not prompts or "" in prompts:
-        raise wrong("prompt", prompt, "expected a text, token ids, or a list of either")
-    if len(prompts) > _MOST_PROMPTS:
-        raise WrongField(f"prompt has {len(prompts):,} prompts, up to {_MOST_PROMPTS} at once.")
-    return tuple(item if isinstance(item, str) else tuple(item) for item in prompts)
+        items = []
+    if not items or "" in items:
+        raise wrong(key, value, "expected a text, token ids, or a list of either")
+    if len(items) > most:
+        raise WrongField(f"{key} has {len(items):,} {key}s, up to {most:,} at once.")
+    return tuple(item if isinstance(item, str) else tuple(item) for item in items)
 
 
 def _messages(rows: list[Any]) -> tuple[Message, ...]:
