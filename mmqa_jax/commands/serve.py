@@ -50,6 +50,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="environment variable with the key that requests must carry (none is required)",
     )
     parser.add_argument(
+        "--mcp",
+        nargs="?",
+        const="http",
+        choices=("http", "stdio"),
+        help="tools over the sources for assistants (search, open_page, read, cite, ask), by the "
+        "Model Context Protocol: at /mcp beside the page, or over stdin and stdout alone",
+    )
+    parser.add_argument(
         "--origins",
         type=lambda text: tuple(text.split(",")),
         default=(),
@@ -89,14 +97,19 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         import prometheus_client  # noqa: F401
         import starlette  # noqa: F401
         import uvicorn  # noqa: F401
+
+        if arguments.mcp is not None:
+            import mcp  # noqa: F401
     except ImportError as error:
         raise UserError(
             f"mmqa serve: {error.name} is not installed; `pip install 'mmqa-jax[serve]'`."
         ) from error
-    from mmqa_jax.serve.run import bind, key_of, open_parts, serve
+    from mmqa_jax.serve.run import bind, key_of, open_parts, serve, serve_stdio
 
-    options = flags.fill(ServeOptions, arguments, key=key_of(arguments.key_env))
-    listening = bind(options)
+    options = flags.fill(
+        ServeOptions, arguments, key=key_of(arguments.key_env), mcp=arguments.mcp == "http"
+    )
+    listening = None if arguments.mcp == "stdio" else bind(options)
     try:
         from mmqa_jax.core.config import load_config
         from mmqa_jax.core.hosts import distributed
@@ -129,9 +142,13 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             reading=reading,
             adapters=tuple(adapters),
         )
-        serve(parts, listening, options)
+        if listening is None:
+            serve_stdio(parts)
+        else:
+            serve(parts, listening, options)
     finally:
-        listening.close()
+        if listening is not None:
+            listening.close()
     return {"served": True}
 
 
@@ -165,6 +182,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
             "--backend=openai: reads the passages of --data=FOLDER; a server's own API is served "
             "by itself."
         )
+    if arguments.mcp is not None and arguments.data is None and arguments.workdir is None:
+        raise UserError("--mcp: its tools search sources; give --data=FOLDER or --workdir=DIR.")
     if not 0 <= arguments.port <= 65535:
         raise UserError(f"--port={arguments.port}: 0 to 65535 was expected; give such a port.")
     for flag in ("queue", "timeout", "body"):

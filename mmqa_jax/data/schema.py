@@ -143,14 +143,28 @@ class Ranking:
     scores: tuple[float, ...]
 
 
+# "Not found in 1998, the wreck was seen in 2004" is an answer.
+_NOT_FOUND_SAID = re.compile(
+    r"\W*not found[*_]*(?P<where>\s+(?:in|by|from|within|among|on)\s+(?:\w+\s+){0,4}?(?:sources?|"
+    r"these|them|passages?|documents?|texts?|context|pages?|articles?|information|files?|data))?"
+    r"\s*(?:$|[^\w\s])",
+    re.IGNORECASE,
+)
+
+
 def is_answerable(question: Question) -> bool:
     """Whether the corpus may answer a question: it does not say that it cannot."""
     return question.extra.get(ANSWERABLE, True) is not False
 
 
-def says_not_found(text: str) -> bool:
-    """Whether an answer says, in the words of NOT_FOUND, that no source answers the question."""
-    return bool(re.match(r"\W*not found\b", text, re.IGNORECASE))
+def says_not_found(text: str, *, cited: bool = False) -> bool:
+    """Whether an answer says, in the words of NOT_FOUND, that no source answers the question.
+
+    Args:
+      cited: it cites a source: `Not Found [1]` is then an answer, unless it speaks of the sources.
+    """
+    refusal = _NOT_FOUND_SAID.match(text)
+    return refusal is not None and (bool(refusal["where"]) or not cited)
 
 
 def category_modality(category: str) -> Modality | None:

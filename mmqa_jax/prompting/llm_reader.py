@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.errors import check_questions, decimal_number
+from mmqa_jax.core.errors import check_questions
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
@@ -23,8 +22,8 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
+from mmqa_jax.prompting.citations import read_citations
 
-_CITED = re.compile(r"(?<!\s)\s*\[(\d+(?:\s*[,;]\s*\d+)*)\]")
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _LEAST_WORDS = 16  # that a source is cut to, at least
 
@@ -62,24 +61,6 @@ class LLMReaderOptions:
     def __post_init__(self) -> None:
         for name in (self.template, self.alone, self.options):
             few_shot.load_template(name)  # UserError for an unknown one
-
-
-class Citations(NamedTuple):
-    """An answer without its markers, the numbers of the sources that it names (from 1, in the order
-    in which it names them first), and how many markers name no source."""
-
-    text: str
-    numbers: tuple[int, ...]
-    wrong: int
-
-
-def read_citations(text: str, sources: int) -> Citations:
-    """Reads `[1]`, `[1][2]` and `[1, 2]` out of an answer to that many sources."""
-    digits = [number for marker in _CITED.findall(text) for number in re.findall(r"\d+", marker)]
-    named = list(map(decimal_number, digits))
-    right = [number for number in named if number is not None and 1 <= number <= sources]
-    wrong = len(named) - len(right)
-    return Citations(_CITED.sub("", text).strip(), tuple(dict.fromkeys(right)), wrong)
 
 
 class _Prompt(NamedTuple):
@@ -150,7 +131,7 @@ class LLMReader:
         if reason := why_empty(candidate):
             trace["incomplete"] = [reason]
         citations = read_citations(answer, prompt.sources)
-        if prompt.sources and says_not_found(citations.text):
+        if prompt.sources and says_not_found(citations.text, cited=bool(citations.numbers)):
             trace["not_found"] = True
             return Prediction(name, NOT_FOUND, read=read, trace=trace)
         if citations.wrong:

@@ -23,6 +23,7 @@ class ServeOptions:
       body: MiB of a request.
       header: seconds in which the header of a request has to arrive.
       upload: seconds in which a body has to arrive; each 64 KiB that arrive add one.
+      mcp: whether an assistant finds tools over the sources at /mcp.
       origins: of pages that may ask, such as https://chat.example.org; "*": of all.
     """
 
@@ -34,4 +35,5 @@ class ServeOptions:
     body: float = 16.0
     header: float = 10.0
     upload: float = 10.0
+    mcp: bool = False
     origins: tuple[str, ...] = ()

@@ -44,9 +44,18 @@ def make_app(parts: Parts, options: ServeOptions) -> door.Door | CORSMiddleware:
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         threads = concurrent.futures.ThreadPoolExecutor(_THREADS, "request")
         asyncio.get_running_loop().set_default_executor(threads)
-        yield
+        async with contextlib.AsyncExitStack() as stack:
+            if tools is not None:
+                await stack.enter_async_context(tools.session_manager.run())
+            yield
         await asyncio.to_thread(parts.close)
 
+    tools, beside = None, {}
+    if options.mcp:
+        from mmqa_jax.serve.mcp_tools import mcp_application, mcp_server
+
+        tools = mcp_server(parts)
+        beside["/mcp"] = mcp_application(tools, int(options.body * 2**20))
     page, api = PageApi(parts), OpenAIApi(parts, metrics)
     entrances = [
         door.Entrance("/", page.page, is_open=True),
@@ -75,7 +84,7 @@ def make_app(parts: Parts, options: ServeOptions) -> door.Door | CORSMiddleware:
         exception_handlers={**dict.fromkeys(refused, _refused), HTTPException: _http_error},
         lifespan=lifespan,
     )
-    guarded = door.Door(app, entrances, options, metrics)
+    guarded = door.Door(app, entrances, options, metrics, beside)
     if not options.origins:
         return guarded
     return CORSMiddleware(

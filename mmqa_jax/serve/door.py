@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -147,12 +147,23 @@ def visit_of(request: Request) -> Visit:
 
 class Door:
     """An ASGI application in front of another, which finds bodies in the `Visit`. The entrances are
-    its routes; other paths are its to refuse."""
+    its routes; other paths are its to refuse.
+
+    Args:
+      beside: applications by their paths, which read bodies and bound them themselves; the door
+        checks who asks.
+    """
 
     def __init__(
-        self, app: Any, entrances: Sequence[Entrance], options: ServeOptions, metrics: Metrics
+        self,
+        app: Any,
+        entrances: Sequence[Entrance],
+        options: ServeOptions,
+        metrics: Metrics,
+        beside: Mapping[str, Any] | None = None,
     ):
         self._app, self._entrances, self._options = app, entrances, options
+        self._beside = dict(beside or {})
         self._metrics = metrics
         self._hosts = LOOPBACK if options.host in LOOPBACK else ()
         self._most_bytes = int(options.body * 2**20)
@@ -163,6 +174,13 @@ class Door:
         """Answers a request, or refuses it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
+            return
+        if (other := self._beside.get(scope["path"])) is not None:
+            try:
+                self._check(Headers(scope=scope), scope["path"], False)
+            except ApiError as error:
+                other = error.response()
+            await other(scope, receive, send)
             return
         is_sent = scope["method"] != "POST"
         visit = scope["visit"] = Visit(send, self._options.timeout, self, is_sent=is_sent)

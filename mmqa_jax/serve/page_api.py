@@ -11,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.backends.openai_requests import read_picture
@@ -99,21 +100,7 @@ class PageApi:
         """A source, with what stands before and after it in the same document."""
         row = self._row(request.path_params["name"])
         assert self._parts.corpus is not None
-        sources = self._parts.corpus.sources
-        source = sources[row]
-        first = row
-        while first > max(row - _AROUND, 0) and _follows(sources[first - 1], source):
-            first -= 1
-        last = row
-        while last < min(row + _AROUND, len(sources) - 1) and _follows(sources[last + 1], source):
-            last += 1
-        return JSONResponse(
-            {
-                **_described(source),
-                "before": [_described(before) for before in sources[first:row]],
-                "after": [_described(after) for after in sources[row + 1 : last + 1]],
-            }
-        )
+        return JSONResponse(passage_around(self._parts.corpus, row))
 
     async def picture(self, request: Request) -> Response:
         """A source's picture, as it is encoded."""
@@ -137,6 +124,21 @@ class PageApi:
         if corpus is None or name not in corpus.row:
             raise door.ApiError(404, "no such source.")
         return corpus.row[name]
+
+
+def passage_around(corpus: Corpus, row: int) -> dict[str, Any]:
+    """A source of a corpus, with what stands before and after it in the same document."""
+    sources = corpus.sources
+    source, first, last = sources[row], row, row
+    while first > max(row - _AROUND, 0) and _follows(sources[first - 1], source):
+        first -= 1
+    while last < min(row + _AROUND, len(sources) - 1) and _follows(sources[last + 1], source):
+        last += 1
+    return {
+        **_described(source),
+        "before": [_described(before) for before in sources[first:row]],
+        "after": [_described(after) for after in sources[row + 1 : last + 1]],
+    }
 
 
 def _follows(neighbor: Source, source: Source) -> bool:

@@ -167,6 +167,17 @@ def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None
             signal.signal(number, handler)
 
 
+def serve_stdio(parts: Parts) -> None:
+    """Answers an assistant's calls over stdin and stdout, until stdin ends."""
+    from mmqa_jax.serve.mcp_tools import mcp_server
+
+    os.environ.setdefault("MMQA_PROGRESS", "off")
+    try:
+        mcp_server(parts).run("stdio")
+    finally:
+        parts.close()
+
+
 def key_of(variable: str | None, environment: Mapping[str, str] = os.environ) -> str:
     """The key that an environment variable holds; UserError if it is empty or missing."""
     if variable is None:

@@ -1,10 +1,13 @@
 """The page of `mmqa serve`: what its systems tell and answer, and clicks in a real browser."""
 
+import asyncio
+import dataclasses
 import json
 import re
 import shutil
 
 import httpx
+import mcp
 import pytest
 from document_files import pdf, picture
 from fake_llm import FakeLLM
@@ -165,6 +168,47 @@ def test_what_a_client_asks_of_an_answer_takes_effect(folder, tmp_path, monkeypa
         "search answers as it is set up, without max_tokens, seed, stop, temperature, top_p, the "
         "system prompt.",
     ]
+
+
+def test_tools_of_an_assistant(folder, tmp_path, monkeypatch):
+    """Over HTTP, by the protocol's own client; its door is the server's."""
+    install(monkeypatch, tmp_path)
+    answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=2))
+    parts = parts_of(answerer, lambda on_text: FakeLLM(said))
+
+    async def calls(at):
+        async with mcp.Client(f"{at}/mcp") as client:
+            names = {tool.name for tool in (await client.list_tools()).tools}
+            results = [await client.call_tool(*call) for call in CALLS]
+        return names, [result.structured_content or result.content[0].text for result in results]
+
+    with serving(make_app(parts, dataclasses.replace(OPTIONS, mcp=True))) as at:
+        names, results = asyncio.run(calls(at))
+        foreign = HTTP.post(f"{at}/mcp", json={}, headers={"Sec-Fetch-Site": "cross-site"})
+    assert names == {"search", "ask", "open_page", "read", "cite"}
+    searched, answered, page, file, no_file, no_page, cited, misquoted, unknown, empty = results
+    assert searched["sources"][0]["id"] == "manual.pdf#2"
+    assert answered["answer"].startswith("Every week [1].")
+    assert [row["text"] for row in page["before"]] == ["The pump is on the left."]
+    assert (file["pages"], file["text"]) == (
+        [1, 2],
+        f"{page['before'][0]['text']}\n\n{page['text']}",
+    )
+    assert "similar names are manual.pdf" in no_file
+    assert "has no page 3; pages with text: [1, 2]" in no_page
+    assert (cited["citation"], cited["quote_is_in_source"]) == ("manual, manual.pdf, page 2", True)
+    assert misquoted["quote_is_in_source"] is False
+    assert "there is no source '../x'" in unknown
+    assert "the question is empty; write one." in empty
+    assert foreign.status_code == 403
+
+
+CALLS = [("search", {"query": "Wash the filter when?"}), ("ask", {"question": "Wash the filter when?"}),
+         ("open_page", {"id": "manual.pdf#2"}), ("read", {"file": "manual.pdf"}),
+         ("read", {"file": "manuals.pdf"}), ("read", {"file": "manual.pdf", "page": 3}),
+         ("cite", {"id": "manual.pdf#2", "quote": "Wash  the filter"}),
+         ("cite", {"id": "manual.pdf#2", "quote": "Wash the pump"}),
+         ("open_page", {"id": "../x"}), ("ask", {"question": " "})]  # fmt: skip
 
 
 def test_a_response_cites_files(address):
