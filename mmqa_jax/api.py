@@ -25,6 +25,7 @@ from typing import Any, Literal, get_args
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.hosts import distributed
+from mmqa_jax.data.columns import columns_of, take_column
 from mmqa_jax.data.corpus import PictureOf, corpus_of_lists
 from mmqa_jax.data.folder import FolderOptions, Pages
 from mmqa_jax.data.pictures.decode import decode, read_picture_file
@@ -55,7 +56,7 @@ _CANDIDATES = 20  # that a reranker scores
 
 
 def open_corpus(
-    texts: Sequence[str] | str | os.PathLike,
+    texts: Any,
     *,
     titles: Sequence[str | None] | None = None,
     pictures: Sequence[PictureOf | None] | None = None,
@@ -65,8 +66,10 @@ def open_corpus(
     """A corpus of texts and pictures, or of a folder.
 
     Args:
-      texts: the snippets, a caption where there is a picture; or a folder's path: documents and
-        pictures, an interchange folder, or what `mmqa prepare` wrote.
+      texts: the snippets, a caption where there is a picture; a table (pandas, polars, pyarrow,
+        `datasets`) with the column `text` and, where it has them, `title`, `picture` and `id`; or
+        a folder's path: documents and pictures, an interchange folder, or what `mmqa prepare`
+        wrote.
       titles, pictures, ids: of the texts, see data/corpus.py; pictures are paths or encoded bytes.
       pages: of a folder, what is taken of a PDF: its `text` and figures (None, too), its pages as
         `pictures`, for an encoder that sees, or `both`.
@@ -83,6 +86,11 @@ def open_corpus(
                 "open_corpus: pages say what is taken of a folder's PDFs, and a list of texts was "
                 "given; leave them out."
             )
+        if (columns := columns_of(texts)) is not None:
+            texts = take_column(columns, ("text",), "open_corpus")
+            titles = columns.get("title") if titles is None else titles
+            pictures = columns.get("picture") if pictures is None else pictures
+            ids = list(map(str, columns["id"])) if ids is None and "id" in columns else ids
         return AskedCorpus(corpus_of_lists(texts, titles, pictures, ids))
     for name, values in {"titles": titles, "pictures": pictures, "ids": ids}.items():
         if values is not None:
@@ -124,9 +132,19 @@ class Retriever:
             (ranking,) = self._search([question], top_k)
         return _found(self.corpus, ranking)
 
-    def search_many(self, queries: Sequence[str], top_k: int = 10) -> list[list[ShownSource]]:
-        """`search` of many queries, which are embedded together."""
+    def search_many(
+        self, queries: Sequence[str] | Mapping[Any, str], top_k: int = 10
+    ) -> list[list[ShownSource]]:
+        """`search` of many queries, which are embedded together.
+
+        Args:
+          queries: texts, a table with the column `question` or `query`, or a mapping of ids to
+            texts, whose results come in its order.
+        """
         check_several(queries, "Retriever.search_many", "queries")
+        if (columns := columns_of(queries)) is not None:
+            queries = take_column(columns, ("question", "query"), "Retriever.search_many")
+        queries = list(queries.values()) if isinstance(queries, Mapping) else list(queries)
         rankings = self.rank({str(n): query for n, query in enumerate(queries)}, top_k)
         return [_found(self.corpus, ranking) for ranking in rankings]
 

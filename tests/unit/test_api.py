@@ -15,6 +15,7 @@ from word_encoder import install
 import mmqa_jax as mmqa
 from mmqa_jax import api
 from mmqa_jax.data.schema import NOT_FOUND
+from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 TEXTS = ["Wash the filter every week.", "The pump is on the left.", "A plan of the house."]
@@ -101,6 +102,31 @@ def test_a_corpus_of_lists(corpus, tmp_path):
 
 def ids_of(corpus):
     return [source.id for source in corpus.sources]
+
+
+@pytest.mark.parametrize("library", ["pandas", "pyarrow", "datasets"])
+def test_tables_are_taken_by_their_columns(library):
+    columns = {
+        "title": ["Peru", None],
+        "text": ["Lima is the capital.", "Nairobi is."],
+        "id": [7, 8],
+    }
+    table, queries, wrong = (
+        {
+            "pandas": lambda rows: pytest.importorskip("pandas").DataFrame(rows),
+            "pyarrow": lambda rows: pytest.importorskip("pyarrow").table(rows),
+            "datasets": lambda rows: pytest.importorskip("datasets").Dataset.from_dict(rows),
+        }[library](rows)
+        for rows in (columns, {"question": ["Nairobi"]}, {"body": ["a"]})
+    )
+    corpus = mmqa.open_corpus(table)
+    rows = [(source.id, source.title, source.text) for source in corpus.sources]
+    assert rows == [("7", "Peru", "Lima is the capital."), ("8", "", "Nairobi is.")]
+    retriever = mmqa.open_retriever(corpus, "bm25")
+    for asked in (queries, {"q1": "Nairobi"}, ["Nairobi"]):
+        assert [[row.source.id for row in rows] for rows in retriever.search_many(asked)] == [["8"]]
+    refuses("no column text (its columns are body)", mmqa.open_corpus, wrong)
+    refuses("no column question or query", retriever.search_many, wrong)
 
 
 def test_a_folder_is_opened_as_ask_opens_it(tmp_path):
