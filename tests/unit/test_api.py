@@ -125,7 +125,7 @@ def test_tables_are_taken_by_their_columns(library):
     retriever = mmqa.open_retriever(corpus, "bm25")
     for asked in (queries, {"q1": "Nairobi"}, ["Nairobi"]):
         assert [[row.source.id for row in rows] for rows in retriever.search_many(asked)] == [["8"]]
-    refuses("no column text (its columns are body)", mmqa.open_corpus, wrong)
+    refuses("no column text .its columns are body", mmqa.open_corpus, wrong)
     refuses("no column question or query", retriever.search_many, wrong)
 
 
