@@ -11,7 +11,7 @@ from mmqa_jax.commands import flags
 NAMES = (
     *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "echosight", "atlas", "openstax"),
     *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
-    *("mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
+    *("mbeir", "vidore", "mmmu", "mragbench", "mathvista", "bright"),
 )
 SUMMARY = "list the papers' tables, published and measured, commands, needs, and the best systems."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"

@@ -270,6 +270,7 @@ _NAMES = {
     "evqa/exact_match": "exact match (Encyclopedic-VQA)",
     "evqa/bem": "accuracy by BEM (Encyclopedic-VQA)",
     "vidore/official": "nDCG (ViDoRe)",
+    "bright/ndcg@10": "nDCG@10 (BRIGHT)",
     "mbeir/official": "recall of any positive (M-BEIR)",
     "mmmu/official": "accuracy (MMMU, no letter is drawn)",
     "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",

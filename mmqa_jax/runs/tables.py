@@ -38,6 +38,7 @@ PAPERS = {
     "mmmu": ("mmmu",),
     "mragbench": ("mragbench",),
     "mathvista": ("mathvista",),
+    "bright": ("bright",),
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

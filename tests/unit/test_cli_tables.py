@@ -515,6 +515,7 @@ def test_wrong_flags(refused):
         "evqa",
         "mbeir",
         "vidore",
+        "bright",
         "mmmu",
         "mragbench",
         "mathvista",

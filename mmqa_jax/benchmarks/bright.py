@@ -1,0 +1,163 @@
+"""BRIGHT's tasks (https://github.com/xlang-ai/BRIGHT; xlangai/BRIGHT on the hub): long questions.
+
+    documents/TASK-*.parquet   id, content: the documents of a task
+    examples/TASK-*.parquet    id, query, gold_ids, excluded_ids, reasoning, gold_answer
+
+`--raw` is a task's file of documents; its examples lie in the folder beside. Each task is a corpus
+of its own. A question has documents that are not to be found, because it was made from them: they
+are taken out of its ranking (retrievers.py, get_scores).
+
+    bright/ndcg@10   trec_eval's nDCG, as run.py computes it: equal scores (as float32) are in
+                     descending order of their ids
+
+A task's score is the mean over its questions, the benchmark's the mean over the twelve tasks, which
+stands in a note. A question without a ranking counts 0; run.py leaves it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.vidore import as_trec_orders
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
+from mmqa_jax.data.formats.parquet import parquet_entries
+from mmqa_jax.data.schema import Material, Prediction, Question, Source
+from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
+from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
+from mmqa_jax.evaluation.scoring import Evaluation
+
+TASKS = (
+    *("biology", "earth_science", "economics", "psychology", "robotics", "stackoverflow"),
+    *("sustainable_living", "leetcode", "pony", "aops", "theoremqa_questions"),
+    "theoremqa_theorems",
+)
+SCORER, _K = "bright/ndcg@10", 10
+EXCLUDED = "excluded"  # key of Question.extra: sources that are taken out of its ranking
+MATERIALS = (Material("BRIGHT", "Su et al., ICLR 2025", "CC BY 4.0"),)
+_NONE = "N/A"  # in the list of excluded documents of a question that has none
+_MORE = ("reasoning", "gold_answer")
+
+
+def read_bright(path: Path) -> BenchmarkFiles:
+    """Reads one task; all questions are of the split `test`, `Question.category` is the task.
+
+    Args:
+      path: a file of the task's documents.
+    """
+    task = path.name.partition("-")[0]
+    if not path.is_file() or task not in TASKS:
+        raise UserError(
+            f"{path}: is no file of a task's documents; give documents/TASK-00000-of-00001.parquet "
+            f"of {TASKS[0]}, {TASKS[1]}, ..."
+        )
+    documents, examples = (
+        sorted(folder.glob(f"{task}-*.parquet"))
+        for folder in (path.parent, path.parent.parent / "examples")
+    )
+    if not examples:
+        raise UserError(
+            f"{path.parent.parent / 'examples'}: holds no {task}-*.parquet; fetch the task's "
+            "questions, too."
+        )
+    rows = parquet_entries(documents, ("id", "content"))
+    sources = read_entries(rows, lambda row: _source(task, row), "id")
+    rows = parquet_entries(examples, ("id", "query", "gold_ids", "excluded_ids"), _MORE)
+    questions = read_entries(rows, lambda row: _question(task, row, sources), "id")
+    excluded = sum(bool(question.extra[EXCLUDED]) for question in questions.values())
+    return BenchmarkFiles(
+        questions=list(questions.values()),
+        sources=list(sources.values()),
+        counts={
+            "documents": len(sources),
+            "test questions": len(questions),
+            "questions with excluded documents": excluded,
+        },
+        published={},
+        files=[*documents, *examples],
+    )
+
+
+def _source(task: str, row: Entry) -> Source:
+    return Source(f"{task}/{row.text('id')}", "text", row.text("content", empty=True))
+
+
+def _question(task: str, row: Entry, sources: dict[str, Source]) -> Question:
+    gold, excluded = (
+        tuple(f"{task}/{name}" for name in row.texts(key) if name != _NONE)
+        for key in ("gold_ids", "excluded_ids")
+    )
+    for name in gold:
+        if name not in sources:
+            raise row.error(f"gold_ids names {name!r}, which is not among the documents")
+        if name in excluded:
+            raise row.error(f"gold_ids and excluded_ids both name {name!r}")
+    return Question(
+        id=f"{task}/{row.text('id')}",
+        split="test",
+        question=row.text("query"),
+        category=task,
+        positives=tuple(dict.fromkeys(gold)),
+        extra={
+            EXCLUDED: list(excluded),
+            **{key: row[key] for key in _MORE if isinstance(row.get(key), str)},
+        },
+    )
+
+
+def score_bright(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
+    """nDCG@10 by task, without each question's excluded documents."""
+    by_id = predictions_by_question(questions, predictions)
+    scored = questions_that_count(questions, has_positives, "gold documents")
+    ranked = []
+    for question in scored:
+        prediction = by_id.get(question.id)
+        names = () if prediction is None else as_trec_orders(prediction)
+        excluded = set(question.extra.get(EXCLUDED, ()))
+        ranked.append([name for name in names if name not in excluded])
+    gold = [question.positives for question in scored]
+    ndcg = score_rankings(gold, ranked, (_K,)).per_question[f"ndcg@{_K}"]
+    tasks = np.array([question.category for question in scored])
+    groups = {task: tasks == task for task in TASKS if task in tasks}
+    evaluation = Evaluation(
+        [scores_of(questions, scored, by_id, {SCORER: ndcg}, groups)], has_modalities=False
+    )
+    average = float(np.mean([ndcg[rows].mean() for rows in groups.values()]))
+    evaluation.notes.append(
+        f"average of {len(groups)} of {len(TASKS)} tasks, nDCG@{_K}: {100 * average:.2f} %"
+    )
+    return evaluation
+
+
+_AUTHORS = "the authors' leaderboard"
+_BOARD = Board(
+    "nDCG@10, mean over the 12 tasks",
+    SCORER,
+    (
+        Published("Mira-Reasoning-Retrieval", 66.9, _AUTHORS, "2026-04-22"),
+        Published("INF-X-Retriever", 63.4, _AUTHORS, "2025-12-20"),
+        Published("RakanEmbed4B", 52.4, _AUTHORS, "2026-03-20"),
+        Published("NeMo Retriever's Agentic Retrieval", 50.9, _AUTHORS, "2026-03-13"),
+        Published("DIVER-v3-GroupRank", 46.8, _AUTHORS, "2025-11-13"),
+    ),
+    sets=TASKS,
+)
+
+
+BENCHMARK = Benchmark(
+    read=read_bright,
+    materials=MATERIALS,
+    split="test",
+    formats=FORMATS,
+    read_predictions=read_found,
+    has_reference=has_positives,
+    score=score_bright,
+    headline="bright",
+    ranks=True,
+    takes_file=True,
+    board=_BOARD,
+)
