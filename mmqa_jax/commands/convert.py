@@ -54,7 +54,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--export",
         choices=("hf", "peft"),
         help="write safetensors and config.json instead, from a converted folder or any source; "
-        "peft: what a LoRA run added to its base, as PEFT reads it (its folders are sources, too)",
+        "peft: what a LoRA run added to its base, as PEFT reads it (its folders are sources, too); "
+        "of a run of the task retriever or reranker, hf is a folder of sentence-transformers",
     )
     parser.add_argument(
         "--set",
@@ -83,7 +84,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     _check_flags(arguments)
     import jax
 
-    from mmqa_jax.runs.verbs.conversion import compare_layers, write_tokenizer
+    from mmqa_jax.runs.verbs.conversion import (
+        compare_layers,
+        export_retrieval_run,
+        write_tokenizer,
+    )
     from mmqa_jax.weights.convert import convert
     from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 
@@ -97,6 +102,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         source = find_model(name, "--source") if is_hub_name(name) else Path(name)
     if arguments.out is None:
         return compare_layers(arguments.model, source, None)
+    if arguments.export == "hf":
+        exported = export_retrieval_run(source, Path(arguments.out), overwrite=arguments.overwrite)
+        if exported is not None:
+            return exported
     model = arguments.model or model_of(source)
     if model is None:
         check_declared(source)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
@@ -435,7 +436,20 @@ def load_late_interaction_embedder(
       mesh: see core.serving.serving_mesh.
     """
     model, tokenizer, recipe = open_token_encoder(folder, mesh)
-    positions, devices = model.config.positions, loading_mesh(mesh)
+    devices = loading_mesh(mesh)
+    return late_interaction_embedder(model, recipe, tokenizer, devices, batch_size=batch_size)
+
+
+def late_interaction_embedder(
+    model: TokenEncoder,
+    recipe: LateInteraction,
+    tokenizer: Tokenizer,
+    devices: Mesh | None,
+    **options: Any,
+) -> LateInteractionEmbedder:
+    """The embedder of an encoder with a vector for each token; `options`: of Embedder, such as
+    `batch_size`."""
+    positions = model.config.positions
     graphdef, state = split_over(model, devices)
     longest = side_of(recipe, tokenizer, positions, "document").longest
     return LateInteractionEmbedder(
@@ -445,6 +459,6 @@ def load_late_interaction_embedder(
         recipe,
         positions,
         buckets=length_buckets(longest, positions),
-        batch_size=batch_size,
         cost=encoder_cost(model.config, longest, "texts"),
+        **options,
     )

@@ -10,19 +10,26 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from flax import nnx
+from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
-from mmqa_jax.data.tokenizers import minilm_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
 from mmqa_jax.models.encoders.heads import SentenceEncoder
-from mmqa_jax.models.encoders.sentence_pooling import check_widths, has_recipe, read_recipe
+from mmqa_jax.models.encoders.sentence_pooling import (
+    SentenceRecipe,
+    check_widths,
+    has_recipe,
+    read_recipe,
+)
 from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
     load_dense,
@@ -76,26 +83,38 @@ def load_text_embedder(
         pairs=not isinstance(config, LlamaConfig),
     )
     check_padding(folder, tokenizer.pad_id)
-    buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
     dense = [load_dense(layer) for layer in recipe.dense]
     whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
-    graphdef, state = split_over(whole, devices)
+    return text_embedder(whole, recipe, tokenizer, devices, batch_size=batch_size)
+
+
+def text_embedder(
+    model: SentenceEncoder,
+    recipe: SentenceRecipe,
+    tokenizer: Tokenizer,
+    devices: Mesh | None,
+    **options: Any,
+) -> embedder.Embedder:
+    """The embedder of an encoder of texts; `options`: of Embedder, such as `batch_size`."""
+    config = model.bert.config
+    buckets = length_buckets(recipe.max_tokens or tokenizer.max_tokens, config.positions)
+    graphdef, state = split_over(model, devices)
     return embedder.Embedder(
         graphdef,
         state,
         tokenizer,
         image_size=0,
         buckets=buckets,
-        batch_size=batch_size,
         cost=encoder_cost(config, buckets[-1], "texts"),
         prompts=recipe.prompts,
         recipe=" ".join(
             map(
                 str,
-                [type(encoder).__name__, config, recipe.pooling, recipe.truncate_dim]
+                [type(model.bert).__name__, config, recipe.pooling, recipe.truncate_dim]
                 + [layer.activation for layer in recipe.dense],
             )
         ),
+        **options,
     )
 
 

@@ -19,6 +19,7 @@ from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batc
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus, evenly
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.retrieval import score_rankings
@@ -29,10 +30,10 @@ from mmqa_jax.models.encoders.dual_encoder import (
     with_logit_bias,
 )
 from mmqa_jax.models.two_towers.config import SiglipTextConfig, TextConfig
-from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import check_two_towers_init, dual_encoder_loader
@@ -149,6 +150,10 @@ class DualEncoderTask(tasks.Task):
             cost=self.cost(),
             text_of=self.data.text_of,
         )
+
+    def open_pictures(self, corpus: Corpus) -> PictureStore:
+        """The corpus's pictures as the model takes them."""
+        return self.pictures.open(corpus)
 
     def in_one_shape(self) -> DualEncoderTask:
         """The task with each function traced and compiled once: see VLPTask.in_one_shape.
@@ -272,7 +277,7 @@ class Contrastive(DualEncoderTask):
         }
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
-        pictures, text_of = self.pictures.open(corpus), self.data.text_of
+        pictures, text_of = self.open_pictures(corpus), self.data.text_of
         reader = SourceReader(corpus, tokenizer, pictures, None, text_of)
         questions = self.data.chosen(questions, corpus)
         members = self.data.members(questions)
@@ -297,7 +302,7 @@ class Contrastive(DualEncoderTask):
 
 
 class RetrievalEvaluation:
-    """recall@k and MRR of a dual encoder over a fixed pool of sources.
+    """recall@k and MRR of a retriever over a fixed pool of sources.
 
     Attributes:
       questions: that are judged.
@@ -306,7 +311,9 @@ class RetrievalEvaluation:
       embedder: of both.
     """
 
-    def __init__(self, task: Contrastive, corpus: Corpus, tokenizer: Any, model: nnx.Module):
+    def __init__(self, task: Any, corpus: Corpus, tokenizer: Any, model: nnx.Module):
+        """`task`: Contrastive or another one with the section `validate`, `open_pictures` and
+        `embedder`."""
         assert task.validate is not None
         self.questions = tasks.scored_questions(
             task, corpus, lambda q: bool(q.positives), "gold sources"
@@ -314,14 +321,14 @@ class RetrievalEvaluation:
         sampled = evenly(range(len(corpus)), task.validate.sources)
         candidates = [row for question in self.questions for row in corpus.candidates(question)]
         self.pool = tasks.part_of(corpus, [*candidates, *sampled])
-        self.pictures = task.pictures.open(self.pool)
+        self.pictures = task.open_pictures(self.pool)
         self.embedder = task.embedder(tokenizer, model)
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         self.embedder.use(model)
         vectors = self.embedder.embed_rows(self.pool, self.pictures, range(len(self.pool)))
         index = ExactIndex(Embeddings(vectors, "", self.pool.fingerprint))
-        retriever = DenseRetriever(self.pool, self.embedder, index, self.pictures)
+        retriever = dense_retriever(self.pool, self.embedder, index, self.pictures)
         ranked = find_candidates(self.questions, retriever, max(RECALL_AT))
         gold = [question.positives for question in self.questions]
         scores = score_rankings(gold, [r.sources for r in ranked], RECALL_AT).scores

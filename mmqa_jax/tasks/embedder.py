@@ -19,6 +19,7 @@ from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
 from mmqa_jax.tasks.contrastive import Contrastive, DualEncoderTask
 from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
+from mmqa_jax.tasks.retriever import Retriever
 from mmqa_jax.tasks.task import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
@@ -28,13 +29,15 @@ from mmqa_jax.weights.registry import architectures
 
 def load_embedder(
     folder: str | Path, options: Options | None = None, *, one_shape: bool = False
-) -> tuple[Embedder, DualEncoderTask]:
-    """The trained dual encoder of a contrastive or example-retrieval run, and the run's task.
+) -> tuple[Embedder, DualEncoderTask | Retriever]:
+    """The trained encoder of a contrastive, example-retrieval or retriever run, and the run's task.
 
     `options` stand in place of those in the run's section `inference`; `one_shape` is for a few
     texts, see DualEncoderTask.in_one_shape.
     """
-    task, tokenizer = read_run(folder, (Contrastive, ExampleRetrieval), options)
+    task, tokenizer = read_run(folder, (Contrastive, ExampleRetrieval, Retriever), options)
+    if isinstance(task, Retriever):
+        return task.open(Path(folder), tokenizer), task
     task = task.in_one_shape() if one_shape else task
     return task.open(folder, tokenizer, one_shape=one_shape), task
 
@@ -73,4 +76,4 @@ def open_embedder(
         pictures = PictureStore(corpus, embedder.image_size, embedder.resize, alpha=embedder.alpha)
         return embedder, pictures
     embedder, task = load_embedder(model, options, one_shape=one_shape)
-    return embedder, task.pictures.open(corpus)
+    return embedder, task.open_pictures(corpus)

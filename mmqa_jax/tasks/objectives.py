@@ -7,7 +7,6 @@ run on a bare accelerator image.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal
@@ -21,7 +20,6 @@ from jax.sharding import Mesh, PartitionSpec
 from mmqa_jax.core.mesh import (
     SEQUENCE,
     batch_axes,
-    batch_sharding,
     column_shards,
     share_words,
     split_rows,
@@ -39,6 +37,13 @@ from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
 from mmqa_jax.models.t5.network import T5, MultimodalT5, Texts
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
+from mmqa_jax.tasks.contrastive_losses import (
+    contrastive_loss,
+    cosines,
+    own_scores,
+    sigmoid_loss,
+    teacher_divergence,
+)
 from mmqa_jax.training.state import WEIGHT
 
 
@@ -94,6 +99,14 @@ class ContrastiveObjective(_OfLayers):
         The batch is `data.batches.contrastive`'s: B questions, and S = B * (1 + n) sources.
         """
 
+        queries, sources = self.vectors(model, batch, dropout_key)
+        return self._compare(model, queries, sources, batch)
+
+    def vectors(
+        self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[Any, Any]:
+        """Those of the questions and of the sources, as `contrastive_losses` has them."""
+
         def encode_queries(key: jax.Array, inputs: tuple[jax.Array, ...]) -> jax.Array:
             return model.encode_text(*inputs, dropout_key=key)
 
@@ -105,28 +118,21 @@ class ContrastiveObjective(_OfLayers):
         sources = tuple(
             batch[name] for name in ("source_ids", "source_mask", "pixels", "has_image")
         )
-        scale = model.temperature()
         queries = self._in_parts(encode_queries, query_key, queries)
-        sources = self._in_parts(encode_sources, source_key, sources)
-        links = tuple(batch[name] for name in ("positive", "source_rows", "gold_rows"))
-        return self._compare(model, scale, queries, sources, links)
+        return queries, self._in_parts(encode_sources, source_key, sources)
 
     def _compare(
-        self,
-        model: DualEncoder,
-        scale: jax.Array,
-        queries: jax.Array,
-        sources: jax.Array,
-        links: Links,
+        self, model: DualEncoder, queries: Any, sources: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Mean cross-entropy of both directions."""
-        loss, accuracy = contrastive_loss(queries, sources, scale, *links, mesh=self.mesh)
+        scale = model.temperature()
+        loss, accuracy = contrastive_loss(queries, sources, scale, *links(batch), mesh=self.mesh)
         return loss, {"accuracy": accuracy, "temperature": scale}
 
     def _in_parts(
         self, encode: Callable[[jax.Array, Any], jax.Array], key: jax.Array, inputs: Any
     ) -> jax.Array:
-        """`encode(key, inputs)` -> [N, D], `tower_parts` parts of the rows one after another."""
+        """`encode(key, inputs)` -> [N, ...], `tower_parts` parts of the rows one after another."""
         if self.tower_parts == 1:
             return encode(key, inputs)
 
@@ -137,8 +143,8 @@ class ContrastiveObjective(_OfLayers):
         keys = jax.random.split(key, self.tower_parts)
         encoded = jax.lax.map(
             jax.checkpoint(lambda part: encode(*part)), (keys, jax.tree.map(columns, inputs))
-        )  # [k, N / k, D]
-        return encoded.swapaxes(0, 1).reshape(-1, encoded.shape[-1])
+        )  # [k, N / k, ...]
+        return encoded.swapaxes(0, 1).reshape(-1, *encoded.shape[2:])
 
 
 class SigmoidObjective(ContrastiveObjective):
@@ -148,104 +154,17 @@ class SigmoidObjective(ContrastiveObjective):
     """
 
     def _compare(
-        self,
-        model: DualEncoder,
-        scale: jax.Array,
-        queries: jax.Array,
-        sources: jax.Array,
-        links: Links,
+        self, model: DualEncoder, queries: Any, sources: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Sum over the sources, mean over the questions."""
-        bias = model.logit_bias[...]
-        loss, accuracy = sigmoid_loss(queries, sources, scale, bias, *links, mesh=self.mesh)
+        scale, bias = model.temperature(), model.logit_bias[...]
+        loss, accuracy = sigmoid_loss(queries, sources, scale, bias, *links(batch), mesh=self.mesh)
         return loss, {"accuracy": accuracy, "temperature": scale, "bias": bias}
 
 
-def contrastive_loss(
-    queries: jax.Array,
-    sources: jax.Array,
-    scale: jax.Array,
-    positive: jax.Array,
-    source_rows: jax.Array,
-    gold_rows: jax.Array,
-    *,
-    mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Mean cross-entropy question -> source and gold source -> question; in-batch accuracy.
-
-    On a mesh every device keeps the rows of its own questions: it gathers the embeddings (and
-    row numbers) of all others, and computes its [B / n, S] and [B / n, B] blocks of the logits.
-    Left to itself XLA splits the columns, moves whole blocks between the devices and makes the
-    [B, B] mask on each of them. Loss and gradients are those of one device.
-
-    Args:
-      queries, sources: [B, D] and [S, D] float32, of length 1.
-      scale: factor on the cosines.
-      positive: [B], each question's gold source as a row of `sources`.
-      source_rows: [S], row of each source in the corpus: another occurrence of the positive is
-        not a negative.
-      gold_rows: [B, G], corpus rows of all gold sources of a question, padded with -1: these
-        are not negatives either.
-      mesh: over whose batch axes B and S are split.
-    """
-    arrays = queries, sources, positive, source_rows, gold_rows
-    if mesh is None:
-        return _block(scale, *arrays, axes=())
-    rows = batch_sharding(mesh).spec
-    (axes,) = rows
-    sharded = jax.shard_map(
-        functools.partial(_block, axes=axes),
-        mesh=mesh,
-        in_specs=(PartitionSpec(), *(rows,) * len(arrays)),
-        out_specs=PartitionSpec(),
-    )
-    return sharded(scale, *arrays)
-
-
-def _block(
-    scale: jax.Array,
-    queries: jax.Array,
-    sources: jax.Array,
-    positive: jax.Array,
-    source_rows: jax.Array,
-    gold_rows: jax.Array,
-    *,
-    axes: tuple[str, ...],
-) -> tuple[jax.Array, jax.Array]:
-    """The loss from one device's b = B / n questions and S / n sources; the same on all."""
-
-    def gather(x: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(x, axes, tiled=True) if axes else x
-
-    def mean(x: jax.Array) -> jax.Array:
-        return jax.lax.pmean(x.mean(), axes) if axes else x.mean()
-
-    def product(a: jax.Array, b: jax.Array) -> jax.Array:
-        # An accelerator would round float32 to bfloat16 or TF32 otherwise.
-        return scale * jnp.matmul(a, b.T, precision=jax.lax.Precision.HIGHEST)
-
-    all_sources, all_rows = gather(sources), gather(source_rows)  # [S, D], [S]
-    all_queries, all_golds = gather(queries), gather(gold_rows)  # [B, D], [B, G]
-    gold = _among(all_rows[None, :], gold_rows[:, None, :])  # [b, S]
-    others = gold & (jnp.arange(all_rows.size)[None, :] != positive[:, None])
-    logits = jnp.where(others, -jnp.inf, product(queries, all_sources))  # [b, S]
-    forward = optax.softmax_cross_entropy_with_integer_labels(logits, positive)
-    accuracy = mean((logits.argmax(axis=1) == positive).astype(jnp.float32))
-
-    here = jnp.arange(positive.size)  # [b], these questions among all
-    if axes:
-        here = here + jax.lax.axis_index(axes) * positive.size
-    targets = all_sources[positive]  # [b, D]
-    shared = _among(all_rows[positive][:, None], all_golds[None, :, :])  # [b, B]
-    shared &= jnp.arange(all_queries.shape[0])[None, :] != here[:, None]
-    logits = jnp.where(shared, -jnp.inf, product(targets, all_queries))  # [b, B]
-    backward = optax.softmax_cross_entropy_with_integer_labels(logits, here)
-    return (mean(forward) + mean(backward)) / 2, accuracy
-
-
-def _among(rows: jax.Array, golds: jax.Array) -> jax.Array:
-    """Whether rows [p, q] are among golds [p or 1, q or 1, G]: bool[p, q]."""
-    return (rows[..., None] == golds).any(axis=-1)
+def links(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Who belongs to whom in a batch, as the losses take it."""
+    return batch["positive"], batch["source_rows"], batch["gold_rows"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -420,18 +339,15 @@ class DistillationObjective(_OfLayers):
         `score_of_nearest` is the language model's mean score of the nearest candidate, `accuracy`
         how often that is the most helpful one.
         """
-        count, candidates, length = batch["candidate_ids"].shape
+        length = batch["candidate_ids"].shape[-1]
         query_key, candidate_key = split_key(dropout_key, 2)
         queries = model.encode_text(batch["query_ids"], batch["query_mask"], dropout_key=query_key)
         flat = (batch[name].reshape(-1, length) for name in ("candidate_ids", "candidate_mask"))
         examples = model.encode_text(*flat, dropout_key=candidate_key)
-        examples = examples.reshape(count, candidates, -1)  # [B, m, D]
-        cosines = jnp.einsum("bd,bmd->bm", queries, examples, precision=jax.lax.Precision.HIGHEST)
+        scores = own_scores(cosines, queries, examples)  # [B, m]
         scale = model.temperature()
-        targets = jax.nn.log_softmax(batch["scores"] / self.target_temperature)  # [B, m]
-        predicted = jax.nn.log_softmax(scale * cosines)
-        loss = (jnp.exp(targets) * (targets - predicted)).sum(axis=1).mean()
-        nearest = cosines.argmax(axis=1)
+        loss = teacher_divergence(scale * scores, batch["scores"], self.target_temperature)
+        nearest = scores.argmax(axis=1)
         chosen = jnp.take_along_axis(batch["scores"], nearest[:, None], axis=1)
         best = batch["scores"].argmax(axis=1)
         return loss, {
@@ -686,154 +602,3 @@ def answer_log_probs(
     source, targets = inputs.of(batch).encode(model, first), batch["target_ids"]
     logits = model.encoded_target_logits(*source, targets, dropout_key=second)
     return -optax.softmax_cross_entropy_with_integer_labels(logits, batch["target_ids"])
-
-
-# The sigmoid loss (SigLIP, Zhai et al. 2023, section 3): each pair is a decision of its own.
-#
-# No row or column is normalized, so that no device needs all logits: each keeps its sources, the
-# questions go around the devices, and each meets them one chunk at a time (section 3.3, figure
-# 1). A chunk's logits and their gradient are made together and forgotten: what a device holds
-# beside the embeddings is one block [B / n, S / n]. The questions' gradient travels with them.
-
-Vectors = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # queries, sources, scale, bias
-Links = tuple[jax.Array, jax.Array, jax.Array]  # positive, source_rows, gold_rows
-
-
-def sigmoid_loss(
-    queries: jax.Array,
-    sources: jax.Array,
-    scale: jax.Array,
-    bias: jax.Array,
-    positive: jax.Array,
-    source_rows: jax.Array,
-    gold_rows: jax.Array,
-    *,
-    mesh: Mesh | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Sum over the sources of -log sigmoid(z * (scale * cosine + bias)), mean over the questions.
-
-    z is 1 for a question's positive and -1 for all other sources but its other gold ones, which
-    count for nothing. Loss and gradients are those of one device. Of B questions with one source
-    each, all different, it is SigLIP's loss.
-
-    Args:
-      queries, sources: [B, D] and [S, D] float32, of length 1.
-      scale, bias: of the logits.
-      positive, source_rows, gold_rows: as of `objectives.contrastive_loss`.
-      mesh: over whose batch axes B and S are split.
-
-    Returns:
-      The loss, and how often the positive has the highest logit of its question.
-    """
-    return _loss((queries, sources, scale, bias), (positive, source_rows, gold_rows), mesh)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _loss(vectors: Vectors, links: Links, mesh: Mesh | None) -> tuple[jax.Array, jax.Array]:
-    return _around(vectors, links, mesh, gradient=False)[0]
-
-
-def _forward(
-    vectors: Vectors, links: Links, mesh: Mesh | None
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    return _around(vectors, links, mesh, gradient=True)
-
-
-def _backward(mesh: Mesh | None, gradients: Any, cotangents: Any) -> tuple[Any, None]:
-    return jax.tree.map(lambda x: cotangents[0] * x, gradients), None
-
-
-_loss.defvjp(_forward, _backward)
-
-
-def _around(
-    vectors: Vectors, links: Links, mesh: Mesh | None, *, gradient: bool
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """(loss, accuracy) and, with `gradient`, the loss's gradient with respect to the vectors."""
-    if mesh is None:
-        return _ring(vectors, links, axes=(), parts=1, gradient=gradient)
-    rows, whole = batch_sharding(mesh).spec, PartitionSpec()
-    (axes,) = rows
-    of_vectors = rows, rows, whole, whole
-    parts = 1
-    for axis in axes:
-        parts *= mesh.shape[axis]
-    ring = functools.partial(_ring, axes=axes, parts=parts, gradient=gradient)
-    return jax.shard_map(
-        ring,
-        mesh=mesh,
-        in_specs=(of_vectors, (rows, rows, rows)),
-        out_specs=((whole, whole), of_vectors if gradient else None),
-        check_vma=False,  # what is the same on all devices is summed below, not by the types
-    )(vectors, links)
-
-
-def _ring(
-    vectors: Vectors, links: Links, *, axes: tuple[str, ...], parts: int, gradient: bool
-) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    """One device's b = B / n questions and s = S / n sources; sums are over all devices."""
-    queries, sources, scale, bias = vectors
-    positive, source_rows, gold_rows = links
-    here = jax.lax.axis_index(axes) if axes else 0
-    columns = here * len(sources) + jnp.arange(len(sources))  # of the sources here, among all
-    onward = [(part, (part + 1) % parts) for part in range(parts)]
-
-    def chunk(vectors: Vectors, positive: jax.Array, golds: jax.Array) -> tuple[jax.Array, Any]:
-        return _chunk(vectors, positive, golds, source_rows, columns)
-
-    def meet(_: Any, state: tuple[Any, Any]) -> tuple[Any, Any]:
-        (queries, positive, golds, best, d_queries), (total, d_others) = state
-        at = (queries, sources, scale, bias), positive, golds
-        if gradient:
-            (loss, highest), (d_chunk, *d_here) = jax.value_and_grad(chunk, has_aux=True)(*at)
-            d_queries = d_queries + d_chunk
-            d_others = jax.tree.map(jnp.add, d_others, tuple(d_here))
-        else:
-            loss, highest = chunk(*at)
-        best = jax.tree.map(jnp.maximum, best, highest)
-        travelling = queries, positive, golds, best, d_queries
-        if axes:
-            travelling = jax.lax.ppermute(travelling, axes, onward)
-        return travelling, (total + loss, d_others)
-
-    lowest = jnp.full(len(queries), -jnp.inf)
-    d_queries, d_others = jnp.zeros_like(queries), jax.tree.map(jnp.zeros_like, vectors[1:])
-    state = (queries, positive, gold_rows, (lowest, lowest), d_queries), (0.0, d_others)
-    # After as many steps as there are devices everything is where it began.
-    travelled, (total, d_others) = jax.lax.fori_loop(0, parts, meet, state)
-    (_, _, _, (of_positive, other), d_queries) = travelled
-
-    def over_all(x: Any) -> Any:
-        return jax.lax.psum(x, axes) if axes else x
-
-    count = parts * len(queries)
-    correct = (of_positive > other).astype(jnp.float32).sum()
-    values = over_all(total) / count, over_all(correct) / count
-    if not gradient:
-        return values, None
-    d_sources, *d_shared = d_others
-    made = d_queries, d_sources, *over_all(d_shared)
-    return values, jax.tree.map(lambda x: x / count, made)
-
-
-def _chunk(
-    vectors: Vectors,
-    positive: jax.Array,
-    gold_rows: jax.Array,
-    source_rows: jax.Array,
-    columns: jax.Array,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The loss of b questions against s sources; each one's positive and best other logit [b]."""
-    queries, sources, scale, bias = vectors
-    # An accelerator would round float32 to bfloat16 or TF32 otherwise.
-    cosines = jnp.matmul(queries, sources.T, precision=jax.lax.Precision.HIGHEST)
-    logits = scale * cosines + bias  # [b, s]
-    is_positive = positive[:, None] == columns
-    gold = (source_rows[None, :, None] == gold_rows[:, None, :]).any(axis=-1)
-    is_negative = ~is_positive & ~gold
-    likelihood = jax.nn.log_sigmoid(jnp.where(is_positive, logits, -logits))
-    loss = -jnp.where(is_positive | is_negative, likelihood, 0.0).sum()
-    of_positive, other = (
-        jnp.where(those, logits, -jnp.inf).max(axis=1) for those in (is_positive, is_negative)
-    )
-    return loss, (of_positive, other)

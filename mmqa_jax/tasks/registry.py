@@ -23,6 +23,8 @@ from mmqa_jax.tasks.language_model import LanguageModel
 from mmqa_jax.tasks.modality import QuestionModality
 from mmqa_jax.tasks.multimodal_cot import MultimodalCoT
 from mmqa_jax.tasks.rerank import Rerank
+from mmqa_jax.tasks.reranker import Reranker
+from mmqa_jax.tasks.retriever import Retriever
 from mmqa_jax.tasks.seq2seq import Seq2Seq
 from mmqa_jax.tasks.task import Options, Task, read_run
 from mmqa_jax.tasks.vision_language import VisionLanguage
@@ -35,6 +37,7 @@ BUILT_IN: tuple[type[Task], ...] = (
     *(Contrastive, Rerank, Answer),  # WebQA
     QuestionModality,
     VQA,  # MAVL
+    *(Retriever, Reranker),
     *(ExampleRetrieval, LanguageModel, VisionLanguage),  # beyond RMR
     *(Seq2Seq, FusionInDecoder, MultimodalCoT),  # the tables' trained baselines
 )

@@ -30,6 +30,8 @@ from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
 from mmqa_jax.tasks.objectives import RerankObjective
+from mmqa_jax.tasks.reranker import Reranker as PublishedReranker
+from mmqa_jax.weights.record import read_metadata
 
 _PAPERS_THRESHOLD = 0.2
 
@@ -243,10 +245,13 @@ def open_reranker(model: str | Path, corpus: Corpus, options: tasks.Options | No
     """The reranker that a path or name means, over a corpus.
 
     Args:
-      model: a rerank run, or a published cross-encoder, Qwen3-Reranker or Qwen3-VL-Reranker: its
-        folder, or ORG/NAME in the Hugging Face cache.
+      model: a run of rerank or reranker, or a published cross-encoder, Qwen3-Reranker or
+        Qwen3-VL-Reranker: its folder, or ORG/NAME in the Hugging Face cache.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if folder := published_folder(model):
         return open_cross_encoder(folder, corpus, **(options or {}))
+    if read_metadata(model).get("task") == PublishedReranker.name:
+        task, tokenizer = tasks.read_run(model, (PublishedReranker,), options)
+        return task.open(Path(model), corpus, tokenizer)
     return load_reranker(model, corpus, options)

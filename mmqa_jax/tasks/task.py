@@ -429,13 +429,17 @@ class Task(abc.ABC):
                 f"config key tokenizer={self.tokenizer}: the model reads another kind of tokens; "
                 f"name {wanted}."
             )
-        questions = corpus.questions(self.data.split)
+        questions = self.training_questions(corpus)
         if not questions:
             raise UserError(
                 f"config key data.split={self.data.split}: {self.place} holds no such "
                 "questions; choose a split that `mmqa prepare` wrote."
             )
         return self._recipe(corpus, questions, tokenizer)
+
+    def training_questions(self, corpus: Corpus) -> list[Question]:
+        """The questions that the run is trained on."""
+        return corpus.questions(self.data.split)
 
     @abc.abstractmethod
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:

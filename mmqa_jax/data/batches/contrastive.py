@@ -90,7 +90,7 @@ def contrastive_batches(
             rows[n, 0] = gold[0]
             if second_hop and len(gold) > 1 and rng.random() < 0.5:
                 first_hop[n], rows[n, 0] = gold[0], gold[1 + rng.integers(len(gold) - 1)]
-            rows[n, 1:] = _draw(rng, negatives[i], num_negatives, len(corpus), golds[i])
+            rows[n, 1:] = draw_negatives(rng, negatives[i], num_negatives, len(corpus), golds[i])
         longest = reader.table.lengths[rows].max(axis=1) + 2 + feed.slack
         buckets = np.searchsorted([s.text for s in shapes], longest).clip(max=len(shapes) - 1)
         return {
@@ -158,7 +158,7 @@ def _second_hop_query(question: Tokens, title: Tokens, length: int) -> np.ndarra
     return np.concatenate([np.asarray(question, np.int32), np.asarray(title, np.int32)])
 
 
-def _draw(
+def draw_negatives(
     rng: np.random.Generator, pool: np.ndarray, count: int, rows: int, golds: np.ndarray
 ) -> np.ndarray:
     """`count` of `pool` without replacement; any shortfall comes from the whole corpus."""

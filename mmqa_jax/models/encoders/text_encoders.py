@@ -29,17 +29,18 @@ from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, Yes
 from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
-from mmqa_jax.models.llama.keys import Fused, apart, fused_rows, llama_key_map
+from mmqa_jax.models.llama.keys import Fused, apart, fused_rows, llama_key_map, together
 from mmqa_jax.models.modernbert.keys import (
     modernbert_classifier_key_map,
     modernbert_config,
     modernbert_fused,
     modernbert_key_map,
+    modernbert_published_name,
 )
 from mmqa_jax.models.modernbert.network import ModernBert, ModernBertCrossEncoder
-from mmqa_jax.weights.formats.safetensors import TensorSource
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.hub import find_model, is_hub_name
-from mmqa_jax.weights.keymap import KeyMap
+from mmqa_jax.weights.keymap import KeyMap, untied_source
 from mmqa_jax.weights.layouts import Checkpoint, open_source
 from mmqa_jax.weights.published import load_checkpoint
 from mmqa_jax.weights.record import is_weights_folder
@@ -59,6 +60,7 @@ class Family:
       classifier: key map of its classifier of sequences and `cross_encoder`; None: there is none.
       cross_encoder: the module of a cross-encoder.
       fused: what its checkpoints keep as rows of one tensor.
+      name: (key of the key map, whether of a classifier) -> that of a checkpoint.
       unplaced: config.json -> the token that transformers gives no position of its own, wherever it
         stands; None: every token has one.
     """
@@ -69,6 +71,7 @@ class Family:
     classifier: Callable[[Any], KeyMap] | None = None
     cross_encoder: type[nnx.Module] = CrossEncoder
     fused: Callable[[Any], Fused] = lambda config: {}
+    name: Callable[[str, bool], str] = lambda key, classifier: key
     unplaced: Callable[[Mapping[str, Any]], int | None] = lambda published: None
 
 
@@ -115,7 +118,7 @@ def _eurobert_config(published: Mapping[str, Any], where: str) -> LlamaConfig:
     return dataclasses.replace(_decoder_config(of_llama, where), bidirectional=True)
 
 
-def _decoder_key_map(config: LlamaConfig) -> KeyMap:
+def decoder_key_map(config: LlamaConfig) -> KeyMap:
     """Maps keys of a decoder that may lack `model.`, as those saved without their head."""
     key_map = llama_key_map(config)
     bare = (r"^(embed_tokens|layers|norm)\.", r"model.\1.")
@@ -123,7 +126,7 @@ def _decoder_key_map(config: LlamaConfig) -> KeyMap:
 
 
 def _headless_key_map(config: LlamaConfig) -> KeyMap:
-    key_map = _decoder_key_map(dataclasses.replace(config, tied=True))
+    key_map = decoder_key_map(dataclasses.replace(config, tied=True))
     return dataclasses.replace(key_map, tied=(), ignore=[*key_map.ignore, r"^lm_head\."])
 
 
@@ -166,6 +169,7 @@ FAMILIES: Mapping[str, Family] = {
         modernbert_classifier_key_map,
         ModernBertCrossEncoder,
         modernbert_fused,
+        modernbert_published_name,
     ),
     "nomic_bert": _rotary(rotary.NOMIC),
     "gte": _rotary(rotary.GTE),
@@ -249,6 +253,20 @@ def load_text_encoder(folder: Path, mesh: Mesh | None = None, ignore: tuple[str,
     return _load(folder, family, family.config(published, where), family.model, key_map, mesh)
 
 
+def published_tensors(
+    family: Family, config: Any, state: nnx.State, key_map: KeyMap, *, classifier: bool = False
+) -> TensorSource:
+    """A model's parameters as a checkpoint of its family has them: what `_load` reads."""
+    source = untied_source(state, key_map)
+    if fused := family.fused(config):
+        source = together(source, fused)
+    tensors = {
+        family.name(key, classifier): (spec, functools.partial(source.read, key))
+        for key, spec in source.specs().items()
+    }
+    return DerivedSource(source.name, tensors)
+
+
 def load_dense(layer: DenseLayer) -> Dense:
     """A linear layer of sentence-transformers; UserError for tensors that do not fit."""
     source = open_source(layer.folder)
@@ -324,7 +342,7 @@ def load_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> Ye
         return YesNoDecoder(config, yes, no, rngs=rngs)
 
     config = family.config(published, where)
-    return _load(folder, family, config, build, _decoder_key_map, mesh)
+    return _load(folder, family, config, build, decoder_key_map, mesh)
 
 
 def _load(

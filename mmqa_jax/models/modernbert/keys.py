@@ -147,6 +147,17 @@ def renumbered(config: ModernBertConfig, prefix: str = "") -> list[tuple[str, st
     return [(rf"{at}0\.", f"{prefix}first."), *later]
 
 
+def modernbert_published_name(key: str, classifier: bool) -> str:
+    """The reverse of the renames: a key of our rules -> that of a checkpoint."""
+    first, _, rest = key.partition(".")
+    if first == "first":
+        key = f"layers.0.{rest}"
+    elif first == "layers":
+        number, _, rest = rest.partition(".")
+        key = f"layers.{int(number) + 1}.{rest}"
+    return f"model.{key}" if classifier and first not in ("head", "classifier") else key
+
+
 def _local(published: Mapping[str, Any], layers: int, where: str) -> tuple[bool, ...]:
     kinds_of_layers = published.get("layer_types")
     if kinds_of_layers is None:

@@ -38,6 +38,32 @@ def compare_layers(model: str | None, source: Path, converted: Path | None) -> d
     return {"check": {"passed": True, "bound": BOUND, "compared": compared}}
 
 
+def export_retrieval_run(source: Path, out: Path, *, overwrite: bool) -> dict[str, Any] | None:
+    """Writes what a run of `retriever` or `reranker` trained as sentence-transformers has it.
+
+    Returns:
+      What the command prints as JSON; None: the source is something else.
+    """
+    from mmqa_jax.core.files import read_json, write_json
+    from mmqa_jax.tasks.reranker import Reranker
+    from mmqa_jax.tasks.retriever import Retriever
+    from mmqa_jax.tasks.task import read_run
+    from mmqa_jax.weights import output_folder
+    from mmqa_jax.weights.record import RECORD, read_metadata
+
+    kinds = (Retriever, Reranker)
+    named = [kind.name for kind in kinds]
+    if not (source / RECORD).is_file() or read_metadata(source).get("task") not in named:
+        return None
+    output_folder.check_paths(source, out, overwrite)
+    task, _ = read_run(source, kinds)
+    with output_folder.whole_folder(out, 0) as folder:
+        task.export(source, folder)
+        config = read_json(folder / "config.json")
+        write_json(folder / "config.json", {**config, output_folder.WRITTEN_BY: "mmqa convert"})
+    return {"model": task.name, "out": str(out), "export": "hf"}
+
+
 def write_tokenizer(source: Path, folder: Path) -> list[str]:
     """Writes the tokenizer of a GGUF file as files; returns their names."""
     from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer

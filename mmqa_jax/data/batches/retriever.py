@@ -1,0 +1,287 @@
+"""Training batches of a retriever of texts: questions, gold sources, hard negatives, scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
+from mmqa_jax.core.typed import at_least
+from mmqa_jax.data.batches.contrastive import draw_negatives
+from mmqa_jax.data.batches.feed import (
+    Batches,
+    BatchesSection,
+    FeedConfig,
+    PlannedBatch,
+    Table,
+    feed_batches,
+    mixed,
+)
+from mmqa_jax.data.batches.packing import Bucket, Packed
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.schema import Question
+
+SCORES = "scores"  # key of Question.extra: source id -> a teacher's score
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrieverBatches(BatchesSection):
+    """The section `batches`.
+
+    Attributes:
+      query_length: columns of the questions, special tokens included, here and below.
+      source_lengths: columns of the sources; a batch has the first that holds all of its sources.
+      num_negatives: hard negatives of a question.
+    """
+
+    query_length: int = at_least(3)
+    source_lengths: tuple[int, ...]
+    num_negatives: int = at_least(0, 1)
+
+
+class EncodedSide(Protocol):
+    """The tokens of one side, questions or sources."""
+
+    lengths: np.ndarray  # of every text, special tokens included
+
+    def rows(self, texts: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids int32, attended and scored columns bool, [n, length] each."""
+
+
+class RetrievalExample(NamedTuple):
+    """A question as rows of the corpus.
+
+    Attributes:
+      golds, negatives: rows.
+      scores: a teacher's, by row; empty: there are none.
+    """
+
+    golds: np.ndarray
+    negatives: np.ndarray
+    scores: Mapping[int, float]
+
+
+def read_examples(path: str | os.PathLike, corpus: Corpus) -> list[Question]:
+    """Questions of a file with lines `{"query", "positives", "negatives", "scores"}`.
+
+    Positives and negatives are ids of sources; scores are a teacher's of the positives and then of
+    the negatives. The last two keys may be absent.
+    """
+    questions = []
+    for number, row in read_jsonl(path):
+        where = f"{path}, line {number}"
+        known = {"query", "positives", "negatives", "scores"}
+        if not isinstance(row, dict) or not {"query", "positives"} <= row.keys() <= known:
+            raise UserError(
+                f"{where}: an object with query, positives and, if there are any, negatives and "
+                "scores was expected; correct the line."
+            )
+        positives, negatives = row["positives"], row.get("negatives", [])
+        if (
+            not isinstance(row["query"], str)
+            or not positives
+            or not all(
+                isinstance(names, list) and all(isinstance(name, str) for name in names)
+                for names in (positives, negatives)
+            )
+        ):
+            raise UserError(
+                f"{where}: query must be a text, positives and negatives lists of ids of sources "
+                "with one positive at least; correct the line."
+            )
+        names = [*positives, *negatives]
+        if missing := next((name for name in names if name not in corpus.row), None):
+            raise UserError(
+                f"{where}: source {missing!r} is not in the corpus; name ids of data.dir, or "
+                "prepare the corpus with it."
+            )
+        extra = {}
+        if "scores" in row:
+            scores = row["scores"]
+            numbers = isinstance(scores, list) and all(
+                isinstance(score, int | float) and math.isfinite(score) for score in scores
+            )
+            if not numbers or len(scores) != len(names):
+                raise UserError(
+                    f"{where}: {len(names)} finite scores were expected, of the positives and then "
+                    "of the negatives; correct the line."
+                )
+            extra = {SCORES: dict(zip(names, map(float, scores), strict=True))}
+        questions.append(
+            Question(
+                f"line {number}",
+                "train",
+                row["query"],
+                positives=tuple(positives),
+                negatives=tuple(negatives),
+                extra=extra,
+            )
+        )
+    return questions
+
+
+def retrieval_examples(
+    questions: Sequence[Question], corpus: Corpus, *, scored: bool
+) -> dict[int, RetrievalExample]:
+    """The questions that can be learned from, by their number.
+
+    Args:
+      scored: a teacher's scores are learned: golds and negatives are those with a score.
+    """
+    examples = {}
+    for number, question in enumerate(questions):
+        golds, negatives = corpus.positive_rows(question), corpus.negative_rows(question)
+        scores: dict[int, float] = {}
+        if scored:
+            of_question = question.extra.get(SCORES, {})
+            scores = {corpus.row[name]: score for name, score in of_question.items()}
+            golds = [row for row in golds if row in scores]
+            negatives = [row for row in negatives if row in scores]
+        if len(golds) and (len(negatives) or not scored):
+            rows = np.array(golds, np.int64), np.array(negatives, np.int64)
+            examples[number] = RetrievalExample(*rows, scores)
+    return examples
+
+
+def draw_sources(
+    rng: np.random.Generator, example: RetrievalExample, count: int, sources: int, *, scored: bool
+) -> np.ndarray:
+    """A gold source of a question and `count` others: rows [1 + count].
+
+    Args:
+      sources: of the corpus, which give what the example's negatives lack.
+      scored: none is drawn without a score; a few are drawn twice where there are too few.
+    """
+    gold, pool = rng.choice(example.golds), example.negatives
+    if scored:
+        more = rng.choice(pool, max(count - len(pool), 0))
+        return np.array([gold, *rng.permutation(pool)[:count], *more])
+    return np.array([gold, *draw_negatives(rng, pool, count, sources, example.golds)])
+
+
+class RetrieverRows:
+    """Makes batches of examples.
+
+    A batch of B questions has S = B * (1 + n) sources, each question's gold source followed by its
+    negatives:
+      query_ids int32, query_mask and query_scored bool [B, Lq]
+      source_ids, source_mask and source_scored, the same [S, Ls]
+      positive int32 [B], source_rows int32 [S], gold_rows int32 [B, G]: see contrastive_losses
+      scores float32 [B, 1 + n], if a teacher's are learned
+      index int32 [B]: of the questions; truncated int32 [B]: tokens lost
+
+    Args:
+      examples: by the number of their question.
+      queries, sources: the tokens of all questions and sources.
+      section: their shapes.
+      scored: whether a batch has scores.
+    """
+
+    def __init__(
+        self,
+        examples: Mapping[int, RetrievalExample],
+        queries: EncodedSide,
+        sources: EncodedSide,
+        section: RetrieverBatches,
+        *,
+        scored: bool,
+    ):
+        self.examples, self._queries, self._sources = examples, queries, sources
+        self._section, self._scored = section, scored
+        self.numbers = np.array(list(examples))
+        self.lengths = sorted(section.source_lengths)
+        self._golds = max(len(example.golds) for example in examples.values())
+
+    def draw(
+        self, rng: np.random.Generator, number: int, negatives: np.ndarray | None = None
+    ) -> np.ndarray:
+        """A gold source of a question and `num_negatives` others: rows [1 + n].
+
+        negatives: that are drawn from; None: the example's own.
+        """
+        example, count = self.examples[number], self._section.num_negatives
+        if negatives is not None:
+            example = example._replace(negatives=negatives)
+        sources = len(self._sources.lengths)
+        return draw_sources(rng, example, count, sources, scored=self._scored)
+
+    def bucket(self, rows: np.ndarray) -> np.ndarray:
+        """The number of the smallest length that holds sources, rows [..., 1 + n]."""
+        longest = self._sources.lengths[rows].max(axis=-1)
+        return np.searchsorted(self.lengths, longest).clip(max=len(self.lengths) - 1)
+
+    def batch(
+        self, numbers: np.ndarray, rows: np.ndarray, length: int, first: np.ndarray
+    ) -> Packed:
+        """The arrays of questions [B] with sources [B, 1 + n], of `length` columns.
+
+        first: int [B], the questions' rows in the global batch.
+        """
+        section = self._section
+        query_ids, query_mask, query_scored = self._queries.rows(numbers, section.query_length)
+        source_ids, source_mask, source_scored = self._sources.rows(rows.ravel(), length)
+        gold_rows = np.full((len(numbers), self._golds), -1, np.int32)
+        for row, number in enumerate(numbers):
+            golds = self.examples[number].golds
+            gold_rows[row, : len(golds)] = golds
+        lost = np.maximum(self._queries.lengths[numbers] - section.query_length, 0)
+        lost = lost + np.maximum(self._sources.lengths[rows] - length, 0).sum(axis=1)
+        arrays = {
+            "query_ids": query_ids.astype(np.int32),
+            "query_mask": query_mask,
+            "query_scored": query_scored,
+            "source_ids": source_ids.astype(np.int32),
+            "source_mask": source_mask,
+            "source_scored": source_scored,
+            "source_rows": rows.ravel().astype(np.int32),
+            "positive": (rows.shape[1] * first).astype(np.int32),
+            "gold_rows": gold_rows,
+            "index": numbers.astype(np.int32),
+            "truncated": lost.astype(np.int32),
+        }
+        if self._scored:
+            scores = (self.examples[number].scores for number in numbers)
+            arrays["scores"] = np.array(
+                [[known[row] for row in own] for known, own in zip(scores, rows, strict=True)],
+                np.float32,
+            )
+        return arrays
+
+
+def retriever_batches(
+    made: RetrieverRows, feed: FeedConfig, members: Sequence[int] = ()
+) -> Batches:
+    """Batches of examples whose negatives are drawn anew in every epoch.
+
+    members: of a mixture (`feed.mixture`), the corpus of every question.
+    """
+
+    def sample(epoch: int) -> Table:
+        rng = np.random.default_rng((31, feed.seed, epoch))
+        rows = np.stack([made.draw(rng, number) for number in made.numbers])
+        return {"question": made.numbers, "rows": rows, "bucket": made.bucket(rows)}
+
+    def make(planned: PlannedBatch, table: Table) -> Packed:
+        length = made.lengths[planned.bucket]
+        return made.batch(table["question"], table["rows"], length, planned.rows)
+
+    shapes = [Bucket(0, length) for length in made.lengths]
+    return feed_batches(mixed(sample, members, feed), shapes, make, feed)
+
+
+def question_batches(numbers: np.ndarray, feed: FeedConfig, members: Sequence[int] = ()) -> Batches:
+    """Batches of questions alone: their numbers, `question` [B], and places in the whole batch."""
+
+    def sample(epoch: int) -> Table:
+        return {"question": numbers, "bucket": np.zeros(len(numbers), np.int64)}
+
+    def make(planned: PlannedBatch, table: Table) -> Packed:
+        return {"question": np.asarray(table["question"]), "rows": np.asarray(planned.rows)}
+
+    return feed_batches(mixed(sample, members, feed), [Bucket(0, 3)], make, feed)

@@ -1,0 +1,314 @@
+"""Encoders of texts that are trained further: made of a published folder, and written as one.
+
+What the folder's JSON files say is an `EncoderRecord`, which a run keeps in its model.json: so a
+run needs the folder at its start alone, and its encoder is opened, and exported for
+sentence-transformers, from the run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.models.common.layers import Linear
+from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders.heads import Dense, SentenceEncoder
+from mmqa_jax.models.encoders.late_interaction import (
+    Expansion,
+    LateInteraction,
+    TokenEncoder,
+    is_late_interaction,
+    read_late_interaction,
+)
+from mmqa_jax.models.encoders.sentence_pooling import (
+    MODULES,
+    POOLING,
+    PROMPTS,
+    TRANSFORMER,
+    DenseLayer,
+    Prompts,
+    SentenceRecipe,
+    check_widths,
+    has_recipe,
+    read_recipe,
+)
+from mmqa_jax.models.encoders.vlm_keys import check_family
+from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import LoraConfig, add_lora, hold_base, merge_lora
+from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource, write_sharded
+
+Vectors = Literal["text", "token"]
+
+_IDENTITY = "torch.nn.modules.linear.Identity"
+_MODULES = "sentence_transformers.base.modules"
+_CLASSES = {
+    "Transformer": f"{_MODULES}.transformer.Transformer",
+    "Dense": f"{_MODULES}.dense.Dense",
+    "Normalize": f"{_MODULES}.normalize.Normalize",
+    "Pooling": "sentence_transformers.sentence_transformer.modules.pooling.Pooling",
+    "Mask": "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderRecord:
+    """An encoder of texts as training makes it.
+
+    Attributes:
+      published: transformers' config.json, as text.
+      recipe: how vectors are made of the states of tokens: one of a text, or one of each token.
+      changes: fields of our config that say how the encoder is computed.
+    """
+
+    published: str
+    recipe: SentenceRecipe | LateInteraction
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def vectors(self) -> Vectors:
+        """Whether a text or each of its tokens has a vector."""
+        return "token" if isinstance(self.recipe, LateInteraction) else "text"
+
+    @property
+    def config(self) -> Any:
+        """The encoder's sizes."""
+        family, published = self._family
+        return replace_fields(family.config(published, "config.json"), **dict(self.changes))
+
+    @property
+    def dim(self) -> int:
+        """The values of a vector."""
+        return check_widths(self.recipe.dense, self.config.hidden)
+
+    @property
+    def _family(self) -> tuple[text_encoders.Family, Mapping[str, Any]]:
+        published = json.loads(self.published)
+        return text_encoders.FAMILIES[published["model_type"]], published
+
+    def build(self, *, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> Any:
+        """A freshly initialized model."""
+        family, _ = self._family
+        trunk = family.model(self.config, rngs=rngs)
+        if lora is not None:
+            add_lora(trunk, lora, rngs=rngs)
+        dense = [_dense(layer, rngs) for layer in self.recipe.dense]
+        if isinstance(self.recipe, LateInteraction):
+            return TokenEncoder(trunk, dense, self.recipe.normalized)
+        return SentenceEncoder(trunk, self.recipe.pooling, self.recipe.truncate_dim, dense)
+
+    def load(
+        self, model: Any, folder: Path, mesh: Mesh | None = None, lora: LoraConfig | None = None
+    ) -> None:
+        """Puts a published folder's weights into a model of shapes, in place.
+
+        Linear layers that the folder lacks stay shapes.
+        """
+        trunk = text_encoders.load_text_encoder(folder, mesh, ignore=(r"^linear\.weight$",))
+        if lora is not None:
+            hold_base(trunk, lora)
+        nnx.update(model.bert, nnx.state(trunk, nnx.Param))
+        for layer, ours in zip(self.recipe.dense, model.dense, strict=True):
+            if layer.folder != Path():
+                nnx.update(ours, nnx.state(text_encoders.load_dense(layer), nnx.Param))
+
+    def finish(self, model: Any) -> Any:
+        """The trained model with LoRA's additions in its kernels."""
+        model.bert = merge_lora(model.bert)
+        return model
+
+    def write(self, folder: Path, model: Any) -> None:
+        """Writes a trained model as sentence-transformers has it, but for its tokenizer."""
+        _, published = self._family
+        config = self.config
+        write_sharded(folder, self.trunk_tensors(nnx.state(model.bert, nnx.Param)))
+        published = {key: x for key, x in published.items() if key != "torch_dtype"}
+        write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
+        recipe = self.recipe
+        layers = [("Transformer", "")]
+        if isinstance(recipe, SentenceRecipe):
+            layers.append(("Pooling", "1_Pooling"))
+            sizes = {"embedding_dimension": config.hidden, "include_prompt": True}
+            _write(folder / POOLING, {**sizes, "pooling_mode": recipe.pooling})
+        for layer, ours in zip(recipe.dense, model.dense, strict=True):
+            layers.append(("Dense", f"{len(layers)}_Dense"))
+            _write_dense(folder / layers[-1][1], layer, ours, self.vectors)
+        if isinstance(recipe, LateInteraction):
+            layers.append(("Mask", f"{len(layers)}_MultiVectorMask"))
+            skipped = {"skiplist_words": list(recipe.skipped)}
+            settings = {**skipped, "skiplist_tasks": list(recipe.skips)}
+            _write(folder / layers[-1][1] / "config.json", settings)
+        if isinstance(recipe, SentenceRecipe) or recipe.normalized:
+            layers.append(("Normalize", f"{len(layers)}_Normalize"))
+            _write(folder / layers[-1][1] / "config.json", _layer_over(self.vectors))
+        modules = [
+            {"idx": number, "name": str(number), "path": place, "type": _CLASSES[kind]}
+            for number, (kind, place) in enumerate(layers)
+        ]
+        write_json(folder / MODULES, modules)
+        write_json(folder / TRANSFORMER, self._transformer())
+        write_json(folder / PROMPTS, self._prompts())
+
+    def trunk_tensors(self, state: nnx.State) -> TensorSource:
+        """The encoder's parameters as transformers has them."""
+        family, config = self._family[0], self.config
+        return text_encoders.published_tensors(family, config, state, family.key_map(config))
+
+    def _transformer(self) -> dict[str, Any]:
+        recipe = self.recipe
+        settings: dict[str, Any] = {"do_lower_case": recipe.lowercase}
+        if recipe.max_tokens is not None:
+            settings["max_seq_length"] = recipe.max_tokens
+        if isinstance(recipe, LateInteraction):
+            lengths = {
+                "query_length": recipe.query_length,
+                "document_length": recipe.document_length,
+            }
+            settings |= {key: length for key, length in lengths.items() if length is not None}
+            if (expansion := recipe.expansion) is not None:
+                settings["query_expansion"] = {
+                    "strategy": "fixed" if expansion.cuts else "min",
+                    "length": expansion.length,
+                    "attend": expansion.attended,
+                    **({"token": expansion.token} if expansion.token else {}),
+                }
+        return settings
+
+    def _prompts(self) -> dict[str, Any]:
+        recipe = self.recipe
+        settings: dict[str, Any] = {
+            "prompts": {"query": recipe.prompts.question, "document": recipe.prompts.source},
+            "default_prompt_name": None,
+        }
+        if isinstance(recipe, LateInteraction):
+            scored = "meanmaxsim" if recipe.mean else "maxsim"
+            return {"model_type": "MultiVectorEncoder", **settings, "similarity_fn_name": scored}
+        if recipe.truncate_dim is not None:
+            settings["truncate_dim"] = recipe.truncate_dim
+        return {"model_type": "SentenceTransformer", **settings, "similarity_fn_name": "cosine"}
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        recipe = dataclasses.asdict(self.recipe)
+        for layer in recipe["dense"]:
+            del layer["folder"]
+        published = json.loads(self.published)
+        return {"vectors": self.vectors, "published": published, "recipe": recipe}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> EncoderRecord:
+        """The record of a run's model.json."""
+        fields = dict(value["recipe"])
+        fields["prompts"] = Prompts(**fields["prompts"])
+        fields["dense"] = tuple(DenseLayer(Path(), **layer) for layer in fields["dense"])
+        if value["vectors"] == "text":
+            recipe: SentenceRecipe | LateInteraction = SentenceRecipe(**fields)
+        else:
+            if fields["expansion"] is not None:
+                fields["expansion"] = Expansion(**fields["expansion"])
+            fields |= {key: tuple(fields[key]) for key in ("skipped", "skips")}
+            recipe = LateInteraction(**fields)
+        return cls(json.dumps(value["published"]), recipe)
+
+
+def read_encoder_record(
+    folder: Path,
+    vectors: Vectors | None,
+    *,
+    dim: int | None = None,
+    prompts: Prompts | None = None,
+    changes: Mapping[str, Any] | None = None,
+) -> EncoderRecord:
+    """The record of a published folder.
+
+    Args:
+      folder: of transformers, with sentence-transformers' files if it has them.
+      vectors: of each text or token; None: as the folder has them.
+      dim: the values of a token's vector, by a new linear layer over an encoder that has none;
+        None: as the folder has them.
+      prompts: before questions and sources; None: the folder's.
+      changes: see EncoderRecord.
+    """
+    published = read_json(folder / text_encoders.CONFIG)
+    check_family(folder)
+    late = is_late_interaction(folder)
+    if late and vectors == "text":
+        raise UserError(
+            f"config key model.vectors=text: init={folder} has a vector for each token; set it to "
+            "token, or give an encoder of texts."
+        )
+    if late:
+        recipe: SentenceRecipe | LateInteraction = read_late_interaction(folder)
+    else:
+        recipe = read_recipe(folder)
+        decoder = published["model_type"] in text_encoders.DECODERS
+        if decoder and not has_recipe(folder):
+            recipe = dataclasses.replace(recipe, pooling="lasttoken")
+        if vectors == "token":
+            recipe = LateInteraction(
+                prompts=recipe.prompts, max_tokens=recipe.max_tokens, lowercase=recipe.lowercase
+            )
+    if prompts is not None:
+        recipe = dataclasses.replace(recipe, prompts=prompts)
+    record = EncoderRecord(json.dumps(published), recipe, tuple(sorted((changes or {}).items())))
+    width = record.dim
+    if dim is None or (dim == width and recipe.dense):
+        return record
+    if recipe.dense or not isinstance(recipe, LateInteraction):
+        raise UserError(
+            f"config key model.dim={dim}: the vectors of init={folder} have {width} values; leave "
+            "it out, or set model.vectors to token for an encoder without a linear layer."
+        )
+    layer = DenseLayer(Path(), width, dim, False, _IDENTITY)
+    return dataclasses.replace(record, recipe=dataclasses.replace(recipe, dense=(layer,)))
+
+
+def is_decoder(config: Any) -> bool:
+    """Whether an encoder is a decoder, which alone takes LoRA's additions."""
+    return isinstance(config, LlamaConfig)
+
+
+def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
+    def linear(bias: bool) -> Linear:
+        return Linear(layer.inputs, layer.outputs, ("embed", None), rngs=rngs, use_bias=bias)
+
+    mapped = layer.residual and layer.inputs != layer.outputs
+    return Dense(linear(layer.bias), layer.activation, linear(False) if mapped else layer.residual)
+
+
+def _write_dense(folder: Path, layer: DenseLayer, dense: Dense, vectors: Vectors) -> None:
+    settings = {
+        "in_features": layer.inputs,
+        "out_features": layer.outputs,
+        "bias": layer.bias,
+        "activation_function": layer.activation,
+        **_layer_over(vectors),
+        **({"use_residual": True} if layer.residual else {}),
+    }
+    tensors = {"linear.weight": dense.linear.kernel[...].T}
+    if dense.linear.bias is not None:
+        tensors["linear.bias"] = dense.linear.bias[...]
+    if isinstance(dense.residual, Linear):
+        tensors["residual.weight"] = dense.residual.kernel[...].T
+    _write(folder / "config.json", settings)
+    write_sharded(folder, ArraySource({key: np.asarray(x) for key, x in tensors.items()}))
+
+
+def _layer_over(vectors: Vectors) -> dict[str, str]:
+    """What a layer reads and writes, by sentence-transformers' names."""
+    name = "token_embeddings" if vectors == "token" else "sentence_embedding"
+    return {"module_input_name": name, "module_output_name": name}
+
+
+def _write(file: Path, content: Any) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, content)

@@ -1,0 +1,436 @@
+"""The retriever of texts: any published encoder, with one vector or many, trained further.
+
+The negatives may be the sources that the model itself finds in the corpus, found anew while it is
+trained (ANCE, Xiong et al. 2020, "Approximate Nearest Neighbor Negative Contrastive Learning").
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import atomic_write
+from mmqa_jax.core.hosts import distributed
+from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.typed import at_least, mapping
+from mmqa_jax.data.batches import retriever as rows
+from mmqa_jax.data.batches.feed import Batches
+from mmqa_jax.data.batches.packing import Packed
+from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.schema import Question
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, special_tokens
+from mmqa_jax.models.encoders.sentence_pooling import Prompts
+from mmqa_jax.models.encoders.trained import EncoderRecord, Vectors, is_decoder, read_encoder_record
+from mmqa_jax.models.llama.lora import LoraConfig
+from mmqa_jax.retrieval.embedder import Embedder, make_encode_text
+from mmqa_jax.retrieval.embeddings import Embeddings
+from mmqa_jax.retrieval.indexes.exact import ExactIndex
+from mmqa_jax.retrieval.late_interaction import (
+    Side,
+    dense_retriever,
+    late_interaction_embedder,
+    rows_of,
+    side_of,
+)
+from mmqa_jax.retrieval.rankings import find_candidates
+from mmqa_jax.retrieval.text_encoder import encoder_cost, text_embedder
+from mmqa_jax.tasks import task as tasks
+from mmqa_jax.tasks.contrastive import GOLD_SOURCES, RetrievalEvaluation, ValidateRetrieval
+from mmqa_jax.tasks.published_trunk import PublishedTrunk
+from mmqa_jax.tasks.retriever_objective import RetrieverLoss, RetrieverObjective
+from mmqa_jax.weights.folder import weights_hash
+
+_RECORD = "encoder"  # key of model.json
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RetrieverModel:
+    """The section `model`.
+
+    Attributes:
+      vectors: `text`, one vector of a text, `token`, one of each token (late interaction), or
+        empty, as `init` has them.
+      dim: values of a token's vector, by a new linear layer; 0: as `init` has them.
+      prompts: before a question and before a source, such as the task's instruction; (): those of
+        `init`.
+      lora: additions to a decoder, of which alone it is trained; None: all is.
+      changes: of how the encoder is computed: dtype, remat, attention, unroll.
+    """
+
+    vectors: Literal["", "text", "token"] = ""
+    dim: int = at_least(0, 0)
+    prompts: tuple[str, ...] = ()
+    lora: LoraConfig | None = None
+    changes: Mapping[str, Any] = mapping(dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MiningSection:
+    """The section `mining`: hard negatives that the model finds in the corpus while it is trained.
+
+    Attributes:
+      every: steps after which they are found anew; 0: never, the negatives are the data's.
+      top_k: sources that are found for a question; those that are not gold are its negatives.
+    """
+
+    every: int = at_least(0, 0)
+    top_k: int = at_least(1, 20)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retriever(PublishedTrunk):
+    """Questions against their gold sources, by texts.
+
+    Attributes:
+      loss: see RetrieverLoss.
+      tower_parts: see ContrastiveObjective.
+      mining: see MiningSection.
+    """
+
+    name: ClassVar[str] = "retriever"
+    product: ClassVar[str] = "retriever"
+    program: ClassVar[str] = "embed"
+    limits: ClassVar[tuple[str, ...]] = ("batches.query_length", "batches.source_lengths")
+
+    model: RetrieverModel
+    batches: rows.RetrieverBatches
+    inference: tasks.ServingSection
+    loss: RetrieverLoss
+    tower_parts: int = at_least(1, 1)
+    mining: MiningSection = MiningSection(every=0, top_k=20)
+    validate: ValidateRetrieval | None = None
+
+    # --- The encoder -------------------------------------------------------------------------
+
+    @functools.cached_property
+    def record(self) -> EncoderRecord:
+        """The encoder: of the run if its weights are there, else of `init`."""
+        if described := self.described(_RECORD):
+            record = EncoderRecord.from_json(described)
+            return dataclasses.replace(record, changes=tuple(sorted(self.model.changes.items())))
+        prompts = self.model.prompts
+        if len(prompts) not in (0, 2):
+            raise UserError(
+                f"config key model.prompts={prompts}: two texts were expected, before a question "
+                "and before a source; give both, or ()."
+            )
+        vectors: Vectors | None = self.model.vectors or None
+        return read_encoder_record(
+            self.start,
+            vectors,
+            dim=self.model.dim or None,
+            prompts=Prompts(*prompts) if prompts else None,
+            changes=self.model.changes,
+        )
+
+    def _check(self, files: bool) -> None:
+        self.check_changes()
+        record = self.record
+        config = record.config
+        lengths = {
+            "batches.query_length": self.batches.query_length,
+            "batches.source_lengths": max(self.batches.source_lengths, default=0),
+        }
+        for key, length in lengths.items():
+            if not 3 <= length <= config.positions:
+                raise UserError(
+                    f"config key {key}: {length} tokens, but the encoder reads 3 to "
+                    f"{config.positions}; change it."
+                )
+        loss, dims = self.loss, self.loss.matryoshka
+        if dims and not (min(dims) >= 1 and max(dims) <= record.dim):
+            raise UserError(
+                f"config key loss.matryoshka={dims}: the encoder's vectors have {record.dim} "
+                "values; name sizes from 1 to that."
+            )
+        if self.model.lora is not None and not is_decoder(config):
+            raise UserError(
+                "config key model.lora: only decoders take additions here; set it to none to train "
+                "the whole encoder."
+            )
+        if loss.kind == "softmax" and self.data.teacher:
+            raise UserError(
+                f"config key data.teacher={self.data.teacher}: the loss softmax learns no scores; "
+                "set loss.kind to margin_mse or divergence, or leave it out."
+            )
+        if loss.kind != "softmax" and not self.is_taught:
+            raise UserError(
+                f"config key loss.kind={loss.kind}: learns a teacher's scores, but data.teacher "
+                "and data.examples name none; name a file of `mmqa rerank`."
+            )
+        if loss.kind != "softmax" and not self.batches.num_negatives:
+            raise UserError(
+                f"config key batches.num_negatives=0: loss.kind={loss.kind} compares a question's "
+                "sources; give 1 or more."
+            )
+        if loss.kind != "softmax" and self.mining.every:
+            raise UserError(
+                f"config key mining.every={self.mining.every}: mined negatives have no scores that "
+                f"loss.kind={loss.kind} could learn; set it to 0."
+            )
+        accumulate = self.loop.accumulate
+        if accumulate > 1:
+            raise UserError(
+                f"config key train.accumulate={accumulate}: the loss needs its whole batch; leave "
+                f"it out and set tower_parts to {accumulate}."
+            )
+
+    def _parts(self) -> int:
+        return self.tower_parts
+
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> RetrieverObjective:
+        return RetrieverObjective(
+            self.record, mesh, self.tower_parts, losses=self.loss, lora=self.model.lora
+        )
+
+    def batch(self) -> dict[str, Any]:
+        batches = self.batches
+        count, group = batches.batch_size, 1 + batches.num_negatives
+        arrays = {
+            "source_rows": tasks.ints(count * group),
+            "positive": tasks.ints(count),
+            "gold_rows": tasks.ints(count, GOLD_SOURCES),
+        }
+        sides = {"query": (count, batches.query_length)}
+        sides["source"] = count * group, max(batches.source_lengths)
+        for name, shape in sides.items():
+            arrays[f"{name}_ids"] = tasks.ints(*shape)
+            arrays[f"{name}_mask"] = arrays[f"{name}_scored"] = tasks.bools(*shape)
+        if self.loss.kind != "softmax":
+            arrays["scores"] = tasks.floats(count, group)
+        return arrays
+
+    # --- On data -----------------------------------------------------------------------------
+
+    def open_tokenizer(self, folder: Path) -> Tokenizer:
+        task = self.in_folder(folder)
+        lowercase, pairs = task.record.recipe.lowercase, not is_decoder(task.record.config)
+        return task.read_tokenizer(folder, lowercase=lowercase, pairs=pairs)
+
+    def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
+        scored = self.loss.kind != "softmax"
+        questions = self.data.chosen(questions, corpus)
+        examples = self.examples(questions, corpus, scored=scored)
+        sides = {name: self._side(tokenizer, name) for name in ("query", "document")}
+        made = rows.RetrieverRows(
+            examples,
+            _SideTokens(tokenizer, sides["query"], [q.question for q in questions]),
+            _SideTokens(tokenizer, sides["document"], list(map(self.data.text_of, corpus.sources))),
+            self.batches,
+            scored=scored,
+        )
+        members, feed = self.data.members(questions), self.feed()
+        if self.mining.every:
+            numbers = rows.question_batches(made.numbers, feed, members)
+            find = _Finder(self, corpus, tokenizer, questions, made)
+            batches: Batches = MinedBatches(
+                numbers, made, find, Path(self.folder) / "negatives", self.mining.every, self.seed
+            )
+        else:
+            batches = rows.retriever_batches(made, feed, members)
+        mesh, lora = make_mesh(self.mesh), self.model.lora
+        objective = self.objective(tokenizer.vocab_size, mesh)
+        return tasks.Recipe(
+            objective,
+            batches,
+            functools.partial(self.record.load, folder=self.start, mesh=mesh, lora=lora),
+            finish=self.record.finish if lora is not None else None,
+            metadata={_RECORD: self.record.as_json(), "base": weights_hash(self.start)},
+        )
+
+    def _side(self, tokenizer: Tokenizer, name: str) -> Side:
+        """How texts of the side "query" or "document" become tokens."""
+        recipe, positions = self.record.recipe, self.record.config.positions
+        if self.record.vectors == "token":
+            return side_of(recipe, tokenizer, positions, name)
+        prompt = recipe.prompts.question if name == "query" else recipe.prompts.source
+        longest = min(recipe.max_tokens or tokenizer.max_tokens or positions, positions)
+        return Side((), prompt, longest, None, False, np.zeros(0, np.int64))
+
+    def evaluation(
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        return RetrievalEvaluation(self, corpus, tokenizer, model)
+
+    # --- In use ------------------------------------------------------------------------------
+
+    def open_pictures(self, corpus: Corpus) -> PictureStore:
+        """Pictures are read by their captions alone."""
+        return PictureStore(corpus, size=1)
+
+    def embedder(self, tokenizer: Tokenizer, model: Any, devices: Mesh | None = None) -> Embedder:
+        """The embedder of a run's model, which may be abstract (see Embedder.use)."""
+        make: Any = late_interaction_embedder if self.record.vectors == "token" else text_embedder
+        options = {"batch_size": self.inference.batch_size}
+        return make(model, self.record.recipe, tokenizer, devices, **options)
+
+    def open(self, folder: Path, tokenizer: Tokenizer) -> Embedder:
+        """The trained embedder of the run in a folder."""
+        mesh = self.serving_mesh()
+        return self.embedder(tokenizer, self.trained_model(folder, mesh), mesh)
+
+    def cost(self) -> RowCost:
+        """The cost of a text."""
+        return encoder_cost(self.record.config, max(self.batches.source_lengths), "texts")
+
+    def planned_model(self) -> Any:
+        """The encoder, of whose weights the shapes are meant."""
+        return self.record.build(rngs=nnx.Rngs())
+
+    def in_use(self) -> tasks.InUse:
+        """Sources."""
+        length = max(self.batches.source_lengths)
+
+        def inputs(count: int) -> tuple[tasks.Struct, ...]:
+            return tasks.ints(count, length), tasks.bools(count, length)
+
+        return tasks.InUse(self.cost(), make_encode_text, self.planned_model, inputs)
+
+
+class _SideTokens:
+    """The tokens of questions or sources, see data.batches.retriever.EncodedSide."""
+
+    def __init__(self, tokenizer: Tokenizer, side: Side, texts: Sequence[str]):
+        self._tokenizer, self._side = tokenizer, side
+        self._table = TokenTable(tokenizer, [side.prompt + text for text in texts])
+        least = side.filled[1] if side.filled else 0
+        around = special_tokens(tokenizer) + len(side.marker)
+        self.lengths = np.maximum(self._table.lengths + around, least)
+
+    def rows(self, texts: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        tokens = [[*self._side.marker, *self._table[text]] for text in texts]
+        return rows_of(tokens, length, self._tokenizer, self._side)
+
+
+class _Finder:
+    """Finds hard negatives for every example by an index of the current model's vectors."""
+
+    def __init__(
+        self,
+        task: Retriever,
+        corpus: Corpus,
+        tokenizer: Tokenizer,
+        questions: Sequence[Question],
+        made: rows.RetrieverRows,
+    ):
+        self._task, self._corpus, self._tokenizer = task, corpus, tokenizer
+        self._asked = [questions[number] for number in made.numbers]
+        self._golds = [made.examples[number].golds for number in made.numbers]
+        self._embedder: Embedder | None = None
+
+    def __call__(self, model: nnx.Module) -> np.ndarray:
+        """Rows int32 [examples, top_k] of what is found and not gold, -1 behind them."""
+        if self._embedder is None:
+            graphdef, state = nnx.split(model)
+            shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state)
+            self._embedder = self._task.embedder(self._tokenizer, nnx.merge(graphdef, shapes))
+        self._embedder.use(model)
+        pictures = self._task.open_pictures(self._corpus)
+        vectors = self._embedder.embed_rows(self._corpus, pictures, range(len(self._corpus)))
+        index = ExactIndex(Embeddings(vectors, "", self._corpus.fingerprint))
+        retriever = dense_retriever(self._corpus, self._embedder, index, pictures)
+        top_k = self._task.mining.top_k
+        most = min(top_k + max(map(len, self._golds)), len(self._corpus))
+        rankings = find_candidates(self._asked, retriever, most)
+        negatives = np.full((len(self._asked), top_k), -1, np.int32)
+        for row, (ranking, golds) in enumerate(zip(rankings, self._golds, strict=True)):
+            places = [self._corpus.row[name] for name in ranking.sources]
+            others = [place for place in places if place not in golds][:top_k]
+            negatives[row, : len(others)] = others
+        return negatives
+
+
+class MinedBatches:
+    """Batches whose hard negatives the model finds anew every so many steps (`ModelBatches`).
+
+    What was found at a step is kept in a file of the run: a run that goes on from a checkpoint
+    reads what an earlier model found, and draws the same negatives.
+
+    Args:
+      numbers: batches of the numbers of questions.
+      made: makes the arrays.
+      find: model -> negatives of every example, in the order of `made.numbers`.
+      folder: of the files.
+      every: steps.
+      seed: of the run.
+    """
+
+    def __init__(
+        self,
+        numbers: Batches,
+        made: rows.RetrieverRows,
+        find: Callable[[Any], np.ndarray],
+        folder: Path,
+        every: int,
+        seed: int,
+    ):
+        self._numbers, self._made, self._find = numbers, made, find
+        self._folder, self._every, self._seed = folder, every, seed
+        self._place = {int(number): place for place, number in enumerate(made.numbers)}
+        self._step, self._mined_at = 0, -1
+        self._negatives = np.zeros((0, 0), np.int32)
+
+    def use(self, model: nnx.Module) -> None:
+        """Finds negatives by the current model where the step asks for it."""
+        at = self._step - self._step % self._every
+        if at == self._mined_at:
+            return
+        file = self._folder / f"{at:08d}.npy"
+        if at == self._step:
+            self._negatives = self._find(model)
+            if jax.process_index() == 0:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                with atomic_write(file, "wb") as out:
+                    np.save(out, self._negatives)
+            distributed.barrier("negatives are mined")
+        else:
+            self._negatives = _read_negatives(file, len(self._place))
+        self._mined_at = at
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Packed:
+        planned = next(self._numbers)
+        drawn = []
+        for number, first in zip(planned["question"], planned["rows"], strict=True):
+            rng = np.random.default_rng((32, self._seed, self._step, int(first)))
+            mined = self._negatives[self._place[int(number)]]
+            drawn.append(self._made.draw(rng, int(number), mined[mined >= 0]))
+        self._step += 1
+        length = self._made.lengths[-1]  # of every process
+        return self._made.batch(planned["question"], np.stack(drawn), length, planned["rows"])
+
+    def get_state(self) -> dict[str, Any]:
+        return {"numbers": self._numbers.get_state(), "step": self._step}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._numbers.set_state(state["numbers"])
+        self._step, self._mined_at = int(state["step"]), -1
+
+    def close(self) -> None:
+        """Ends what makes the numbers."""
+        if hasattr(self._numbers, "close"):
+            self._numbers.close()
+
+
+def _read_negatives(file: Path, count: int) -> np.ndarray:
+    remedy = "copy the run again with its folder negatives, or train it again in a new --workdir"
+    try:
+        negatives = np.load(file, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: mined negatives cannot be read ({error}); {remedy}.") from error
+    if negatives.ndim != 2 or len(negatives) != count:
+        raise UserError(f"{file}: holds {negatives.shape} negatives, not {count} rows; {remedy}.")
+    return negatives
