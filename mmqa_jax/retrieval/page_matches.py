@@ -62,7 +62,7 @@ class PageMatches:
         corners = np.rint(self.boxes * np.tile(page.size, 2)).astype(int)
         for (left, top, right, bottom), value in zip(corners, best, strict=True):
             part = heat[top:bottom, left:right]
-            np.maximum(part, (value - best.min()) / spread, out=part)
+            np.maximum(part, ((value - best.min()) / spread) ** 2, out=part)
         red = Image.new("RGB", page.size, (220, 30, 30))
         strength = Image.fromarray((heat * _STRONGEST).astype(np.uint8))
         made = Image.composite(red, page.convert("RGB"), strength)

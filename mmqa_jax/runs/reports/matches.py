@@ -71,7 +71,7 @@ def write_matches(
         encoded = io.BytesIO()
         matches.drawn_on(picture).save(encoded, "PNG")
         sections.append(_section(question, source.id, tokens, encoded.getvalue()))
-    name = html.escape(title)
+    name = html.escape(f"What the questions matched: {title}")
     page = (
         '<!doctype html><html lang="en"><meta charset="utf-8">'
         '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
