@@ -88,29 +88,22 @@ def read_aokvqa(path: Path) -> official.BenchmarkFiles:
     `extra` keeps `image_id`, `difficult_direct_answer`, `rationales`, `caption`, `tags` and
     `coco_captions`.
     """
-    if official.one_file(path, (".json", ".parquet")):
-        files = official.OfficialFiles(path.parent)
-        files.read_files.append(path)
+    files = official.OfficialFiles(path, (".json", ".parquet"))
+    if files.alone is None:
+        rows, tables = _folder_rows(files)
+    else:
         tables = [path] if path.suffix == ".parquet" else []
         rows = list(_parquet_rows(path) if tables else _json_rows(path))
-    else:
-        files = official.OfficialFiles(path)
-        rows, tables = _folder_rows(files)
-    if not rows:
-        raise UserError(
-            f"{path}: holds none of A-OKVQA's questions; put aokvqa_v1p0_val.json or the hub's "
-            "Parquet files there."
-        )
+    files.check_questions(rows, "A-OKVQA", "aokvqa_v1p0_val.json or the hub's Parquet files")
     described = coco.read_descriptions(files, "captions_aokvqa.json", folders=("", "../okvqa/"))
     pictures = _Pictures(files.folder, tables)
     read = official.read_entries(
         rows, lambda row: _question(row, described, pictures), "question_id"
     )
     questions = list(read.values())
-    names = sorted({question.image for question in questions if question.image is not None})
-    if not names:
+    if not official.picture_names(questions):
         files.missing["train2017/, val2017/, test2017/"] = "no pictures; captions stand for them"
-    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
+    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures)
 
 
 def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], list[Path]]:
@@ -219,14 +212,12 @@ def write_aokvqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the leaderboard's file: every question, with its predicted answer or choice."""
-    by_id = scores.predictions_by_question(questions, predictions)
     rows: dict[str, dict[str, str]] = {}
-    for question in questions:
+    for question, prediction in scores.paired(questions, predictions):
         row = rows.setdefault(question.id, {})
-        prediction = by_id.get(question.id)
-        if prediction is not None and prediction.choice is not None:
+        if prediction.choice is not None:
             row[CHOICE] = question.choices[prediction.choice]
-        if prediction is not None and prediction.answer:
+        if prediction.answer:
             row[DIRECT] = prediction.answer
     write_json(path, rows)
 

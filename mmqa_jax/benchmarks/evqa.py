@@ -32,14 +32,12 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json
 from mmqa_jax.data.answers import strip_whitespace, vqa_contractions
-from mmqa_jax.data.formats.official import BenchmarkFiles, OfficialFiles, PictureFiles
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import read_table, whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_own_lines
-from mmqa_jax.evaluation.scores import group_of
+from mmqa_jax.evaluation.scores import group_of, groups_by
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
@@ -66,56 +64,45 @@ _KEPT = ("wikipedia_title", "question_original", "evidence", "evidence_section_t
 _NAME = re.compile(r"\w+")
 
 
-def read_evqa(folder: Path) -> BenchmarkFiles:
+def read_evqa(folder: Path) -> official.BenchmarkFiles:
     """Reads the questions that there are, one for each picture; `Question.category` is the type.
 
     An id is `SPLIT_ROW_PICTURE`, both counted from 0: the files have none. `answers` are the
     alternatives as they are written.
     """
-    files = OfficialFiles(folder)
-    rows: list[tuple[str, str, dict[str, str], list[str]]] = []
+    files = official.OfficialFiles(folder)
+    rows = []
     for split in _SPLITS:
         path = files.optional(f"{split}.csv", without=f"there are no {split} questions")
-        for where, row in () if path is None else read_table(path, _COLUMNS):
-            rows.append((split, where, row, _picture_names(row, where)))
-    if not rows:
-        raise UserError(
-            f"{folder}: holds none of Encyclopedic-VQA's questions; put test.csv there, or another "
-            "split's file."
-        )
-    pictures = _pictures(files, {name for _, _, _, names in rows for name in names})
+        for where, cells in () if path is None else read_table(path, _COLUMNS):
+            row = official.Entry(where, cells)
+            rows.append((split, row, _picture_names(row)))
+    files.check_questions(rows, "Encyclopedic-VQA", "test.csv, or another split's file,")
+    pictures = _pictures(files, {name for _, _, names in rows for name in names})
     questions = []
     numbers: Counter[str] = Counter()
-    for split, where, row, names in rows:
-        questions += _questions(f"{split}_{numbers[split]}", split, row, names, where, pictures)
+    for split, row, names in rows:
+        questions += _questions(f"{split}_{numbers[split]}", split, row, names)
         numbers[split] += 1
-    pictured = sorted({question.image for question in questions if question.image is not None})
+    questions = official.with_present_pictures(questions, pictures)
+    pictured = official.picture_names(questions)
     if not pictured:
         files.missing["inaturalist/, landmarks/"] = "no pictures, without which few can be answered"
-    counts = _counts(questions, numbers, len(pictured))
-    return files.content(questions, counts, {}, pictures, pictured)
+    return files.content(questions, _counts(questions, numbers, len(pictured)), {}, pictures)
 
 
 def _questions(
-    name: str,
-    split: str,
-    row: Mapping[str, str],
-    pictures: Sequence[str],
-    where: str,
-    picture_files: PictureFiles,
+    name: str, split: str, row: official.Entry, pictures: Sequence[str]
 ) -> list[Question]:
     """A row's questions, one a picture."""
     for column in ("question", "answer", "wikipedia_url"):
-        if not row[column].strip():
-            raise UserError(f"{where}: {column} is empty; fetch the file again.")
+        if not row.text(column).strip():
+            raise row.error(f"{column} is empty")
     if row["question_type"] not in TYPES:
-        raise UserError(
-            f"{where}: question_type is {row['question_type']!r:.40}; one of {', '.join(TYPES)} "
-            "was expected."
-        )
-    articles = row["wikipedia_url"].split(_BETWEEN)
+        raise row.wrong("question_type", f"one of {', '.join(TYPES)}")
     extra: dict[str, Any] = {key: row[key] for key in _KEPT if row.get(key)}
-    extra |= {ARTICLES: articles, HOPS: 2 if row["question_type"] == "2_hop" else 1}
+    extra[ARTICLES] = row["wikipedia_url"].split(_BETWEEN)
+    extra[HOPS] = 2 if row["question_type"] == "2_hop" else 1
     sections = [whole_number(text) for text in row.get(SECTIONS, "").split(_BETWEEN) if text]
     if sections and None not in sections:
         extra[SECTIONS] = sections
@@ -127,7 +114,7 @@ def _questions(
             id=f"{name}_{number}",
             split=split,
             question=row["question"],
-            image=picture if picture in picture_files else None,
+            image=picture,
             answers=tuple(row["answer"].split(_BETWEEN)),
             category=row["question_type"],
             extra={**extra, "image_id": picture, PICTURE: number},
@@ -136,23 +123,17 @@ def _questions(
     ]
 
 
-def _picture_names(row: Mapping[str, str], where: str) -> list[str]:
+def _picture_names(row: official.Entry) -> list[str]:
     """`DATASET/ID` of each of a row's pictures."""
     if row["dataset_name"] not in _PLACES:
-        raise UserError(
-            f"{where}: dataset_name is {row['dataset_name']!r:.40}; one of {', '.join(_PLACES)} "
-            "was expected."
-        )
+        raise row.wrong("dataset_name", f"one of {', '.join(_PLACES)}")
     names = row["dataset_image_ids"].split(_BETWEEN)
     if not all(map(_NAME.fullmatch, names)):
-        raise UserError(
-            f"{where}: dataset_image_ids is {row['dataset_image_ids']!r:.60}; ids with | between "
-            "them were expected; fetch the file again."
-        )
+        raise row.wrong("dataset_image_ids", "ids with | between them")
     return [f"{row['dataset_name']}/{name}" for name in names]
 
 
-def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
+def _pictures(files: official.OfficialFiles, wanted: set[str]) -> official.PictureFiles:
     """Each wanted picture by its name, at the places where its data set has it."""
     ids: dict[str, list[str]] = {kind: [] for kind in _PLACES}
     for name in sorted(wanted):
@@ -163,41 +144,28 @@ def _pictures(files: OfficialFiles, wanted: set[str]) -> PictureFiles:
         if ids[kind]:
             paths_of = of_kind(files, set(ids[kind]))
             places |= {f"{kind}/{name}": paths for name, paths in paths_of.items()}
-    return PictureFiles(files.folder, places)
+    return official.PictureFiles(files.folder, places)
 
 
-def _inaturalist(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
+def _inaturalist(files: official.OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
     """Finds the places of these ids' pictures: `file_name` of the annotations of train and val."""
     places: dict[str, list[str]] = {}
     for split in ("train", "val"):
-        name = f"inaturalist/{split}.json"
-        path = files.optional(name, without=f"iNaturalist's pictures of {split} have no names")
-        if path is None:
-            continue
-        content = read_json(path)
-        images = content.get("images") if isinstance(content, dict) else None
-        if not isinstance(images, list):
-            raise UserError(f"{path}: has no list `images`; fetch iNaturalist 2021's {split}.json.")
-        for number, image in enumerate(images):
-            entry = image if isinstance(image, dict) else {}
-            image_id, file = entry.get("id"), entry.get("file_name")
-            if not isinstance(image_id, int) or not isinstance(file, str):
-                raise UserError(
-                    f"{path}: entry {number} of images has no whole `id` and text `file_name`; "
-                    "fetch the file again."
-                )
-            if str(image_id) not in wanted:
+        path = files.optional(
+            f"inaturalist/{split}.json",
+            without=f"iNaturalist's pictures of {split} have no names",
+        )
+        for image in () if path is None else official.json_entries(path, "images"):
+            name = str(image.number("id"))
+            if name not in wanted:
                 continue
-            if str(image_id) in places:
-                raise UserError(
-                    f"{path}: id {image_id} of images is there twice, or in train.json as well; "
-                    "fetch both files again."
-                )
-            places[str(image_id)] = [f"inaturalist/{file}"]
+            if name in places:
+                raise image.error(f"id {name} is there twice, or in train.json as well")
+            places[name] = [f"inaturalist/{image.text('file_name')}"]
     return places
 
 
-def _landmarks(files: OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
+def _landmarks(files: official.OfficialFiles, wanted: set[str]) -> dict[str, list[str]]:
     """Returns the places of these ids' pictures, under any of Google Landmarks v2's three parts."""
     folders = ("landmarks", *(f"landmarks/{part}" for part in ("train", "index", "test")))
     return {
@@ -276,7 +244,7 @@ def score_evqa(
     BEM is the judge; without one only exact matches count.
     """
     scored = scored_split(questions, predictions, has_answers, "an answer")
-    answers = [scored.by_id[q.id].answer if q.id in scored.by_id else "" for q in scored.counted]
+    answers = [prediction.answer for prediction in scored.predictions]
     exact = [is_exact(answer, q) for answer, q in zip(answers, scored.counted, strict=True)]
     right = {EXACT: np.array(exact, float)}
     notes = ["the benchmark's accuracy is BEM's, which was not given: exact match is stricter"]
@@ -290,14 +258,12 @@ def _judged(
     questions: Sequence[Question], answers: Sequence[str], exact: Sequence[bool], judge: Judge
 ) -> list[bool]:
     """Exact matches, and what BEM calls equivalent of the rest, an empty answer among them."""
-    asked = [
-        (row, (question.question, alternative.replace(ITEMS, ","), answer))
-        if question.category == "multi_answer"
-        else (row, (question.question, alternative, answer))
-        for row, (question, answer) in enumerate(zip(questions, answers, strict=True))
-        if not exact[row]
-        for alternative in filter(None, question.answers)
-    ]
+    asked = []
+    for row, (question, answer) in enumerate(zip(questions, answers, strict=True)):
+        for alternative in () if exact[row] else filter(None, question.answers):
+            if question.category == "multi_answer":
+                alternative = alternative.replace(ITEMS, ",")
+            asked.append((row, (question.question, alternative, answer)))
     right = list(exact)
     for (row, _), equivalent in zip(asked, judge([pair for _, pair in asked]), strict=True):
         right[row] |= bool(equivalent)
@@ -310,7 +276,7 @@ def _items(texts: Sequence[str]) -> set[str]:
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     return {
-        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in TYPES},
+        **groups_by(questions, lambda q: q.category, TYPES),
         "single hop": group_of(questions, lambda q: q.category != "2_hop"),
         "unseen entity": group_of(questions, lambda q: bool(q.extra.get(UNSEEN))),
     }

@@ -20,7 +20,6 @@ stands in a note. The file has a line {"data_id", "prediction"} for each questio
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections import Counter
@@ -31,13 +30,12 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import group_of, predictions_by_question
+from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import squad_exact_match
 
@@ -77,21 +75,13 @@ def read_infoseek(folder: Path) -> official.BenchmarkFiles:
             return _question(row, split, kinds, entities)
 
         questions |= official.read_entries(official.line_entries(path), question, "data_id")
-    if not questions:
-        raise UserError(
-            f"{folder}: holds none of InfoSeek's questions; put infoseek_val.jsonl and "
-            "infoseek_val_qtype.jsonl there."
-        )
+    files.check_questions(questions, "InfoSeek", "infoseek_val.jsonl and infoseek_val_qtype.jsonl")
     pictures = _pictures(folder, questions)
-    pictured = [
-        question if question.image in pictures else dataclasses.replace(question, image=None)
-        for question in questions.values()
-    ]
-    names = sorted({question.image for question in pictured if question.image is not None})
+    pictured = official.with_present_pictures(questions.values(), pictures)
+    names = official.picture_names(pictured)
     if not names:
         files.missing[f"{_PICTURES}/"] = "no pictures, without which few can be answered"
-    counts = _counts(pictured, len(names))
-    return files.content(pictured, counts, PUBLISHED_COUNTS, pictures, names)
+    return files.content(pictured, _counts(pictured, len(names)), PUBLISHED_COUNTS, pictures)
 
 
 def _kinds(files: official.OfficialFiles, split: str) -> dict[str, str]:
@@ -205,9 +195,8 @@ def numbers_of(text: str) -> list[float]:
         for before, sign in zip(f" {text}", text, strict=False)
     )
     texts = [number.replace(",", "").strip(".") for number in _NUMBER.findall(apart)]
-    numbers = [float(number) for number in texts if number.count(".") < 2][
-        :2
-    ]  # at -.2.3 the script stops
+    # At -.2.3 the script stops.
+    numbers = [float(number) for number in texts if number.count(".") < 2][:2]
     if not numbers:
         return [0.0, 0.0]
     return numbers if len(numbers) == 2 and numbers[0] <= numbers[1] else numbers[:1]
@@ -255,21 +244,23 @@ def write_infoseek_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the official lines, one for every question."""
-    by_id = predictions_by_question(questions, predictions)
     write_jsonl(
         path,
         (
-            {"data_id": q.id, "prediction": by_id[q.id].answer if q.id in by_id else ""}
-            for q in questions
+            {"data_id": question.id, "prediction": prediction.answer}
+            for question, prediction in paired(questions, predictions)
         ),
     )
 
 
+def _unseen(question: Question) -> str:
+    return question.extra.get(UNSEEN, "").replace("_", " ")
+
+
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     return {
-        "unseen question": group_of(questions, lambda q: q.extra.get(UNSEEN) == "unseen_question"),
-        "unseen entity": group_of(questions, lambda q: q.extra.get(UNSEEN) == "unseen_entity"),
-        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in TYPES},
+        **groups_by(questions, _unseen, ["unseen question", "unseen entity"]),
+        **groups_by(questions, lambda q: q.category, TYPES),
     }
 
 

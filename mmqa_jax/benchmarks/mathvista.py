@@ -19,9 +19,6 @@ Extractions come from responses by rules, and by a language model where these fi
 
 from __future__ import annotations
 
-import dataclasses
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,12 +34,18 @@ from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
 from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import group_of, predictions_by_question
+from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.text_answers import (
+    ANSWER_TYPE,
+    PRECISION,
+    extracted_by_rule,
+    normalized,
+)
 from mmqa_jax.evaluation.vqa import has_answers
 
-# Keys of Question.extra that decide how an answer is normalized, and the unit that prompts name.
-KIND, ANSWER_TYPE, PRECISION, UNIT = "question_type", "answer_type", "precision", "unit"
+# Keys of Question.extra: how a question is answered, and the unit that prompts name.
+KIND, UNIT = "question_type", "unit"
 CHOICE, FREE = "multi_choice", "free_form"
 ANSWER_TYPES = ("text", "integer", "float", "list")
 # Keys of `metadata`, kept in extra: by these the official script groups its scores.
@@ -75,25 +78,19 @@ def read_mathvista(folder: Path) -> official.BenchmarkFiles:
     files.read_files += paths
     read = _table_rows(tables) if paths else _json_rows(files)
     questions = official.read_entries(read, _question, "pid").values()
-    if not questions:
-        raise UserError(
-            f"{folder}: holds none of MathVista's problems; put testmini.json and images/, or the "
-            "hub's Parquet files, there."
-        )
+    files.check_questions(
+        questions, "MathVista", "testmini.json and images/, or the hub's Parquet files,"
+    )
     pictures: ParquetPictures | official.PictureFiles
     if paths:
         pictures = ParquetPictures(paths, "pid", _PICTURE)
     else:
         places = {q.id: tuple(_places(q.extra.get("image"))) for q in questions}
         pictures = official.PictureFiles(folder, places)
-    pictured = [
-        dataclasses.replace(question, image=question.id) if question.id in pictures else question
-        for question in questions
-    ]
-    names = [question.image for question in pictured if question.image is not None]
-    if len(names) < len(pictured):
-        files.missing["images/"] = f"{len(pictured) - len(names):,} questions have no picture file"
-    return files.content(pictured, _counts(pictured), PUBLISHED_COUNTS, pictures, names)
+    pictured = official.with_present_pictures(questions, pictures)
+    if absent := sum(question.image is None for question in pictured):
+        files.missing["images/"] = f"{absent:,} questions have no picture file"
+    return files.content(pictured, _counts(pictured), PUBLISHED_COUNTS, pictures)
 
 
 def _table_rows(tables: Mapping[str, Sequence[Path]]) -> Iterator[official.Entry]:
@@ -142,6 +139,7 @@ def _question(problem: official.Entry) -> Question:
         id=problem.text("pid"),
         split=problem[_SPLIT],
         question=problem.text("question"),
+        image=problem.text("pid"),
         answers=(answer,) if answer else (),
         category=str(metadata.get("task", "")),
         choices=choices,
@@ -157,81 +155,15 @@ def _places(image: Any) -> Iterator[str]:
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
-    splits = Counter(question.split for question in questions)
-    return {
-        **{f"{split} questions": splits[split] for split in _SPLITS.values()},
-        "multiple-choice questions": sum(bool(question.choices) for question in questions),
-        "pictures found": sum(question.image is not None for question in questions),
-        "questions without an answer": sum(not question.answers for question in questions),
+    kinds = {
+        "multiple-choice questions": lambda q: q.choices,
+        "pictures found": lambda q: q.image is not None,
+        "questions without an answer": lambda q: not q.answers,
     }
+    return official.counts_of(questions, _SPLITS.values(), kinds)
 
 
 OFFICIAL, EMPTY_WRONG = "mathvista/official", "mathvista/empty_wrong"
-_BRACKETED = re.compile(r"\(([a-zA-Z])\)")
-
-
-def extracted_by_rule(response: str, question: Question, *, quick: bool = False) -> str | None:
-    """Extracts as extract_answer.py does without a language model; None: the script asks one.
-
-    `quick` is its --quick_extract, the text in `The answer is "text".`
-    """
-    if response == "" or response in question.choices:
-        return response
-    kind = question.extra.get(ANSWER_TYPE)
-    try:
-        if kind == "integer":
-            return str(int(response))
-        if kind == "float":
-            return str(float(response))
-    except ValueError:
-        pass
-    # `The answer is "(.*)"\.` as the script searches it, in time linear in the response.
-    for line in response.split("\n") if quick else ():
-        rest = line.partition('The answer is "')[2]
-        if '".' in rest:
-            return rest.rpartition('".')[0]
-    return None
-
-
-def normalized(extraction: str, question: Question, *, ignore_empty: bool = False) -> str | None:
-    """An extraction as the answer's type has it; None where it is no such number.
-
-    `ignore_empty` makes an empty extraction no option, and not the shortest one.
-    """
-    if question.choices:
-        return _option(extraction.strip(), question.choices, ignore_empty=ignore_empty)
-    try:
-        if question.extra[ANSWER_TYPE] == "integer":
-            return str(int(float(extraction)))
-        if question.extra[ANSWER_TYPE] == "float":
-            return str(round(float(extraction), question.extra[PRECISION]))
-    except (ValueError, OverflowError):
-        return None
-    return extraction
-
-
-def _option(answer: str, choices: Sequence[str], *, ignore_empty: bool) -> str | None:
-    if ignore_empty and not answer:
-        return None
-    bracketed = _BRACKETED.search(answer)
-    if bracketed is not None:
-        answer = bracketed[1].upper()
-    if len(answer) == 1 and answer in LETTERS[: len(choices)]:
-        return choices[LETTERS.index(answer)]
-    return min(choices, key=lambda choice: edit_distance(answer, choice))
-
-
-def edit_distance(first: str, second: str) -> int:
-    """Levenshtein's: insertions, deletions and substitutions that turn one text into the other."""
-    shorter, longer = sorted((first, second), key=len)
-    codes = np.array([*map(ord, longer)], np.int64)
-    steps = np.arange(len(longer) + 1)
-    row = steps.copy()  # of the shorter one's first characters, to each prefix of the longer one
-    for character in shorter:
-        best = row + 1
-        best[1:] = np.minimum(best[1:], row[:-1] + (codes != ord(character)))
-        row = np.minimum.accumulate(best - steps) + steps
-    return int(row[-1])
 
 
 def score_mathvista(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
@@ -259,15 +191,11 @@ def _extraction(prediction: Prediction, question: Question) -> str:
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    def values(question: Question, key: str) -> Sequence[str]:
-        value = question.extra.get(key, ())
-        return (value,) if isinstance(value, str) else value
-
-    return {
-        f"{key}: {name}": group_of(questions, lambda q, key=key, name=name: name in values(q, key))
-        for key in (KIND, ANSWER_TYPE, *GROUPS)
-        for name in sorted({name for question in questions for name in values(question, key)})
-    }
+    groups: dict[str, np.ndarray] = {}
+    for key in (KIND, ANSWER_TYPE, *GROUPS):
+        title = f"{key}: {{}}"
+        groups |= groups_by(questions, lambda q, key=key: q.extra.get(key, ()), title=title)
+    return groups
 
 
 def read_mathvista_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
@@ -304,16 +232,15 @@ def write_mathvista_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes what calculate_score.py reads, a problem with its extraction for each question."""
-    by_id = predictions_by_question(questions, predictions)
     problems = {}
-    for question in questions:
+    for question, prediction in paired(questions, predictions):
         problem = {
             "pid": question.id,
             "question": question.question,
             "choices": list(question.choices) or None,
             **{key: question.extra.get(key) for key in (KIND, ANSWER_TYPE, PRECISION)},
             "metadata": {key: question.extra[key] for key in GROUPS if key in question.extra},
-            "extraction": _extraction(by_id[question.id], question) if question.id in by_id else "",
+            "extraction": _extraction(prediction, question),
         }
         if question.answers:
             problem["answer"] = question.answers[0]

@@ -38,12 +38,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, parse_json, read_text
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
+from mmqa_jax.evaluation.scores import groups_by, paired
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.tables import Table
+from mmqa_jax.retrieval.rankings import gold_of, read_qrels
 
 # The number of a data set before the colon of its ids (src/data/preprocessing/utils.py).
 DATASETS = (
@@ -84,7 +84,6 @@ _UNION = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 _INSTRUCTIONS = "instructions/query_instructions.tsv"
 _POOL = re.compile(r"mbeir_(?P<name>\w+?)(_(?P<split>train|val|test))?_cand_pool")
 _ID = re.compile(r"\d:\d+")
-_AGAIN = "fetch the file again"
 
 
 def read_mbeir(path: Path) -> official.BenchmarkFiles:
@@ -126,21 +125,16 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
             f"{folder}: has no queries for {pool.name}; put query/{split}/mbeir_{name}_{split}"
             ".jsonl there."
         )
-    every = [*sources.values(), *questions.values()]
-    pictures = official.PictureFiles(
-        folder, {item.image: [item.image] for item in every if item.image}
+    names = official.picture_names((*sources.values(), *questions.values()))
+    pictures = official.PictureFiles(folder, {name: [name] for name in names})
+    queries, candidates = (
+        official.with_present_pictures(items.values(), pictures) for items in (questions, sources)
     )
-    present = {item.image for item in every if item.image is not None and item.image in pictures}
+    present = official.picture_names((*queries, *candidates))
     if not present:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
-    return files.content(
-        [_with_picture(item, present) for item in questions.values()],
-        _counts(questions, sources, len(present)),
-        {},
-        pictures,
-        sorted(present),
-        [_with_picture(item, present) for item in sources.values()],
-    )
+    counts = _counts(queries, candidates, len(present))
+    return files.content(queries, counts, {}, pictures, candidates)
 
 
 def dataset_of(name: str) -> str:
@@ -187,25 +181,13 @@ def _query_files(folder: Path, name: str, split: str | None) -> Iterator[tuple[s
 
 def _judged(
     files: official.OfficialFiles, queries: Path, split: str
-) -> Mapping[str, list[str]] | None:
+) -> Mapping[str, Mapping[str, int]] | None:
     """qid -> relevant dids; None without a file of judgments."""
     path = files.optional(
         f"qrels/{split}/{queries.stem}_qrels.txt",
         without="the positives that the queries list are the judgments",
     )
-    if path is None:
-        return None
-    judged: dict[str, list[str]] = {}
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        cells = line.split()
-        relevance = whole_number(cells[3]) if len(cells) == 5 else None
-        if cells and relevance is None:
-            raise UserError(
-                f"{path}, line {number}: `qid 0 did relevance task` was expected; {_AGAIN}."
-            )
-        if relevance:
-            judged.setdefault(cells[0], []).append(cells[2])
-    return judged
+    return None if path is None else gold_of(read_qrels(path))
 
 
 def _instructions(files: official.OfficialFiles) -> Mapping[tuple[str, str, str], list[str]] | None:
@@ -219,7 +201,7 @@ def _instructions(files: official.OfficialFiles) -> Mapping[tuple[str, str, str]
         if line.strip() and len(cells) < 5:
             raise UserError(
                 f"{path}, line {number}: query_modality, cand_modality, dataset_name, dataset_id "
-                f"and prompts were expected, with tabs between them; {_AGAIN}."
+                "and prompts were expected, with tabs between them; fetch the file again."
             )
         if line.strip():
             wordings[cells[3], cells[0], cells[1]] = [wording for wording in cells[4:] if wording]
@@ -246,15 +228,15 @@ def _query(
     row: official.Entry,
     split: str,
     sources: Mapping[str, Source],
-    judged: Mapping[str, list[str]] | None,
+    judged: Mapping[str, Mapping[str, int]] | None,
     instructions: Mapping[tuple[str, str, str], list[str]] | None,
 ) -> Question:
     name, kind = _id(row, "qid", row.get("qid")), _modality(row, "query_modality")
     positives = _ids(row, "pos_cand_list")
     if judged is not None:
-        if name not in judged:
+        if not judged.get(name):
             raise row.error(f"the file of qrels judges nothing for {name}")
-        positives = judged[name]
+        positives = [*judged[name]]
     # OVEN's and InfoSeek's positives are in both pools, of which a local one has its own alone.
     positives = [candidate for candidate in dict.fromkeys(positives) if candidate in sources]
     if not positives:
@@ -294,12 +276,6 @@ def _query(
     )
 
 
-def _with_picture(item: Any, pictures: set[str]) -> Any:
-    """A source or question, without the name of a picture that is not there."""
-    there = item.image is None or item.image in pictures
-    return item if there else dataclasses.replace(item, image=None)
-
-
 def _id(row: official.Entry, key: str, value: Any) -> str:
     if not isinstance(value, str) or not _ID.fullmatch(value):
         raise row.error(f"{key} is {value!r:.60}; DATASET:NUMBER was expected")
@@ -328,10 +304,10 @@ def _inner(row: official.Entry, key: str) -> dict[str, Any]:
 
 
 def _counts(
-    questions: Mapping[str, Question], sources: Mapping[str, Source], picture_files: int
+    queries: Sequence[Question], candidates: Sequence[Source], picture_files: int
 ) -> dict[str, int]:
-    kinds = Counter(candidate_modality(source) for source in sources.values())
-    sets = Counter(f"{query.split} queries of {query.category}" for query in questions.values())
+    kinds = Counter(map(candidate_modality, candidates))
+    sets = Counter(f"{query.split} queries of {query.category}" for query in queries)
     return {
         **{f"candidates, {kind}": count for kind, count in sorted(kinds.items())},
         "picture files": picture_files,
@@ -359,16 +335,16 @@ def official_k(name: str) -> int:
 
 def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """recall@k by set and by task; a query without a ranking has found nothing."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_positives, "positives")
-    first = np.array([_first_rank(by_id.get(query.id), query) for query in scored])
-    depth = max((len(ranking.sources) for ranking in by_id.values()), default=0)
-    per_question = {OFFICIAL: first <= np.array([official_k(query.category) for query in scored])}
-    per_question |= {f"mbeir/recall@{k}": first <= k for k in KS if k <= max(depth, _FASHION_K)}
-    values = {name: hits.astype(float) for name, hits in per_question.items()}
-    scores = scores_of(questions, scored, by_id, values, _groups(scored))
-    evaluation = Evaluation([scores], has_modalities=False)
-    names = [name for name in sets_of(scored) if scores.counts[name]]
+    scored = scored_split(questions, predictions, has_positives, "positives")
+    counted = scored.counted
+    depth = max((len(ranking.sources) for ranking in scored.by_id.values()), default=0)
+    ranked = [ranking.sources for ranking in scored.predictions]
+    hits = score_rankings([query.positives for query in counted], ranked, KS).per_question
+    official = [hits[f"hit_any@{official_k(q.category)}"][n] for n, q in enumerate(counted)]
+    recall = {f"mbeir/recall@{k}": hits[f"hit_any@{k}"] for k in KS if k <= max(depth, _FASHION_K)}
+    evaluation = scored.evaluation({OFFICIAL: np.array(official), **recall}, _groups(counted))
+    (scores,) = evaluation.scored
+    names = [name for name in sets_of(counted) if scores.counts[name]]
     average = float(np.mean([scores.of_category(OFFICIAL, name).mean() for name in names]))
     evaluation.notes.append(
         f"average of {len(names)} of {len(SETS)} sets, recall@{_USUAL_K} (Fashion200K, FashionIQ: "
@@ -389,13 +365,13 @@ def first_errors(
     corpus: Corpus, questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Table]:
     """Counts, by set, why first candidates are no positives, as shares of these candidates."""
-    by_id = predictions_by_question(questions, predictions)
     wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
-    for question in questions:
-        first = by_id[question.id].sources[:1] if question.id in by_id else ()
-        if not first or first[0] in question.positives or not question.positives:
+    for question, ranking in paired(questions, predictions):
+        if not ranking.sources or not question.positives:
             continue
-        name = first[0]
+        name = ranking.sources[0]
+        if name in question.positives:
+            continue
         if name not in corpus.row:
             raise UserError(
                 f"--references: candidate {name!r}, the first of query {question.id!r}, is not in "
@@ -444,38 +420,25 @@ def write_mbeir_run(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the rankings as UniIR's run files: TREC's columns, and the number of the task."""
-    by_id = predictions_by_question(questions, predictions)
     with atomic_write(path) as file:
-        for question in questions:
-            prediction = by_id.get(question.id, Prediction(question.id))
+        for question, ranking in paired(questions, predictions):
             # Only the order counts where a file gives no scores.
-            scores = prediction.source_scores or [
-                1 / rank for rank in range(1, len(prediction.sources) + 1)
-            ]
+            scores = ranking.source_scores or [1 / n for n in range(1, len(ranking.sources) + 1)]
             tag = f"mbeir_{question.category}_{question.split}"
             task = question.category.rpartition("_task")[2]
             for rank, (name, score) in enumerate(
-                zip(prediction.sources, scores, strict=True), start=1
+                zip(ranking.sources, scores, strict=True), start=1
             ):
-                file.write(
-                    f"{official_id(question)} Q0 {name} {rank} {float(score)!r} {tag} {task}\n"
-                )
-
-
-def _first_rank(prediction: Prediction | None, question: Question) -> float:
-    """The rank of the first positive; infinite where there is none."""
-    gold = set(question.positives)
-    sources = prediction.sources if prediction is not None else ()
-    return next((rank for rank, source in enumerate(sources, start=1) if source in gold), np.inf)
+                columns = official_id(question), "Q0", name, rank, repr(float(score)), tag, task
+                file.write(" ".join(map(str, columns)) + "\n")
 
 
 def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:
     categories = np.array([question.category for question in questions])
-    tasks = {
+    return groups_by(questions, lambda q: q.category, sets_of(questions)) | {
         f"task {number}: {query} to {wanted}": np.char.endswith(categories, f"_task{number}")
         for (query, wanted), number in TASKS.items()
     }
-    return {**{name: categories == name for name in sets_of(questions)}, **tasks}
 
 
 _PYSERINI = "means of the figures in Pyserini 2.3.0"

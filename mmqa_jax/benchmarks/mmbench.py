@@ -25,105 +25,67 @@ a JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three. LLaVA's 
 
 from __future__ import annotations
 
-import binascii
 import dataclasses
 import functools
-import hashlib
 import math
-from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pybase64
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.formats import official, vlmeval
 from mmqa_jax.data.formats.coco import with_captions
-from mmqa_jax.data.formats.official import CAPTION, BenchmarkFiles, OfficialFiles, one_file
-from mmqa_jax.data.formats.tables import SUFFIXES, read_table, whole_number, write_spreadsheet
-from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
+from mmqa_jax.data.formats.tables import SUFFIXES, write_spreadsheet
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scores import (
+    groups_by,
+    paired,
+    predictions_by_question,
+    questions_that_count,
+)
+from mmqa_jax.evaluation.scoring import Evaluation, ScoredSplit
 
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.
 BASE, PASS, L2 = "base_index", "pass", "l2-category"
-NAN = "nan"  # pandas' missing value, written as text
 PREDICTION = "prediction"  # a column of tables that hold a system's answers
 
 # The repository's list of downloads; the paper (table 2) counts 2,974 in all.
 PUBLISHED_COUNTS = {"val questions": 1_164, "test questions": 1_784}
 MATERIALS = (Material("MMBench", "Liu et al., ECCV 2024", "Apache-2.0"),)
 
-_LETTERS = "ABCDEFGH"
-_NEEDED = ("index", "question", "A", "B")
+_NULLABLE = ("hint", "answer", "category", L2, "split", "image")
 _SPLITS = {"dev": "val", "val": "val", "test": "test", "train": "train"}
-_READ = {*_NEEDED, *_LETTERS, "image", "answer", "category", "split", PREDICTION}
-# An index has fewer characters, a picture more (VLMEvalKit image_base.py uses the same bound).
-_LONGEST_REFERENCE = 64
-
-_SPREADSHEET = ("index", "question", "hint", *"ABCDEFGH", "answer", "category", L2, "split")
+_READ = {*vlmeval.NEEDED, *vlmeval.LETTERS, "image", "answer", "category", "split", PREDICTION}
+_SPREADSHEET = ("index", "question", "hint", *vlmeval.LETTERS, "answer", "category", L2, "split")
 
 
-class _Row(NamedTuple):
-    """A row of a table: one pass of a question."""
-
-    where: str
-    index: int
-    cells: Mapping[str, str]
-
-
-class TablePictures:
-    """Encoded pictures of tables by the index of the row that holds the base64 text."""
-
-    def __init__(self, texts: Mapping[str, str]):
-        self._texts = texts
-
-    def __call__(self, name: str) -> bytes:
-        """Encoded bytes; PictureError where the text is no base64."""
-        check_bytes(len(self._texts[name]) * 3 // 4, f"index {name}")
-        try:
-            return pybase64.b64decode(self._texts[name], validate=True)
-        except (binascii.Error, ValueError) as error:
-            raise PictureError(f"index {name}: its image is no base64 ({error}).") from error
-
-    def signature(self, names: Iterable[str] = ()) -> str:
-        """Identifies the pictures, whatever their names."""
-        digest = hashlib.sha256()
-        for name, text in self._texts.items():
-            digest.update(f"{name} {len(text)} ".encode() + text[:1024].encode())
-        return digest.hexdigest()
-
-
-def read_mmbench(path: Path) -> BenchmarkFiles:
+def read_mmbench(path: Path) -> official.BenchmarkFiles:
     """Reads all tables in a folder, or one of them; a question per circular pass.
 
     `Question.id` is the pass's index; `extra` keeps `base_index`, `pass`, `hint`, `l2-category`,
     `caption` and columns of no other use. Tables of several splits may be in the folder, but not
     two of one.
     """
-    alone = one_file(path, SUFFIXES)
-    files = OfficialFiles(path.parent if alone else path)
-    tables = [path] if alone else _tables(files.folder)
-    files.read_files += tables
-    rows = [row for table in tables for row in mmbench_rows(table)]
-    _require_unique(rows)
-    picture_of, texts = _pictures(rows)
-    pictures = TablePictures(texts)
-    if not texts:
+    files = official.OfficialFiles(path, SUFFIXES)
+    if files.alone is None:
+        files.read_files += vlmeval.tables_in(files.folder, "MMBench", "MMBench_DEV_EN.tsv")
+    rows = [row for table in files.read_files for row in vlmeval.rows_of(table, nullable=_NULLABLE)]
+    vlmeval.check_indices(rows)
+    pictures = vlmeval.TablePictures(rows)
+    if not pictures:
         files.missing["image"] = "no table has this column; questions stand without pictures"
-    questions = [_question(row, picture_of.get(row.index)) for row in rows]
+    questions = [_question(row, pictures.name_of) for row in rows]
     questions = with_captions(files, questions, _caption_names, "indices of the table")
-    if all(row.index < PASS_STEP and PREDICTION not in row.cells for row in rows):
+    if all(row.number("index") < PASS_STEP and PREDICTION not in row for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
     counts = _counts(questions, len(questions) - len(rows))
-    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, [*texts])
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures)
 
 
 def circular_passes(question: Question) -> list[Question]:
@@ -145,120 +107,22 @@ def circular_passes(question: Question) -> list[Question]:
     return passes
 
 
-def mmbench_rows(path: Path, needed: Sequence[str] = _NEEDED) -> list[_Row]:
-    """The rows of a table with their indices as numbers."""
-    rows = []
-    for where, cells in read_table(path, needed):
-        index = whole_number(cells["index"])
-        if index is None:
-            raise UserError(
-                f"{where}: index is {cells['index']!r:.60}; a whole number was expected; correct "
-                "it."
-            )
-        rows.append(_Row(where, index, cells))
-    empty = {"hint", "answer", "category", L2, "split", "image"}
-    if _nan_is_empty([row.cells for row in rows]):
-        empty |= {*_LETTERS}
-    return [
-        row._replace(cells={k: "" if k in empty and v == NAN else v for k, v in row.cells.items()})
-        for row in rows
-    ]
-
-
-def _nan_is_empty(rows: Sequence[Mapping[str, str]]) -> bool:
-    """Whether `nan` in a choice's column stands for no choice, and is not the choice's text.
-
-    Writers that turn pandas' missing values into text (lmms-lab/MMBench on the hub) write it into
-    every empty cell. So it is a text where a cell is truly empty, where it is the choice A or B,
-    the answer, or stands before another choice. VLMEvalKit reads tables with pandas' defaults,
-    which take the texts `nan`, `NA`, `None` for missing: the choice is not shown, and where it is
-    correct the question cannot be answered.
-    """
-    for cells in rows:
-        choices = [cells[letter] for letter in _LETTERS if letter in cells]
-        while choices and choices[-1] == NAN:
-            choices.pop()
-        if NAN in choices or len(choices) < 2 or cells.get(cells.get("answer", "")) == NAN:
-            return False
-        if not all(cells[key] for key in ("hint", *_LETTERS) if key in cells):
-            return False
-    return True
-
-
-def _tables(folder: Path) -> list[Path]:
-    tables = sorted(p for p in folder.iterdir() if p.suffix.lower() in SUFFIXES and p.is_file())
-    if not tables:
-        raise UserError(
-            f"{folder}: holds no .tsv or .xlsx table; put MMBench's official file there, such as "
-            "MMBench_DEV_EN.tsv."
-        )
-    return tables
-
-
-def _require_unique(rows: Iterable[_Row]) -> None:
-    seen: dict[int, str] = {}
-    for row in rows:
-        if row.index in seen:
-            raise UserError(
-                f"{row.where}: index {row.index} is already in {seen[row.index]}; keep one row, or "
-                "prepare the two tables apart."
-            )
-        seen[row.index] = row.where
-
-
-def _pictures(rows: Sequence[_Row]) -> tuple[dict[int, str], dict[str, str]]:
-    """Index -> name of its picture; name -> base64 text."""
-    cells = {row.index: row.cells.get("image", "") for row in rows}
-    pictures, texts = {}, {}
-    for row in rows:
-        index, text = row.index, cells[row.index]
-        if text and len(text) <= _LONGEST_REFERENCE:
-            held_by = whole_number(text)
-            index = -1 if held_by is None else held_by
-            text = cells.get(index, "")
-            if len(text) <= _LONGEST_REFERENCE:
-                raise UserError(
-                    f"{row.where}: image refers to index {cells[row.index]!r}, and no row of that "
-                    "index holds a picture; fetch the file again."
-                )
-        if text:
-            pictures[row.index] = str(index)
-            texts[str(index)] = text
-    return pictures, texts
-
-
-def _question(row: _Row, picture: str | None) -> Question:
-    where, index, cells = row
-    if not cells["question"]:
-        raise UserError(f"{where}: question is empty; correct that row.")
-    choices = [cells.get(letter, "") for letter in _LETTERS]
-    count = next((n for n, text in enumerate(choices) if not text), len(choices))
-    if count < 2 or any(choices[count:]):
-        raise UserError(
-            f"{where}: its choices are {', '.join(c for c in _LETTERS if cells.get(c))}; choices "
-            "A, B, ... without a gap were expected; correct that row."
-        )
-    answer = cells.get("answer", "").strip()
-    if answer and answer not in tuple(_LETTERS[:count]):
-        raise UserError(
-            f"{where}: answer is {answer!r}; a letter from A to {_LETTERS[count - 1]} was "
-            "expected; correct that row."
-        )
-    answer_index = _LETTERS.index(answer) if answer else None
-    split = cells.get("split", "").lower() or ("dev" if answer else "test")
+def _question(row: official.Entry, picture_of: Mapping[int, str]) -> Question:
+    index, choices = row.number("index"), vlmeval.choices_of(row)
+    answer = row.get("answer", "").strip()
+    answer_index = official.Entry(row.where, {"answer": answer}).letter("answer", len(choices))
+    split = row.get("split", "").lower() or ("dev" if answer else "test")
     if split not in _SPLITS:
-        raise UserError(
-            f"{where}: split is {split!r}; expected {' or '.join(_SPLITS)}; correct that row."
-        )
-    extra = {k: v for k, v in cells.items() if k and v and k not in _READ}
+        raise row.wrong("split", f"one of {', '.join(_SPLITS)}")
+    extra = {k: v for k, v in row.items() if k and v and k not in _READ}
     return Question(
         id=str(index),
         split=_SPLITS[split],
-        question=cells["question"],
-        image=picture,
+        question=row.text("question"),
+        image=picture_of.get(index),
         answers=() if answer_index is None else (choices[answer_index],),
-        category=cells.get("category", ""),
-        choices=tuple(choices[:count]),
+        category=row.get("category", ""),
+        choices=choices,
         answer_index=answer_index,
         extra={**extra, BASE: str(index % PASS_STEP), PASS: index // PASS_STEP},
     )
@@ -271,21 +135,21 @@ def _caption_names(question: Question) -> Sequence[str]:
 
 def _counts(questions: Sequence[Question], made: int) -> dict[str, int]:
     firsts = [question for question in questions if question.extra[PASS] == 0]
-    by_split = Counter(question.split for question in firsts)
-    counts: dict[str, int] = {f"{split} questions": by_split[split] for split in ("val", "test")}
-    if by_split["train"]:
-        counts["train questions"] = by_split["train"]
-
-    def count(accepts: Callable[[Question], bool]) -> int:
-        return sum(map(accepts, firsts))
-
-    return counts | {
+    kinds = {
+        f"questions with {official.CAPTION}": lambda q: official.CAPTION in q.extra,
+        "questions without an answer": lambda q: q.answer_index is None,
+        "questions with equal choices": lambda q: len(set(q.choices)) < len(q.choices),
+    }
+    counts = official.counts_of(firsts, ("val", "test", "train"), {})
+    if not counts["train questions"]:
+        del counts["train questions"]
+    return {
+        **counts,
         "circular passes": len(questions),
         "passes made here": made,
-        "questions without a picture": count(lambda q: q.image is None),
-        f"questions with {CAPTION}": count(lambda q: CAPTION in q.extra),
-        "questions without an answer": count(lambda q: q.answer_index is None),
-        "questions with equal choices": count(lambda q: len(set(q.choices)) < len(q.choices)),
+        **official.counts_of(
+            firsts, (), {"questions without a picture": lambda q: q.image is None, **kinds}
+        ),
     }
 
 
@@ -295,12 +159,12 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
     A table's `nan` is an empty answer, unless it is the text of one of the question's choices.
     """
     if path.suffix.lower() not in SUFFIXES:
-        return multiple_choice.choices_of(path, _with_passes(json_rows(path), questions), questions)
-    named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
+        return rules.choices_of(path, _with_passes(json_rows(path), questions), questions)
+    named_nan = {q.id for q in questions if vlmeval.NAN in (choice.lower() for choice in q.choices)}
     predictions = []
-    for row in mmbench_rows(path, ("index", PREDICTION)):
-        name, answer = str(row.index), row.cells[PREDICTION]
-        empty = answer == NAN and name not in named_nan
+    for row in vlmeval.rows_of(path, ("index", PREDICTION)):
+        name, answer = str(row.number("index")), row[PREDICTION]
+        empty = answer == vlmeval.NAN and name not in named_nan
         predictions.append(Prediction(name, "" if empty else answer))
     return predictions
 
@@ -374,22 +238,22 @@ def write_mmbench_submission(
     """
     if path.suffix.lower() != ".xlsx":
         raise UserError(f"--submission={path}: a spreadsheet is written; name a file .xlsx.")
-    by_id = predictions_by_question(questions, predictions)
     widest = max(len(question.choices) for question in questions)
-    columns = [c for c in _SPREADSHEET if c not in rules.LETTERS[max(widest, 4) :]]
+    columns = [c for c in _SPREADSHEET if c not in vlmeval.LETTERS[max(widest, 4) :]]
+    answered = {prediction.question_id for prediction in predictions}
     rows = []
-    for question in questions:
+    for question, prediction in paired(questions, predictions):
         answer = question.answer_index
         cells: dict[str, Any] = {
             **question.extra,
-            **dict(zip(rules.LETTERS, question.choices, strict=False)),
+            **dict(zip(vlmeval.LETTERS, question.choices, strict=False)),
             "index": int(question.id),
             "question": question.question,
-            "answer": None if answer is None else rules.LETTERS[answer],
+            "answer": None if answer is None else vlmeval.LETTERS[answer],
             "category": question.category,
             "split": {"val": "dev"}.get(question.split, question.split),
         }
-        label = multiple_choice.shown_answer(by_id[question.id]) if question.id in by_id else None
+        label = rules.shown_answer(prediction) if question.id in answered else None
         rows.append([*(cells.get(column) for column in columns), label])
     write_spreadsheet(path, [*columns, PREDICTION], rows)
 
@@ -408,38 +272,35 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
             f"all {len(questions):,} questions are rotated passes (index 1,000,000 and above), but "
             "a question is scored with its first pass; give the first passes too."
         )
-    scored = questions_that_count(firsts, multiple_choice.has_answer, "a published answer")
-    passes = [question for question in questions if multiple_choice.has_answer(question)]
+    scored = ScoredSplit(
+        firsts, questions_that_count(firsts, rules.has_answer, "a published answer"), by_id
+    )
+    passes = [question for question in questions if rules.has_answer(question)]
+    first_passes = [question for question in passes if not question.extra.get(PASS, 0)]
     rotated = any(q.extra.get(PASS, 0) > 0 and q.id in by_id for q in passes)
     per_question: dict[str, np.ndarray] = {}
     unparsed: dict[str, int] = {}
-    firsts_of = [question for question in passes if not question.extra.get(PASS, 0)]
     for year, answer_is in (("", False), ("_2026", True)):
         rule = functools.partial(_vlmeval, answer_is=answer_is)
-        chosen = multiple_choice.chosen_by(passes, by_id, rule)
-        hits = multiple_choice.right_choices(passes, chosen)  # [pass]
-        if rotated:
-            per_question[f"mmbench/circular{year}"] = _circular(passes, hits, scored)
-            unparsed[f"mmbench/circular{year}"] = multiple_choice.unparsed_choices(
-                passes, by_id, chosen
-            )
-        of_pass = dict(zip((question.id for question in passes), hits, strict=True))
-        per_question[f"mmbench/vanilla{year}"] = np.array([of_pass[q.id] for q in scored])
-        unparsed[f"mmbench/vanilla{year}"] = multiple_choice.unparsed_choices(
-            firsts_of,
-            by_id,
-            [c for q, c in zip(passes, chosen, strict=True) if not q.extra.get(PASS, 0)],
-        )
+        chosen = rules.chosen_by(passes, by_id, rule)
+        choice_of = dict(zip((question.id for question in passes), chosen, strict=True))
+        for name, scored_passes, score in (
+            ("circular", passes, _circular(passes, choice_of, scored.counted)),
+            ("vanilla", first_passes, _circular(first_passes, choice_of, scored.counted)),
+        ):
+            if name == "vanilla" or rotated:
+                per_question[f"mmbench/{name}{year}"] = score
+                unparsed[f"mmbench/{name}{year}"] = rules.unparsed_choices(
+                    scored_passes, by_id, [choice_of[question.id] for question in scored_passes]
+                )
     notes = []
     if not rotated:
         notes.append("no prediction for any rotated pass, so mmbench/circular is not scored")
     groups = {
-        f"{key}: {name}": np.array([_ability(q, key) == name for q in scored])
-        for key in (L2, "category")
-        for name in sorted({_ability(q, key) for q in scored} - {""})
+        **groups_by(scored.counted, lambda q: q.extra.get(L2, ""), title=f"{L2}: {{}}"),
+        **groups_by(scored.counted, lambda q: q.category, title="category: {}"),
     }
-    scores = scores_of(firsts, scored, by_id, per_question, groups)
-    return Evaluation([scores], notes=notes, unparsed=unparsed, has_modalities=False)
+    return scored.evaluation(per_question, groups, notes=notes, unparsed=unparsed)
 
 
 def _vlmeval(text: str, question: Question, *, answer_is: bool) -> int | None:
@@ -447,18 +308,15 @@ def _vlmeval(text: str, question: Question, *, answer_is: bool) -> int | None:
 
 
 def _circular(
-    passes: Sequence[Question], hits: np.ndarray, scored: Sequence[Question]
+    passes: Sequence[Question], choice_of: Mapping[str, int | None], firsts: Sequence[Question]
 ) -> np.ndarray:
-    """1.0 for each of `scored` whose passes are all right; `hits` is [pass]."""
-    all_right: dict[str, float] = {}
-    for question, hit in zip(passes, hits, strict=True):
-        base = question.extra.get(BASE, question.id)
-        all_right[base] = min(all_right.get(base, 1.0), float(hit))
-    return np.array([all_right[q.extra.get(BASE, q.id)] for q in scored])
-
-
-def _ability(question: Question, key: str) -> str:
-    return question.category if key == "category" else question.extra.get(key, "")
+    """1.0 for each of `firsts` whose passes are all right; float64 [question]."""
+    wrong = {
+        question.extra.get(BASE, question.id)
+        for question in passes
+        if choice_of[question.id] != question.answer_index
+    }
+    return np.array([float(q.extra.get(BASE, q.id) not in wrong) for q in firsts])
 
 
 BENCHMARK = Benchmark(
@@ -468,7 +326,7 @@ BENCHMARK = Benchmark(
     formats="predictions.jsonl, a .xlsx, .tsv or .json with `index` and `prediction`, or LLaVA's "
     "lines",
     read_predictions=read_mmbench_predictions,
-    has_reference=multiple_choice.has_answer,
+    has_reference=rules.has_answer,
     score=score_mmbench,
     headline="mmbench",
     verdicts=("mmbench/vanilla",),  # circular: of all passes, of which one is shown

@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +31,20 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, OfficialFiles, read_entries
-from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    counts_of,
+    read_entries,
+)
+from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries, parquet_files
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scores import group_of, groups_by, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.text_answers import is_open_answer
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.
@@ -83,18 +89,18 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
     question has no `choices`, and all `answers` that count.
     """
     files = OfficialFiles(folder)
-    tables = sorted([*folder.glob("*.parquet"), *folder.glob("*/*.parquet")])
-    if not tables:
-        raise UserError(
-            f"{folder}: holds no Parquet file; put MMMU's folders of subjects there, such as "
-            "Accounting/validation-00000-of-00001.parquet."
-        )
+    tables = parquet_files(
+        folder,
+        remedy="put MMMU's folders of subjects there, such as "
+        "Accounting/validation-00000-of-00001.parquet",
+        below=True,
+    )
     files.read_files += tables
     pictures = PictureColumns(tables, "id", _PICTURES)
     rows = parquet_entries(tables, _NEEDED, _MORE)
     questions = read_entries(rows, lambda row: _question(row, pictures), "id")
     ordered = sorted(questions.values(), key=place_of)
-    return files.content(ordered, _counts(ordered), PUBLISHED_COUNTS, pictures, ordered)
+    return files.content(ordered, _counts(ordered), PUBLISHED_COUNTS, pictures)
 
 
 def place_of(question: Question) -> tuple[str, int]:
@@ -136,73 +142,20 @@ def _question(row: Entry, pictures: PictureColumns) -> Question:
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
-    splits = Counter(question.split for question in questions)
-    return {
-        **{f"{split} questions": splits[split] for split in _SPLITS.values()},
-        "subjects": len({question.category for question in questions}),
-        "multiple-choice questions": sum(bool(question.choices) for question in questions),
-        "open questions": sum(not question.choices for question in questions),
-        "questions with several pictures": sum(bool(q.more_images) for q in questions),
-        "questions without a picture": sum(question.image is None for question in questions),
-        "questions without an answer": sum(not question.answers for question in questions),
+    kinds = {
+        "multiple-choice questions": lambda q: q.choices,
+        "open questions": lambda q: not q.choices,
+        "questions with several pictures": lambda q: q.more_images,
+        "questions without a picture": lambda q: q.image is None,
+        "questions without an answer": lambda q: not q.answers,
     }
+    counts = counts_of(questions, _SPLITS.values(), {})
+    subjects = len({question.category for question in questions})
+    return {**counts, "subjects": subjects, **counts_of(questions, (), kinds)}
 
 
 OFFICIAL, STRICT, LETTER = "mmmu/official", "mmmu/unparsed_wrong", "mmmu/letter"
 SEED = 42  # of the script's random choices
-_DECIMALS = 2
-# Before what may be an answer; `=` only on a response's last line.
-_BEFORE_ANSWERS = (
-    *("could be ", "so ", "is ", "thus ", "therefore ", "final ", "answer ", "result "),
-)
-_TRIVIAL = (":", ",", ".", "!", "?", ";", "'")
-_NUMBERS = (
-    re.compile(r"-?\b\d{1,3}(?:,\d{3})+\b"),
-    re.compile(r"-?(?<!\d)\d+(?:\.\d+)?[eE][+-]?\d+"),
-    re.compile(r"-?(?:(?<!\d)\d+\.\d+|\.\d+|(?<!\d)\d+\b)(?![eE][+-]?\d+)(?![,\d])"),
-)
-
-
-def open_answers(response: str) -> list[str | float]:
-    """Returns what an open question's response may mean: numbers, and phrases in lower case."""
-    lines = response.strip().strip(".").lower().split("\n")
-    phrases = []
-    for number, line in enumerate(lines, start=1):
-        marks = (*_BEFORE_ANSWERS, *(("=",) if number == len(lines) else ()))
-        tails = [line.split(mark)[-1].strip() for mark in marks if mark in line]
-        shortest = ""
-        for tail in tails:
-            if not shortest or len(tail) < len(shortest):
-                shortest = tail
-        if shortest and shortest not in _TRIVIAL:
-            phrases.append(shortest)
-    phrases = phrases or ["\n".join(lines)]
-    numbers = [
-        numeral for phrase in phrases for form in _NUMBERS for numeral in form.findall(phrase)
-    ]
-    return [form for text in (*phrases, *numbers) for form in _normalized(text)]
-
-
-def is_open_answer(response: str, answers: Sequence[str]) -> bool:
-    """Whether a response holds one of an open question's answers."""
-    wanted = [form for answer in answers for form in _normalized(answer)]
-    words = [gold for gold in wanted if isinstance(gold, str)]
-    return any(
-        any(word in candidate for word in words)
-        if isinstance(candidate, str)
-        else candidate in wanted
-        for candidate in open_answers(response)
-    )
-
-
-def _normalized(text: str) -> list[str | float]:
-    """A number with two decimals; or the text in lower case, one character with a space beside."""
-    text = text.strip()
-    try:
-        return [round(float(text.replace(",", "")), _DECIMALS)]
-    except ValueError:
-        text = text.lower()
-        return [f" {text}", f"{text} "] if len(text) == 1 else [text]
 
 
 def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
@@ -211,30 +164,30 @@ def score_mmmu(questions: Sequence[Question], predictions: Sequence[Prediction])
     A missing prediction is wrong; the scripts leave it out.
     """
     scored = scored_split(questions, predictions, has_answers, "a published answer")
-    parsed = _choices(scored.counted, scored.by_id, _by_script)
-    letters = _choices(
-        scored.counted,
-        scored.by_id,
-        lambda text, q: multiple_choice.exact_letter_choice(text, len(q.choices)),
+    parsed, letters = (
+        _choices(scored.counted, scored.by_id, rule)
+        for rule in (
+            _by_script,
+            lambda text, q: multiple_choice.exact_letter_choice(text, len(q.choices)),
+        )
     )
     chosen = {OFFICIAL: parsed | _drawn(questions, scored.by_id), STRICT: parsed, LETTER: letters}
-
-    def right(choices: Mapping[str, int]) -> np.ndarray:
-        return scored.values(
-            lambda q, prediction: (
+    per_question = {
+        name: scored.values(
+            lambda q, prediction, choices=choices: (
                 choices.get(q.id) == q.answer_index
                 if q.choices
                 else is_open_answer(prediction.answer, q.answers)
             )
         )
-
+        for name, choices in chosen.items()
+    }
     answered = [q for q in scored.counted if q.choices and q.id in scored.by_id]
-    found_in = {OFFICIAL: parsed, STRICT: parsed, LETTER: letters}
-    return scored.evaluation(
-        {name: right(choices) for name, choices in chosen.items()},
-        _groups(scored.counted),
-        unparsed={k: sum(q.id not in ids for q in answered) for k, ids in found_in.items()},
-    )
+    unparsed = {
+        name: sum(question.id not in choices for question in answered)
+        for name, choices in {**chosen, OFFICIAL: parsed}.items()
+    }
+    return scored.evaluation(per_question, _groups(scored.counted), unparsed=unparsed)
 
 
 def _by_script(text: str, question: Question) -> int | None:
@@ -265,16 +218,19 @@ def _drawn(questions: Sequence[Question], by_id: multiple_choice.Given) -> dict[
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    subjects = np.array([question.category for question in questions])
-    levels = np.array([str(question.extra.get(DIFFICULTY, "")) for question in questions])
-    has_choices = np.array([bool(question.choices) for question in questions])
-    groups = {}
-    for discipline, subjects_of_discipline in DISCIPLINES.items():
-        groups[f"Overall-{discipline}"] = np.isin(subjects, subjects_of_discipline)
-        groups |= {name: subjects == name for name in subjects_of_discipline}
-    groups |= {"multiple-choice": has_choices, "open": ~has_choices}
-    known = filter(None, dict.fromkeys(levels.tolist()))
-    return groups | {f"difficulty: {name}": levels == name for name in known}
+    groups: dict[str, np.ndarray] = {}
+    for discipline, subjects in DISCIPLINES.items():
+        members = groups_by(questions, lambda q: q.category, subjects)
+        groups |= {f"Overall-{discipline}": np.any([*members.values()], axis=0), **members}
+    groups["multiple-choice"] = group_of(questions, lambda q: bool(q.choices))
+    groups["open"] = ~groups["multiple-choice"]
+    levels = dict.fromkeys(str(question.extra.get(DIFFICULTY, "")) for question in questions)
+    return groups | groups_by(
+        questions,
+        lambda q: str(q.extra.get(DIFFICULTY, "")),
+        filter(None, levels),
+        "difficulty: {}",
+    )
 
 
 def read_mmmu_predictions(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:

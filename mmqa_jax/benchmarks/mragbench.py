@@ -24,8 +24,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
@@ -36,7 +34,7 @@ from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.multiple_choice import has_answer
 from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.
@@ -122,7 +120,7 @@ def read_mragbench(folder: Path) -> official.BenchmarkFiles:
     # By id: in the files' order, gold before retrieved, ties would favor gold pictures.
     listed = [sources[name] for name in sorted(sources)]
     counts = _counts(questions, len(sources))
-    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, [*sources], listed)
+    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, listed)
 
 
 def _question(
@@ -150,12 +148,15 @@ def _question(
 
 def _counts(questions: Sequence[Question], sources: int) -> dict[str, int]:
     scenarios = Counter(question.category for question in questions)
+    kinds = {
+        "questions without a picture": lambda q: q.image is None,
+        "questions without gold pictures": lambda q: not q.positives,
+        "questions with retrieved pictures": lambda q: q.extra[RETRIEVED],
+    }
     return {
         "test questions": len(questions),
         "pictures to retrieve from": sources,
-        "questions without a picture": sum(question.image is None for question in questions),
-        "questions without gold pictures": sum(not question.positives for question in questions),
-        "questions with retrieved pictures": sum(bool(q.extra[RETRIEVED]) for q in questions),
+        **official.counts_of(questions, (), kinds),
         **{f"{name} questions": scenarios[name] for name in sorted(scenarios)},
     }
 
@@ -166,42 +167,32 @@ SCORER = "mragbench/rule"
 def score_mragbench(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """Accuracy overall, by scenario and by aspect; a missing prediction is wrong."""
     scored = scored_split(questions, predictions, has_answer, "a published answer")
-    chosen = multiple_choice.chosen_by(
-        scored.counted,
-        scored.by_id,
-        lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices)),
+    chosen = scored.choices(
+        lambda text, q: multiple_choice.mmmu_choice(text.strip(), len(q.choices))
     )
-    return scored.of_choices({SCORER: chosen}, _groups(scored.counted))
-
-
-def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
-    scenarios = np.array([question.category for question in questions])
-    aspects = np.array([str(question.extra.get(ASPECT, "")) for question in questions])
-    known = dict.fromkeys(scenarios.tolist())
-    ordered = [name for name in dict.fromkeys((*SCENARIOS, *known)) if name in known]
-    return {
-        **{name: scenarios == name for name in ordered},
-        **{f"aspect: {name}": aspects == name for name in sorted({*aspects.tolist()} - {""})},
-    }
+    scenarios = dict.fromkeys(question.category for question in scored.counted)
+    names = [name for name in dict.fromkeys((*SCENARIOS, *scenarios)) if name in scenarios]
+    groups = groups_by(scored.counted, lambda q: q.category, names)
+    aspects = groups_by(scored.counted, lambda q: str(q.extra.get(ASPECT, "")), title="aspect: {}")
+    return scored.of_choices({SCORER: chosen}, groups | aspects)
 
 
 def write_mragbench_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the lines that score.py reads, one for every question."""
-    by_id = predictions_by_question(questions, predictions)
     write_jsonl(
         path,
         (
             {
                 "qs_id": question.id,
-                "output": by_id[question.id].answer if question.id in by_id else "",
+                "output": prediction.answer,
                 "gt_answer": question.choices[question.answer_index],
                 "gt_choice": multiple_choice.LETTERS[question.answer_index],
                 "scenario": question.category,
                 ASPECT: question.extra.get(ASPECT, ""),
             }
-            for question in questions
+            for question, prediction in paired(questions, predictions)
             if question.answer_index is not None
         ),
     )

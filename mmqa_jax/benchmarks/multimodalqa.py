@@ -24,15 +24,12 @@ predictions give a list as one text, with SEPARATOR between its items.
 from __future__ import annotations
 
 import dataclasses
-import re
-import string
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from word2number import w2n
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
@@ -41,8 +38,9 @@ from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import group_of, predictions_by_question
+from mmqa_jax.evaluation.scores import group_of, groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.text_answers import list_em, list_f1
 
 # Between the items of an answer that is a list; no answer of dev holds it.
 SEPARATOR = "; "
@@ -86,9 +84,11 @@ def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
     files = official.OfficialFiles(folder)
     pictures = official.PictureFolders(folder, (PICTURES, "images"))
     sources: dict[str, Source] = {}
-    for part, read in (("text", _text), ("table", _table), ("image", _image)):
+    for part, text_of in (("text", _paragraph), ("table", _table), ("image", lambda row: "")):
         rows = official.line_entries(_file(files, f"{part}s", required=True))
-        sources |= official.read_entries(rows, read, "id")
+        sources |= official.read_entries(
+            rows, lambda row, part=part, text_of=text_of: _source(row, part, text_of(row)), "id"
+        )
     names = [source.image for source in sources.values() if source.image is not None]
     present = [name for name in names if name in pictures]
     if not present:
@@ -101,13 +101,10 @@ def read_multimodalqa(folder: Path) -> official.BenchmarkFiles:
         questions |= official.read_entries(
             rows, lambda row, split=split: _question(row, split, sources), "qid"
         )
-    if not questions:
-        raise UserError(
-            f"{folder}: holds no questions; put MMQA_dev.jsonl.gz there, or another split's file."
-        )
+    files.check_questions(questions, "MultimodalQA", "MMQA_dev.jsonl.gz, or another split's file,")
     listed = sorted(sources.values(), key=lambda source: source.id)
     counts = _counts(list(questions.values()), listed, len(present))
-    return files.content(questions.values(), counts, PUBLISHED_COUNTS, pictures, present, listed)
+    return files.content(questions.values(), counts, PUBLISHED_COUNTS, pictures, listed, present)
 
 
 def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path | None:
@@ -117,17 +114,17 @@ def _file(files: official.OfficialFiles, part: str, *, required: bool) -> Path |
     return files.optional(*names, without=f"there are no {_SPLITS[part]} questions")
 
 
-def _text(row: official.Entry) -> Source:
-    text, extra = row.text("text"), {DOC_PART: "text", **_url(row)}
-    return Source(row.text("id"), "text", text, row.text("title"), extra=extra)
+def _source(row: official.Entry, part: str, text: str) -> Source:
+    modality, picture = ("image", row.text("path")) if part == "image" else ("text", None)
+    extra = {DOC_PART: part, **({"url": row["url"]} if isinstance(row.get("url"), str) else {})}
+    return Source(row.text("id"), modality, text, row.text("title"), picture, extra=extra)
 
 
-def _image(row: official.Entry) -> Source:
-    extra = {DOC_PART: "image", **_url(row)}
-    return Source(row.text("id"), "image", "", row.text("title"), row.text("path"), extra)
+def _paragraph(row: official.Entry) -> str:
+    return row.text("text")
 
 
-def _table(row: official.Entry) -> Source:
+def _table(row: official.Entry) -> str:
     table = row.get("table")
     try:
         columns = [str(column["column_name"]) for column in table["header"]]
@@ -135,8 +132,7 @@ def _table(row: official.Entry) -> Source:
         name = str(table.get("table_name") or "")
     except (TypeError, KeyError, AttributeError) as error:
         raise row.error("`table` has not the form of the release (header, table_rows)") from error
-    text, extra = table_text(name, columns, rows), {DOC_PART: "table", **_url(row)}
-    return Source(row.text("id"), "text", text, row.text("title"), extra=extra)
+    return table_text(name, columns, rows)
 
 
 def table_text(name: str, columns: list[str], rows: list[list[str]]) -> str:
@@ -190,10 +186,6 @@ def _question(row: official.Entry, split: str, sources: dict[str, Source]) -> Qu
     )
 
 
-def _url(row: dict[str, Any]) -> dict[str, str]:
-    return {"url": row["url"]} if isinstance(row.get("url"), str) else {}
-
-
 def _counts(questions: list[Question], sources: list[Source], picture_files: int) -> dict[str, int]:
     splits = Counter(f"{question.split} questions" for question in questions)
     parts = Counter(source.extra[DOC_PART] for source in sources)
@@ -208,11 +200,6 @@ def _counts(questions: list[Question], sources: list[Source], picture_files: int
     }
 
 
-_ARTICLES = re.compile(r"\b(a|an|the)\b", re.UNICODE)
-_TOKENS = re.compile(" |-")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
 def has_answer_list(question: Question) -> bool:
     """Whether a question's answer is published."""
     return ANSWER_LIST in question.extra
@@ -221,27 +208,6 @@ def has_answer_list(question: Question) -> bool:
 def answer_items(prediction: Prediction) -> Sequence[str]:
     """Returns an official file's items, or the items of the text; an empty text is one item."""
     return prediction.trace.get(ANSWER_LIST, prediction.answer.split(SEPARATOR))
-
-
-def list_em(predicted: Sequence[str], gold: Sequence[str]) -> float:
-    """1 where the normalized items are the same, in any order."""
-    ours, theirs = list(map(_normalized, predicted)), list(map(_normalized, gold))
-    return float(set(ours) == set(theirs) and len(ours) == len(theirs))
-
-
-def list_f1(predicted: Sequence[str], gold: Sequence[str]) -> float:
-    """F1 of words in the best pairing of items, divided by the longer list; two decimals."""
-    from scipy.optimize import linear_sum_assignment
-
-    ours = [set(_normalized(item).split()) for item in predicted]
-    theirs = [set(_normalized(item).split()) for item in gold]
-    scores = np.array(
-        [[_f1(ours_item, item) for ours_item in ours] for item in theirs]
-    )  # [gold, predicted]
-    rows, columns = linear_sum_assignment(-scores)
-    paired = np.zeros(max(len(ours), len(theirs)))
-    paired[rows] = scores[rows, columns]
-    return float(round(paired.mean(), 2))
 
 
 def score_multimodalqa(
@@ -284,71 +250,23 @@ def write_multimodalqa_submission(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the official file: every question, a list where the answer has several items."""
-    by_id = predictions_by_question(questions, predictions)
     rows: dict[str, str | list[str]] = {}
-    for question in questions:
-        prediction = by_id.get(question.id)
-        items = [""] if prediction is None else answer_items(prediction)
+    for question, prediction in paired(questions, predictions):
+        items = answer_items(prediction)
         rows[question.id] = items[0] if len(items) == 1 else items
     write_json(path, rows)
 
 
 def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     """The groups that the official script prints: modalities, types, places of the answer."""
-
     kinds = sorted({question.category for question in questions})
-    places = sorted({question.extra[ANSWER_MODALITY] for question in questions})
+    single = group_of(questions, lambda q: q.category in SINGLE_MODAL)
     return {
-        "single-modal": group_of(questions, lambda q: q.category in SINGLE_MODAL),
-        "multi-modal": group_of(questions, lambda q: q.category not in SINGLE_MODAL),
-        **{kind: group_of(questions, lambda q, kind=kind: q.category == kind) for kind in kinds},
-        **{
-            f"answer in {place}": group_of(
-                questions, lambda q, place=place: q.extra[ANSWER_MODALITY] == place
-            )
-            for place in places
-        },
+        "single-modal": single,
+        "multi-modal": ~single,
+        **groups_by(questions, lambda q: q.category, kinds),
+        **groups_by(questions, lambda q: q.extra[ANSWER_MODALITY], title="answer in {}"),
     }
-
-
-def _f1(predicted: set[str], gold: set[str]) -> float:
-    """F1 of two bags of words; 0 if the gold bag has numbers and the other one none of them."""
-    numbers = {word for word in gold if _is_number(word)}
-    if numbers and not numbers & predicted:
-        return 0.0
-    common = len(gold & predicted)
-    precision = common / len(predicted) if predicted else 1.0
-    recall = common / len(gold) if gold else 1.0
-    return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
-
-
-def _normalized(text: str) -> str:
-    """Lower case, without punctuation and articles; numbers in digits or words as Python floats."""
-    words = (_normalized_word(word.lower()) for word in _TOKENS.split(text))
-    return " ".join(word for word in words if word)
-
-
-def _normalized_word(word: str) -> str:
-    if not _is_number(word):
-        word = word.translate(_PUNCTUATION)
-    return " ".join(_ARTICLES.sub(" ", _as_number(word)).split())
-
-
-def _as_number(word: str) -> str:
-    if _is_number(word):
-        return str(float(word))
-    try:
-        return str(float(w2n.word_to_num(word)))
-    except Exception:  # no number; word2number fails in several ways, at which the original stops
-        return word
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True
 
 
 _AUTHORS = "Talmor et al., abstract"

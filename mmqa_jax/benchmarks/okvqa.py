@@ -89,16 +89,15 @@ def read_okvqa(folder: Path) -> official.BenchmarkFiles:
                     extra={"image_id": image_id, **known.extra, **descriptions.extra(image_id)},
                 )
             )
-    if not questions:
-        raise UserError(
-            f"{folder}: holds none of OK-VQA's questions; put "
-            "OpenEnded_mscoco_val2014_questions.json and mscoco_val2014_annotations.json there."
-        )
-    names = sorted({q.image for q in questions if q.image is not None})
-    if not names:
+    files.check_questions(
+        questions,
+        "OK-VQA",
+        "OpenEnded_mscoco_val2014_questions.json and mscoco_val2014_annotations.json",
+    )
+    pictured = len(official.picture_names(questions))
+    if not pictured:
         files.missing["train2014/, val2014/"] = "no pictures; captions stand for them"
-    counts = _counts(questions, len(names))
-    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
+    return files.content(questions, _counts(questions, pictured), PUBLISHED_COUNTS, pictures)
 
 
 def _split(files: official.OfficialFiles, coco_split: str) -> dict[int, tuple[int, str, Reference]]:

@@ -27,9 +27,9 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +37,17 @@ from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
 from mmqa_jax.data.formats import official, parquet
+from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import id_of
-from mmqa_jax.evaluation.scores import NO_OPTION, predictions_by_question
+from mmqa_jax.evaluation.scores import (
+    NO_OPTION,
+    group_of,
+    groups_by,
+    predictions_by_question,
+)
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
@@ -61,49 +67,37 @@ _SUBJECTS = {"NAT": "natural science", "SOC": "social science", "LAN": "language
 _GRADES = {"G1-6": range(1, 7), "G7-12": range(7, 13)}
 
 
-class _Row(NamedTuple):
-    """A problem, its id and split, and the name of its picture."""
-
-    problem: official.Entry
-    id: str
-    split: str
-    picture: str | None
-
-
 def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     """Reads what there is of the official files in a folder, or one of its question files.
 
     `Question.category` is the subject and `rationale` the solution; `extra` keeps `hint`,
     `lecture`, `grade`, `topic`, `skill`, `caption`, `has_picture` and `has_hint`.
     """
-    alone = official.one_file(path, (".json", ".parquet"))
-    files = official.OfficialFiles(path.parent if alone else path)
-    if alone:
-        files.read_files.append(path)
+    files = official.OfficialFiles(path, (".json", ".parquet"))
+    if files.alone is not None:
         tables = [path] if path.suffix == ".parquet" else []
     else:
         names = () if _problems_file(path) else parquet.HUB_NAMES.values()
         tables = [table for name in names for table in parquet.hub_tables(path, name)]
         files.read_files += tables
     pictures: parquet.ParquetPictures | official.PictureFiles
-    captions: dict[str, str] = {}
     if tables:
         pictures = parquet.ParquetPictures(tables, key=None)
-        rows = _parquet_rows(tables, pictures)
+        questions = _of_tables(tables, pictures)
     else:
-        rows = _one_json_file(path) if alone else _folder_rows(files)
-        captions = {} if alone else _captions(files)
-        places = {row.picture: _picture_places(row.picture) for row in rows if row.picture}
-        pictures = official.PictureFiles(files.folder, places)
-    questions = [_question(row, captions, pictures) for row in rows]
-    pictured = [question for question in questions if question.extra[official.HAS_PICTURE]]
-    names = [question.image for question in pictured if question.image is not None]
-    if len(names) < len(pictured):
+        questions = _of_folder(files) if files.alone is None else _of_json_file(path)
+        names = official.picture_names(questions)
+        pictures = official.PictureFiles(files.folder, {name: _places(name) for name in names})
+        if names and files.alone is None:
+            questions = with_captions(files, questions, _caption_names, "pids")
+    pictured = len([question for question in questions if question.image is not None])
+    questions = official.with_present_pictures(questions, pictures)
+    if absent := pictured - sum(question.image is not None for question in questions):
         files.missing["images/SPLIT/PID/image.png"] = (
-            f"{len(pictured) - len(names):,} of {len(pictured):,} questions with a picture have no "
-            "file of it; captions stand for them where known"
+            f"{absent:,} of {pictured:,} questions with a picture have no file of it; captions "
+            "stand for them where known"
         )
-    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures, names)
+    return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures)
 
 
 def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
@@ -129,35 +123,36 @@ def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
     return text[: options[0].start()].removesuffix("\n"), choices
 
 
-def _one_json_file(path: Path) -> list[_Row]:
-    """The rows of a problems file or of LLaVA's conversations."""
+def _of_json_file(path: Path) -> list[Question]:
+    """The questions of a problems file or of LLaVA's conversations."""
     data = read_json(path, unique_keys=True)
-    if isinstance(data, list):
-        return _conversation_rows(data, path)
-    return _problem_rows(data, path, None)
+    if not isinstance(data, list):
+        return _of_problems(data, path, None)
+    rows = (official.Entry(f"{path}, entry {n}", row) for n, row in enumerate(data, start=1))
+    return list(official.read_entries(rows, _conversation, "id").values())
 
 
-def _folder_rows(files: official.OfficialFiles) -> list[_Row]:
-    """The rows of the JSON files in a folder."""
-    rows: list[_Row] = []
+def _of_folder(files: official.OfficialFiles) -> list[Question]:
+    """The questions of the JSON files in a folder."""
+    questions: list[Question] = []
     problems = _problems_file(files.folder)
     if problems is not None:
         files.read_files.append(problems)
         splits = files.optional(
             "pid_splits.json", without="the splits are those that the problems name"
         )
-        rows = _problem_rows(read_json(problems, unique_keys=True), problems, splits)
+        questions = _of_problems(read_json(problems, unique_keys=True), problems, splits)
     conversations = files.folder / _CONVERSATIONS
     if conversations.is_file():
         files.read_files.append(conversations)
-        known = {row.id for row in rows}
-        rows += [row for row in _one_json_file(conversations) if row.id not in known]
-    if not rows:
-        raise UserError(
-            f"{files.folder}: holds none of ScienceQA's questions; put problems.json, the hub's "
-            f"Parquet files or {_CONVERSATIONS} there."
-        )
-    return rows
+        known = {question.id for question in questions}
+        questions += [
+            question for question in _of_json_file(conversations) if question.id not in known
+        ]
+    files.check_questions(
+        questions, "ScienceQA", f"problems.json, the hub's Parquet files or {_CONVERSATIONS}"
+    )
+    return questions
 
 
 def _problems_file(folder: Path) -> Path | None:
@@ -174,7 +169,7 @@ def _problems_file(folder: Path) -> Path | None:
     return parts[0] if parts else None
 
 
-def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]:
+def _of_problems(data: Any, path: Path, splits_file: Path | None) -> list[Question]:
     if not isinstance(data, dict) or not data:
         raise UserError(
             f"{path}: {{pid: problem}} was expected, with a problem at least; fetch ScienceQA's "
@@ -186,7 +181,7 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
             "give ScienceQA's problems.json, or the folder of its files."
         )
     splits = {} if splits_file is None else _splits(splits_file)
-    rows = []
+    questions = []
     for pid, problem in data.items():
         problem = official.Entry(f"{path}, problem {pid}", problem)
         split = splits.get(pid) if splits_file else problem.get("split")
@@ -194,54 +189,50 @@ def _problem_rows(data: Any, path: Path, splits_file: Path | None) -> list[_Row]
             source = f"{splits_file} does not name it" if splits_file else f"split is {split!r}"
             raise problem.error(f"{source}; one of {', '.join(SPLITS)} was expected")
         image = problem.text("image", "")
-        rows.append(_Row(problem, pid, split, f"{split}/{pid}/{image}" if image else None))
-    return rows
+        picture = f"{split}/{pid}/{image}" if image else None
+        questions.append(_question(problem, pid, split, picture))
+    return questions
 
 
-def _conversation_rows(data: list[Any], path: Path) -> list[_Row]:
-    """LLaVA's [{"id", "image", "conversations": [{"value": prompt}, {"value": letter}]}]."""
-    rows, seen = [], set()
-    for number, item in enumerate(data, start=1):
-        where = f"{path}, entry {number}"
-        try:
-            pid, turns = item["id"], item["conversations"]
-            question, choices = parse_conversation(turns[0]["value"])
-            answer = [*"ABCDEFGHIJ"].index(turns[1]["value"])
-        except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-            raise UserError(
-                f'{where}: not a conversation of "id", a question with choices `A. `, `B. `, ..., '
-                f"and a letter as the answer ({error}); fetch LLaVA's file again."
-            ) from error
-        if not isinstance(pid, str) or pid in seen:
-            raise UserError(f"{where}: id {pid!r} is no text or appears twice; correct it.")
-        seen.add(pid)
-        problem = {
+def _conversation(row: official.Entry) -> Question:
+    """LLaVA's {"id", "image", "conversations": [{"value": prompt}, {"value": letter}]}."""
+    try:
+        turns = row["conversations"]
+        question, choices = parse_conversation(turns[0]["value"])
+        answer = [*"ABCDEFGHIJ"].index(turns[1]["value"])
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise row.error(
+            "not a conversation of a question with choices `A. `, `B. `, ..., and a letter as the "
+            f"answer ({error})"
+        ) from error
+    has_hint = question.startswith("Context: ")
+    problem = official.Entry(
+        row.where,
+        {
             "question": question,
-            "choices": list(choices),
+            "choices": [*choices],
             "answer": answer,
-            official.HAS_HINT: question.startswith("Context: "),
-        }
-        picture = f"test/{pid}/image.png" if item.get("image") else None
-        rows.append(_Row(official.Entry(where, problem), pid, "test", picture))
-    return rows
+            official.HAS_HINT: has_hint,
+        },
+    )
+    pid = row.text("id")
+    return _question(problem, pid, "test", f"test/{pid}/image.png" if row.get("image") else None)
 
 
-def _parquet_rows(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> list[_Row]:
-    """The hub's rows; they have no pid, so their id is split and number, as in `test-17`."""
-    rows: list[_Row] = []
+def _of_tables(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> list[Question]:
+    """The hub's questions; they have no pid, so their id is split and number, as in `test-17`."""
+    questions: list[Question] = []
     counts: Counter[str] = Counter()
     for path in tables:
         split = parquet.hub_split(path)
         _require_pictures(path)
         for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
             picture = parquet.row_name(path, number)
-            pid = f"{split}-{counts[split]}"
-            picture_name = picture if picture in pictures else None
-            rows.append(
-                _Row(official.Entry(f"{path}, row {number}", problem), pid, split, picture_name)
-            )
+            entry = official.Entry(f"{path}, row {number}", problem)
+            name = picture if picture in pictures else None
+            questions.append(_question(entry, f"{split}-{counts[split]}", split, name))
             counts[split] += 1
-    return rows
+    return questions
 
 
 def _require_pictures(path: Path) -> None:
@@ -253,8 +244,7 @@ def _require_pictures(path: Path) -> None:
         )
 
 
-def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) -> Question:
-    problem, pid, split, picture = row
+def _question(problem: official.Entry, pid: str, split: str, picture: str | None) -> Question:
     extra = {k: v for k, v in problem.items() if k not in ("split", "image", *_PROBLEM)}
     for key in (*_GROUPING, *_MORE):
         problem.text(key, "")  # refuses another value
@@ -264,13 +254,11 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
     answer = problem.index("answer", len(choices))
     extra[official.HAS_PICTURE] = picture is not None
     extra.setdefault(official.HAS_HINT, bool(problem.get("hint")))
-    if pid in captions and picture is not None:
-        extra[official.CAPTION] = captions[pid]
     return Question(
         id=pid,
         split=split,
         question=problem.text("question"),
-        image=picture if picture in pictures else None,
+        image=picture,
         answers=() if answer is None else (choices[answer],),
         category=problem.get("subject") or "",
         choices=choices,
@@ -280,57 +268,35 @@ def _question(row: _Row, captions: Mapping[str, str], pictures: Container[str]) 
     )
 
 
-def _picture_places(picture: str) -> tuple[str, ...]:
+def _caption_names(question: Question) -> Sequence[str]:
+    return () if question.image is None else (question.id,)
+
+
+def _places(picture: str) -> tuple[str, ...]:
     """Returns where a picture may lie: ScienceQA's own folders, or LLaVA's, which have no split."""
     without_split = picture.split("/", 1)[1]
     return (*(f"images/{picture}", picture), *(f"images/{without_split}", without_split))
 
 
 def _splits(path: Path) -> dict[str, str]:
-    data = read_json(path, unique_keys=True)
-    if not isinstance(data, dict) or not all(isinstance(data.get(s, []), list) for s in SPLITS):
-        raise UserError(f"{path}: {{split: [pid]}} was expected; fetch pid_splits.json again.")
+    data = official.Entry(str(path), read_json(path, unique_keys=True))
     split_of: dict[str, str] = {}
     for split in SPLITS:
-        for pid in data.get(split, []):
-            if not isinstance(pid, str):
-                raise UserError(
-                    f"{path}, {split}: {pid!r:.40} was found and a pid expected, which is text; "
-                    "fetch pid_splits.json again."
-                )
+        for pid in data.texts(split):
             if split_of.setdefault(pid, split) != split:
-                raise UserError(
-                    f"{path}: problem {pid} is in {split_of[pid]} and in {split}; fetch it again."
-                )
+                raise data.error(f"problem {pid} is in {split_of[pid]} and in {split}")
     return split_of
 
 
-def _captions(files: official.OfficialFiles) -> dict[str, str]:
-    path = files.optional("captions.json", without="no captions, which stand for absent pictures")
-    if path is None:
-        return {}
-    data = read_json(path, unique_keys=True)
-    captions = data.get("captions") if isinstance(data, dict) else None
-    if not isinstance(captions, dict) or not all(isinstance(x, str) for x in captions.values()):
-        raise UserError(
-            f'{path}: {{"captions": {{pid: text}}}} was expected; fetch captions.json again.'
-        )
-    return captions
-
-
 def _counts(questions: list[Question]) -> dict[str, int]:
-    by_split = Counter(question.split for question in questions)
-    pictured = [question for question in questions if question.extra[official.HAS_PICTURE]]
-    counts = {f"{split} questions": by_split[split] for split in SPLITS}
-    return counts | {
-        "questions with a picture": len(pictured),
-        "pictures found": sum(question.image is not None for question in pictured),
-        "captions": sum(official.CAPTION in question.extra for question in questions),
-        "rationales": sum(bool(question.rationale) for question in questions),
-        "questions with equal choices": sum(
-            len(set(question.choices)) < len(question.choices) for question in questions
-        ),
+    kinds = {
+        "questions with a picture": lambda q: q.extra[official.HAS_PICTURE],
+        "pictures found": lambda q: q.image is not None,
+        "captions": lambda q: official.CAPTION in q.extra,
+        "rationales": lambda q: q.rationale,
+        "questions with equal choices": lambda q: len(set(q.choices)) < len(q.choices),
     }
+    return official.counts_of(questions, SPLITS, kinds)
 
 
 def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
@@ -449,10 +415,9 @@ def write_scienceqa_submission(
 
 def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """ScienceQA's accuracy overall and in its nine columns, which overlap."""
-    of_split = scored_split(questions, predictions, rules.has_answer, "a published answer")
-    scored, by_id = of_split.counted, of_split.by_id
+    scored = scored_split(questions, predictions, rules.has_answer, "a published answer")
     strict, lenient = (
-        rules.chosen_by(scored, by_id, lambda text, q, rule=rule: rule(text, len(q.choices)))
+        scored.choices(lambda text, q, rule=rule: rule(text, len(q.choices)))
         for rule in (rules.gpt3_choice, rules.llava_choice)
     )
     chosen = {
@@ -461,19 +426,19 @@ def score_scienceqa(questions: Sequence[Question], predictions: Sequence[Predict
         "scienceqa/letter_or_wrong": lenient,
     }
     if any(prediction.choice is not None for prediction in predictions):
-        recorded = [by_id[q.id].choice if q.id in by_id else None for q in scored]
-        chosen["scienceqa/recorded_choice"] = recorded
-    evaluation = of_split.of_choices(chosen, scienceqa_columns(scored))
+        chosen["scienceqa/recorded_choice"] = [p.choice for p in scored.predictions]
+    counted = scored.counted
+    evaluation = scored.of_choices(chosen, scienceqa_columns(counted))
     per_question = evaluation.scored[0].per_question
-    for row, (q, choice) in enumerate(zip(scored, strict, strict=True)):
-        if q.id in by_id and choice is None:
+    for row, (q, choice) in enumerate(zip(counted, strict, strict=True)):
+        if q.id in scored.by_id and choice is None:
             drawn = rules.random_choice(q.id, len(q.choices))
             per_question["scienceqa/letter_or_random"][row] = drawn == q.answer_index
             per_question["scienceqa/letter_or_expected"][row] = 1 / len(q.choices)
-    known = sum(bool(question.category) for question in scored)
-    if known < len(scored):
+    known = sum(bool(question.category) for question in counted)
+    if known < len(counted):
         evaluation.notes.append(
-            f"subject and grade of {known:,} of {len(scored):,} questions are known: NAT, SOC, "
+            f"subject and grade of {known:,} of {len(counted):,} questions are known: NAT, SOC, "
             "LAN, G1-6 and G7-12 are over these alone; problems.json has all"
         )
     return evaluation
@@ -485,13 +450,12 @@ def scienceqa_columns(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     NAT, SOC, LAN by subject; TXT with a hint, IMG with a picture, NO with neither; G1-6, G7-12 by
     grade. A picture counts where the benchmark shows one, whether or not the file is there.
     """
-    hint = np.array([bool(q.extra.get(official.HAS_HINT)) for q in questions])
-    picture = np.array([bool(q.extra.get(official.HAS_PICTURE)) for q in questions])
+    hint = group_of(questions, lambda q: bool(q.extra.get(official.HAS_HINT)))
+    picture = group_of(questions, lambda q: bool(q.extra.get(official.HAS_PICTURE)))
     grades = [str(q.extra.get("grade") or "").removeprefix("grade") for q in questions]
-    columns = {
-        name: np.array([q.category == subject for q in questions])
-        for name, subject in _SUBJECTS.items()
-    }
+    columns = {}
+    for name, subject in _SUBJECTS.items():
+        columns |= groups_by(questions, lambda q: q.category, [subject], name)
     columns |= {"TXT": hint, "IMG": picture, "NO": ~hint & ~picture}
     return columns | {
         name: np.array([whole_number(grade) in grades_of for grade in grades])

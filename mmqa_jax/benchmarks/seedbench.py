@@ -21,12 +21,9 @@ choice]}.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.mmbench import PREDICTION
@@ -36,9 +33,8 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
-from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.multiple_choice import has_answer
-from mmqa_jax.evaluation.scores import predictions_by_question
+from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: number of the dimension, `image` or `video`, and the picture's name.
@@ -71,13 +67,10 @@ def read_seedbench(path: Path) -> official.BenchmarkFiles:
     All questions are of the split `test`; `Question.category` is the dimension's name; `extra`
     keeps `question_type_id`, `data_type`, `data_id`, `segment` and `caption`.
     """
-    alone = official.one_file(path, (".json",))
-    files = official.OfficialFiles(path.parent if alone else path)
-    if alone:
-        source = path
-        files.read_files.append(path)
-    else:
-        source = files.required("SEED-Bench.json", remedy="fetch AILab-CVC/SEED-Bench from the hub")
+    files = official.OfficialFiles(path, (".json",))
+    source = files.alone or files.required(
+        "SEED-Bench.json", remedy="fetch AILab-CVC/SEED-Bench from the hub"
+    )
     data = read_json(source)
     names = data.get("question_type") if isinstance(data, dict) else None
     rows = list(official.json_entries(source, "questions"))
@@ -93,17 +86,12 @@ def read_seedbench(path: Path) -> official.BenchmarkFiles:
     places = {question.id: _places(question) for question in questions}
     questions = with_captions(files, questions, _caption_names, "a question_id or a data_id")
     pictures = official.PictureFiles(files.folder, places)
-    questions = [
-        dataclasses.replace(question, image=question.id) if question.id in pictures else question
-        for question in questions
-    ]
-    names = [question.image for question in questions if question.image is not None]
-    if len(names) < len(questions):
+    questions = official.with_present_pictures(questions, pictures)
+    if absent := sum(question.image is None for question in questions):
         files.missing["SEED-Bench-image/, SEED-Bench-video-image/"] = (
-            f"{len(questions) - len(names):,} of {len(questions):,} questions have no picture file"
+            f"{absent:,} of {len(questions):,} questions have no picture file"
         )
-    counts = _counts(questions, dimensions)
-    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
+    return files.content(questions, _counts(questions, dimensions), PUBLISHED_COUNTS, pictures)
 
 
 def _question(row: official.Entry, dimensions: Mapping[int, str]) -> Question:
@@ -122,6 +110,7 @@ def _question(row: official.Entry, dimensions: Mapping[int, str]) -> Question:
         id=str(name),
         split="test",
         question=row.text("question"),
+        image=str(name),
         answers=() if index is None else (choices[index],),
         category=dimensions[dimension],
         choices=choices,
@@ -148,23 +137,16 @@ def _places(question: Question) -> tuple[str, ...]:
 
 
 def _counts(questions: Sequence[Question], dimensions: Mapping[int, str]) -> dict[str, int]:
-    kinds = Counter(question.extra[DATA_TYPE] for question in questions)
     per_dimension = Counter(question.extra[DIMENSION] for question in questions)
-    return {
-        "test questions": len(questions),
-        "questions on a picture": kinds["image"],
-        "questions on a video": kinds["video"],
-        "pictures found": sum(question.image is not None for question in questions),
-        f"questions with {official.CAPTION}": sum(
-            official.CAPTION in question.extra for question in questions
-        ),
-        **{f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)},
+    kinds = {
+        "questions on a picture": lambda q: q.extra[DATA_TYPE] == "image",
+        "questions on a video": lambda q: q.extra[DATA_TYPE] == "video",
+        "pictures found": lambda q: q.image is not None,
+        f"questions with {official.CAPTION}": lambda q: official.CAPTION in q.extra,
     }
-
-
-def read_seed_bench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """Reads the leaderboard's or eval.py's lines, LLaVA's lines or predictions.jsonl."""
-    return multiple_choice.read_choice_lines(path, questions)
+    return official.counts_of(questions, ["test"], kinds) | {
+        f"{n} {dimensions[n]}": per_dimension[n] for n in sorted(per_dimension)
+    }
 
 
 def write_seed_bench_submission(
@@ -174,15 +156,15 @@ def write_seed_bench_submission(
 
     A missing prediction is an empty text.
     """
-    by_id = predictions_by_question(questions, predictions)
-    rows = []
-    for question in questions:
-        prediction = by_id.get(question.id)
-        answer = ""
-        if prediction is not None:
-            by_letter = prediction.choice is not None
-            answer = rules.LETTERS[prediction.choice or 0] if by_letter else prediction.answer
-        rows.append({"question_id": question.id, PREDICTION: answer})
+    rows = [
+        {
+            "question_id": question.id,
+            PREDICTION: prediction.answer
+            if prediction.choice is None
+            else multiple_choice.LETTERS[prediction.choice],
+        }
+        for question, prediction in paired(questions, predictions)
+    ]
     write_jsonl(path, rows)
 
 
@@ -194,28 +176,27 @@ def score_seed_bench(
     Choices count as those of least loss, texts as letters; both are scored where a file has both,
     and the notes say which it has.
     """
-    of_split = scored_split(questions, predictions, has_answer, "a published answer")
-    scored, by_id = of_split.counted, of_split.by_id
+    scored = scored_split(questions, predictions, has_answer, "a published answer")
+    counted, by_id = scored.counted, scored.by_id
     chosen: dict[str, list[int | None]] = {}
     if any(prediction.choice is not None for prediction in predictions):
-        chosen["seed_bench/likelihood"] = [
-            by_id[q.id].choice if q.id in by_id else None for q in scored
-        ]
-    answered = [q for q in scored if q.id in by_id and by_id[q.id].answer]
+        chosen["seed_bench/likelihood"] = [prediction.choice for prediction in scored.predictions]
+    answered = [q for q in counted if q.id in by_id and by_id[q.id].answer]
     if not chosen or not all(multiple_choice.by_choice(by_id[q.id], q) for q in answered):
         chosen["seed_bench/letter"] = [
-            rules.exact_letter_choice(by_id[q.id].answer, len(q.choices)) if q.id in by_id else None
-            for q in scored
+            multiple_choice.exact_letter_choice(prediction.answer, len(question.choices))
+            for question, prediction in zip(counted, scored.predictions, strict=True)
         ]
-    dimensions = {q.extra[DIMENSION]: q.category for q in scored}
-    groups = {
-        f"{number} {dimensions[number]}": np.array([q.extra[DIMENSION] == number for q in scored])
-        for number in sorted(dimensions)
-    }
+    numbered = {q.extra[DIMENSION]: f"{q.extra[DIMENSION]} {q.category}" for q in counted}
+    groups = groups_by(
+        counted,
+        lambda q: f"{q.extra[DIMENSION]} {q.category}",
+        [numbered[number] for number in sorted(numbered)],
+    )
     for name, kind in (("pictures, 1-9", "image"), ("videos, 10-12", "video")):
-        groups[name] = np.array([q.extra[DATA_TYPE] == kind for q in scored])
+        groups |= groups_by(counted, lambda q: q.extra[DATA_TYPE], [kind], name)
     notes = [f"{name}: {_SEED_SCORED[name]}" for name in chosen]
-    return of_split.of_choices(chosen, groups, notes=notes)
+    return scored.of_choices(chosen, groups, notes=notes)
 
 
 BENCHMARK = Benchmark(
@@ -223,7 +204,7 @@ BENCHMARK = Benchmark(
     materials=MATERIALS,
     split="test",
     formats="predictions.jsonl, or lines of {question_id, prediction} as JSON",
-    read_predictions=read_seed_bench_predictions,
+    read_predictions=multiple_choice.read_choice_lines,
     has_reference=has_answer,
     score=score_seed_bench,
     headline="seed_bench",

@@ -30,17 +30,17 @@ from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_columns, parquet_entries
+from mmqa_jax.data.formats.parquet import (
+    ParquetPictures,
+    parquet_columns,
+    parquet_entries,
+    parquet_files,
+)
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
-from mmqa_jax.evaluation.scores import (
-    Scores,
-    predictions_by_question,
-    questions_that_count,
-    scores_of,
-)
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.scores import Scores, groups_by
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 Pages = Literal["text", "pictures", "both"]
 
@@ -94,7 +94,10 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
       pages: as sources: their `pictures`, their `text` (of v3), or `both`, the text as a caption.
     """
     name = _set_name(folder)
-    corpus, queries, qrels = (_parts(folder, part) for part in ("corpus", "queries", "qrels"))
+    corpus, queries, qrels = (
+        parquet_files(folder / part, remedy="fetch the set's folders corpus, queries and qrels")
+        for part in ("corpus", "queries", "qrels")
+    )
     pages_key = _key(corpus[0], "corpus-id", "corpus_id")
     texts = [column for column in _TEXTS if column in parquet_columns(corpus[0])][:1]
     if pages != "pictures" and not texts:
@@ -146,16 +149,6 @@ def _set_name(folder: Path) -> str:
             "name the folder of one set, with its name."
         )
     return name
-
-
-def _parts(folder: Path, part: str) -> list[Path]:
-    paths = sorted((folder / part).glob("*.parquet"))
-    if not paths:
-        raise UserError(
-            f"{folder / part}: holds no .parquet file; fetch the set's folders corpus, queries and "
-            "qrels."
-        )
-    return paths
 
 
 def _key(path: Path, *names: str) -> str:
@@ -241,17 +234,14 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
 
     MTEB leaves questions without a ranking out of its means.
     """
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_positives, "relevant pages")
-    gold = [dict(zip(query.positives, query.extra[GRADES], strict=True)) for query in scored]
-    ranked = [as_trec_orders(by_id[query.id]) if query.id in by_id else () for query in scored]
-    measures = score_rankings(gold, ranked, KS).per_question
-    per_question = {f"vidore/ndcg@{k}": measures[f"ndcg@{k}"] for k in KS}
-    main = [_MAIN_K[version_of(query.category)] for query in scored]
-    by_k = [measures[f"ndcg@{k}"][n] for n, k in enumerate(main)]
-    per_question = {OFFICIAL: np.array(by_k), **per_question}
-    scores = scores_of(questions, scored, by_id, per_question, _groups(scored))
-    evaluation = Evaluation([scores], has_modalities=False)
+    scored = scored_split(questions, predictions, has_positives, "relevant pages")
+    counted = scored.counted
+    gold = [dict(zip(query.positives, query.extra[GRADES], strict=True)) for query in counted]
+    ndcg = score_rankings(gold, list(map(as_trec_orders, scored.predictions)), KS).per_question
+    main = [ndcg[f"ndcg@{_MAIN_K[version_of(q.category)]}"][n] for n, q in enumerate(counted)]
+    per_question = {OFFICIAL: np.array(main), **{f"vidore/ndcg@{k}": ndcg[f"ndcg@{k}"] for k in KS}}
+    evaluation = scored.evaluation(per_question, _groups(counted))
+    (scores,) = evaluation.scored
     for version, sets in _VERSIONS.items():
         there = [name for name in sets if scores.counts.get(name)]
         if there:
@@ -316,21 +306,20 @@ def _subset(scores: Scores, group: str, name: str) -> dict[str, Any]:
 
 def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:
     """Groups questions by set, by language, and by language within the sets that have several."""
-    sets = np.array([question.category for question in questions])
-    languages = np.array([question.extra.get(LANGUAGE, "") for question in questions])
-    groups = {}
-    for name in [name for name in TASKS if name in sets]:
-        groups[name] = sets == name
-        spoken = [language for language in dict.fromkeys(languages[sets == name]) if language]
+    sets = {question.category for question in questions}
+    languages = groups_by(questions, _language)
+    groups: dict[str, np.ndarray] = {}
+    for name in (name for name in TASKS if name in sets):
+        groups |= groups_by(questions, lambda q: q.category, [name])
+        spoken = dict.fromkeys(_language(q) for q in questions if q.category == name)
+        spoken.pop("", None)
         if len(spoken) > 1:
-            groups |= {
-                f"{name}, {language}": (sets == name) & (languages == language)
-                for language in spoken
-            }
-    return {
-        **groups,
-        **{str(language): languages == language for language in sorted(set(languages)) if language},
-    }
+            groups |= {f"{name}, {key}": groups[name] & languages[key] for key in spoken}
+    return groups | languages
+
+
+def _language(question: Question) -> str:
+    return question.extra.get(LANGUAGE, "")
 
 
 _MTEB = "means of the files in MTEB's results repository"

@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.benchmarks.okvqa import read_okvqa_predictions, score_okvqa, write_okvqa_submission
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import coco
 from mmqa_jax.data.formats.coco import Reference, check_same, read_annotations, read_questions
 from mmqa_jax.data.formats.official import (
@@ -30,6 +29,7 @@ from mmqa_jax.data.formats.official import (
     OfficialFiles,
     PictureFolders,
     json_entries,
+    picture_names,
 )
 from mmqa_jax.data.schema import Material, Question
 from mmqa_jax.evaluation.vqa import has_answers
@@ -75,12 +75,11 @@ def read_vqav2(folder: Path) -> BenchmarkFiles:
                     extra={"image_id": image_id, **reference.extra},
                 )
             )
-    if not questions:
-        raise UserError(
-            f"{folder}: holds none of VQAv2's questions; put "
-            "v2_OpenEnded_mscoco_train2014_questions.json and v2_mscoco_train2014_annotations.json "
-            "there."
-        )
+    files.check_questions(
+        questions,
+        "VQAv2",
+        "v2_OpenEnded_mscoco_train2014_questions.json and v2_mscoco_train2014_annotations.json",
+    )
     for question_id, asked_of in read_visual_genome(files).items():
         candidates = (coco.picture_of(split, asked_of.image_id) for split in _VG_PICTURES)
         held_out_picture = asked_of.image_id in on_okvqa
@@ -94,11 +93,10 @@ def read_vqav2(folder: Path) -> BenchmarkFiles:
                 extra={"image_id": asked_of.image_id},
             )
         )
-    names = sorted({q.image for q in questions if q.image is not None})
-    if not names:
+    pictured = len(picture_names(questions))
+    if not pictured:
         files.missing["train2014/, val2014/"] = "no pictures; read their features instead"
-    counts = _counts(questions, len(names))
-    return files.content(questions, counts, PUBLISHED_COUNTS, pictures, names)
+    return files.content(questions, _counts(questions, pictured), PUBLISHED_COUNTS, pictures)
 
 
 def _split(

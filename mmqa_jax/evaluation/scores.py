@@ -120,6 +120,14 @@ def predictions_by_question(
     return by_question
 
 
+def paired(
+    questions: Sequence[Question], predictions: Sequence[Prediction]
+) -> list[tuple[Question, Prediction]]:
+    """Each question with its prediction, an empty one where there is none."""
+    by_id = predictions_by_question(questions, predictions)
+    return [(question, by_id.get(question.id, Prediction(question.id))) for question in questions]
+
+
 def count_empty(predictions: Iterable[Prediction]) -> int:
     """How many predictions have neither a text nor a choice.
 
@@ -146,6 +154,29 @@ def group_of(questions: Sequence[Question], belongs: Callable[[Question], bool])
     return np.array([belongs(question) for question in questions], bool)
 
 
+def groups_by(
+    questions: Sequence[Question],
+    value_of: Callable[[Question], str | Sequence[str]],
+    names: Iterable[str] | None = None,
+    title: str = "{}",
+) -> dict[str, np.ndarray]:
+    """Groups questions by a value that they have, as `Scores.groups`: name -> bool [question].
+
+    Args:
+      value_of: a question's value, or all of several.
+      names: the values that make groups, in this order. None: all but "", sorted.
+      title: the name of a value's group, `{}` being the value.
+    """
+    values = [value_of(question) for question in questions]
+    sets = [{value} if isinstance(value, str) else set(value) for value in values]
+    if names is None:
+        names = sorted({name for of_question in sets for name in of_question} - {""})
+    return {
+        title.format(name): np.array([name in of_question for of_question in sets], bool)
+        for name in names
+    }
+
+
 def scores_of(
     questions: Sequence[Question],
     scored: Sequence[Question],
@@ -153,7 +184,7 @@ def scores_of(
     per_question: Mapping[str, np.ndarray],
     groups: Mapping[str, np.ndarray] | None = None,
 ) -> Scores:
-    """Scores of the `scored` questions; `given` is question id -> prediction."""
+    """Scores of the `scored` questions; `predictions` is question id -> prediction."""
     return Scores(
         question_ids=tuple(question.id for question in scored),
         categories=tuple(question.category for question in scored),

@@ -12,7 +12,13 @@ import numpy as np
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, says_not_found
 from mmqa_jax.evaluation import webqa
-from mmqa_jax.evaluation.multiple_choice import has_answer, right_choices, unparsed_choices
+from mmqa_jax.evaluation.multiple_choice import (
+    Rule,
+    chosen_by,
+    has_answer,
+    right_choices,
+    unparsed_choices,
+)
 from mmqa_jax.evaluation.scores import (
     Scores,
     count_empty,
@@ -284,6 +290,15 @@ class ScoredSplit:
         """The scores of the counted questions, 0 without a prediction; float64 [question]."""
         predictions = ((question, self.by_id.get(question.id)) for question in self.counted)
         return np.array([0.0 if p is None else score(q, p) for q, p in predictions], float)
+
+    def choices(self, rule: Rule) -> list[int | None]:
+        """Each counted question's choice by a rule; see `chosen_by`."""
+        return chosen_by(self.counted, self.by_id, rule)
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        """The counted questions' predictions, an empty one where there is none."""
+        return [self.by_id.get(q.id, Prediction(q.id)) for q in self.counted]
 
     def evaluation(
         self,

@@ -8,15 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from mmqa_jax.benchmarks.mathvista import (
-    ANSWER_TYPE,
     KIND,
-    PRECISION,
-    extracted_by_rule,
-    normalized,
     read_mathvista_predictions,
     score_mathvista,
 )
 from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.text_answers import (
+    ANSWER_TYPE,
+    PRECISION,
+    extracted_by_rule,
+    normalized,
+)
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.choice_texts import choices, choosing

@@ -14,7 +14,6 @@ from mmqa_jax.benchmarks.scienceqa import (
 from mmqa_jax.benchmarks.seedbench import (
     DATA_TYPE,
     DIMENSION,
-    read_seed_bench_predictions,
     score_seed_bench,
 )
 from mmqa_jax.data.schema import Question
@@ -237,7 +236,7 @@ def _seed(given: list[dict[str, Any]]) -> dict[str, str]:
     with written(unused={}) as (path,):
         said = path.with_name("a.jsonl")
         said.write_text(_seed_lines(given), encoding="utf-8")
-        predictions = read_seed_bench_predictions(said, questions)
+        predictions = rules.read_choice_lines(said, questions)
     (scores,) = score_seed_bench(questions, predictions).scored
     name = "seed_bench/letter"
     found = {group: f"{one[name] * 100:.2f}%" for group, one in scores.by_category.items()}

@@ -17,12 +17,11 @@ from mmqa_jax.benchmarks.infoseek import (
 from mmqa_jax.benchmarks.multimodalqa import (
     ANSWER_LIST,
     ANSWER_MODALITY,
-    list_em,
-    list_f1,
     read_multimodalqa_predictions,
     score_multimodalqa,
 )
 from mmqa_jax.data.schema import Question
+from mmqa_jax.evaluation.text_answers import list_em, list_f1
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Known, Score

@@ -26,7 +26,7 @@ from mmqa_jax.benchmarks.aokvqa import read_aokvqa, read_aokvqa_predictions
 from mmqa_jax.benchmarks.mmbench import read_mmbench, read_mmbench_predictions
 from mmqa_jax.benchmarks.okvqa import read_okvqa, read_okvqa_predictions
 from mmqa_jax.benchmarks.scienceqa import read_scienceqa, read_scienceqa_predictions
-from mmqa_jax.benchmarks.seedbench import read_seed_bench_predictions, read_seedbench
+from mmqa_jax.benchmarks.seedbench import read_seedbench
 from mmqa_jax.benchmarks.vqav2 import read_vqav2
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
@@ -42,6 +42,7 @@ from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Fea
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import webqa as webqa_scores
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
+from mmqa_jax.evaluation.multiple_choice import read_choice_lines
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import read_curves
 from mmqa_jax.prompting.examples.library import PublishedVectors
@@ -368,7 +369,7 @@ READERS = {
     "seed_bench_losses": of_file(
         "p.jsonl",
         lines({"question_id": "7", "losses": [1, 2, 0.5]}),
-        read_seed_bench_predictions,
+        read_choice_lines,
         ASKED,
     ),
     "webqa_tsv": of_file("p.tsv", OUTPUT_TSV, webqa_scores.read_output_tsv),

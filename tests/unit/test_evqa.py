@@ -151,8 +151,8 @@ def test_malformed_rows(raw, tmp_path, changes, words):
     ("file", "content", "words"),
     [
         ("inaturalist/val.json", '{"images": [{"id": 7, "file_name": "z"}]}', ("id 7", "twice")),
-        ("inaturalist/val.json", '{"images": [{"id": "12"}]}', ("entry 0", "file_name")),
-        ("inaturalist/val.json", "[]", ("no list `images`",)),
+        ("inaturalist/val.json", '{"images": [{"id": "12"}]}', ("entry 1", "file_name")),
+        ("inaturalist/val.json", "[]", ('an object with a list "images"',)),
         ("test.csv", "question,answer\nx,y\n", ("no column", "question_type")),
     ],
 )

@@ -12,6 +12,7 @@ from fake_llm import FakeLLM
 from mmqa_jax.benchmarks import mathvista
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
+from mmqa_jax.evaluation import text_answers
 from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
 from mmqa_jax.prompting.backends import Picture
 from tests.refusals import refuses
@@ -193,9 +194,9 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
     ],
 )
 def test_extraction_by_rule(text, kind, quick, found):
-    assert mathvista.extracted_by_rule(text, of(kind), quick=quick) == found
+    assert text_answers.extracted_by_rule(text, of(kind), quick=quick) == found
     if not quick:
-        assert mathvista.extracted_by_rule(text, of(kind)) == found
+        assert text_answers.extracted_by_rule(text, of(kind)) == found
 
 
 # What normalize_extracted_answer gives.
@@ -216,11 +217,11 @@ def test_extraction_by_rule(text, kind, quick, found):
     ],
 )
 def test_normalization(text, kind, result):
-    assert mathvista.normalized(text, of(kind)) == result
+    assert text_answers.normalized(text, of(kind)) == result
 
 
 def test_an_empty_extraction_names_no_option_where_it_is_ignored():
-    assert mathvista.normalized(" ", of("text"), ignore_empty=True) is None
+    assert text_answers.normalized(" ", of("text"), ignore_empty=True) is None
 
 
 # By hand: https://en.wikipedia.org/wiki/Levenshtein_distance has the first two.
@@ -237,7 +238,9 @@ def test_an_empty_extraction_names_no_option_where_it_is_ignored():
 )
 def test_edit_distance(first, second, distance):
     assert (
-        mathvista.edit_distance(first, second) == mathvista.edit_distance(second, first) == distance
+        text_answers.edit_distance(first, second)
+        == text_answers.edit_distance(second, first)
+        == distance
     )
 
 
@@ -324,7 +327,7 @@ _TWICE = {"1": {**PROBLEMS[1], "pid": "1001"}}
         ([1], r"testmini\.json: \{pid: problem\} was expected; fetch the file again"),
         ({"7": [1]}, r"testmini\.json, problem 7: an object was expected; fetch the file again"),
         (_TWICE, r"test\.json, problem 1001: pid '1001' is there twice; keep one of them"),
-        ({}, "raw: holds none of MathVista's problems; put testmini.json and images/"),
+        ({}, "raw: holds none of MathVista's questions; put testmini.json and images/"),
         ({"2": {**PROBLEMS[1], "image": "../2.jpg"}}, r"raw: picture '2' .*; fetch"),
     ],
 )

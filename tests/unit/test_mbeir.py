@@ -316,12 +316,12 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
         (
             "qrels/test/mbeir_webqa_task2_test_qrels.txt",
             "2:4 0 2:7 1 2\n2:4 0 2:7\n",
-            r"webqa_task2_test_qrels\.txt, line 2: `qid 0 did relevance task` was expected; fetch",
+            r"webqa_task2_test_qrels\.txt, line 2: has 3 columns, 4 were expected",
         ),
         (
             "qrels/test/mbeir_webqa_task2_test_qrels.txt",
             f"2:4 0 2:7 {5000 * '1'} 2\n",  # more digits than Python reads
-            r"webqa_task2_test_qrels\.txt, line 1: `qid 0 did relevance task` was expected; fetch",
+            r"webqa_task2_test_qrels\.txt, line 1: relevance is '1111",
         ),
         (
             "instructions/query_instructions.tsv",

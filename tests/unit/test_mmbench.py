@@ -172,8 +172,8 @@ def test_tables_without_answers_or_pictures(tmp_path):
         ({1: {"index": "7a"}}, r"row 3: index is '7a'; a whole number"),
         ({1: {"answer": "D"}}, r"row 3: answer is 'D'; a letter from A to C"),
         ({1: {"B": ""}}, r"row 3: its choices are A, C; choices A, B, \.\.\. without a gap"),
-        ({1: {"question": ""}}, r"row 3: question is empty"),
-        ({1: {"split": "half"}}, r"row 3: split is 'half'; expected dev"),
+        ({1: {"question": ""}}, r"row 3: question is ''; text was expected"),
+        ({1: {"split": "half"}}, r"row 3: split is 'half'; one of dev, val, test, train"),
     ],
 )
 def test_broken_rows(changes, message, tmp_path, refused):

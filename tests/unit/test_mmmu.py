@@ -8,10 +8,11 @@ import pytest
 from cli_runs import mmqa, png
 from fake_llm import FakeLLM
 
-from mmqa_jax.benchmarks.mmmu import is_open_answer, read_mmmu, score_mmmu, write_mmmu_submission
+from mmqa_jax.benchmarks.mmmu import read_mmmu, score_mmmu, write_mmmu_submission
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
+from mmqa_jax.evaluation.text_answers import is_open_answer
 from mmqa_jax.papers.mmmu import SETTINGS, answer_mmmu
 from mmqa_jax.prompting.backends import Picture
 from tests.refusals import refuses
@@ -107,7 +108,7 @@ def test_malformed_files(tmp_path, rows, words):
 
 
 def test_tables_of_another_benchmark(tmp_path):
-    refuses("holds no Parquet file; put MMMU's folders of subjects", read_mmmu, tmp_path)
+    refuses(r"holds no \.parquet file; put MMMU's folders of subjects", read_mmmu, tmp_path)
     table = pyarrow.table({"image_1": pyarrow.array([None], PICTURE)})
     pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
     refuses(r"x\.parquet: has no column id \(it has image_1\); fetch", read_mmmu, tmp_path)

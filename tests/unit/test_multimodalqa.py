@@ -14,6 +14,7 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.official import line_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction
+from mmqa_jax.evaluation import text_answers
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -129,7 +130,7 @@ def test_without_pictures_their_titles_stand(raw, tmp_path):
     ],
 )
 def test_scores_are_the_authors(predicted, gold, em, f1):
-    assert (multimodalqa.list_em(predicted, gold), multimodalqa.list_f1(predicted, gold)) == (
+    assert (text_answers.list_em(predicted, gold), text_answers.list_f1(predicted, gold)) == (
         em,
         f1,
     )
@@ -242,7 +243,9 @@ def test_missing_and_foreign_files(raw, tmp_path):
 def test_a_folder_without_questions(raw):
     for split in ("dev", "test"):
         (raw / f"MMQA_{split}.jsonl.gz").unlink()
-    refuses(r"raw: holds no questions; put", multimodalqa.read_multimodalqa, raw)
+    refuses(
+        r"raw: holds none of MultimodalQA's questions; put", multimodalqa.read_multimodalqa, raw
+    )
 
 
 def test_pictures_that_are_not_there_or_no_longer(raw):

@@ -183,7 +183,7 @@ def test_files_that_do_not_fit(raw, tmp_path, refused):
     (raw / "pid_splits.json").write_text(json.dumps({"train": ["1"], "val": ["2"], "test": ["1"]}))
     refused(*flags, message=r"problem 1 is in train and in test")
     (raw / "pid_splits.json").write_text(json.dumps({"train": [[1]]}))
-    refused(*flags, message=r"pid_splits\.json, train: \[1\] was found and a pid expected")
+    refused(*flags, message=r"pid_splits\.json: train is \[\[1\]\]; a list of texts was expected")
     (raw / "problems.json").rename(raw / "kept.json")
     for name in ("pid_splits.json", "captions.json"):
         refused(
@@ -209,7 +209,9 @@ def test_an_answer_of_llavas_that_is_no_letter(answer, tmp_path):
     turns = [{"value": "Which?\nA. oak\nB. rose"}, {"value": answer}]
     path = tmp_path / "test_questions_all.json"
     path.write_text(json.dumps([{"id": "9", "conversations": turns}]))
-    refuses(r"all\.json, entry 1: .*conversation .*; fetch LLaVA's", read_scienceqa, tmp_path)
+    refuses(
+        r"all\.json, entry 1: .*conversation of .*; fetch the file again", read_scienceqa, tmp_path
+    )
 
 
 def test_a_table_whose_name_says_no_split(raw, tmp_path):

@@ -146,8 +146,13 @@ def with_captions(
 
 
 def read_named_captions(path: Path) -> dict[str, str]:
-    """name -> caption of a captions JSON; of several captions the first."""
+    """name -> caption of a captions JSON; of several captions the first.
+
+    ScienceQA's file has them under `captions`, beside the name of a model.
+    """
     data = read_json(path)
+    if isinstance(data, dict) and isinstance(data.get("captions"), dict):
+        data = data["captions"]
     if not isinstance(data, dict) or not data:
         raise UserError(
             f'{path}: expected an object {{name: caption}} or {{name: {{"pred_captions": [...]}}}};'

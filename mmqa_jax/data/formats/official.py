@@ -11,7 +11,16 @@ import dataclasses
 import gzip
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +31,7 @@ from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.schema import Question, Source
 
 T = TypeVar("T")
+Q = TypeVar("Q", Question, Source)
 
 # Keys of Question.extra that several benchmarks have: a description of the picture, and the names
 # of objects in it; {answer: weight}, where the ten answers are absent; whether the benchmark shows
@@ -86,24 +96,38 @@ class Pictures(Protocol):
 
 
 class OfficialFiles:
-    """Files below a folder by their official names; remembers which were found and which not.
+    """Files below a folder by their official names; remembers which were read and which are absent.
+
+    Args:
+      path: the folder, or a single official file where the benchmark is read from one.
+      suffixes: of such files.
 
     Attributes:
-      folder: where they are looked for.
-      found: the files that were found, in the order of the requests.
+      folder: where files are looked for.
+      alone: the single file that `path` names; None for a folder.
+      read_files: the files that were read, in the order of the requests.
       missing: optional file name -> what is absent without it.
     """
 
-    def __init__(self, folder: Path):
-        if not folder.is_dir():
-            problem = "is a file" if folder.exists() else "no such folder"
+    def __init__(self, path: Path, suffixes: Sequence[str] = ()):
+        self.alone = path if path.is_file() and path.suffix in suffixes else None
+        self.folder = path if self.alone is None else path.parent
+        if not self.folder.is_dir():
+            problem = "is a file" if path.exists() else "no such folder"
             raise UserError(
-                f"{folder}: {problem}, a folder with the benchmark's official files was expected; "
+                f"{path}: {problem}, a folder with the benchmark's official files was expected; "
                 "check the path."
             )
-        self.folder = folder
-        self.read_files: list[Path] = []
+        self.read_files = [path] if self.alone else []
         self.missing: dict[str, str] = {}
+
+    def check_questions(self, questions: Collection[Any], benchmark: str, files: str) -> None:
+        """UserError if there are no questions; `files` are those to put into the folder."""
+        if not questions:
+            raise UserError(
+                f"{self.alone or self.folder}: holds none of {benchmark}'s questions; put {files} "
+                "there."
+            )
 
     def content(
         self,
@@ -111,15 +135,18 @@ class OfficialFiles:
         counts: Mapping[str, int],
         published: Mapping[str, int],
         pictures: Pictures,
-        names: Sequence[str],
         sources: Sequence[Source] = (),
+        names: Collection[str] | None = None,
     ) -> BenchmarkFiles:
-        """Returns what was read of these files, with the `pictures` of these names, if any.
+        """Returns what was read of these files; published counts come first, absent ones as 0.
 
-        The published counts come first, with 0 for what was not found.
+        Args:
+          names: the pictures that there are; None: all that questions and sources name.
         """
+        questions = list(questions)
+        names = sorted(picture_names((*questions, *sources)) if names is None else names)
         return BenchmarkFiles(
-            list(questions),
+            questions,
             {name: counts.get(name, 0) for name in published} | counts,
             published,
             files=self.read_files,
@@ -189,9 +216,30 @@ class PictureFolders:
         return "\n".join(facts)
 
 
-def one_file(path: Path, suffixes: tuple[str, ...]) -> bool:
-    """Whether `path` is a single official file with one of these suffixes, not a folder."""
-    return path.is_file() and path.suffix in suffixes
+def picture_names(items: Iterable[Question | Source]) -> set[str]:
+    """The names of the pictures of questions or sources, without the further pictures."""
+    return {item.image for item in items if item.image is not None}
+
+
+def with_present_pictures(items: Iterable[Q], pictures: Container[str]) -> list[Q]:
+    """Questions or sources without the names of pictures that `pictures` has not."""
+    return [
+        item
+        if item.image is None or item.image in pictures
+        else dataclasses.replace(item, image=None)
+        for item in items
+    ]
+
+
+def counts_of(
+    questions: Collection[Question],
+    splits: Iterable[str],
+    kinds: Mapping[str, Callable[[Question], Any]],
+) -> dict[str, int]:
+    """Counts questions by split, `val questions`, and those that a kind accepts, by its name."""
+    by_split = Counter(question.split for question in questions)
+    counts = {f"{split} questions": by_split[split] for split in splits}
+    return counts | {name: sum(map(bool, map(kind, questions))) for name, kind in kinds.items()}
 
 
 class Entry(dict[str, Any]):
@@ -279,9 +327,10 @@ def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str)
 
 
 def json_entries(path: Path, key: str | None = None) -> Iterator[Entry]:
-    """The objects of a JSON list, or of the list under `key`."""
-    data = read_json(path)
-    rows = data.get(key) if key is not None and isinstance(data, dict) else data
+    """The objects of a JSON list, or of the list under an object's `key`."""
+    rows = read_json(path)
+    if key is not None:
+        rows = rows.get(key) if isinstance(rows, dict) else None
     if not isinstance(rows, list):
         expected = "a list" if key is None else f'an object with a list "{key}"'
         raise UserError(f"{path}: {expected} was expected; fetch the file again.")

@@ -57,6 +57,14 @@ def hub_tables(folder: Path, name: str) -> list[Path]:
     return sorted(folder.glob(pattern)) or sorted(folder.glob(f"data/{pattern}"))
 
 
+def parquet_files(folder: Path, *, remedy: str, below: bool = False) -> list[Path]:
+    """The Parquet files in a folder, or also in the folders `below` it; UserError without any."""
+    paths = sorted([*folder.glob("*.parquet"), *(folder.glob("*/*.parquet") if below else ())])
+    if not paths:
+        raise UserError(f"{folder}: holds no .parquet file; {remedy}.")
+    return paths
+
+
 def _check_columns(path: Path, names: Sequence[str], needed: Sequence[str]) -> None:
     if missing := [name for name in needed if name not in names]:
         raise UserError(
