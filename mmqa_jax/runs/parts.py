@@ -222,7 +222,7 @@ class ReaderSpec(Part):
         """The reader over the row's corpus."""
 
         def load() -> Any:
-            from mmqa_jax.tasks.registry import open_reader
+            from mmqa_jax.tasks.trained_readers import open_reader
 
             return open_reader(self.model, row.corpus, row.inference)
 
@@ -703,7 +703,7 @@ class FusionReaderSpec(Part):
         def load() -> Any:
             from mmqa_jax.core.config import find_config, load_config
             from mmqa_jax.tasks.fusion_in_decoder import load_fusion_reader
-            from mmqa_jax.tasks.registry import open_published_reader
+            from mmqa_jax.tasks.trained_readers import open_published_reader
 
             if not self.config:
                 return load_fusion_reader(self.model, row.corpus, row.inference)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from flax import nnx
@@ -17,12 +17,14 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.bert.keys import fill_bert
-from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
-from mmqa_jax.models.encoders.heads import TextClassifier
 from mmqa_jax.models.vlp.keys import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_converted
+
+if TYPE_CHECKING:
+    from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+    from mmqa_jax.models.encoders.heads import TextClassifier
 
 # Puts weights into a model of shapes (nnx.eval_shape), in place. What stays a shape is drawn at
 # random afterwards.

@@ -20,9 +20,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, tune_threshold
-from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.inference.reranker import CachedReranker, Reranker, make_relevance
-from mmqa_jax.models.encoders.text_encoders import published_folder
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPModel
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
@@ -249,7 +247,11 @@ def open_reranker(model: str | Path, corpus: Corpus, options: tasks.Options | No
         Qwen3-VL-Reranker: its folder, or ORG/NAME in the Hugging Face cache.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
+    from mmqa_jax.models.encoders.text_encoders import published_folder
+
     if folder := published_folder(model):
+        from mmqa_jax.inference.cross_encoder import open_cross_encoder
+
         return open_cross_encoder(folder, corpus, **(options or {}))
     if read_metadata(model).get("task") == PublishedReranker.name:
         task, tokenizer = tasks.read_run(model, (PublishedReranker,), options)

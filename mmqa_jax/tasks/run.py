@@ -21,7 +21,6 @@ from mmqa_jax.core.metrics import check_wandb
 from mmqa_jax.core.workdir import claim_workdir
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.tasks.registry import check_config, read_task
-from mmqa_jax.tasks.vqa import keep_vocabulary
 from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
 from mmqa_jax.training.loop import Observed, Resuming, train
@@ -122,6 +121,8 @@ def _run_training(
             tokenizer = task.make_tokenizer(corpus, folder)
             recipe = task.recipe(corpus, tokenizer)
             if recipe.answers is not None:
+                from mmqa_jax.tasks.vqa import keep_vocabulary
+
                 keep_vocabulary(recipe.answers, folder)
             _keep_sums(folder)
             validation = None

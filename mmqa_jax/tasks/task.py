@@ -16,7 +16,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar
 
 import jax
 import numpy as np
@@ -47,17 +47,19 @@ from mmqa_jax.data.tokenizers import (
     train_wordpiece,
 )
 from mmqa_jax.models.bert.network import TRUNKS
-from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
-from mmqa_jax.tasks.initial_weights import Loader
 from mmqa_jax.training.options import LoopOptions, check_batch_size, read_section
 from mmqa_jax.training.state import Objective, Validation
 from mmqa_jax.weights.folder import load_weights
 from mmqa_jax.weights.keymap import traced_model
 from mmqa_jax.weights.record import read_metadata
 
-AnyTokenizer = Tokenizer | QuestionWords | TextTokenizer
+if TYPE_CHECKING:
+    from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+    from mmqa_jax.tasks.initial_weights import Loader
+
+    AnyTokenizer = Tokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it

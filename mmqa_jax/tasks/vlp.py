@@ -10,7 +10,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 from flax import nnx
 
@@ -37,18 +37,14 @@ from mmqa_jax.data.regions import (
     read_id_map,
 )
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.inference.region_detector import (
-    CorpusRegions,
-    DetectorChoice,
-    RegionCache,
-    open_detector,
-)
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs, VLPModel
-from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import Loader, check_clip_frontend, vlp_loader
 from mmqa_jax.training.best_weights import BEST
 from mmqa_jax.weights.record import read_metadata
+
+if TYPE_CHECKING:
+    from mmqa_jax.inference.region_detector import RegionCache
 
 # Frontend with precomputed detector features -> reader of its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
@@ -123,6 +119,8 @@ class FeaturesSection:
         return self._open(unrectified=False)
 
     def _open(self, *, unrectified: bool) -> RegionCache:
+        from mmqa_jax.inference.region_detector import DetectorChoice, RegionCache, open_detector
+
         look = self.detection
         choice = DetectorChoice(
             str(local_copy(self.detector)),
@@ -206,6 +204,8 @@ class VLPTask(tasks.Task):
         names: Sequence[str] | None = None
         find, remedy = None, "fetch their features or raise features.max_missing"
         if section.detector:
+            from mmqa_jax.inference.region_detector import CorpusRegions
+
             detected = CorpusRegions(corpus, self._region_cache())
             reader = RecordDetections(detected, self.model.frontend)
             ids = [s.id if s.modality == "image" else None for s in corpus.sources]
@@ -419,6 +419,8 @@ class VLPTask(tasks.Task):
         As in retrieval/embedder.py; compiled for a v5e the programs of configs/webqa use 0.5
         to 0.9 of them.
         """
+        from mmqa_jax.retrieval.embedder import tower_bytes
+
         model = self.vlp_config(tasks.ANY_VOCABULARY)
         packing = self.packing_config(inference=True)
         pictures = max(Bucket(*sizes).pictures for sizes in packing.buckets)

@@ -19,7 +19,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat
 from mmqa_jax.runs.part import Resumable
-from mmqa_jax.tasks.registry import open_published_reader, open_reader
+from mmqa_jax.tasks.trained_readers import open_published_reader, open_reader
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

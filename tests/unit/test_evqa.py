@@ -152,7 +152,7 @@ def test_malformed_rows(raw, tmp_path, changes, words):
     [
         ("inaturalist/val.json", '{"images": [{"id": 7, "file_name": "z"}]}', ("id 7", "twice")),
         ("inaturalist/val.json", '{"images": [{"id": "12"}]}', ("entry 1", "file_name")),
-        ("inaturalist/val.json", "[]", ('an object with a list "images"',)),
+        ("inaturalist/val.json", "{}", ('an object with a list "images"',)),
         ("test.csv", "question,answer\nx,y\n", ("no column", "question_type")),
     ],
 )

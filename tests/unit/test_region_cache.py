@@ -276,7 +276,7 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
     assert recipe.metadata == {}
 
     detector = Counting()
-    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: detector)
+    monkeypatch.setattr(region_detector, "open_detector", lambda choice, *_, **__: detector)
     flags = {"features.root": "", "features.detector": "the detector"}
     task = vlp_task(kind, **flags).in_folder(tmp_path / "run")
     got, recipe = batches_of(task)
@@ -303,7 +303,7 @@ def test_batches_of_raw_pictures_are_those_of_records(kind, tmp_path, monkeypatc
 
 def test_trained_models_look_at_a_batch_together(tmp_path, monkeypatch):
     detector, tokenizer = Counting(), whole_minilm()
-    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: detector)
+    monkeypatch.setattr(region_detector, "open_detector", lambda choice, *_, **__: detector)
     flags = {"features.root": "", "features.detector": "the detector"}
     task = vlp_task("qa", **flags).in_folder(tmp_path)
     reader = task.source_reader(corpus(), tokenizer, on_demand=True)
@@ -361,7 +361,7 @@ def test_worker_processes_are_refused(tmp_path):
 
 
 def test_a_detector_of_another_frontend_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(vlp, "open_detector", lambda choice, *_, **__: Counting())
+    monkeypatch.setattr(region_detector, "open_detector", lambda choice, *_, **__: Counting())
     flags = {"features.root": "", "features.detector": "the detector", "model.frontend": "vinvl"}
     task = vlp_task("select", **flags).in_folder(tmp_path)
     refuses(r"2048 features and 1601 classes, model\.frontend=vinvl", task.regions, corpus())

@@ -327,10 +327,9 @@ def read_entries(entries: Iterable[Entry], read: Callable[[Entry], T], key: str)
 
 
 def json_entries(path: Path, key: str | None = None) -> Iterator[Entry]:
-    """The objects of a JSON list, or of the list under an object's `key`."""
-    rows = read_json(path)
-    if key is not None:
-        rows = rows.get(key) if isinstance(rows, dict) else None
+    """The objects of a JSON list, or of the list under `key`."""
+    data = read_json(path)
+    rows = data.get(key) if key is not None and isinstance(data, dict) else data
     if not isinstance(rows, list):
         expected = "a list" if key is None else f'an object with a list "{key}"'
         raise UserError(f"{path}: {expected} was expected; fetch the file again.")

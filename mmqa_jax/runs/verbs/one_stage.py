@@ -373,7 +373,7 @@ def answer(
 
     A model of one modality (VLP_I, VLP_T) answers only the questions that need that modality.
     """
-    from mmqa_jax.tasks.registry import reader_modality
+    from mmqa_jax.tasks.trained_readers import reader_modality
 
     check_threshold(threshold, "--threshold")
     corpus, questions = files.open()
