@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from mmqa_jax.core.errors import UserError
 SUMMARY = "answer a question from a folder of documents with its sources, or say that none has it."
 EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
 _DEMO = "workdir-demo"
-_THOUGHTS = ("thinking", "thinking_tokens", "cut")  # of a trace, in what `--json` prints
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +50,26 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     if arguments.data is None:
-        return {"answers": _ask_demo(arguments, picture)}
-    answers = _ask_folder(arguments, picture)
+        from mmqa_jax.runs.ask import ask_demo
+
+        workdir = Path(arguments.workdir or _DEMO)
+        return {"answers": ask_demo(workdir, arguments.question, picture)}
+    from mmqa_jax.runs.ask_folder import ask_folder
+
+    flags.download(arguments, "model", "encoder", "reranker", "ocr")
+    options, reading = flags.reading_options(arguments)
+    answers = ask_folder(
+        Path(arguments.data),
+        arguments.question,
+        picture,
+        model=arguments.model or "smollm2",
+        backend=arguments.backend or "engine",
+        thinking=arguments.thinking or "off",
+        cache=flags.optional_path(arguments.cache),
+        folder=flags.folder_options(arguments),
+        options=options,
+        reading=reading,
+    )
     return answers[0] if len(answers) == 1 else {"answers": answers}
 
 
@@ -67,55 +83,3 @@ def _check_flags(arguments: argparse.Namespace) -> None:
                 f"--{name}: a demo answers with its own models; give --data=FOLDER with it, or "
                 "leave it out."
             )
-
-
-def _ask_folder(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
-    """Answers from a folder of documents."""
-    from mmqa_jax.core.host import cache_dir
-    from mmqa_jax.prompting.llm_reader import LLMReader
-    from mmqa_jax.runs.ask_corpus import answer_notes, ask_in_turn
-    from mmqa_jax.runs.ask_folder import FolderAnswerer, open_folder
-    from mmqa_jax.runs.parts import LLMSpec, open_llm
-    from mmqa_jax.runs.prepare import folder_notes
-
-    model = arguments.model or "smollm2"
-    flags.download(arguments, "model", "encoder", "reranker", "ocr")
-    options, reading = flags.reading_options(arguments)
-    corpus = open_folder(
-        Path(arguments.data),
-        flags.optional_path(arguments.cache),
-        flags.folder_options(arguments),
-        encoder=options.encoder,
-    )
-    for line in folder_notes(corpus.manifest["origin"]):
-        print(line, file=sys.stderr)
-    thinking = arguments.thinking or "off"
-    spec = LLMSpec(model, arguments.backend or "engine", thinking=thinking)
-    llm = open_llm(spec, cache_dir() / "responses", "--model")
-    rows = []
-    try:
-        answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
-        for answer, row in ask_in_turn(answerer, arguments.question, picture):
-            for note in answer_notes(answer.prediction):
-                print(note, file=sys.stderr)
-            trace = answer.prediction.trace
-            rows.append({**row, **{key: trace[key] for key in _THOUGHTS if key in trace}})
-    finally:
-        llm.close()
-    return rows
-
-
-def _ask_demo(arguments: argparse.Namespace, picture: bytes | None) -> list[dict[str, Any]]:
-    """Answers from a demo's corpus, by the demo's models."""
-    from mmqa_jax.runs.ask import Answerer
-    from mmqa_jax.runs.ask_corpus import ask_in_turn
-
-    answerer = Answerer(Path(arguments.workdir or _DEMO))
-    rows = []
-    for answer, row in ask_in_turn(answerer, arguments.question, picture):
-        sources_shown = zip(row["sources"], answer.sources_shown(answerer.corpus), strict=True)
-        sources = [
-            {**source, "title": shown_source.source.title} for source, shown_source in sources_shown
-        ]
-        rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
-    return rows

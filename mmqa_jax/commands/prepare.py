@@ -96,23 +96,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prepares the corpus."""
-    from mmqa_jax.data.records.corpus_records import holds_corpus
-    from mmqa_jax.runs.prepare import report_corpus
-
-    out = Path(arguments.out)
-    if arguments.report and not arguments.overwrite and holds_corpus(out):
-        return report_corpus(arguments.dataset, out)
-    result = _prepare(arguments)
-    return {**result, **report_corpus(arguments.dataset, out)} if arguments.report else result
-
-
-def _prepare(arguments: argparse.Namespace) -> dict[str, Any]:
     from mmqa_jax.runs.prepare import prepare
 
     return prepare(
         arguments.dataset,
         flags.optional_path(arguments.raw),
         Path(arguments.out),
+        report=arguments.report,
         overwrite=arguments.overwrite,
         max_broken_pictures=arguments.max_broken_pictures,
         folder=_folder_options(arguments),

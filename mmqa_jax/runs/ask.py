@@ -18,7 +18,7 @@ from mmqa_jax.inference.answer_spelling import as_written
 from mmqa_jax.papers import webqa
 from mmqa_jax.papers.webqa import Reranker
 from mmqa_jax.retrieval.rankings import Retriever
-from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, ask_in_turn, shown_sources
 from mmqa_jax.runs.parts import open_dense, with_similarity
 from mmqa_jax.tasks.answer import load_reader
 from mmqa_jax.tasks.rerank import load_reranker
@@ -157,3 +157,16 @@ def _least_similarity(folder: Path) -> float:
         file=sys.stderr,
     )
     return -1.0
+
+
+def ask_demo(
+    workdir: Path, questions: Sequence[str], picture: bytes | None = None
+) -> list[dict[str, Any]]:
+    """Answers questions in turn from a demo, by its models; returns what `--json` prints."""
+    answerer = Answerer(workdir)
+    rows = []
+    for answer, row in ask_in_turn(answerer, questions, picture):
+        pairs = zip(row["sources"], answer.sources_shown(answerer.corpus), strict=True)
+        sources = [{**source, "title": shown_source.source.title} for source, shown_source in pairs]
+        rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
+    return rows

@@ -12,7 +12,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -38,10 +38,21 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.retrieval.text_encoder import minilm_token_limit
-from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, shown_sources
+from mmqa_jax.runs.ask_corpus import (
+    AskedCorpus,
+    ShownSource,
+    answer_notes,
+    ask_in_turn,
+    shown_sources,
+)
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.library import open_text_embedder
 from mmqa_jax.tasks.rerank import open_reranker
+
+if TYPE_CHECKING:
+    from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+
+_THOUGHTS = ("thinking", "thinking_tokens", "cut")  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
@@ -286,6 +297,47 @@ def open_folder(
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
     return AskedCorpus(prepared)
+
+
+def ask_folder(
+    data: Path,
+    questions: Sequence[str],
+    picture: bytes | None,
+    *,
+    model: str,
+    backend: str,
+    thinking: str,
+    cache: Path | None,
+    folder: FolderOptions | None,
+    options: AskOptions,
+    reading: LLMReaderOptions,
+) -> list[dict[str, Any]]:
+    """Answers questions in turn from a folder; returns what `--json` prints of each.
+
+    Args:
+      data, cache, folder: see `open_folder`.
+      model, backend, thinking: the language model that reads the passages, see runs.parts.LLMSpec.
+    """
+    from mmqa_jax.prompting.llm_reader import LLMReader
+    from mmqa_jax.runs.parts import LLMSpec, open_llm
+    from mmqa_jax.runs.prepare import folder_notes
+
+    corpus = open_folder(data, cache, folder, encoder=options.encoder)
+    for line in folder_notes(corpus.manifest["origin"]):
+        print(line, file=sys.stderr)
+    spec = LLMSpec(model, backend, thinking=thinking)
+    llm = open_llm(spec, cache_dir() / "responses", "--model")
+    rows = []
+    try:
+        answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
+        for answer, row in ask_in_turn(answerer, questions, picture):
+            for note in answer_notes(answer.prediction):
+                print(note, file=sys.stderr)
+            trace = answer.prediction.trace
+            rows.append({**row, **{key: trace[key] for key in _THOUGHTS if key in trace}})
+    finally:
+        llm.close()
+    return rows
 
 
 def open_passages(

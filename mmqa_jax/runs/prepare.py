@@ -11,7 +11,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.records.corpus_records import materials_of
+from mmqa_jax.data.records.corpus_records import holds_corpus, materials_of
 from mmqa_jax.evaluation import corpus_statistics as statistics
 from mmqa_jax.evaluation.report import ReportData, write_report
 from mmqa_jax.evaluation.tables import Table, show
@@ -26,9 +26,25 @@ FILES_KEPT = (
 )
 
 
-def prepare(dataset: str, raw: Path | None, out: Path, **options: Any) -> dict[str, Any]:
-    """Prepares a corpus and prints its counts; returns what `--json` prints."""
-    return corpus_summary(corpora.prepare(dataset, raw, out, **options), out)
+def prepare(
+    dataset: str,
+    raw: Path | None,
+    out: Path,
+    *,
+    report: bool = False,
+    overwrite: bool = False,
+    **options: Any,
+) -> dict[str, Any]:
+    """Prepares a corpus and prints its counts; returns what `--json` prints.
+
+    Args:
+      report: also writes statistics; of a corpus that `out` already holds only these.
+    """
+    if report and not overwrite and holds_corpus(out):
+        return report_corpus(dataset, out)
+    manifest = corpora.prepare(dataset, raw, out, overwrite=overwrite, **options)
+    summary = corpus_summary(manifest, out)
+    return {**summary, **report_corpus(dataset, out)} if report else summary
 
 
 def report_corpus(dataset: str, out: Path) -> dict[str, Any]:
