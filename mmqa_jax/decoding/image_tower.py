@@ -292,7 +292,8 @@ class OnevisionTower(SizedTower):
 
 
 class UnitTower(SizedTower):
-    """Gemma 4's: pictures of any size; a bucket holds so many units, each of which is a token."""
+    """Gemma 4's and LFM2-VL's: pictures of any size; a bucket holds so many units, each of which is
+    a token."""
 
     def __init__(
         self, tower: nnx.Dict, config: LlavaConfig, rows: Sharding, mesh: Mesh | None = None
@@ -321,8 +322,8 @@ class UnitTower(SizedTower):
 
     def shown(self) -> np.ndarray:
         unit, rows, columns = self._config.units.unit, *_SHOWN
-        if self._config.budget is not None:
-            rows = columns = math.isqrt(self._config.budget)
+        if most := self._config.most_tokens:
+            rows = columns = math.isqrt(most)
         return np.zeros((rows * unit, columns * unit, 3), np.uint8)
 
 
@@ -358,6 +359,7 @@ def tower_programs_of(
         "first": LlavaTower,
         "marked": LlavaTower,
         "tiles": LlavaTower,
+        "pieces": UnitTower,
         "anyres": OnevisionTower,
         "units": QwenTower,
         "budget": UnitTower,

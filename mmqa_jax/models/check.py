@@ -260,9 +260,14 @@ def _layers(module: Any) -> Any:
 # Hooks of a layer, which keep what enters and what leaves it.
 
 
+_ENTRIES = ("hidden_states", "hidden_state")  # the second is of Llama 4's tower
+
+
 def _entering(states: list[np.ndarray]) -> Callable[..., None]:
     def hook(module: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-        entered = positional[0] if positional else named["hidden_states"]
+        entered = (
+            positional[0] if positional else next(named[name] for name in _ENTRIES if name in named)
+        )
         states.append(entered.numpy().copy())
 
     return hook

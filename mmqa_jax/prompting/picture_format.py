@@ -21,6 +21,7 @@ from mmqa_jax.models.llava.config import (
     LlavaConfig,
     PictureConfig,
 )
+from mmqa_jax.models.llava.tiles import CanvasTiles, Cut
 from mmqa_jax.models.mistral3.network import Mistral3Config
 from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, best_resolution
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
@@ -285,42 +286,41 @@ class _Marked(abc.ABC):
 class TilesFormat(_Marked):
     """That of a model whose pictures are tiles, each with a placeholder of its own."""
 
-    def _written(self, shown_picture: Shown) -> str:
-        return self._config.split.written(self.placeholder, *self._grid(shown_picture))
+    def __init__(self, config: LlavaConfig, tokenizer: text_tokenizer.TextTokenizer):
+        super().__init__(config, tokenizer)
+        self._piece = self.placeholder
+        if isinstance(config.split, CanvasTiles):  # whose templates have another token
+            self.placeholder = "<|image|>"
+            template = tokenizer.template
+            self.chat_format = template and PictureTemplate(template, self.placeholder)
 
-    def _grid(self, shown_picture: Shown) -> tuple[int, int]:
-        """Rows and columns of a picture's tiles, without the whole."""
-        size = decode.upright_size_of(shown_picture.picture.data, shown_picture.picture.name)
-        side = self._config.vision.image_size
-        width, height = self._config.split.steps(*size, side)[-1]
-        return height // side, width // side
+    def _written(self, shown_picture: Shown) -> str:
+        cut = self._cut(shown_picture)
+        return self._config.split.written(self._piece, cut.rows, cut.columns)
+
+    def _cut(self, shown_picture: Shown) -> Cut:
+        picture = shown_picture.picture
+        return self._config.cut(*decode.upright_size_of(picture.data, picture.name))
 
     def places(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        rows, columns = self._grid(shown_picture)
-        return 1 if rows * columns == 1 else rows * columns + 1
+        return len(self._cut(shown_picture).sizes)
 
     def tokens(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
-        return self.places(shown_picture) * self._config.features
+        sizes = self._cut(shown_picture).sizes
+        return sum(self._config.picture_tokens((high, wide, 3)) for wide, high in sizes)
 
     def read_all(self, shown_picture: Shown) -> list[np.ndarray | TiledPicture]:
         """See PictureFormat."""
-        name, side, split = (
-            shown_picture.picture.name,
-            self._config.vision.image_size,
-            self._config.split,
-        )
+        name, split = shown_picture.picture.name, self._config.split
         image = decode.decode_upright(shown_picture.picture.data, name)
-        return list(
-            resize.cut_tiles(
-                image,
-                split.steps(*image.size, side),
-                side,
-                split.resample,
-                whole_of_canvas=split.whole_of_canvas,
-                name=name,
-            )
+        return resize.cut_tiles(
+            image,
+            self._config.cut(*image.size),
+            split.resample,
+            whole_of_canvas=split.whole_of_canvas,
+            name=name,
         )
 
 
@@ -459,6 +459,7 @@ def picture_format(config: PictureConfig, tokenizer: text_tokenizer.TextTokenize
         "first": FirstFormat,
         "marked": MarkedFormat,
         "tiles": TilesFormat,
+        "pieces": TilesFormat,
         "anyres": OnevisionFormat,
         "units": QwenFormat,
         "budget": SizedFormat,

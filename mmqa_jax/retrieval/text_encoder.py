@@ -70,7 +70,7 @@ def load_text_embedder(
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices)
     config = encoder.config
-    width = check_widths(recipe.dense, config.hidden)
+    width = check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
     if recipe.truncate_dim is not None and recipe.truncate_dim > width:
         raise UserError(
             f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "

@@ -228,6 +228,7 @@ CASES = {
         {"rms_norm_eps": None, "norm_epsilon": 2e-4},
     ),
     "apertus": Case(transformers.ApertusForCausalLM, "apertus", {}, _apertus),
+    "arcee": Case(transformers.ArceeForCausalLM, "arcee", {}, _llama, turned=True),
     "mistral": Case(
         transformers.MistralForCausalLM, "llama", {"sliding_window": None}, _llama, turned=True
     ),

@@ -161,6 +161,85 @@ def test_embedding_gemma_writes_no_texts(embedding_gemma):
         Engine(abstract(Llama, config))
 
 
+EMBEDDING_GEMMA_2 = {
+    **{"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 4, "head_dim": 12},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "global_head_dim": 20},
+    **{"num_global_key_value_heads": 1, "sliding_window": 36, "rms_norm_eps": 1e-3},
+    **{"hidden_size_per_layer_input": 10, "embedding_dim": 24, "max_position_embeddings": 900},
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 700.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 90.0},
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def embedding_gemma_2(tmp_path_factory):
+    """An EmbeddingGemma 2 without towers; the model of transformers, its tokenizer, its folder."""
+    folder = tmp_path_factory.mktemp("gemma2")
+    own = byte_tokenizer("<s>", "$A", "</s>")
+    config = transformers.EmbeddingGemma2Config(
+        text_config=EMBEDDING_GEMMA_2 | {"vocab_size": len(own) + 3},
+        vision_config=None,
+        audio_config=None,
+        attn_implementation="eager",
+    )
+    torch.manual_seed(0)
+    model = randomize(transformers.EmbeddingGemma2Model(config), 0, 0.15).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.add_(0.3 * torch.rand(buffer.shape))
+    model.save_pretrained(folder)
+    own.save_pretrained(folder)
+    module, layers = "sentence_transformers.models.", {"": "Transformer", "1_Pooling": "Pooling"}
+    layers["2_Normalize"] = "Normalize"
+    modules = [
+        {"idx": number, "name": str(number), "path": path, "type": f"{module}{name}"}
+        for number, (path, name) in enumerate(layers.items())
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 600}))
+    (folder / "1_Pooling").mkdir()
+    pooling = {"word_embedding_dimension": 24, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling/config.json").write_text(json.dumps(pooling))
+    return model, own, folder
+
+
+def test_embedding_gemma_2_is_that_of_transformers(embedding_gemma_2):
+    """The mean of the tokens of texts that are shorter and longer than a window; some are cut."""
+    theirs, own, folder = embedding_gemma_2
+    ours = load_text_embedder(folder, batch_size=3)
+    questions = [text[:2300] for text in texts(400)[1::3]]
+    tokens = own(questions, padding=True, truncation=True, max_length=600, return_tensors="pt")
+    assert tokens["attention_mask"].sum(1).max() == 600
+    with torch.no_grad():
+        states = theirs(tokens["input_ids"], attention_mask=tokens["attention_mask"])[0]
+    mask = tokens["attention_mask"][..., None]
+    mean = (states * mask).sum(1) / mask.sum(1)
+    want = torch.nn.functional.normalize(mean).numpy()
+    np.testing.assert_allclose(ours.embed_questions(questions), want, **WHOLE)
+    assert ours.dim == 24
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"sliding_window": 0}, "sliding_window is 0"),
+        ({"embedding_dim": "a"}, "embedding_dim is 'a'"),
+        ({"num_kv_shared_layers": 1}, "layers that borrow keys"),
+        ({"sights": 1}, "key 'sights'"),
+    ],
+)
+def test_a_bad_embedding_gemma_2_is_refused(embedding_gemma_2, change, message, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(embedding_gemma_2[2], folder)
+    content = json.loads((folder / "config.json").read_text())
+    content["text_config"] |= change
+    (folder / "config.json").write_text(json.dumps(content))
+    refuses(message, load_text_embedder, folder)
+
+
 @pytest.mark.parametrize(
     ("file", "change", "message"),
     [

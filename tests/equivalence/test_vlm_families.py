@@ -48,11 +48,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.resize import cut_tiles
 from mmqa_jax.decoding.sizes import feature_bytes
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.models.llava.config import PRESETS, RatioTiles, RowTiles
-from mmqa_jax.models.llava.families import FAMILIES
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava, expand_images
+from mmqa_jax.models.llava.presets import PRESETS
 from mmqa_jax.models.llava.processor import with_split
+from mmqa_jax.models.llava.tiles import RatioTiles, RowTiles, UnitSizes
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
@@ -581,7 +581,7 @@ PROCESSORS = [
 def test_a_bad_processor_is_refused_by_name(tmp_path, family, file, match):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(file))
     with pytest.raises(UserError, match=match):
-        with_split(tmp_path, llava_config(INSIDE[family]), FAMILIES[family].split)
+        with_split(tmp_path, llava_config(INSIDE[family]))
 
 
 WIDTHS = (1, 2, 37, 448, 500, 512, 769, 1024, 3001, 20000)
@@ -603,20 +603,22 @@ def test_canvases_of_any_size_are_the_processors(height):
             first = get_resize_output_image_size(picture, longest)
             scaled = np.broadcast_to(np.uint8(0), (3, *first))
             want = [(first[1], first[0]), Sizes().resize_for_vision_encoder(scaled, side)]
+            cut = RowTiles(longest).cut(width, height, UnitSizes(14, 1, side=side))
             if min(want[1]):  # else transformers fails
-                assert RowTiles(longest).steps(width, height, side) == want
-            tiles = math.prod(RowTiles(longest).steps(width, height, side)[-1]) // side**2
+                assert [*cut.steps] == want
+            tiles = math.prod(cut.canvas) // side**2
             assert tiles <= RowTiles(longest).most_tiles(side)
     for least, most in ((1, 12), (2, 7), (1, 1)):
         for width in WIDTHS:
             columns, rows = get_optimal_tiled_canvas((height, width), (448, 448), least, most)
-            steps = RatioTiles(least, most).steps(width, height, 448)
-            assert steps == [(448 * columns, 448 * rows)]
+            cut = RatioTiles(least, most).cut(width, height, UnitSizes(14, 1, side=448))
+            assert cut.steps == ((448 * columns, 448 * rows),)
 
 
 def test_a_long_and_thin_picture():
     """A row of 9,000 pixels becomes four tiles and the whole."""
-    steps = RowTiles(2048).steps(9000, 1, 512)
-    tiles = cut_tiles(Image.new("RGB", (9000, 1)), steps, 512, "lanczos", whole_of_canvas=True)
-    assert tiles.shape == (5, 512, 512, 3)
-    assert RowTiles(2048).steps(1, 9000, 512)[-1] == (512, 2048)
+    units = UnitSizes(16, 1, side=512)
+    cut = RowTiles(2048).cut(9000, 1, units)
+    tiles = cut_tiles(Image.new("RGB", (9000, 1)), cut, "lanczos", whole_of_canvas=True)
+    assert np.shape(tiles) == (5, 512, 512, 3)
+    assert RowTiles(2048).cut(1, 9000, units).canvas == (512, 2048)

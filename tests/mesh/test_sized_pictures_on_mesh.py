@@ -13,10 +13,11 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.config import LlavaConfig, RatioTiles
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
+from mmqa_jax.models.llava.tiles import RatioTiles
 from mmqa_jax.models.mistral3.network import Mistral3, Mistral3Config
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TiledPicture
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig

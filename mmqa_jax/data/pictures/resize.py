@@ -8,7 +8,7 @@ square with its tower's mean color (haotian-liu/LLaVA llava/mm_utils.py, `expand
 preprocessor_config of llava-hf/llava-1.5-*-hf does not pad: it crops the center, which is
 `to_pixels(image, 336, "crop")` alone. LLaVA-OneVision: whole, and alone in its prompt in tiles too
 (transformers models/llava_onevision/image_processing_pil_llava_onevision.py). Idefics3, SmolVLM,
-InternVL: in tiles, behind which it follows whole (`cut_tiles`).
+InternVL, LFM2-VL, Llama 4: in tiles, behind which it follows whole (`cut_tiles`).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class NaFlex:
 
 
 class TileSteps(Protocol):
-    """How a picture becomes a canvas of whole tiles; see `models.llava.config.RowTiles`."""
+    """How a picture becomes a canvas of whole tiles; see `models.llava.tiles.RowTiles`."""
 
     resample: ClassVar[str]
 
@@ -123,11 +123,29 @@ class Canvas:
     def tiles_of(self, pixels: UInt8[np.ndarray, "H W 3"]) -> UInt8[np.ndarray, "tiles S S 3"]:
         """The tiles of a canvas, row by row; several are followed by the whole."""
         canvas, side = Image.fromarray(pixels), self.side
-        tiles = _cut(canvas, side)
+        tiles = _cut(canvas, side, side)
         if len(tiles) == 1:
             return tiles
         whole = canvas.resize((side, side), _FILTERS[self.split.resample])
         return np.concatenate([tiles, np.asarray(whole)[None]])
+
+
+class PictureCut(Protocol):
+    """How a picture is cut (`models.llava.tiles.Cut`): it is resized to the sizes `steps`, lies on
+    `canvas`, which is cut into tiles, and follows them as a `whole`; sizes are widths and
+    heights."""
+
+    @property
+    def steps(self) -> Sequence[tuple[int, int]]: ...
+
+    @property
+    def canvas(self) -> tuple[int, int]: ...
+
+    @property
+    def tile(self) -> tuple[int, int]: ...
+
+    @property
+    def whole(self) -> tuple[int, int] | None: ...
 
 
 # What a picture is made: square in one of these ways, or of a shape near its own.
@@ -373,32 +391,29 @@ def tiled_pixels(
     place = (width - size[0]) // 2, (height - size[1]) // 2
     canvas.paste(image.resize(size, Image.Resampling.BICUBIC), place)
     whole = image.resize((side, side), Image.Resampling.BICUBIC)
-    return np.concatenate([np.asarray(whole)[None], _cut(canvas, side)])
+    return np.concatenate([np.asarray(whole)[None], _cut(canvas, side, side)])
 
 
-def _cut(canvas: Image.Image, side: int) -> UInt8[np.ndarray, "tiles S S 3"]:
-    """The squares of a canvas, row by row."""
+def _cut(canvas: Image.Image, wide: int, high: int) -> UInt8[np.ndarray, "tiles H W 3"]:
+    """The tiles of a canvas, row by row."""
     width, height = canvas.size
-    tiles = np.asarray(canvas).reshape(height // side, side, width // side, side, 3)
-    return tiles.swapaxes(1, 2).reshape(-1, side, side, 3)
+    tiles = np.asarray(canvas).reshape(height // high, high, width // wide, wide, 3)
+    return tiles.swapaxes(1, 2).reshape(-1, high, wide, 3)
 
 
 def cut_tiles(
     image: Image.Image,
-    steps: Sequence[tuple[int, int]],
-    side: int,
+    cut: PictureCut,
     resample: str,
     *,
     whole_of_canvas: bool,
     name: str = "picture",
-) -> UInt8[np.ndarray, "tiles S S 3"]:
-    """Cuts the RGB picture in tiles, row by row; several tiles are followed by the whole picture.
+) -> list[UInt8[np.ndarray, "H W 3"]]:
+    """Cuts the RGB picture in tiles, row by row, and the whole picture behind them.
 
     Args:
       image: of any shape.
-      steps: widths and heights to which it is scaled one after the other; those of the last, the
-        canvas, are multiples of `side`.
-      side: S.
+      cut: the sizes of all.
       resample: Pillow's filter.
       whole_of_canvas: the whole is made of the canvas, not of the picture as it was.
       name: for errors.
@@ -406,13 +421,16 @@ def cut_tiles(
     Raises:
       PictureError: it is too long and thin.
     """
-    canvas = _in_steps(image, steps, resample, name)
-    tiles = _cut(canvas, side)
-    if len(tiles) == 1:
-        return tiles
-    check_made(side, image.height, name)
-    whole = (canvas if whole_of_canvas else image).resize((side, side), _FILTERS[resample])
-    return np.concatenate([tiles, np.asarray(whole)[None]])
+    canvas = _in_steps(image, cut.steps, resample, name)
+    if canvas.size != cut.canvas:
+        check_made(*cut.canvas, name)
+        canvas = canvas.crop((0, 0, *cut.canvas))  # black where there is no picture
+    pieces = list(_cut(canvas, *cut.tile))
+    if cut.whole is not None:
+        check_made(cut.whole[0], max(image.height, cut.whole[1]), name)
+        whole = (canvas if whole_of_canvas else image).resize(cut.whole, _FILTERS[resample])
+        pieces.append(np.asarray(whole))
+    return pieces
 
 
 def _in_steps(

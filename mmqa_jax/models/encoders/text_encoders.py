@@ -25,6 +25,11 @@ from mmqa_jax.models.bert.mpnet import MPNET_PADDING, MPNet, mpnet_config, mpnet
 from mmqa_jax.models.bert.network import Bert
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import Linear
+from mmqa_jax.models.encoders.embedding_gemma import (
+    EmbeddingGemma,
+    embedding_gemma_config,
+    embedding_gemma_key_map,
+)
 from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, YesNoDecoder
 from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -176,6 +181,11 @@ FAMILIES: Mapping[str, Family] = {
     "new": _rotary(rotary.GTE),  # the authors' name of GTE
     "jina_embeddings_v3": _rotary(rotary.JINA_V3),
     "eurobert": dataclasses.replace(_DECODER, config=_eurobert_config),
+    "embedding_gemma2": Family(
+        lambda published, where: for_reading(embedding_gemma_config(published, where), platform()),
+        EmbeddingGemma,
+        embedding_gemma_key_map,
+    ),
     **dict.fromkeys(DECODERS, _DECODER),
 }
 

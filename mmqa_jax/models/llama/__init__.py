@@ -5,7 +5,7 @@ from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 FAMILIES = (
     Architecture(
         name="llama",
-        model_types=("llama.families.FAMILIES", "llama4"),
+        model_types=("llama.families.FAMILIES",),
         title="LLaMA, SmolLM, Mistral, Ministral, Qwen2 and 3, Phi-3, OLMo 2, Granite, Cohere",
         model="llama.network.Llama",
         config="llama.config.LlamaConfig",

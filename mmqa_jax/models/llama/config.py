@@ -254,9 +254,11 @@ class LlamaConfig:
             raise UserError(
                 'model.picture_sight "near" needs layers of that kind in model.kinds; leave it out.'
             )
-        own = self.layers - (self.borrowers or 0)
-        lend = {*self.kinds[:own]}
-        if (self.layers > 1 and self.borrowers and not {*self.kinds[own:]} <= lend) or own < 0:
+        lenders = self.layers - (self.borrowers or 0)
+        lend = {*self.kinds[:lenders]}
+        if (
+            self.layers > 1 and self.borrowers and not {*self.kinds[lenders:]} <= lend
+        ) or lenders < 0:
             raise UserError(
                 f"model.borrowers is {self.borrowers}: expected so many last layers "
                 f"of model.layers = {self.layers} that those before have their model.kinds, too; "
@@ -322,10 +324,10 @@ class LlamaConfig:
 
     def lender(self, number: int) -> int:
         """The layer whose keys and values a layer takes: itself, or one before."""
-        own = self.layers - (self.borrowers or 0)
-        if number < own:
+        lenders = self.layers - (self.borrowers or 0)
+        if number < lenders:
             return number
-        return max(n for n in range(own) if self.kinds[n] == self.kinds[number])
+        return max(n for n in range(lenders) if self.kinds[n] == self.kinds[number])
 
     @property
     def borrows(self) -> bool:
@@ -341,8 +343,8 @@ class LlamaConfig:
     def mixing(self) -> int:
         """Parameters of the products of one layer's attention, or of what is in its place."""
         if not self.recurrent:
-            own = 0 if self.borrows else 2 - self.keys_are_values
-            heads = (2 + self.gated) * self.heads + own * self.kv_heads
+            projections = 0 if self.borrows else 2 - self.keys_are_values
+            heads = (2 + self.gated) * self.heads + projections * self.kv_heads
             return self.hidden * self.head_size * heads
         delta = self.delta
         if delta is None:
@@ -526,10 +528,10 @@ def _gemma(**sizes) -> Callable[..., LlamaConfig]:
     """A preset of a Gemma: `every`, layers up to one that sees all; `window`, of the others."""
     every, window, layers = sizes.pop("every"), sizes.pop("window"), sizes["layers"]
     near = tuple((number + 1) % every != 0 for number in range(layers))
-    sizes["windows"] = tuple(window * one for one in near)
+    sizes["windows"] = tuple(window * is_near for is_near in near)
     sizes["embedding_scale"] = sizes["hidden"] ** 0.5
     if "full_layers" in sizes:
-        sizes["kinds"] = tuple("near" if one else "full" for one in near)
+        sizes["kinds"] = tuple("near" if is_near else "full" for is_near in near)
     return _published(**sizes, local=() if sizes["family"] == "gemma2" else near)
 
 
@@ -622,14 +624,14 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     ),
     "llama4_maverick": _published(
         family="llama4_text", vocab_size=202048, hidden=5120, layers=48, heads=40, kv_heads=8,
-        head_dim=128, mlp=8192, positions=1048576, rope_theta=5e5, experts=128, active_experts=1,
+        mlp=8192, positions=1048576, rope_theta=5e5, experts=128, active_experts=1,
         weighted_input=True, shared_expert=8192, shared_gate=False, plain_mlp=16384,
         kinds=("plain", "full") * 24, rotated=(True, True, True, False) * 12, chunk=8192,
         growth=(0.1, 8192),
     ),
     "llama4_scout": _published(
         family="llama4_text", vocab_size=202048, hidden=5120, layers=48, heads=40, kv_heads=8,
-        head_dim=128, mlp=8192, positions=10485760, rope_theta=5e5, qk_norm="rotated",
+        mlp=8192, positions=10485760, rope_theta=5e5, qk_norm="rotated",
         rope_scaling=RopeScaling("llama3", 16.0, high_freq_factor=1.0), experts=16,
         active_experts=1, weighted_input=True, shared_expert=8192, shared_gate=False,
         rotated=(True, True, True, False) * 12, chunk=8192, growth=(0.1, 8192),

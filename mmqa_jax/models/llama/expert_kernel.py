@@ -83,11 +83,12 @@ def multiply(
     tile = _width_of_tile(at_once, hidden, width, down.kernels.dtype.itemsize)
     parts, chunks = tokens // at_once, hidden // _LANES
     of_part = shares.reshape(parts, at_once, experts).swapaxes(1, 2)  # [parts, E, T of a part]
-    own = of_part != 0
-    column = jax.lax.broadcasted_iota(jnp.int32, own.shape, 2)
-    order = jnp.sort(jnp.where(own, column, at_once + column), axis=2)  # an expert's own first
+    chosen = of_part != 0
+    column = jax.lax.broadcasted_iota(jnp.int32, chosen.shape, 2)
+    # Of an expert the chosen first.
+    order = jnp.sort(jnp.where(chosen, column, at_once + column), axis=2)
     order %= at_once
-    counts = own.sum(2, dtype=jnp.int32)  # [parts, E]
+    counts = chosen.sum(2, dtype=jnp.int32)  # [parts, E]
 
     def of_expert(part, e, f, *_):
         return part * experts + e, 0, 0
@@ -97,12 +98,12 @@ def multiply(
     along = pl.BlockSpec((None, None, tile, hidden), lambda p, e, f, n, _: (n[0], e, f, 0))
     scales, of_scales = (), []
     if gate.scale is not None:
-        scales = tuple(one.scale[:, :, None] for one in linears)  # [N, E, 1, out]
+        scales = tuple(linear.scale[:, :, None] for linear in linears)  # [N, E, 1, out]
         narrow = pl.BlockSpec((None, None, 1, tile), lambda p, e, f, n, _: (n[0], e, 0, f))
         whole = pl.BlockSpec((None, None, 1, hidden), lambda p, e, f, n, _: (n[0], e, 0, 0))
         of_scales = [narrow, narrow, whole]
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
-    kernels = [one.kernels for one in linears]
+    kernels = [linear.kernels for linear in linears]
     item = kernels[0].dtype.itemsize
     call = pl.pallas_call(
         functools.partial(_kernel, activation=ACTIVATIONS[activation], scaled=bool(scales)),

@@ -31,8 +31,8 @@ def experts_together(source: TensorSource, experts: int) -> TensorSource:
     tensors: dict[str, Any] = {}
     parts: dict[str, dict[int, str]] = {}  # name of the whole -> key of each expert
     for key, spec in source.specs().items():
-        if one := _ONE.fullmatch(key):
-            parts.setdefault(f"{one[1]}{one[3]}", {})[int(one[2])] = key
+        if match := _ONE.fullmatch(key):
+            parts.setdefault(f"{match[1]}{match[3]}", {})[int(match[2])] = key
         elif key.endswith(_BOTH):
             half = spec.shape[1] // 2
             of_half = jax.ShapeDtypeStruct((spec.shape[0], half, *spec.shape[2:]), spec.dtype)

@@ -158,12 +158,12 @@ class Experts(nnx.Module):
         routed = self.choose(x.reshape(-1, x.shape[-1]), layer)
         if scattered:
             whole = functools.partial(jax.lax.all_gather, axis_name=_SPLIT, axis=1, tiled=True)
-            routed = [whole(one.reshape(*x.shape[:2], -1)) for one in routed]
+            routed = [whole(part.reshape(*x.shape[:2], -1)) for part in routed]
             x = whole(x)
         rows = x.reshape(-1, x.shape[-1])
         if self.config.experts_beside:
             rows = rows * self._of_layer("input_scale", layer).astype(rows.dtype)
-        chosen, weights = (one.reshape(len(rows), -1) for one in routed)
+        chosen, weights = (part.reshape(len(rows), -1) for part in routed)
         if parts > 1:
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
         if layer is not None:

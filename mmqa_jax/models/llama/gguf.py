@@ -73,7 +73,9 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 ARCHITECTURES = {
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "olmo2", "granite", "smollm3")},
     **{name: name for name in ("olmoe", "granitemoe", "seed_oss", "ernie4_5", "exaone4", "glm4")},
-    **{name: name for name in ("cohere2", "nemotron", "stablelm", "starcoder2", "apertus")},
+    **{
+        name: name for name in ("cohere2", "nemotron", "stablelm", "starcoder2", "apertus", "arcee")
+    },
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
     "command-r": "cohere",
 }
@@ -81,7 +83,7 @@ _CONSTANTS = FAMILIES["apertus"].constants
 # Families whose norms have other names in llama.cpp -> the names of others.
 RENAMED = {"seed_oss": {"post_attention_norm": "ffn_norm"}}
 # Families whose rows of queries and keys llama.cpp turns (`keys.rotary_rows`).
-TURNED = ("llama", "mixtral", "granite", "granitemoe", "smollm3")
+TURNED = ("llama", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
 # Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 
@@ -188,9 +190,9 @@ def _with_windows(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> Llam
             f"{source.name}: {of}attention.sliding_window_pattern has {len(pattern)} values for "
             f"{layers} layers; fetch the file again."
         )
-    slides = tuple(bool(one and window) for one in pattern)
+    slides = tuple(bool(slide and window) for slide in pattern)
     if any(slides) and window < config.positions:
-        changes["windows"] = tuple(window * one for one in slides)
+        changes["windows"] = tuple(window * slide for slide in slides)
     if family.local and any(slides):
         changes["local"] = slides
         usual = config.rope_theta if config.family == "olmo3" else 10000.0

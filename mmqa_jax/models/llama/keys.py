@@ -523,16 +523,16 @@ def language_model(
         text["final_logit_softcapping"] = None
     tensors, left_out = {}, set()
     for key, spec in source.specs().items():
-        if found := _TOWER.match(key):
-            left_out.add(found[1])
+        if tower := _TOWER.match(key):
+            left_out.add(tower[1])
             continue
         ours = _LANGUAGE_MODEL.sub(lambda match: match[1] or match[2] or "model.", key)
         tensors[ours] = spec, functools.partial(source.read, key)
     logging.getLogger(__name__).warning(
-        "%s: of this %s the language model is read%s; %s left out, it sees no pictures",
+        "%s: of this %s the language model is read (--model=llava reads it whole); %s left out, "
+        "it sees no pictures",
         where,
         title,
-        " (--model=llava reads it whole)" if published["model_type"] != "llama4" else "",
         f"its {' and '.join(sorted(left_out))} are" if left_out else "a vision tower is",
     )
     return text, DerivedSource(source.name, tensors)
@@ -673,8 +673,8 @@ def together(source: TensorSource, fused: Fused, prefix: str = "") -> TensorSour
             tensors[key] = spec, functools.partial(source.read, key)
             continue
         name = whole[part]
-        keys = [key.replace(part, one) for one in fused[name].rows]
-        shape = (sum(source.specs()[one].shape[0] for one in keys), *spec.shape[1:])
+        keys = [key.replace(part, row_key) for row_key in fused[name].rows]
+        shape = (sum(source.specs()[row_key].shape[0] for row_key in keys), *spec.shape[1:])
         of_all = jax.ShapeDtypeStruct(shape, spec.dtype)
         tensors[key.replace(part, name)] = (
             of_all,

@@ -255,9 +255,9 @@ def add_adapters(model: Llama, adapters: Sequence[Additions], mesh: Mesh | None 
         for name in model.config.linears:
             of_layer = slice(None) if stacked else number
             changing = [
-                (owner, one.factor, *(x[of_layer] for x in one.matrices[name]))
-                for owner, one in enumerate(adapters, start=1)
-                if name in one.matrices
+                (owner, adapter.factor, *(x[of_layer] for x in adapter.matrices[name]))
+                for owner, adapter in enumerate(adapters, start=1)
+                if name in adapter.matrices
             ]
             if changing:
                 setattr(layer, name, _adapted(model, getattr(layer, name), changing, mesh))
@@ -380,7 +380,7 @@ def peft_map(config: LlamaConfig, targets: tuple[str, ...]) -> KeyMap:
     `.lora_B.weight` [out, r] behind it."""
     from mmqa_jax.models.llama.families import FAMILIES
 
-    fused = [name for one in FAMILIES[config.family].fused for name in _FUSED.get(one, ())]
+    fused = [name for part in FAMILIES[config.family].fused for name in _FUSED.get(part, ())]
     if inside := [name for name in targets if name in fused]:
         raise UserError(
             f"an adapter of {', '.join(inside)} has no names in PEFT for {config.family}, whose "

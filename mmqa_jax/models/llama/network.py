@@ -632,8 +632,8 @@ class Llama(nnx.Module):
 
         words: the matrix of the property, split otherwise.
         """
-        own, axis = self.words
-        words = (own if words is None else words).astype(hidden.dtype)
+        table, axis = self.words
+        words = (table if words is None else words).astype(hidden.dtype)
         logits = product(hidden, words, 1 - axis, jnp.float32)
         divisor = self.config.logit_divisor
         return capped(logits if divisor == 1 else logits / divisor, self.config.logit_cap)

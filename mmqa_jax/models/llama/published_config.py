@@ -223,7 +223,9 @@ def _full_layers(
     if shared and value("num_global_key_value_heads"):
         sizes["num_key_value_heads"] = value("num_global_key_value_heads")
     if per_layer is not None:  # of layers by number, each of which may have a zero in front
-        of_layers = {key.lstrip("0") or "0": one for key, one in per_layer.items()}
+        of_layers = {
+            key.lstrip("0") or "0": sizes_of_layer for key, sizes_of_layer in per_layer.items()
+        }
         sizes = {**usual, **_object(of_layers.get(str(len(slides) - 1)))}
         full = {str(number) for number, slide in enumerate(slides) if not slide}
         same = all({**usual, **_object(of_layers.get(number))} == sizes for number in full)
@@ -299,12 +301,12 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     rotated, every = value("no_rope_layers"), value("no_rope_layer_interval", 4)
     if not rotated:
         rotated = [(number + 1) % every != 0 for number in range(layers)]
-    if len(rotated) < layers or any(one not in (0, 1) for one in rotated):
+    if len(rotated) < layers or any(flag not in (0, 1) for flag in rotated):
         raise UserError(
             f"{where}: no_rope_layers is {rotated!r}, expected 0 or 1 for each of {layers} layers; "
             "repair the file or fetch it again."
         )
-    rotated = tuple(bool(one) for one in rotated[:layers])
+    rotated = tuple(bool(flag) for flag in rotated[:layers])
     return () if all(rotated) else rotated
 
 
@@ -320,12 +322,12 @@ def _layer_kinds(
         FULL if number in attends else recurrent for number in range(layers)
     ]
     names = {LINEAR: "linear", CONV: "conv", FULL: "full"}
-    if len(types) != layers or any(one not in (recurrent, FULL) for one in types):
+    if len(types) != layers or any(kind not in (recurrent, FULL) for kind in types):
         raise UserError(
             f"{where}: layer_types is {types!r}, expected {recurrent} or {FULL} for each of "
             f"{layers} layers; use a checkpoint of these."
         )
-    return tuple(names[one] for one in types)
+    return tuple(names[kind] for kind in types)
 
 
 def _dense_first(
@@ -348,11 +350,13 @@ def _dense_first(
 def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The fields of Llama 4's own keys. Layers that rotate see chunks, the others all."""
     layers, rotated = fields["layers"], fields["rotated"]
-    chunks = ["chunked_attention" if one else FULL for one in rotated or (True,) * layers]
+    chunks = ["chunked_attention" if rotates else FULL for rotates in rotated or (True,) * layers]
     every = value("interleave_moe_layer_step", 1)
     mixtures = value("moe_layers")
     mixtures = [*range(every - 1, layers, every)] if mixtures is None else mixtures
-    known = all(isinstance(one, int) and 0 <= one < layers for one in mixtures) and mixtures
+    known = (
+        all(isinstance(number, int) and 0 <= number < layers for number in mixtures) and mixtures
+    )
     for key, right, wanted in (
         ("layer_types", value("layer_types") in (None, chunks), f"{chunks}"),
         ("moe_layers", known, f"numbers of layers below {layers}, one at least"),
@@ -394,12 +398,12 @@ def _slides(
         elif "no_rope_layers" in read:
             slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
     else:
-        if len(kinds) != layers or any(one not in (SLIDING, FULL) for one in kinds):
+        if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
             raise UserError(
                 f"{where}: layer_types is {kinds!r}, expected {SLIDING} or {FULL} for each of "
                 f"{layers} layers; use a checkpoint of these."
             )
-        slides = [one == SLIDING for one in kinds]
+        slides = [kind == SLIDING for kind in kinds]
     if window is None and any(slides):
         raise UserError(
             f"{where}: layer_types has {SLIDING}, but no sliding_window is in use; give "
@@ -452,7 +456,7 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["partial_rotary_factor"] = config.rotary_fraction
     if "no_rope_layers" in read:
         rotated = config.rotated or (True,) * config.layers
-        published["no_rope_layers"] = [int(one) for one in rotated]
+        published["no_rope_layers"] = [int(flag) for flag in rotated]
     if config.delta:
         published |= {key: getattr(config.delta, ours) for ours, key in DELTA_KEYS.items()}
     if "n_shared_experts" in read:

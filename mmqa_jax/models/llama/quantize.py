@@ -352,8 +352,8 @@ def _replace_matrices(
 
 
 def _free(kernel: nnx.Param) -> None:
-    if not isinstance(given := kernel.get_value(), jax.core.Tracer):
-        given.delete()
+    if not isinstance(value := kernel.get_value(), jax.core.Tracer):
+        value.delete()
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -6,7 +6,7 @@ FAMILIES = (
     Architecture(
         name="llava",
         model_types=("llava.families.FAMILIES", "llava.keys.MODEL_TYPES"),
-        title="LLaVA, SmolVLM, InternVL, PaliGemma, Gemma 3 and 4: a tower, any decoder",
+        title="LLaVA, SmolVLM, InternVL, LFM2-VL, Gemma, Llama 4: a tower, any decoder",
         model="llava.network.Llava",
         config="llava.config.LlavaConfig",
         layouts=(HF_FOLDER, "haotian-liu/LLaVA's folder (--clip: its CLIP's or SigLIP's)"),
@@ -15,7 +15,7 @@ FAMILIES = (
         noun="LLaVA",
         writes="decoder",
         sees=True,
-        presets="llava.config.PRESETS",
+        presets="llava.presets.PRESETS",
         check="llava.keys.CHECK",
     ),
 )

@@ -1,9 +1,8 @@
 """The config of a tower in front of a decoder, and what any model that sees says of its pictures.
 
 A model of this shape is an entry of `models/llava/families.py`: which tower, which connector
-(`connectors.py`), and how a picture is cut. A picture is one square, or several tiles, each of
-which is a square of its own with a placeholder of its own: what stands between them is text, which
-`prompting/picture_format.py` writes.
+(`connectors.py`), and how a picture is cut (`tiles.py`). What stands between the tiles of a picture
+is text, which `prompting/picture_format.py` writes.
 """
 
 from __future__ import annotations
@@ -11,181 +10,39 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.llama.config import (
-    RELATIVES,
-    LlamaConfig,
-    llama2_7b,
-    llama2_13b,
-    smollm2_135m,
-)
+from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.llava.gemma4_vision import Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
+from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
+from mmqa_jax.models.llava.tiles import Cut, Split, UnitSizes, UnitTiles
 from mmqa_jax.models.qwen_vl.network import Grid, grid_of
-from mmqa_jax.models.two_towers.config import (
-    SiglipVisionConfig,
-    VisionConfig,
-    siglip_base,
-    siglip_so400m,
-    vit_l_14_336,
-)
+from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import blocks_before
 
 # The placeholder's id in haotian-liu/LLaVA (llava/constants.py), outside the vocabulary.
 ORIGINAL_IMAGE_TOKEN = -200
-CONNECTORS = ("mlp", "shuffle", "plain", "normed_shuffle", "merger", "pooled", "unit_pooled")
-SELECTS = ("default", "full")
+CONNECTORS = (
+    *("mlp", "shuffle", "plain", "normed_shuffle", "merger", "pooled", "unit_pooled", "units"),
+    "adapter",
+)
+SELECTS = ("default", "full", "leading")
 RESIZES = ("pad", "squash", "squash_bilinear")
 # What `PictureConfig.picture_kind` says: a square; one in front of all words; one between two
-# tokens; several squares; OneVision's tiles, of which one sequence is made; a picture of any size:
-# Qwen-VL's, Gemma 4's within a number of tokens, Mistral 3's row by row.
-PictureKind = Literal["square", "first", "marked", "tiles", "anyres", "units", "budget", "rows"]
+# tokens; several squares; several pieces of any size; OneVision's tiles, of which one sequence is
+# made; a picture of any size: Qwen-VL's, Gemma 4's within a number of tokens, Mistral 3's row by
+# row.
+PictureKind = Literal[
+    "square", "first", "marked", "tiles", "pieces", "anyres", "units", "budget", "rows"
+]
 _LARGEST_BUDGET = 8192  # tokens of a picture
-_EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
-
-
-@dataclasses.dataclass(frozen=True)
-class RowTiles:
-    """Idefics3's tiles: a picture is scaled until its longer side has a length, then to a canvas
-    of whole tiles; where these are several, the canvas as one more square follows them.
-
-    Original: transformers models/idefics3/image_processing_pil_idefics3.py.
-
-    Attributes:
-      longest: of the longer side in pixels.
-    """
-
-    longest: int = 2048
-    resample: ClassVar[str] = "lanczos"
-    whole_of_canvas: ClassVar[bool] = True
-    _LARGEST: ClassVar[int] = 4096  # a canvas has no longer side
-
-    def __post_init__(self):
-        if not 1 <= self.longest <= self._LARGEST:
-            raise UserError(
-                f"model.split.longest is {self.longest}: expected 1 to {self._LARGEST} pixels; "
-                "use a checkpoint as it was published."
-            )
-
-    def steps(self, width: int, height: int, side: int) -> list[tuple[int, int]]:
-        """Widths and heights to which a picture is resized one after the other; the last is that
-        of the canvas of squares with `side` pixels."""
-        ratio = width / height
-        if width >= height:
-            scaled = self.longest, _to_even(int(self.longest / ratio))
-        else:
-            scaled = _to_even(int(self.longest * ratio)), self.longest
-        wide, high = (max(length, 1) for length in scaled)
-        ratio = wide / high
-        if wide >= high:
-            wide = math.ceil(wide / side) * side
-            high = math.ceil(int(wide / ratio) / side) * side
-        else:
-            high = math.ceil(high / side) * side
-            wide = math.ceil(int(high * ratio) / side) * side
-        return [(max(scaled[0], 1), max(scaled[1], 1)), (max(wide, side), max(high, side))]
-
-    def most_tiles(self, side: int) -> int:
-        """The most tiles of a canvas."""
-        return math.ceil(self.longest / side) ** 2
-
-    @staticmethod
-    def written(placeholder: str, rows: int, columns: int) -> str:
-        """The text of a picture of so many tiles: each stands behind a token of its row and column,
-        the whole behind that of all.
-
-        Original: transformers models/idefics3/processing_idefics3.py.
-        """
-        around, text = "<fake_token_around_image>", ""
-        for row in range(rows if rows * columns > 1 else 0):
-            tiles = (f"<row_{row + 1}_col_{column + 1}>" for column in range(columns))
-            text += "".join(f"{around}{tile}{placeholder}" for tile in tiles) + "\n"
-        text += "\n" if text else ""
-        return f"{text}{around}<global-img>{placeholder}{around}"
-
-
-def _to_even(length: int) -> int:
-    return length + length % _EVEN
-
-
-@dataclasses.dataclass(frozen=True)
-class RatioTiles:
-    """InternVL's tiles: a picture is scaled to the canvas whose ratio of sides is the nearest to
-    its own; where that has several tiles, the picture as one more square follows them.
-
-    Original: transformers models/got_ocr2/image_processing_pil_got_ocr2.py
-    (`get_optimal_tiled_canvas`).
-
-    Attributes:
-      least, most: tiles of a canvas.
-    """
-
-    least: int = 1
-    most: int = 12
-    resample: ClassVar[str] = "bicubic"
-    whole_of_canvas: ClassVar[bool] = False
-    _MOST: ClassVar[int] = 64
-
-    def __post_init__(self):
-        if not 1 <= self.least <= self.most <= self._MOST:
-            raise UserError(
-                f"model.split.least and most are {self.least} and {self.most}: expected 1 to "
-                f"{self._MOST} tiles, the first at most the second; use a checkpoint as it was "
-                "published."
-            )
-
-    def steps(self, width: int, height: int, side: int) -> list[tuple[int, int]]:
-        """See RowTiles."""
-        grids = [
-            (columns, rows)
-            for columns in range(1, self.most + 1)
-            for rows in range(1, self.most + 1)
-            if self.least <= columns * rows <= self.most
-        ]
-        best, nearest = (1, 1), math.inf
-        for columns, rows in sorted(grids, key=math.prod):
-            difference = abs(width / height - columns / rows)
-            is_large = width * height > 0.5 * side * side * columns * rows
-            if difference < nearest or (difference == nearest and is_large):
-                best, nearest = (columns, rows), difference
-        return [(best[0] * side, best[1] * side)]
-
-    def most_tiles(self, side: int) -> int:
-        """The most tiles of a canvas."""
-        return self.most
-
-    @staticmethod
-    def written(placeholder: str, rows: int, columns: int) -> str:
-        """The text of a picture of so many tiles: all, and the whole, stand between two tokens.
-
-        Original: transformers models/internvl/processing_internvl.py.
-        """
-        tiles = rows * columns
-        return f"<img>{placeholder * (tiles + (tiles > 1))}</img>"
-
-
-Split = RowTiles | RatioTiles
-
-
-class UnitSizes(NamedTuple):
-    """The sides of patches and units of pictures of any size; `qwen_vl.network.lay_out` reads
-    them."""
-
-    patch: int
-    merge: int
-    window_units: int = 1
-
-    @property
-    def unit(self) -> int:
-        """Side in pixels of what becomes one token."""
-        return self.patch * self.merge
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,11 +54,14 @@ class LlavaConfig:
       llama: the language model.
       feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
       select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
-        token; of a SigLIP, which has none, transformers leaves out the first patch.
+        token; of a SigLIP, which has none, transformers leaves out the first patch; or all but the
+        last ("leading"): Llama 4's class token.
       resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
         (`data.pictures.decode.to_pixels`).
       projector_activation: between the projector's two linears.
       projector_bias: whether these have biases.
+      projector_width: what the first of these gives; None: the decoder's width.
+      projector_normed: whether a layer norm stands before them, of connectors that may lack it.
       image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
         may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
       family: the entry of `families.FAMILIES`, or "onevision".
@@ -214,13 +74,21 @@ class LlavaConfig:
       budget: the most tokens of a picture, which has any size; None: it is of squares.
     """
 
-    vision: VisionConfig | SiglipVisionConfig | InternVisionConfig | Gemma4VisionConfig
+    vision: (
+        VisionConfig
+        | SiglipVisionConfig
+        | InternVisionConfig
+        | Gemma4VisionConfig
+        | Llama4VisionConfig
+    )
     llama: LlamaConfig
     feature_layer: int = -2
     select: str = "default"
     resize: str = "pad"
     projector_activation: str = "gelu"
     projector_bias: bool = True
+    projector_width: int | None = None
+    projector_normed: bool = False
     image_token: int = 32000
     family: str = "llava"
     connector: str = "mlp"
@@ -236,10 +104,12 @@ class LlavaConfig:
         check_known("model.select", self.select, SELECTS)
         check_known("model.resize", self.resize, RESIZES)
         check_known("model.connector", self.connector, CONNECTORS)
-        if isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible:
+        is_flexible = isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible
+        if is_flexible != isinstance(self.split, UnitTiles):
             raise UserError(
-                "model.vision.flexible is True: expected False, since a LLaVA's pictures have one "
-                "size; use a SigLIP of a fixed size."
+                f"model.vision.flexible is {is_flexible}: expected {not is_flexible}, since this "
+                f"model's pictures have {'one size' if is_flexible else 'any size'}; use another "
+                "SigLIP."
             )
         blocks_before(self.feature_layer, self.vision.layers, "model.feature_layer")
         if self.budget is not None and not 1 <= self.budget <= _LARGEST_BUDGET:
@@ -269,7 +139,7 @@ class LlavaConfig:
         if self.budget is not None:
             return "budget"
         if self.split is not None:
-            return "tiles"
+            return "pieces" if isinstance(self.split, UnitTiles) else "tiles"
         if self.llama.picture_sight == "prompt":
             return "first"
         return "square" if self.before_token is None else "marked"
@@ -277,12 +147,22 @@ class LlavaConfig:
     @property
     def is_sized(self) -> bool:
         """Whether pictures have any size, in whole `units`."""
-        return self.picture_kind in ("budget", "rows")
+        return self.picture_kind in ("pieces", "budget", "rows")
+
+    @property
+    def most_tokens(self) -> int | None:
+        """The most tokens of a picture in one piece that is not long and thin; None: any number."""
+        return self.split.most_tokens if isinstance(self.split, UnitTiles) else self.budget
 
     @property
     def units(self) -> UnitSizes:
-        """The sides of patches and units of pictures of any size."""
-        return UnitSizes(self.vision.patch_size, self.merge)
+        """The sizes of patches, units and squares."""
+        side = 0 if self.is_sized else self.vision.image_size
+        return UnitSizes(self.vision.patch_size, self.merge, side=side)
+
+    def cut(self, width: int, height: int) -> Cut:
+        """How a picture of so many pixels is cut, of a model whose pictures are."""
+        return self.split.cut(width, height, self.units)
 
     def tokens_of(self, grid: Grid) -> int:
         """The tokens of a picture of so many units."""
@@ -302,7 +182,7 @@ class LlavaConfig:
     @property
     def most_squares(self) -> int:
         """How many squares a picture has at most, each with features of its own."""
-        return 1 if self.split is None else self.split.most_tiles(self.vision.image_size) + 1
+        return 1 if self.split is None else self.split.most_tiles(self.units.side) + 1
 
     @property
     def features(self) -> int:
@@ -315,7 +195,7 @@ class LlavaConfig:
         if self.is_sized:
             return self.merge**2
         class_token = not isinstance(self.vision, SiglipVisionConfig)
-        return self.vision.patches + class_token - (self.select == "default")
+        return self.vision.patches + class_token - (self.select != "full")
 
     @property
     def feature_scale(self) -> float:
@@ -324,243 +204,6 @@ class LlavaConfig:
 
     def position_shifts(self, tokens: Sequence[int], shapes: Sequence[Sequence[int]]) -> None:
         """None: positions are columns."""
-
-
-def llava_1_5_7b(**changes) -> LlavaConfig:
-    """llava-hf/llava-1.5-7b-hf: Vicuna-1.5 7B with the tokens 32,000 `<image>` and 32,001 `<pad>`.
-
-    The embedding table is padded to 32,064 rows. The original, liuhaotian/llava-v1.5-7b, has
-    32,000 rows and `ORIGINAL_IMAGE_TOKEN`; see `models.llava.keys`.
-    """
-    sizes = LlavaConfig(vit_l_14_336().vision, llama2_7b(vocab_size=32064))
-    return dataclasses.replace(sizes, **changes)
-
-
-def llava_1_5_13b(**changes) -> LlavaConfig:
-    """llava-hf/llava-1.5-13b-hf: as the 7B, on Vicuna-1.5 13B."""
-    sizes = LlavaConfig(vit_l_14_336().vision, llama2_13b(vocab_size=32064))
-    return dataclasses.replace(sizes, **changes)
-
-
-def _smolvlm(vision: SiglipVisionConfig, llama: LlamaConfig, merge: int, token: int) -> LlavaConfig:
-    return LlavaConfig(
-        vision,
-        dataclasses.replace(llama, tied=False),
-        feature_layer=-1,
-        select="full",
-        resize="squash",
-        projector_bias=False,
-        image_token=token,
-        family="smolvlm",
-        connector="shuffle",
-        merge=merge,
-        normed=True,
-        split=RowTiles(longest=4 * vision.image_size),
-    )
-
-
-_BASE_512 = dataclasses.replace(siglip_base(512).vision, head=False)
-_SO400M = dataclasses.replace(siglip_so400m().vision, head=False)
-
-
-def smolvlm2_256m(**changes) -> LlavaConfig:
-    """HuggingFaceTB/SmolVLM2-256M-Video-Instruct."""
-    llama = smollm2_135m(vocab_size=49280)
-    return dataclasses.replace(_smolvlm(_BASE_512, llama, 4, 49190), **changes)
-
-
-def smolvlm2_500m(**changes) -> LlavaConfig:
-    """HuggingFaceTB/SmolVLM2-500M-Video-Instruct."""
-    llama = RELATIVES["smollm2_360m"](vocab_size=49280)
-    return dataclasses.replace(_smolvlm(_BASE_512, llama, 4, 49190), **changes)
-
-
-def smolvlm2_22b(**changes) -> LlavaConfig:
-    """HuggingFaceTB/SmolVLM2-2.2B-Instruct; the rotary base is SmolLM2-1.7B's."""
-    llama = RELATIVES["smollm2_17b"](vocab_size=49280)
-    return dataclasses.replace(_smolvlm(_SO400M, llama, 3, 49190), **changes)
-
-
-def granite_docling_258m(**changes) -> LlavaConfig:
-    """ibm-granite/granite-docling-258M."""
-    sizes = _smolvlm(_BASE_512, smollm2_135m(vocab_size=100352), 4, 100270)
-    sizes = dataclasses.replace(
-        sizes, family="idefics3", llama=dataclasses.replace(sizes.llama, tied=True)
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def _internvl(decoder: str, token: int, **changes: Any) -> LlavaConfig:
-    sizes = LlavaConfig(
-        InternVisionConfig(),
-        RELATIVES[decoder](),
-        feature_layer=-1,
-        resize="squash",
-        image_token=token,
-        family="internvl",
-        connector="normed_shuffle",
-        merge=2,
-        split=RatioTiles(),
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def internvl35_1b(**changes) -> LlavaConfig:
-    """OpenGVLab/InternVL3_5-1B-HF."""
-    return _internvl("qwen3_06b", 151671, **changes)
-
-
-def internvl35_2b(**changes) -> LlavaConfig:
-    """OpenGVLab/InternVL3_5-2B-HF."""
-    return _internvl("qwen3_17b", 151671, **changes)
-
-
-def internvl35_4b(**changes) -> LlavaConfig:
-    """OpenGVLab/InternVL3_5-4B-HF."""
-    return _internvl("qwen3_4b", 151671, **changes)
-
-
-def internvl35_8b(**changes) -> LlavaConfig:
-    """OpenGVLab/InternVL3_5-8B-HF."""
-    return _internvl("qwen3_8b", 151671, **changes)
-
-
-def _gemma3(decoder: str, **changes: Any) -> LlavaConfig:
-    vision = dataclasses.replace(siglip_so400m().vision, image_size=896, head=False)
-    sizes = LlavaConfig(
-        vision,
-        dataclasses.replace(RELATIVES[decoder](), picture_sight="both"),
-        feature_layer=-1,
-        select="full",
-        resize="squash_bilinear",
-        projector_bias=False,
-        image_token=262144,
-        family="gemma3",
-        connector="pooled",
-        merge=4,
-        normed=True,
-        before_token=255999,
-        after_token=256000,
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def gemma3_4b_vl(**changes) -> LlavaConfig:
-    """google/gemma-3-4b-it."""
-    return _gemma3("gemma3_4b", **changes)
-
-
-def gemma3_12b_vl(**changes) -> LlavaConfig:
-    """google/gemma-3-12b-it."""
-    return _gemma3("gemma3_12b", **changes)
-
-
-def gemma3_27b_vl(**changes) -> LlavaConfig:
-    """google/gemma-3-27b-it."""
-    return _gemma3("gemma3_27b", **changes)
-
-
-def _gemma4(decoder: str, **changes: Any) -> LlavaConfig:
-    sizes = LlavaConfig(
-        Gemma4VisionConfig(),
-        dataclasses.replace(RELATIVES[decoder](), picture_sight="near"),
-        feature_layer=-1,
-        select="full",
-        resize="squash",
-        projector_bias=False,
-        image_token=258880,
-        family="gemma4",
-        connector="unit_pooled",
-        merge=3,
-        before_token=255999,
-        after_token=258882,
-        budget=280,
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def gemma4_31b_vl(**changes) -> LlavaConfig:
-    """google/gemma-4-31B-it."""
-    return _gemma4("gemma4_31b", **changes)
-
-
-def _gemma4_small(decoder: str, **changes: Any) -> LlavaConfig:
-    vision = Gemma4VisionConfig(
-        width=768, layers=16, heads=12, head_dim=64, mlp_width=3072, clipped=True, standardize=False
-    )
-    sizes = _gemma4(decoder, vision=vision)
-    llama = dataclasses.replace(sizes.llama, picture_sight="causal")
-    return dataclasses.replace(sizes, llama=llama, **changes)
-
-
-def gemma4_e2b_vl(**changes) -> LlavaConfig:
-    """google/gemma-4-E2B-it, without what it hears by."""
-    return _gemma4_small("gemma4_e2b", **changes)
-
-
-def gemma4_e4b_vl(**changes) -> LlavaConfig:
-    """google/gemma-4-E4B-it, without what it hears by."""
-    return _gemma4_small("gemma4_e4b", **changes)
-
-
-def gemma4_26b_a4b_vl(**changes) -> LlavaConfig:
-    """google/gemma-4-26B-A4B-it."""
-    return _gemma4("gemma4_26b_a4b", **changes)
-
-
-def _paligemma2(decoder: str, side: int, **changes: Any) -> LlavaConfig:
-    vision = dataclasses.replace(siglip_so400m().vision, image_size=side, head=False)
-    sizes = LlavaConfig(
-        vision,
-        RELATIVES[decoder](vocab_size=257216, picture_sight="prompt"),
-        feature_layer=-1,
-        select="full",
-        resize="squash",
-        image_token=257152,
-        family="paligemma",
-        connector="plain",
-        normed=True,
-    )
-    return dataclasses.replace(sizes, **changes)
-
-
-def paligemma2_3b(**changes) -> LlavaConfig:
-    """google/paligemma2-3b-mix-448."""
-    return _paligemma2("gemma2_2b", 448, **changes)
-
-
-def paligemma2_10b(**changes) -> LlavaConfig:
-    """google/paligemma2-10b-mix-448."""
-    return _paligemma2("gemma2_9b", 448, **changes)
-
-
-def paligemma2_28b(**changes) -> LlavaConfig:
-    """google/paligemma2-28b-mix-448."""
-    return _paligemma2("gemma2_27b", 448, **changes)
-
-
-PRESETS = {
-    "paligemma2_3b": paligemma2_3b,
-    "paligemma2_10b": paligemma2_10b,
-    "paligemma2_28b": paligemma2_28b,
-    "gemma4_e2b_vl": gemma4_e2b_vl,
-    "gemma4_e4b_vl": gemma4_e4b_vl,
-    "gemma4_31b_vl": gemma4_31b_vl,
-    "gemma4_26b_a4b_vl": gemma4_26b_a4b_vl,
-    "gemma3_4b_vl": gemma3_4b_vl,
-    "gemma3_12b_vl": gemma3_12b_vl,
-    "gemma3_27b_vl": gemma3_27b_vl,
-    "llava15_7b": llava_1_5_7b,
-    "llava15_13b": llava_1_5_13b,
-    "smolvlm2_256m": smolvlm2_256m,
-    "smolvlm2_500m": smolvlm2_500m,
-    "smolvlm2_22b": smolvlm2_22b,
-    "granite_docling_258m": granite_docling_258m,
-    "internvl35_1b": internvl35_1b,
-    "internvl35_2b": internvl35_2b,
-    "internvl35_4b": internvl35_4b,
-    "internvl35_8b": internvl35_8b,
-}
 
 
 # What a vision-language model's config says to whoever feeds it.

@@ -45,8 +45,9 @@ class Projector(nnx.Module):
         )
         width = config.llama.hidden
         inside = config.vision.width * (config.merge**2 if merged else 1)
-        self.linear_1 = linear(inside, width, ("embed", "mlp"))
-        self.linear_2 = linear(width, width, ("mlp", "embed"))
+        between = config.projector_width or width
+        self.linear_1 = linear(inside, between, ("embed", "mlp"))
+        self.linear_2 = linear(between, width, ("mlp", "embed"))
         self.activation = config.projector_activation
 
     def __call__(self, states: jax.Array) -> jax.Array:  # [..., vision width] -> [..., H]
@@ -80,6 +81,26 @@ class NormedShuffle(Projector):
     def rules(config: LlavaConfig) -> list[Rule]:
         """Rules of its tensors in a checkpoint."""
         return [*Projector.rules(config), *norm_rules(f"{PREFIX}layer_norm", f"{_PATH}norm")]
+
+
+class UnitProjector(NormedShuffle):
+    """The states of each unit of `merge` x `merge` patches side by side, a layer norm where the
+    model has one, then linear, activation, linear (LFM2-VL)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        super().__init__(config, rngs=rngs)
+        if not config.projector_normed:
+            del self.norm
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, U * merge^2, vision width], unit by unit -> [N, U, H]."""
+        units = states.reshape(len(states), -1, self.merge**2 * states.shape[-1])
+        return Projector.__call__(self, self.norm(units) if hasattr(self, "norm") else units)
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return (NormedShuffle if config.projector_normed else Projector).rules(config)
 
 
 class PatchMerger(Projector):
@@ -143,6 +164,39 @@ class Shuffle(nnx.Module):
     def rules(config: LlavaConfig) -> list[Rule]:
         """Rules of its tensors in a checkpoint."""
         return [Rule(f"{PREFIX}proj.weight", f"{_PATH}linear/kernel", TRANSPOSE)]
+
+
+class Adapter(Shuffle):
+    """The states of each square of `merge` x `merge` side by side, twice a linear and GELU, then a
+    linear, all without biases (Llama 4)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        width, inside = config.projector_width, config.vision.width * config.merge**2
+        linear = functools.partial(
+            Linear,
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        self.adapter_1 = linear(inside, width, ("embed", "mlp"))
+        self.adapter_2 = linear(width, width, ("mlp", "embed"))
+        self.linear = linear(width, config.llama.hidden, ("embed", "mlp"))
+        self.merge = config.merge
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, states, vision width] -> [N, features, H]."""
+        gelu, x = ACTIVATIONS["gelu"], side_by_side(states, self.merge)
+        return self.linear(gelu(self.adapter_2(gelu(self.adapter_1(x)))))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        adapter = "vision_tower.vision_model.vision_adapter.mlp.fc"
+        return [
+            *linear_rules(f"{adapter}1", f"{_PATH}adapter_1", False),
+            *linear_rules(f"{adapter}2", f"{_PATH}adapter_2", False),
+            *linear_rules(f"{PREFIX}linear_1", f"{_PATH}linear", False),
+        ]
 
 
 class Plain(Shuffle):
@@ -234,6 +288,8 @@ KINDS: Mapping[str, type[Connector]] = {
     "merger": PatchMerger,
     "pooled": Pooled,
     "unit_pooled": UnitPooled,
+    "units": UnitProjector,
+    "adapter": Adapter,
 }
 
 

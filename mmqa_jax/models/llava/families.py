@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmqa_jax.models.llava.config import RatioTiles, RowTiles, Split
+from mmqa_jax.models.llava.tiles import CanvasTiles, RatioTiles, RowTiles, Split, UnitTiles
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
     VisionConfig,
@@ -47,7 +47,8 @@ class Family:
       vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
       tower_harmless: keys of its vision_config that change nothing.
       width_key: its key for the decoder's width, beside its text_config.
-      of_tower: our fields whose keys, with defaults, stand in its vision_config.
+      of_tower: our fields whose keys, with a default, stand in its vision_config; of several keys
+        all say the same.
       split: how its pictures are cut; None: they are squares.
       budget: the most tokens of a picture of any size, where its processor does not say it.
       length_key: its key for a square's tokens, which follow from other keys.
@@ -214,6 +215,78 @@ _GEMMA4 = Family(
     sight="",
     is_capped=True,
 )
+_LFM2_VL = Family(
+    title="LFM2-VL",
+    architecture="Lfm2VlForConditionalGeneration",
+    tower="siglip2_vision_model",
+    keys={
+        "image_token": ("image_token_id", 396),
+        "projector_activation": ("projector_hidden_act", "gelu"),
+        "projector_width": ("projector_hidden_size", 2560),
+        "projector_bias": ("projector_bias", True),
+        "projector_normed": ("projector_use_layernorm", True),
+        "merge": ("downsample_factor", 2),
+    },
+    kinds=kinds(
+        integer="image_token_id",
+        name="projector_hidden_act",
+        size="projector_hidden_size downsample_factor",
+        flag="projector_bias projector_use_layernorm",
+    ),
+    computes={
+        "connector": "units",
+        "feature_layer": -1,
+        "select": "full",
+        "normed": True,
+        "resize": "squash_bilinear",
+    },
+    # Copies of what a processor's file says; its class reads the tower's last layer.
+    harmless=(
+        *("do_image_splitting", "encoder_patch_size", "max_image_tokens", "max_num_patches"),
+        *("max_pixels_tolerance", "max_tiles", "min_image_tokens", "min_tiles", "tile_size"),
+        *("use_image_special_tokens", "use_thumbnail", "vision_feature_layer"),
+        "vision_feature_select_strategy",
+    ),
+    fixed={"image_token_index": (396,), "tie_embedding": (True,)},
+    text={"model_type": "lfm2"},
+    tied=True,
+    prefixes={
+        **{
+            f"model.vision_tower.{part}.": f"vision_tower.vision_model.{part}."
+            for part in ("embeddings", "encoder", "post_layernorm", "head")
+        },
+        "model.multi_modal_projector.": "multi_modal_projector.",
+        "model.language_model.": "language_model.model.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    split=UnitTiles,
+)
+_LLAMA4 = Family(
+    title="Llama 4, with its pictures",
+    architecture="Llama4ForConditionalGeneration",
+    tower="llama4_vision_model",
+    keys={
+        "image_token": ("image_token_index", 200092),
+        "before_token": ("boi_token_index", 200080),
+        "after_token": ("eoi_token_index", 200081),
+    },
+    kinds=kinds(integer="image_token_index image_token_id boi_token_index eoi_token_index"),
+    computes={
+        "connector": "adapter",
+        "feature_layer": -1,
+        "select": "leading",
+        "normed": True,
+        "resize": "squash_bilinear",
+        "projector_bias": False,
+        "merge": 2,
+    },
+    text={"model_type": "llama4_text"},
+    prefixes={"vision_model.": "vision_tower.vision_model."},
+    of_tower={
+        "projector_width": ("projector_output_dim projector_input_dim vision_output_dim", 4096)
+    },
+    split=CanvasTiles,
+)
 _PALIGEMMA = Family(
     title="PaliGemma, PaliGemma 2",
     architecture="PaliGemmaForConditionalGeneration",
@@ -258,6 +331,8 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
     "paligemma": _PALIGEMMA,
+    "lfm2_vl": _LFM2_VL,
+    "llama4": _LLAMA4,
 }
 # By `LlavaConfig.family`: OneVision and Mistral 3 read config.json and tensors as LLaVA does, and
 # are models of their own (models/onevision, models/mistral3).

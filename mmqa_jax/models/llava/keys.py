@@ -39,6 +39,8 @@ from mmqa_jax.models.llava.towers import TOWERS
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import (
+    SIGLIP_MEAN,
+    SIGLIP_STD,
     SiglipVisionConfig,
     VisionConfig,
     vit_l_14_336,
@@ -287,9 +289,15 @@ def fields_from_hf(
         )
     tower, vision = published.get("vision_config") or {}, family.vision
     tower = {key: value for key, value in tower.items() if key not in family.tower_harmless}
-    of_tower = {key: tower.pop(key, usual) for key, usual in family.of_tower.values()}
-    check_keys(of_tower, f"{where}, vision_config", read=kinds(size=" ".join(of_tower)))
-    fields |= {name: of_tower[key] for name, (key, _) in family.of_tower.items()}
+    for name, (keys, usual) in family.of_tower.items():
+        of_tower = {key: tower.pop(key, usual) for key in keys.split()}
+        check_keys(of_tower, f"{where}, vision_config", read=kinds(size=keys))
+        if len(set(of_tower.values())) > 1:
+            raise UserError(
+                f"{where}, vision_config: {', '.join(of_tower)} are {[*of_tower.values()]}, "
+                "expected one number; use a checkpoint as it was published."
+            )
+        fields[name] = next(iter(of_tower.values()))
     if tower or vision is None:
         tower = {"model_type": family.tower} | tower
         vision = TOWERS[family.tower].read(tower, f"{where}, vision_config")
@@ -318,6 +326,7 @@ def fields_from_hf(
         "vision": vision,
         "llama": llama,
         "budget": family.budget,
+        "split": family.split and family.split.usual(vision.image_size),
     }
 
 
@@ -332,8 +341,10 @@ def _decoder(
         for key, value in text.items()
         if key not in (*family.text_fixed, *family.text_harmless)
     }
-    said = [one["tie_word_embeddings"] for one in (published, text) if "tie_word_embeddings" in one]
-    tied = any(said) if said else family.tied and not has_head
+    ties = [
+        part["tie_word_embeddings"] for part in (published, text) if "tie_word_embeddings" in part
+    ]
+    tied = any(ties) if ties else family.tied and not has_head
     return LlamaConfig.from_hf({**family.text, **text, "tie_word_embeddings": tied}, where)
 
 
@@ -413,7 +424,11 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     lengths = {family.length_key: config.features} if family.length_key else {}
     lengths |= {family.width_key: config.llama.hidden} if family.width_key else {}
     sight = {_SIGHT: "vision"} if config.llama.picture_sight == "near" else {}
-    of_tower = {key: getattr(config, name) for name, (key, _) in family.of_tower.items()}
+    of_tower = {
+        key: getattr(config, name)
+        for name, (keys, _) in family.of_tower.items()
+        for key in keys.split()
+    }
     vision = TOWERS[family.tower].write(config.vision) | of_tower
     return {
         "architectures": [family.architecture],
@@ -429,8 +444,8 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
 def _with_processor(config: LlavaConfig, folder: Path) -> LlavaConfig:
     """Checks the picture processor beside a checkpoint, and takes from it how pictures are cut, or
     a SigLIP's filter."""
-    if (kind := families.ALL[config.family].split) is not None:
-        return with_split(folder, config, kind)
+    if config.split is not None:
+        return with_split(folder, config)
     if config.budget is not None:
         return with_budget(folder, config)
     if not isinstance(config.vision, SiglipVisionConfig):
@@ -456,7 +471,7 @@ def _read_vision_config(folder: Path) -> VisionConfig | SiglipVisionConfig:
 
 
 def _inputs(config: LlavaConfig) -> dict[str, Any]:
-    if config.budget is not None:
+    if config.is_sized:
         return _inputs_of_units(config)
     row = comparison.around_a_picture(config, config.features)
     ids = expand_images([row], [1], config).input_ids
@@ -479,12 +494,20 @@ def _inputs_of_units(config: LlavaConfig) -> dict[str, Any]:
     counts = np.where(np.equal(row, config.image_token), math.prod(comparison.GRID), 1)
     ids = np.repeat(row, counts)[None]
     order = np.lexsort(batch.places[0].T[::-1])
-    theirs = {
-        "input_ids": ids,
-        "mm_token_type_ids": (ids == config.image_token).astype(np.int64),
-        "pixel_values": batch.patches[:, order].astype(np.float32) / 255,
-        "image_position_ids": batch.places[:, order, ::-1].astype(np.int64),
-    }
+    pixels = batch.patches[:, order].astype(np.float32) / 255
+    if config.budget is None:  # LFM2-VL
+        theirs = {
+            "pixel_values": (pixels - SIGLIP_MEAN[0]) / SIGLIP_STD[0],
+            "spatial_shapes": batch.grid.astype(np.int64),
+            "pixel_attention_mask": np.ones(order[None].shape, np.int64),
+        }
+    else:
+        theirs = {
+            "mm_token_type_ids": (ids == config.image_token).astype(np.int64),
+            "pixel_values": pixels,
+            "image_position_ids": batch.places[:, order, ::-1].astype(np.int64),
+        }
+    theirs["input_ids"] = ids
     return {"ids": ids, "batch": batch, "order": order, "theirs": theirs}
 
 
@@ -517,10 +540,10 @@ def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> co
     return comparison.Outputs(stacks, {"logits": logits})
 
 
-# Idefics3's names of both come second.
+# Idefics3's names of both come second, Llama 4's third.
 STACKS = {
-    "picture": ("model.vision_tower", "model.vision_model"),
-    "": ("model.language_model", "model.text_model"),
+    "picture": ("model.vision_tower", "model.vision_model", "vision_model.model"),
+    "": ("model.language_model", "model.text_model", "language_model.model"),
 }
 CHECK = comparison.Check(
     "AutoModelForImageTextToText",

@@ -15,7 +15,7 @@ those embeddings (`decoding.kv_cache.forward`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, Connector
 from mmqa_jax.models.llava.gemma4_vision import Gemma4Vision, Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
+from mmqa_jax.models.llava.llama4_vision import Llama4Vision, Llama4VisionConfig
+from mmqa_jax.models.llava.naflex import UnitSiglip
 from mmqa_jax.models.llava.pixtral import PixtralVision, PixtralVisionConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower, blocks_before
@@ -51,7 +53,14 @@ _TOWERS = {
     InternVisionConfig: InternVision,
     PixtralVisionConfig: PixtralVision,
     Gemma4VisionConfig: Gemma4Vision,
+    Llama4VisionConfig: Llama4Vision,
 }
+
+
+def _tower_of(config: Any) -> type[nnx.Module]:
+    if isinstance(config, SiglipVisionConfig) and config.flexible:
+        return UnitSiglip
+    return _TOWERS[type(config)]
 
 
 def picture_features(
@@ -64,8 +73,8 @@ def picture_features(
     states = vision.states_of(pixels, config.feature_layer)
     if config.normed:
         states = vision.ln_post(states)
-    if config.select == "default":
-        states = states[:, 1:]
+    if config.select != "full":
+        states = states[:, 1:] if config.select == "default" else states[:, :-1]
     features = projector(states.astype(config.llama.dtype))
     return features if config.feature_scale == 1 else features * config.feature_scale
 
@@ -91,7 +100,7 @@ class Llava(nnx.Module):
     """Vision tower, connector and decoder."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        self.vision = _TOWERS[type(config.vision)](config.vision, rngs=rngs)
+        self.vision = _tower_of(config.vision)(config.vision, rngs=rngs)
         self.projector = KINDS[config.connector](config, rngs=rngs)
         self.llama = Llama(config.llama, rngs=rngs)
         self.config = config

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.models.llava.config import LlavaConfig, RatioTiles, RowTiles, Split
+from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
+from mmqa_jax.models.llava.tiles import CanvasTiles, RatioTiles, RowTiles, Split, UnitTiles
 from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SiglipVisionConfig
 from mmqa_jax.models.two_towers.processor import check_numbers, processors
 from mmqa_jax.weights.config_json import check_keys, kinds
@@ -16,6 +18,12 @@ from mmqa_jax.weights.config_json import check_keys, kinds
 _KINDS = {
     RowTiles: kinds(object_or_null="size max_image_size"),
     RatioTiles: kinds(object_or_null="size", size_or_null="min_patches max_patches"),
+    CanvasTiles: kinds(object_or_null="size", size_or_null="max_patches"),
+    UnitTiles: kinds(
+        size_or_null="max_image_tokens max_tiles min_image_tokens min_tiles tile_size",
+        number="max_pixels_tolerance",
+        flag="use_thumbnail do_image_splitting",
+    ),
 }
 _LARGEST = 8192  # pixels of a side
 _STEPS = ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize")
@@ -23,6 +31,14 @@ _STEPS = ("do_rescale", "do_normalize", "do_convert_rgb", "do_resize")
 _FIXED: Mapping[type[Split], Mapping[str, tuple[Any, ...]]] = {
     RowTiles: {"do_image_splitting": (True,), "resample": (1,)},
     RatioTiles: {"crop_to_patches": (True, False), "resample": (3,)},
+    CanvasTiles: {"resize_to_max_canvas": (False,), "resample": (2,)},
+    UnitTiles: {"use_image_special_tokens": (True,), "resample": (2,)},
+}
+# Fields of UnitTiles -> their keys.
+_OF_UNITS = {
+    **{"least": "min_tiles", "most": "max_tiles", "side": "tile_size"},
+    **{"least_tokens": "min_image_tokens", "most_tokens": "max_image_tokens"},
+    **{"tolerance": "max_pixels_tolerance", "has_whole": "use_thumbnail"},
 }
 # What a processor's file says beside what is read: of videos, and what every picture's tiles are.
 _HARMLESS = (
@@ -34,21 +50,24 @@ _HARMLESS = (
 )
 
 
-def with_split(folder: Path, config: Any, kind: type[Split]) -> Any:
-    """The config with how the processor's file in a folder cuts and colors pictures; without one,
-    as the published models do.
+def with_split(folder: Path, config: Any) -> Any:
+    """The config with how the processor's file in a folder cuts and colors pictures.
 
-    config: LlavaConfig, or another with `vision` and `split`.
+    config: LlavaConfig, or another with `vision` and `split`, which is that of published models.
     """
-    side = config.vision.image_size
-    split = RowTiles(longest=4 * side) if kind is RowTiles else RatioTiles()
-    vision = config.vision
+    split, vision, side = config.split, config.vision, config.vision.image_size
     for processor, file in processors(folder):
         if not processor:
             continue
-        fixed = {**dict.fromkeys(_STEPS, (True,)), **_FIXED[kind]}
-        check_keys(processor, str(file), read=_KINDS[kind], harmless=_HARMLESS, fixed=fixed)
-        if isinstance(vision, SiglipVisionConfig):
+        fixed = {**dict.fromkeys(_STEPS, (True,)), **_FIXED[type(split)]}
+        harmless = _HARMLESS
+        if isinstance(split, UnitTiles):
+            patch, merge = config.units[:2]
+            fixed |= {"encoder_patch_size": (patch,), "downsample_factor": (merge,)}
+            fixed["do_convert_rgb"] = (True, None)
+            harmless += ("size", "max_num_patches")  # which its class does not read
+        check_keys(processor, str(file), read=_KINDS[type(split)], harmless=harmless, fixed=fixed)
+        if isinstance(vision, SiglipVisionConfig | Llama4VisionConfig):
             check_numbers(processor, file, "SigLIP", SIGLIP_MEAN, SIGLIP_MEAN)
         else:
             vision = _with_colors(vision, processor, file)
@@ -59,10 +78,18 @@ def with_split(folder: Path, config: Any, kind: type[Split]) -> Any:
             if type(longest) is not int:
                 raise _refusal(file, "size", size, "a longest_edge in pixels")
             split = RowTiles(longest)
+        elif isinstance(split, UnitTiles):
+            read = {field: processor.get(key) for field, key in _OF_UNITS.items()}
+            read = {field: value for field, value in read.items() if value is not None}
+            if processor.get("do_image_splitting") is False:
+                read |= {"least": 1, "most": 1}
+            split = dataclasses.replace(split, **read)
         else:
             _check_side(processor, "size", ("height", "width"), side, file)
-            least, most = processor.get("min_patches"), processor.get("max_patches")
-            split = RatioTiles(least or split.least, most or split.most)
+            names = {"least": "min_patches", "most": "max_patches"}
+            names = {"tiles": "max_patches"} if isinstance(split, CanvasTiles) else names
+            sizes = {field: processor[key] for field, key in names.items() if processor.get(key)}
+            split = dataclasses.replace(split, **sizes)
     return dataclasses.replace(config, split=split, vision=vision)
 
 
@@ -150,7 +177,7 @@ def _colors(
     if value is None:
         return usual
     fits = isinstance(value, list) and len(value) == 3
-    if not fits or not all(isinstance(one, int | float) and 0 < one < 1 for one in value):
+    if not fits or not all(isinstance(part, int | float) and 0 < part < 1 for part in value):
         raise _refusal(file, key, value, "three numbers between 0 and 1")
     return tuple(map(float, value))
 
@@ -176,7 +203,7 @@ def processor_to_hf(config: LlavaConfig) -> dict[str, Any] | None:
             **dict.fromkeys(_STEPS, True),
             "do_normalize": False,
         }
-    side, split = config.vision.image_size, config.split
+    side, split = config.units.side, config.split
     if split is None:
         return None
     if isinstance(split, RowTiles):
@@ -185,6 +212,21 @@ def processor_to_hf(config: LlavaConfig) -> dict[str, Any] | None:
             "size": {"longest_edge": split.longest},
             "max_image_size": {"longest_edge": side},
             "do_pad": True,
+        }
+    elif isinstance(split, UnitTiles):
+        of_kind = {
+            "image_processor_type": "Lfm2VlImageProcessor",
+            **{key: getattr(split, field) for field, key in _OF_UNITS.items()},
+            "do_image_splitting": split.most > 1,
+            "encoder_patch_size": config.units.patch,
+            "downsample_factor": config.units.merge,
+            "do_pad": True,
+        }
+    elif isinstance(split, CanvasTiles):
+        of_kind = {
+            "image_processor_type": "Llama4ImageProcessor",
+            "size": {"height": side, "width": side},
+            "max_patches": split.tiles,
         }
     else:
         of_kind = {

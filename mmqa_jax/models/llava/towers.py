@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mmqa_jax.models.llava import gemma4_vision, intern_vit, pixtral
+from mmqa_jax.models.llava import gemma4_vision, intern_vit, llama4_vision, pixtral
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.keymap import Rule
 
+NAFLEX = f"{two_towers.FLEXIBLE}_vision_model"
 Vision = VisionConfig | SiglipVisionConfig
 # Copies of what a processor's file says, and a switch of the authors' code.
 _IDEFICS3_HARMLESS = ("max_image_size", "size", "use_base_siglip")
@@ -80,11 +81,19 @@ def _without_head(config: SiglipVisionConfig) -> dict[str, Any]:
     return published
 
 
+def _naflex(published: Mapping[str, Any], where: str) -> SiglipVisionConfig:
+    """A SigLIP 2 of pictures of any size."""
+    layouts.check_model_type(published, where, NAFLEX)
+    return two_towers.siglip_vision_config(published, where, flexible=True, may_lack_head=True)
+
+
 _CLIP_OR_SIGLIP = Tower(clip_or_siglip, two_towers.vision_to_hf, two_towers.vision_rules)
 _OF_IDEFICS3 = Tower(_idefics3, _without_head, two_towers.vision_rules)
 TOWERS: Mapping[str, Tower] = {
     **dict.fromkeys(("clip_vision_model", "siglip_vision_model"), _CLIP_OR_SIGLIP),
     **dict.fromkeys(("idefics3_vision", "smolvlm_vision"), _OF_IDEFICS3),
+    NAFLEX: Tower(_naflex, two_towers.vision_to_hf, two_towers.vision_rules),
+    llama4_vision.MODEL_TYPE: Tower(llama4_vision.read, llama4_vision.write, llama4_vision.rules),
     pixtral.MODEL_TYPE: Tower(pixtral.read, pixtral.write, pixtral.rules),
     gemma4_vision.MODEL_TYPE: Tower(gemma4_vision.read, gemma4_vision.write, gemma4_vision.rules),
     intern_vit.MODEL_TYPE: Tower(intern_vit.read, intern_vit.write, intern_vit.rules),

@@ -9,8 +9,8 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.keys import apart
-from mmqa_jax.models.llava.config import RowTiles
 from mmqa_jax.models.llava.processor import with_split
+from mmqa_jax.models.llava.tiles import RowTiles
 from mmqa_jax.models.modernbert.keys import (
     modernbert_config,
     modernbert_fused,
@@ -91,5 +91,6 @@ def open_modernvbert(
         published = layouts.read_hf_config(folder, MODEL_TYPE)
     config = modernvbert_config(published, str(file))
     source = apart(layouts.open_source(folder), modernbert_fused(config.text))
-    config = with_split(folder, config, RowTiles)
+    usual = RowTiles.usual(config.vision.image_size)
+    config = with_split(folder, dataclasses.replace(config, split=usual))
     return layouts.Checkpoint(config, modernvbert_key_map, source, "transformers")

@@ -15,9 +15,9 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import Linear, normal_init
-from mmqa_jax.models.llava.config import RowTiles
 from mmqa_jax.models.llava.connectors import side_by_side
 from mmqa_jax.models.llava.network import among_words
+from mmqa_jax.models.llava.tiles import RowTiles
 from mmqa_jax.models.modernbert.network import ModernBert, ModernBertConfig
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower

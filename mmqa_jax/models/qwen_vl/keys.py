@@ -531,7 +531,9 @@ def _llama(text: Mapping[str, Any], where: str, family: str) -> LlamaConfig:
             f"{where}: mrope_interleaved is {interleaved!r}, which {row.architecture} does not "
             "have; use a checkpoint as it was published."
         )
-    if not isinstance(sections, list | tuple) or not all(isinstance(one, int) for one in sections):
+    if not isinstance(sections, list | tuple) or not all(
+        isinstance(section, int) for section in sections
+    ):
         raise UserError(
             f"{where}: mrope_section is {sections!r}, expected three whole numbers; fetch the file "
             "again."
@@ -794,7 +796,7 @@ def _check(found: Mapping[str, Any], where: Path, config: qwen_vl.QwenVisionConf
 
 def _of_channels(value: Any, where: str) -> tuple[float, float, float]:
     fits = isinstance(value, list) and len(value) == 3
-    if not fits or not all(isinstance(one, int | float) for one in value):
+    if not fits or not all(isinstance(number, int | float) for number in value):
         raise UserError(f"{where} is {value!r}, expected three numbers; fetch the file again.")
     return tuple(map(float, value))
 

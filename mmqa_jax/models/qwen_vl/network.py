@@ -338,8 +338,8 @@ class QwenVL(nnx.Module):
         if features is None:
             return jnp.where(picture[..., None], jnp.nan, tokens), None
         flat = features.reshape(-1, features.shape[-1]).astype(tokens.dtype)
-        own = flat.at[jnp.where(rows < 0, len(flat), rows)].get(mode="fill", fill_value=jnp.nan)
-        return spread(tokens, own, picture)
+        states = flat.at[jnp.where(rows < 0, len(flat), rows)].get(mode="fill", fill_value=jnp.nan)
+        return spread(tokens, states, picture)
 
     def __call__(
         self,
@@ -670,24 +670,24 @@ class QwenVision(nnx.Module):
         """
         config, x = self.config, self.embed(pictures)
         (cos, sin), real = self._angles(pictures.places), pictures.places[..., 0] >= 0
-        kept = jnp.zeros((*x.shape[:2], len(config.deepstack), x.shape[2]), x.dtype)
+        taken = jnp.zeros((*x.shape[:2], len(config.deepstack), x.shape[2]), x.dtype)
 
         def body(layer: QwenVisionLayer, carry, of_layer, _):
-            (x, kept), (whole, place) = carry, of_layer
+            (x, taken), (whole, place) = carry, of_layer
             x = layer(x, cos, sin, real, whole)
             if config.deepstack:  # a place behind the last is not written
-                kept = kept.at[:, :, place].set(x, mode="drop")
-            return (x, kept), None
+                taken = taken.at[:, :, place].set(x, mode="drop")
+            return (x, taken), None
 
         options = {"remat": config.remat, "unroll": config.unroll}
-        (x, kept), _ = scan_layers(self.layers, (x, kept), body, xs=self._of_layers(), **options)
+        (x, taken), _ = scan_layers(self.layers, (x, taken), body, xs=self._of_layers(), **options)
         merged = [self.merger(self.end_norm(x) if config.switches.end_norm else x)]
         if config.deepstack:
             graphdef, params = nnx.split(self.deepstack)
             params = on_device(params)
             for number in range(len(config.deepstack)):
-                own = jax.tree.map(lambda p, n=number: p[n], params)
-                merged.append(nnx.merge(graphdef, own)(kept[:, :, number]))
+                layer_params = jax.tree.map(lambda p, n=number: p[n], params)
+                merged.append(nnx.merge(graphdef, layer_params)(taken[:, :, number]))
         features = gather_columns(jnp.concatenate(merged, axis=-1))
         return jnp.take_along_axis(features, pictures.order[..., None], axis=1)
 

@@ -444,8 +444,13 @@ def resized_positions(positions: jax.Array, shapes: jax.Array, count: int) -> ja
     rows, columns = shapes[:, :1], shapes[:, 1:]  # [B, 1]
     number = jnp.arange(count)
     number = jnp.where(number < rows * columns, number, 0)  # [B, N]
-    of_row = _triangle(number // columns, rows, positions.shape[0])  # [B, N, g]
-    of_column = _triangle(number % columns, columns, positions.shape[1])
+    return positions_at(positions, jnp.stack([number // columns, number % columns], -1), shapes)
+
+
+def positions_at(positions: jax.Array, places: jax.Array, shapes: jax.Array) -> jax.Array:
+    """Those of `resized_positions` at `places`, int32 [B, N, 2] of rows and columns."""
+    of_row = _triangle(places[..., 0], shapes[:, :1], positions.shape[0])  # [B, N, g]
+    of_column = _triangle(places[..., 1], shapes[:, 1:], positions.shape[1])
     weights = of_row[..., :, None] * of_column[..., None, :]  # [B, N, g, g]
     return jnp.einsum("bnij,ijw->bnw", weights, positions, precision=jax.lax.Precision.HIGHEST)
 
