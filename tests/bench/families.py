@@ -48,6 +48,7 @@ _MODULES = (
         "llama",
         "llava",
         "vlm_families",
+        "cut_pictures",
         "gemma4",
         "mistral3",
         "onevision",

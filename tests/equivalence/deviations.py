@@ -14,7 +14,9 @@ import numpy as np
 from mmqa_jax.models.check import deviation
 
 # Modules whose first parameter names a model, up to a comma.
-_OF_MANY = ("decoder_families", "vlm_families", "text_encoders", "text_decoders")
+_OF_MANY = (
+    *("decoder_families", "vlm_families", "cut_pictures", "text_encoders", "text_decoders"),
+)
 _HEADER = ("model", "compared", "largest deviation", "allowed", "of values up to")
 
 
