@@ -96,6 +96,22 @@ def _granitemoe(writer: gguf.GGUFWriter, config: Any) -> None:
     _mixtral(writer, config)
 
 
+def _sigmoids(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+
+
+def _glm4moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _sigmoids(writer, config)
+    writer.add_rope_dimension_count(config.head_dim // 2)
+
+
 def _exaone4(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     _olmo3(writer, config)
@@ -152,6 +168,11 @@ class Case(NamedTuple):
 
 _LAYER_NORMS = {"rms_norm_eps": None, "layer_norm_eps": 2e-4}
 _HALF = {**_THETA, "partial_rotary_factor": 0.5}
+_SIGMOIDS = {
+    **{"head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
+    **{"moe_intermediate_size": 24, "routed_scaling_factor": 1.7, "norm_topk_prob": True},
+    **{"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+}
 CASES = {
     "olmoe": Case(
         transformers.OlmoeForCausalLM,
@@ -229,6 +250,15 @@ CASES = {
     ),
     "apertus": Case(transformers.ApertusForCausalLM, "apertus", {}, _apertus),
     "arcee": Case(transformers.ArceeForCausalLM, "arcee", {}, _llama, turned=True),
+    "dots1": Case(
+        transformers.Dots1ForCausalLM, "dots1", {**_SIGMOIDS, "sliding_window": None}, _sigmoids
+    ),
+    "glm4moe": Case(
+        transformers.Glm4MoeForCausalLM,
+        "glm4moe",
+        {**_SIGMOIDS, "use_qk_norm": True, "rope_parameters": _HALF},
+        _glm4moe,
+    ),
     "mistral": Case(
         transformers.MistralForCausalLM, "llama", {"sliding_window": None}, _llama, turned=True
     ),
@@ -342,6 +372,7 @@ def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch
     for key, tensor in model.state_dict().items():
         key = key.replace("block_sparse_moe.experts.", "mlp.experts.")
         key = key.replace("block_sparse_moe.router.", "mlp.gate.")
+        key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         if key.endswith("experts.gate_up_proj"):
             for name, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield key.replace("gate_up_proj", f"{name}_proj.weight"), half

@@ -32,6 +32,12 @@ _HARMLESS = ("vocab_size", "tensor_data_layout")
 _WINDOW = ("attention.sliding_window", "attention.sliding_window_pattern")
 _OF_GRANITE = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
 _EXPERTS = ("expert_count", "expert_used_count")
+_OF_SIGMOIDS = (
+    *(*_EXPERTS, "expert_feed_forward_length", "expert_shared_count", "expert_weights_scale"),
+    *("expert_weights_norm", "expert_gating_func", "leading_dense_block_count"),
+    "nextn_predict_layers",
+)
+_SIGMOID = 2  # of expert_gating_func
 _LAYER_NORMS = ("attention.layer_norm_epsilon",)
 _FURTHER = {
     **dict.fromkeys(("llama", "olmoe"), _EXPERTS),
@@ -45,6 +51,7 @@ _FURTHER = {
     "granitemoe": (*_OF_GRANITE, *_EXPERTS),
     "olmo2": (*_WINDOW, "rope.freq_base_swa"),
     "qwen3moe": (*_EXPERTS, "expert_feed_forward_length"),
+    **dict.fromkeys(("dots1", "glm4moe"), _OF_SIGMOIDS),
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
 }
@@ -77,11 +84,11 @@ ARCHITECTURES = {
         name: name for name in ("cohere2", "nemotron", "stablelm", "starcoder2", "apertus", "arcee")
     },
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
-    "command-r": "cohere",
+    **{"command-r": "cohere", "dots1": "dots1", "glm4moe": "glm4_moe"},
 }
 _CONSTANTS = FAMILIES["apertus"].constants
 # Families whose norms have other names in llama.cpp -> the names of others.
-RENAMED = {"seed_oss": {"post_attention_norm": "ffn_norm"}}
+RENAMED = {name: {"post_attention_norm": "ffn_norm"} for name in ("seed_oss", "glm4_moe")}
 # Families whose rows of queries and keys llama.cpp turns (`keys.rotary_rows`).
 TURNED = ("llama", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
 # Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
@@ -121,7 +128,7 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
         family=name,
         vocab_size=gguf.vocabulary_of(source),
         hidden=hidden,
-        layers=gguf.layers_of(source, f"{of}block_count"),
+        layers=gguf.layers_of(source, f"{of}block_count") - _proposing(source, of),
         heads=heads,
         kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
         head_dim=None if head_size * heads == hidden else head_size,
@@ -145,16 +152,50 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
     return _with_scaling(config, source, of)
 
 
+def _proposing(source: gguf.GGUFSource, of: str) -> int:
+    """The last layers of a file that propose tokens, which are no part of the model."""
+    key = f"{of}nextn_predict_layers"
+    return source.metadata(key, 0) and source.integer(key)
+
+
 def _experts(source: gguf.GGUFSource, of: str, name: str) -> dict[str, Any]:
     """Fields of a mixture of experts."""
     if "num_experts_per_tok" not in FAMILIES[name].keys:
         return {}
+    if FAMILIES[name].dense_first:
+        return _sigmoid_experts(source, of)
     width = "expert_feed_forward_length" if name == "qwen3_moe" else "feed_forward_length"
     return {
         "experts": source.integer(f"{of}expert_count"),
         "active_experts": source.integer(f"{of}expert_used_count"),
         "mlp": source.integer(f"{of}{width}"),
         "normed_experts": name != "olmoe",  # llama.cpp has no key for it
+    }
+
+
+def _sigmoid_experts(source: gguf.GGUFSource, of: str) -> dict[str, Any]:
+    """Those of a mixture that chooses by sigmoids, and whose first layers have one MLP."""
+    gate = source.metadata(f"{of}expert_gating_func", _SIGMOID)
+    if gate != _SIGMOID:
+        raise UserError(
+            f"{source.name}: {of}expert_gating_func is {gate!r}, expected {_SIGMOID} (sigmoids); "
+            "use the safetensors files of this model."
+        )
+    layers = source.integer(f"{of}block_count") - _proposing(source, of)
+    dense = source.metadata(f"{of}leading_dense_block_count", 0)
+    width = source.integer(f"{of}expert_feed_forward_length")
+    shared = source.metadata(f"{of}expert_shared_count", 0)
+    has_norms = "blk.0.attn_q_norm.weight" in source.specs()
+    return {
+        "experts": source.integer(f"{of}expert_count"),
+        "active_experts": source.integer(f"{of}expert_used_count"),
+        "mlp": width,
+        "normed_experts": bool(source.metadata(f"{of}expert_weights_norm", False)),
+        "expert_weight": source.number(f"{of}expert_weights_scale", 1.0),
+        "shared_expert": shared * width or None,
+        "kinds": ("plain",) * dense + ("full",) * (layers - dense) if dense else (),
+        "plain_mlp": source.integer(f"{of}feed_forward_length") if dense else None,
+        "qk_norm": "head" if has_norms else "none",
     }
 
 

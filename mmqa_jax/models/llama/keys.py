@@ -212,7 +212,10 @@ def _layer_rules(
         key, experts = f"{layer}{keys[_LAYOUTS.index(layout)]}", f"{path}experts/"
         rules.append(Rule(f"{key}.weight", f"{experts}{ours[0]}", SWAPPED))
         if part == "router" and config.choice_bias:
-            rules.append(Rule(f"{key}.e_score_correction_bias", f"{experts}choice_bias"))
+            choice = (
+                f"{layer}exp_probs_b.bias" if layout == "gguf" else f"{key}.e_score_correction_bias"
+            )
+            rules.append(Rule(choice, f"{experts}choice_bias"))
         if config.mlp_bias:
             rules.append(Rule(f"{key}.bias", f"{experts}{ours[1]}"))
     if config.activation in LEARNED:
@@ -228,6 +231,8 @@ def _layer_rules(
         shared = {f".{part}_proj": f"{part}/kernel" for part in ("gate", "up", "down")}
         for key, ours in (shared | ({"_gate": "choice"} if config.shared_gate else {})).items():
             key = f"{layer}mlp.shared_expert{key}.weight"
+            if layout == "gguf" and ours != "choice":
+                key = f"{layer}ffn_{ours.split('/')[0]}_shexp.weight"
             rules.append(Rule(key, f"{path}shared/{ours}", TRANSPOSE))
     return rules
 
