@@ -201,13 +201,16 @@ def _decode_ragged(
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     embedded, side = model.parted(embedded)
     traits = traits.replace(side=side)
-    layers, in_codes = quantize.apart(model.layers, embedded)
+    layers, stacked = experts.apart(model.layers, embedded)
+    layers, in_codes = quantize.apart(layers, embedded)
     graphdef, params = nnx.split(layers)
 
     def body(carry, of_layer):
         (x, cache, number), (params, traits) = carry, of_layer
         layer = with_chosen(nnx.merge(graphdef, params), adapters)
         quantize.put_back(layer, in_codes, number)
+        if stacked is not None:
+            layer.experts = functools.partial(stacked, layer=number)
         q, k, v = layer.products(split_rows(x), traits, apart=True)
         attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
         return (layer.finish(x, attended, traits), cache, number + 1), None

@@ -24,14 +24,23 @@ from tests.hlo.counts import count
 from tests.hlo.kept import facts_of
 
 LAYERS = 4
-CONFIG = dataclasses.replace(PRESETS["qwen3_8b"](), layers=LAYERS, dtype="bfloat16")
+CASES = (  # form, model, mesh, slots and programs
+    ("mxfp4", "gpt_oss_20b", {"data": 2, "tensor": 4}, 256, ("decode",)),
+    ("int4", "qwen3_8b", {"tensor": 8}, 64, ("decode", "prefill")),
+    ("fp8", "qwen3_8b", {"tensor": 8}, 64, ("decode",)),
+)
 
 
 def main() -> None:
-    mesh = make_mesh({"tensor": 8}, devices=open_topology("v5e:2x4").devices)
-    for weights in ("int4", "fp8"):
-        sizes = EngineConfig(slots=64, length=1024, weights=weights, prefill_tokens=2048)
-        for name, program in engine_programs(CONFIG, sizes, mesh).items():
+    devices = open_topology("v5e:2x4").devices
+    for weights, model, shape, slots, names in CASES:
+        mesh = make_mesh(shape, devices=devices)
+        config = PRESETS[model]()
+        changes = {"windows": config.windows[:LAYERS], "dtype": "bfloat16"}
+        config = dataclasses.replace(config, layers=LAYERS, **changes)
+        sizes = EngineConfig(slots=slots, length=1024, weights=weights, prefill_tokens=2048)
+        programs = engine_programs(config, sizes, mesh)
+        for name, program in ((name, programs[name]) for name in names):
             with jax.set_mesh(mesh):
                 lowered = program.function.lower(*program.arguments)
                 facts = facts_of(f"codes_{name}_{weights}", lowered, measure, __file__)
@@ -48,7 +57,7 @@ def measure(compiled: jax.stages.Compiled) -> dict[str, Any]:
     return {
         "bytes": counted.bytes,
         "loops": counted.loops,
-        "kernels": len(re.findall(r"%codes[.\d]* = ", text)),
+        "kernels": len(re.findall(r"%(?:codes|mxfp4)[.\d]* = ", text)),
     }
 
 

@@ -27,6 +27,8 @@ def test_a_product_is_that_of_the_dequantized_matrix(kind, rows, inputs, groups,
         codes = (codes.view(np.int8) >> (4 if kind == "int4" else 0)).astype(dtype)
     scale = rng.uniform(0.001, 0.02, (3, groups, outputs)).astype(np.float32)
     zero = rng.integers(-8, 8, scale.shape, np.int8) if has_zero else None
+    if kind == "float8_e4m3fn":  # as checkpoints have them
+        scale = scale.astype(ml_dtypes.bfloat16)
     x = rng.standard_normal((rows, inputs)).astype(ml_dtypes.bfloat16)
 
     arrays = (jnp.asarray(array) for array in (x, codes, scale))
@@ -35,7 +37,7 @@ def test_a_product_is_that_of_the_dequantized_matrix(kind, rows, inputs, groups,
     whole = codes[1].astype(np.float64)
     if zero is not None:
         whole -= np.repeat(zero[1], inputs // groups, 0)
-    whole *= np.repeat(scale[1], inputs // groups, 0)
+    whole *= np.repeat(scale[1].astype(np.float64), inputs // groups, 0)
     wide = x.astype(np.float64)
     exact = wide @ whole
     of_sums = 2**-22 * (np.abs(wide) @ np.abs(whole))  # float32's, of the terms

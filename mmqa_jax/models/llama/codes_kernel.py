@@ -10,7 +10,6 @@ A file of its own because Pallas takes half a second to import.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -45,7 +44,7 @@ def multiply(
     Args:
       x: bfloat16 [M, K].
       kernel: codes [N, K, O] of a stack of matrices, of 4 or 8 bits.
-      scale: float32 [N, G, O], each of K / G inputs.
+      scale: float32 or bfloat16 [N, G, O], each of K / G inputs.
       zero: int8 [N, G, O], beside integers; None: all are 0.
       layer: int32 [], of the stack's N.
       interpret: run without a TPU, slowly, for tests.
@@ -63,13 +62,13 @@ def multiply(
     shared = (scale,) if zero is None else (scale, zero)  # by the inputs of a group
     if groups % _SUBLANES:  # XLA lays such a stack otherwise, and would copy all of it
         shared = tuple(jax.lax.dynamic_index_in_dim(array, layer, 0) for array in shared)
-    if not interpret:  # XLA else moves the stacks of all layers into the chip's memory
-        kernel, *shared = (
-            pltpu.with_memory_space_constraint(array, pltpu.HBM) for array in (kernel, *shared)
-        )
+    elif not interpret:  # XLA else moves the stacks of all layers into the chip's memory
+        shared = tuple(pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in shared)
+    if not interpret:
+        kernel = pltpu.with_memory_space_constraint(kernel, pltpu.HBM)
     bits = jax.dtypes.itemsize_bits(kernel.dtype)
     call = pl.pallas_call(
-        _kernel if zero is not None else functools.partial(_without_zeros, _kernel),
+        _kernel,
         out_shape=jax.ShapeDtypeStruct((rows, outputs), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -81,14 +80,14 @@ def multiply(
             out_specs=pl.BlockSpec((rows, tile), lambda n, _: (0, n)),
             scratch_shapes=[
                 pltpu.VMEM((rows, tile), jnp.float32),  # sums
-                *[pltpu.VMEM((groups, tile), jnp.float32)] * (zero is not None),
+                *[pltpu.VMEM((groups, tile), jnp.float32)] * len(shared),
             ],
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * rows * inputs * outputs,
             transcendentals=0,
             bytes_accessed=inputs * outputs * bits // 8
-            + groups * outputs * (4 + (zero is not None))
+            + groups * outputs * (scale.dtype.itemsize + (zero is not None))
             + x.nbytes
             + 2 * rows * outputs,
         ),
@@ -105,23 +104,16 @@ def _outputs_at_once(inputs: int, outputs: int, dtype: jnp.dtype) -> int:
     return max(n for n in range(_LANES, outputs + 1, _LANES) if outputs % n == 0 and n <= most)
 
 
-def _kernel(
-    layer_ref: Any,
-    x_ref: Any,
-    code_ref: Any,
-    scale_ref: Any,
-    zero_ref: Any | None,
-    out_ref: Any,
-    sum_ref: Any,
-    row_ref: Any | None,
-) -> None:
-    """One block of columns: x [M, K], codes [K, O], scale and zero [G, O] -> [M, O]."""
+def _kernel(layer_ref: Any, x_ref: Any, code_ref: Any, *refs: Any) -> None:
+    """One block of columns: x [M, K], codes [K, O], scale and perhaps zero [G, O] -> [M, O]."""
     del layer_ref  # blocks are of this layer
-    groups, inputs = scale_ref.shape[0], x_ref.shape[1]
+    count = len(refs) // 2 - 1  # of scale and zero
+    shared_refs, (out_ref, sum_ref, *row_refs) = refs[:count], refs[count:]
+    for held, rows in zip(shared_refs, row_refs, strict=True):
+        rows[...] = held[...].astype(jnp.float32)  # of smaller types a row is not read by itself
+    groups, inputs = row_refs[0].shape[0], x_ref.shape[1]
     size, together = inputs // groups, math.gcd(groups, _UNROLLED)
     sum_ref[...] = jnp.zeros_like(sum_ref)
-    if zero_ref is not None:  # a row of float32 can be read from any place, of int8 it cannot
-        row_ref[...] = zero_ref[...].astype(jnp.float32)
 
     @pl.loop(0, groups // together)
     def _(part: jax.Array) -> None:
@@ -130,19 +122,15 @@ def _kernel(
             group = part * together + n
             inputs_of_group = pl.ds(pl.multiple_of(group * size, _LANES), size)
             codes = code_ref[inputs_of_group, :].astype(jnp.float32)
-            if row_ref is not None:
-                codes -= row_ref[pl.ds(group, 1), :]
+            scale, *zero = (rows[pl.ds(group, 1), :] for rows in row_refs)
+            if zero:
+                codes -= zero[0]
             y = jnp.dot(
                 x_ref[:, inputs_of_group],
                 codes.astype(jnp.bfloat16),
                 preferred_element_type=jnp.float32,
             )
-            total += y * scale_ref[pl.ds(group, 1), :]
+            total += y * scale
         sum_ref[...] = total
 
     out_ref[...] = sum_ref[...].astype(out_ref.dtype)
-
-
-def _without_zeros(kernel: Any, *refs: Any) -> None:
-    *inputs, out_ref, sum_ref = refs
-    kernel(*inputs, None, out_ref, sum_ref, None)

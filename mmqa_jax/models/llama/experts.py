@@ -70,7 +70,9 @@ class GroupedLinear(nnx.Module):
         return with_bias(batched_product(x, self.kernels[...].astype(x.dtype)), self.bias)
 
 
-def with_bias(y: jax.Array, bias: nnx.Param | None, group: jax.Array | None = None) -> jax.Array:
+def with_bias(
+    y: jax.Array, bias: nnx.Param | jax.Array | None, group: jax.Array | None = None
+) -> jax.Array:
     """y [E, T, out], or [N, out] of the experts `group` [N], plus bias [E, out]; None is none."""
     if bias is None:
         return y
@@ -166,7 +168,9 @@ class Experts(nnx.Module):
         chosen, weights = (part.reshape(len(rows), -1) for part in routed)
         if parts > 1:
             chosen = chosen - jax.lax.axis_index(_SPLIT) * (self.config.experts // parts)
-        if layer is not None:
+        if layer is not None and _in_codes(self.gate):
+            y = self.by_all(rows, chosen, weights, layer)
+        elif layer is not None:
             y = self.by_kernel(rows, chosen, weights, layer, parts)
         elif platform() == "tpu" and len(rows) > FEW:
             y = self.by_groups(rows, chosen, weights, parts)
@@ -268,16 +272,27 @@ class Experts(nnx.Module):
             interpret=interpret,
         )
 
-    def by_all(self, rows: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
-        """Computes the same with every token sent to every expert; most products count nothing."""
+    def by_all(
+        self,
+        rows: jax.Array,
+        chosen: jax.Array,
+        weights: jax.Array,
+        layer: jax.Array | None = None,
+    ) -> jax.Array:
+        """Computes the same with every token sent to every expert; most products count nothing.
+
+        layer: of a stack, whose kernel takes the same rows for all experts.
+        """
         with one_in(self.config.experts / self.config.active_experts):
             sent, shares = rows, self._shares(chosen, weights).T[..., None]  # [E, T, 1]
             if self.config.weighted_input:  # of the others it is 0, as what they give
                 sent, shares = (rows * shares).astype(rows.dtype), 1
-            sent = jnp.broadcast_to(sent, (self._count, *rows.shape))
-            gate, up = self.gate.of_all(sent), self.up.of_all(sent)
+            in_stack = {} if layer is None else {"layer": layer}
+            if not in_stack:
+                sent = jnp.broadcast_to(sent, (self._count, *rows.shape))
+            gate, up = (part.of_all(sent, **in_stack) for part in (self.gate, self.up))
             inner = gated(self.config.activation, self.config.gate_limit)(gate, up)
-            y = self.down.of_all(inner)  # [E, T, H]
+            y = self.down.of_all(inner, **in_stack)  # [E, T, H]
         return (y.astype(jnp.float32) * shares).sum(0)
 
     def _shares(self, chosen: jax.Array, weights: jax.Array) -> jax.Array:
@@ -319,14 +334,23 @@ def apart(layers: nnx.Module, x: jax.Array) -> tuple[nnx.Module, Experts | None]
     mesh = jax.sharding.get_abstract_mesh()
     split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
     tokens = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
-    if not multiplies_by_kernel(config, platform(), tokens):
+    if config.experts and _in_codes(layers.experts.gate):
+        each = layers.experts.gate, layers.experts.up, layers.experts.down
+        few = platform() == "tpu" and tokens <= FEW and x.dtype == jnp.bfloat16
+        if not few or not all(linear.multiplies_by_kernel() for linear in each):
+            return layers, None
+    elif not multiplies_by_kernel(config, platform(), tokens):
         return layers, None
-    gate = layers.experts.gate
-    if gate.scale is not None and (gate.scale.ndim == 4 or gate.kernels.dtype != jnp.int8):
-        return layers, None  # in a published form, which the kernel does not read
     layers = nnx.merge(*nnx.split(layers))  # one of this trace
     experts, layers.experts = layers.experts, None
     return layers, experts
+
+
+def _in_codes(linear: nnx.Module) -> bool:
+    """Whether experts are in a published form."""
+    return linear.scale is not None and (
+        linear.scale.ndim == linear.kernels.ndim or linear.kernels.dtype != jnp.int8
+    )
 
 
 def multiplies_by_kernel(config: LlamaConfig, platform: str, tokens: int) -> bool:

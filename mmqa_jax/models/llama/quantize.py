@@ -98,7 +98,7 @@ class QuantizedLinear(nnx.Module):
         of_codes, of_groups = self._specs(mesh)
         parts = [_parts(mesh, axes) for axes in of_codes[1:]]
         _, inputs, outputs = kernel.shape
-        alike = of_codes == of_groups and scale.dtype == jnp.float32
+        alike = of_codes == of_groups
         return alike and fits(inputs // parts[0], outputs // parts[1], scale.shape[1] // parts[0])
 
     def _specs(self, mesh: AbstractMesh) -> tuple[PartitionSpec, PartitionSpec]:
@@ -247,12 +247,30 @@ class QuantizedGroupedLinear(nnx.Module):
             y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
         return jnp.where((group < len(sizes))[:, None], with_bias(y, self.bias, group), 0)
 
-    def of_all(self, x: jax.Array) -> jax.Array:
-        """See GroupedLinear."""
+    def of_all(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
+        """See GroupedLinear.
+
+        layer: int32 [], of parameters that are a stack's, which `multiplies_by_kernel`; x may be
+          [T, in], the same of all.
+        """
+        if layer is not None:
+            from mmqa_jax.models.llama.mxfp4_kernel import multiply
+
+            bias = None if self.bias is None else self.bias[...][layer]
+            return with_bias(multiply(x, self.kernels[...], self.scale[...], layer), bias)
         y = batched_product(x, self._factors(x.dtype))
         if not self._by_groups:
             y = (y * self.scale[...][:, None]).astype(x.dtype)
         return with_bias(y, self.bias)
+
+    def multiplies_by_kernel(self) -> bool:
+        """Whether experts of a stack multiply bfloat16 states by `mxfp4_kernel` on a TPU."""
+        kernels, scale = self.kernels[...], self.scale[...]
+        if kernels.dtype != jnp.float4_e2m1fn or scale.ndim != 4 or scale.dtype != jnp.bfloat16:
+            return False
+        from mmqa_jax.models.llama.mxfp4_kernel import fits  # Pallas takes long to import
+
+        return fits(*kernels.shape[2:], scale.shape[2])
 
     @property
     def _by_groups(self) -> bool:
