@@ -46,6 +46,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.image is not None:
         picture = read_picture_file(arguments.image)
         decode(picture, arguments.image)  # a broken file is refused before models load
+    if arguments.data is None and arguments.workdir is None and not Path(_DEMO).is_dir():
+        raise UserError(
+            f"give --data=FOLDER, whose documents answer; without it a finished demo does, and "
+            f"there is no {_DEMO} here (`mmqa demo` makes one)."
+        )
     from mmqa_jax.core.hosts import distributed
 
     distributed.start()

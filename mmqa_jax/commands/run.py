@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import as_path
 
 if TYPE_CHECKING:
@@ -32,7 +33,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--config.parts.llm.mesh.* and --config.parts.llm.engine.* set a language model's."
     )
     flags.add_config(parser)
-    flags.add(parser, "workdir")
+    parser.add_argument("--workdir", help="everything is written here")
+    parser.add_argument(
+        "--keys", action="store_true", help="only list the row's config keys and their values"
+    )
     parser.add_argument("--split", help="train, val or test (the row's own: val)")
     flags.add(parser, "limit")
     flags.add_shard(parser, "questions", _CHUNK)
@@ -41,6 +45,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Runs the row and prints its scores."""
+    if arguments.workdir is None and not arguments.keys:
+        raise UserError("mmqa run: --workdir is missing; name the folder that it writes to.")
     shard = flags.start(arguments)
     from mmqa_jax.core.config import load_config
     from mmqa_jax.runs.row import read_row
@@ -49,6 +55,11 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     config = load_config(arguments.config, arguments.overrides, adds=True)
     row = read_row(config, split=arguments.split)
+    if arguments.keys:
+        keys = row.keys()
+        for key, value in keys.items():
+            print(f"--config.{key}={value}")
+        return {"row": row.row, "keys": keys}
     if arguments.download:
         for name in row.on_hub() or [row.llm]:
             part = "parts.llm.model" if name == row.llm else "parts"

@@ -175,6 +175,13 @@ class Row:
         """The setting that answers the row's questions."""
         return find_setting(self.system, self.setting)
 
+    def keys(self) -> dict[str, Any]:
+        """Every key of the row's config and its value, those that have defaults too."""
+        sections = dataclasses.asdict(self)
+        sections["options"] = self.answering.options(self.options)
+        left_out = ("as_written", "published", "made_by")
+        return flatten({name: value for name, value in sections.items() if name not in left_out})
+
     @property
     def config(self) -> Mapping[str, Any]:
         """The row's entry in config.json: the config as it was given, or all values."""

@@ -116,9 +116,19 @@ def test_a_flag_that_is_wrong(
     assert not (tmp_path / "run").exists()
 
 
+def test_the_keys_of_a_row():
+    """Each of them is one that may be given."""
+    config = f"--config={ROOT}/configs/scienceqa/tables.py:smollm2_k3"
+    keys = done("run", config, "--keys")["keys"]
+    options = {key: value for key, value in keys.items() if key.startswith("options.")}
+    assert (keys["parts.library.text_model"], options["options.shots"]) == ("minilm", 3)
+    flags = [f"--config.{key}={value}" for key, value in options.items()]
+    assert done("run", config, "--keys", *flags)["keys"] == keys
+
+
 def test_a_flag_that_is_missing(refused):
     refused("run", "--workdir=x", message=r"required: --config")
-    refused("run", f"--config={WEBQA}:vlp", message=r"required: --workdir")
+    refused("run", f"--config={WEBQA}:vlp", message=r"--workdir is missing")
 
 
 @pytest.mark.parametrize("file", ["atlas/answer.py", "atlas/demo.py", "webqa/vlp_select.py:vinvl"])
