@@ -73,13 +73,13 @@ def attend(
         top = jnp.broadcast_to(sink_rows(sinks, kv_heads, length), (*shape, 1))
         nothing = (top, jnp.ones((*shape, 1)), nothing[2])
 
-    def one(n: jax.Array, carry: Softmax) -> Softmax:
+    def with_page(n: jax.Array, carry: Softmax) -> Softmax:
         page = held.map(lambda x: x[table[:, n]])
         return _add(grouped, page, visible(n * width + jnp.arange(width)), cap, carry)
 
     # One at least: rows without a column are padding, and must not write NaN into page 0.
     pages = jnp.clip((end + width - 1) // width, 1, table.shape[1])
-    _, total, out = jax.lax.fori_loop(0, pages, one, nothing)
+    _, total, out = jax.lax.fori_loop(0, pages, with_page, nothing)
     out = (out / total).astype(q.dtype).reshape(batch, kv_heads, groups, length, size)
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 

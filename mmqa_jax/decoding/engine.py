@@ -149,6 +149,7 @@ class Engine:
         self.config = config = for_kinds(config, model.config)
         draft = self._draft and for_length(self._draft, config.length)
         self._runner = SlotRunner(model, config, self.mesh, draft)
+        self._tight = self._runner.by_layer and whole is None  # a CPU pays for each token
         self._tokenizer = scheduler.RequestTokenizer(
             self._text,
             self._end_ids,
@@ -159,6 +160,7 @@ class Engine:
             self._adapters,
             recurrent=model.config.recurrent,
             has_beams=not (model.config.recurrent or model.config.borrowers),
+            tight=self._tight,
         )
         self._pool = PagePool(
             config.slots,
@@ -431,8 +433,8 @@ class Engine:
             for first in range(0, max(map(len, of_shard)), share):
                 batch = {
                     shard * share + row: sequence
-                    for shard, own in enumerate(of_shard)
-                    for row, sequence in enumerate(own[first : first + share])
+                    for shard, sequences in enumerate(of_shard)
+                    for row, sequence in enumerate(sequences[first : first + share])
                 }
                 if len(batch) == count:
                     full.append(batch)
@@ -474,6 +476,8 @@ class Engine:
         Returns what must be read afterwards: a function, and the device arrays that it takes.
         """
         count = self.config.rows(bucket, self._runner.shards)
+        if self._tight and len(batch) <= self.config.fewest_rows:
+            count = self.config.fewest_rows
         tokens = np.zeros((count, bucket), np.int32)
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # slots; this of padding rows

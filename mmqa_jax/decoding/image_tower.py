@@ -188,8 +188,8 @@ class SizedTower(TowerPrograms):
         mesh: Mesh | None = None,
     ):
         def put(placed, features, patch):  # those of one picture; -1: of none
-            own = features.at[jnp.maximum(patch, 0)].get(mode="promise_in_bounds")
-            return jnp.where(patch[..., None] < 0, placed, own)
+            chosen = features.at[jnp.maximum(patch, 0)].get(mode="promise_in_bounds")
+            return jnp.where(patch[..., None] < 0, placed, chosen)
 
         super().__init__(of_pictures, features, rows, mesh)
         self.put = jax.jit(put, donate_argnums=0, out_shardings=rows)
@@ -206,7 +206,7 @@ class SizedTower(TowerPrograms):
         """Features of a picture of a kind, with their padding."""
 
     @abc.abstractmethod
-    def shown(self) -> Any:
+    def usual(self) -> Any:
         """A picture of a usual size, for plans."""
 
     def inputs(self, pictures: Sequence[Any], count: int) -> Any:
@@ -254,7 +254,7 @@ class QwenTower(SizedTower):
     def length(self, kind: Hashable) -> int:
         return kind
 
-    def shown(self) -> np.ndarray:
+    def usual(self) -> np.ndarray:
         unit = self._vision.unit
         return np.zeros((_SHOWN.rows * unit, _SHOWN.columns * unit, 3), np.uint8)
 
@@ -284,7 +284,7 @@ class OnevisionTower(SizedTower):
     def length(self, kind: Hashable) -> int:
         return onevision.most_tokens(kind, self._sizes)
 
-    def shown(self) -> TiledPicture:
+    def usual(self) -> TiledPicture:
         side, size = self._sizes.image_size, _SHOWN_TILES * self._sizes.image_size
         canvas = onevision.best_resolution((size, size), self._sizes.resolutions)
         tiles = 1 + math.prod(self._sizes.grid(canvas))
@@ -320,7 +320,7 @@ class UnitTower(SizedTower):
     def length(self, kind: Hashable) -> int:
         return kind
 
-    def shown(self) -> np.ndarray:
+    def usual(self) -> np.ndarray:
         unit, rows, columns = self._config.units.unit, *_SHOWN
         if most := self._config.most_tokens:
             rows = columns = math.isqrt(most)

@@ -116,11 +116,11 @@ class SplitCopy:
           slots: of a copy.
           tokens: of a copy, of a batch of prompts' chunks.
         """
-        own = job.sequences / copies
+        sequences = job.sequences / copies
         batch = self.prefill(tokens, tokens / job.prompt_tokens, job.prompt_tokens / 2)
-        prefill = own * job.prompt_tokens / tokens * max(batch)
-        slots = min(slots, max(own, 1.0))
+        prefill = sequences * job.prompt_tokens / tokens * max(batch)
+        slots = min(slots, max(sequences, 1.0))
         step = self.decode(slots, job.prompt_tokens + job.new_tokens / 2)
         seconds = max(step.compute, step.hbm) + step.exchange
-        steps = job.new_tokens * max(own / slots, 1.0)
+        steps = job.new_tokens * max(sequences / slots, 1.0)
         return JobTime(prefill, steps * seconds, copies * slots / seconds)

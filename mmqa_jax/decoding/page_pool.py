@@ -146,15 +146,15 @@ class PagePool:
             return None
         least = max(len(shard.slots) for _, shard, _ in fitting) - self._slots_of_shard // _SPARE
         _, shard, reused = max(
-            (one for one in fitting if len(one[1].slots) >= least),
-            key=lambda one: (len(one[2]), len(one[1].slots), -one[0]),
+            (candidate for candidate in fitting if len(candidate[1].slots) >= least),
+            key=lambda candidate: (len(candidate[2]), len(candidate[1].slots), -candidate[0]),
         )
         for prefix in reused:
             prefix.users += 1
             shard.idle.pop(prefix.key, None)
-        slot, own = shard.slots.pop(), shard.take(count - len(reused) * self._size)
+        slot, fresh = shard.slots.pop(), shard.take(count - len(reused) * self._size)
         held = _Held(list(reused), [])
-        pages = [page for prefix in reused for page in prefix.pages] + own
+        pages = [page for prefix in reused for page in prefix.pages] + fresh
         for n in range(len(reused), len(keys)):
             of_prefix = pages[n * self._size : (n + 1) * self._size]
             if keys[n] in shard.prefixes:  # encoded anew, as the prompt's last chunk is

@@ -23,7 +23,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.decoding.kv_cache import quantize
 from mmqa_jax.models.attention.masked import MASKED, capped
-from mmqa_jax.models.llama.network import NO_TRAITS, LayerTraits
 
 _LANES = 128  # columns of a block are a multiple of this
 _LARGEST = 1024  # columns of a block
@@ -34,28 +33,21 @@ _WRITES = 4  # tiles that are on their way to the cache
 
 
 def attend_on(
-    cache: Any,
     table: jax.Array,
     positions: jax.Array,
-    angles: jax.Array,
     *,
-    factor: Any = None,
     cap: float | None = None,
     read: int,
     mesh: Mesh | None,
     specs: Any,
     interpret: bool = False,
 ) -> Callable[..., tuple[jax.Array, Any]]:
-    """The attention of L tokens of every slot, for all layers.
+    """The attention of L tokens of every slot, for all layers whose caches are split alike.
 
     Args:
-      cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, ..], P a multiple of 128.
       table: int32 [S, most], the pages of each slot in the order of their columns, as the device
         that holds the slot counts them; those behind its last token are not read.
       positions: int32 [S], the column of each slot's first token: all see those before.
-      angles: float32 [S, L, D / 2], by which each query and key is rotated; [S, L, D] where some
-        layers are local, see `LayerTraits.turned`.
-      factor: float32, as many, by which the rotation of each pair is multiplied; None is 1.
       cap: of `layers.attention`.
       read: columns of each slot that the kernel's stated costs are those of.
       mesh: where the cache lies; None is one device.
@@ -64,15 +56,16 @@ def attend_on(
 
     Returns:
       A function of q [S, L, heads, D], k and v [S, L, kv_heads, D], q and k not rotated, which each
-      token and those after it see as well, the cache, the layer's number, its traits, and `sinks`
-      of `layers.attention`. It gives [S, L, heads, D] and the cache with the tokens of each slot in
-      their columns, in place.
+      token and those after it see as well, their rotation (see `turns_of`), a
+      `scanned_cache.ScannedCache` [N, pages, kv_heads, P, ..] whose P is a multiple of 128, the
+      layer's number of N, its window (int32 [] or None), and `sinks` of `layers.attention`. It
+      gives [S, L, heads, D] and the cache with the tokens of each slot in their columns, in place.
     """
 
     cores = 1 if mesh is None else getattr(mesh.devices.flat[0], "num_cores", 1)
+    options = {"read": read, "cap": cap, "cores": cores, "interpret": interpret}
 
     def attend(*arguments: Any) -> tuple[jax.Array, Any]:
-        options = {"read": read, "cap": cap, "cores": cores, "interpret": interpret}
         return ragged_attention(*arguments, **options)
 
     if mesh is not None:  # XLA does not split a kernel by itself
@@ -88,26 +81,14 @@ def attend_on(
             out_specs=(of_heads, specs),
             check_vma=False,
         )
-    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=2)  # [S, L, 2, D / 2]
-    turns = turns if factor is None else turns * factor
-    whole = jnp.concatenate([turns, turns], axis=3)  # [S, L, 2, D], for both halves of a head
+    return lambda *of_layer: attend(*of_layer, table, positions)
 
-    def of_layer(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        cache: Any,
-        layer: jax.Array,
-        traits: LayerTraits = NO_TRAITS,
-        sinks: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any]:
-        of_tokens = whole
-        if traits.rotated is not None or traits.local is not None:
-            of_tokens = jnp.stack(traits.turned(turns[:, :, 0], turns[:, :, 1]), axis=2)
-            of_tokens = jnp.concatenate([of_tokens, of_tokens], axis=3)
-        return attend(q, k, v, of_tokens, cache, layer, traits.window, sinks, table, positions)
 
-    return of_layer
+def turns_of(cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Cosines and sines of tokens' angles, [S, L, 1, D / 2] each, as the kernel takes them: beside
+    each other, for both halves of a head, [S, L, 2, D]."""
+    turns = jnp.concatenate([cos, sin], axis=2)
+    return jnp.concatenate([turns, turns], axis=3)
 
 
 def _block_columns(page: int, most: int, fitting: int) -> int:
@@ -141,7 +122,7 @@ def ragged_attention(
     Args:
       q: [S, L, heads, D].
       k, v: [S, L, kv_heads, D], of the tokens themselves; q and k are not rotated.
-      turns: float32 [S, L, 2, D], cosines and sines of their rotation (`llama.network.rotate`).
+      turns: float32 [S, L, 2, D], cosines and sines of their rotation, see `turns_of`.
       cache: a `scanned_cache.ScannedCache`, [N, pages, kv_heads, P, ..]; donate it.
       layer: int32 [], which of the N.
       window: int32 [], how many tokens each sees, itself included; None is all.
@@ -296,7 +277,7 @@ def _kernel(
     # Of each row, which of the slot's new tokens it is.
     of_row = jax.lax.broadcasted_iota(jnp.int32, (heads * length, 1), 0) % rows // groups
 
-    def own(n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def of_new(n: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The softmax of a slot's new tokens alone, which are rotated."""
         for t in range(length):
             cos, sin = turns_ref[n, t, 0:1], turns_ref[n, t, 1:2]
@@ -427,7 +408,7 @@ def _kernel(
             return jnp.where(place + 1 == depth, 0, place + 1), ahead, softmax
 
         place, ahead, (_, total, summed) = jax.lax.fori_loop(
-            first_block(slot), end, of_block, (*carry, own(index))
+            first_block(slot), end, of_block, (*carry, of_new(index))
         )
         if beside:
             summed = summed[:, size : 2 * size]
@@ -444,11 +425,19 @@ def _kernel(
 
 
 def _rotated(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """`llama.network.rotate` of [heads, D]; a product, which is exact, exchanges the halves."""
+    """`llama.network.rotate` of [heads, D]."""
+    return (x.astype(jnp.float32) * cos + _swapped(x) * sin).astype(x.dtype)
+
+
+def _swapped(x: jax.Array) -> jax.Array:
+    """The halves of each head exchanged, the second one negative, in float32."""
     size = x.shape[1]
+    if size // 2 % _LANES == 0:
+        x = x.astype(jnp.float32)
+        return jnp.concatenate([-x[:, size // 2 :], x[:, : size // 2]], axis=1)
+    # By a product, which is exact: halves of whole lanes alone change places for nothing.
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (size, size), axis) for axis in (0, 1))
     swap = jnp.where(column == row + size // 2, 1.0, 0.0)
     swap = jnp.where(column == row - size // 2, -1.0, swap).astype(x.dtype)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    swapped = jnp.dot(x, swap, preferred_element_type=jnp.float32, precision=precision)
-    return (x.astype(jnp.float32) * cos + swapped * sin).astype(x.dtype)
+    return jnp.dot(x, swap, preferred_element_type=jnp.float32, precision=precision)

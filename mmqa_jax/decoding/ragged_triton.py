@@ -99,8 +99,8 @@ def attend_to_own(
     )(q.reshape(slots, kv_heads, groups, size), lengths.astype(jnp.int32), table, *windows, *arrays)
     if sinks is not None:  # as one part more, which has no values
         top, total = (
-            jnp.concatenate([x, jnp.broadcast_to(one, (slots, kv_heads, 1, groups))], axis=2)
-            for x, one in ((top, sinks.reshape(kv_heads, 1, groups)), (total, 1.0))
+            jnp.concatenate([x, jnp.broadcast_to(last, (slots, kv_heads, 1, groups))], axis=2)
+            for x, last in ((top, sinks.reshape(kv_heads, 1, groups)), (total, 1.0))
         )
         summed = jnp.pad(summed, ((0, 0), (0, 0), (0, 1), (0, 0), (0, 0)))
     weights = jnp.exp(top - top.max(2, keepdims=True))  # [S, kv, parts, G]
@@ -213,22 +213,22 @@ def _token(
     held, (top_ref, total_ref, out_ref) = refs[:-3], refs[-3:]
     rows = q_ref.shape[0]
     length, first = length_ref[()], pl.program_id(2) * blocks
-    own = jnp.arange(rows) < groups
-    q = plgpu.load(q_ref, mask=own[:, None], other=0)
+    real = jnp.arange(rows) < groups
+    q = plgpu.load(q_ref, mask=real[:, None], other=0)
     end = jnp.minimum((length + block - 1) // block, first + blocks)
     if windowed:
         near = jnp.maximum(length - window_ref[()], 0)  # the first column that is seen
         first = jnp.maximum(first, near // block)
 
-    def one(n, carry):
+    def with_block(n, carry):
         column = n * block + jnp.arange(block)
         visible = (column < length) & (column >= near) if windowed else column < length
         return _add(q, _columns(held, table_ref, n, block), visible[None], carry, cap)
 
-    top, total, out = jax.lax.fori_loop(first, end, one, _nothing(q))
-    plgpu.store(top_ref, top, mask=own)
-    plgpu.store(total_ref, total, mask=own)
-    plgpu.store(out_ref, out, mask=own[:, None])
+    top, total, out = jax.lax.fori_loop(first, end, with_block, _nothing(q))
+    plgpu.store(top_ref, top, mask=real)
+    plgpu.store(total_ref, total, mask=real)
+    plgpu.store(out_ref, out, mask=real[:, None])
 
 
 def _tokens(
@@ -243,21 +243,21 @@ def _tokens(
     tokens, trunk = q_ref.shape[0], trunk_ref[()]
     first = start_ref[()] + pl.program_id(0) * tokens
     q, begin = q_ref[...], begin_ref[...][:, None]
-    own, earliest = (first + jnp.arange(tokens))[:, None], 0
+    columns, earliest = (first + jnp.arange(tokens))[:, None], 0
     if windowed:  # the first columns seen: of a token's branch, and of the trunk by its position
-        near = own - window_ref[()] + 1
+        near = columns - window_ref[()] + 1
         of_trunk = jnp.where(begin > 0, trunk - begin, 0) + near
         earliest = jnp.maximum(of_trunk.min(), 0) // block
 
-    def one(n, carry):
+    def with_block(n, carry):
         column = (n * block + jnp.arange(block))[None]
-        visible = (column <= own) & ((column < trunk) | (column >= begin))  # as `Branches` says
+        visible = (column <= columns) & ((column < trunk) | (column >= begin))  # as `Branches` says
         if windowed:
             visible &= column >= jnp.where(column < trunk, of_trunk, near)
         return _add(q, _columns(held, table_ref, n, block), visible, carry, cap)
 
     blocks = (first + tokens + block - 1) // block
-    _, total, out = jax.lax.fori_loop(earliest, blocks, one, _nothing(q, sink_ref))
+    _, total, out = jax.lax.fori_loop(earliest, blocks, with_block, _nothing(q, sink_ref))
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
 
 

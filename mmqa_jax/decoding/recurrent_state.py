@@ -60,13 +60,13 @@ def continued(
       mesh: where the states lie. If their rows are split, the R rows are split alike.
     """
     counts = jnp.clip(ends - starts, 0, x.shape[1])
-    own = held if rows is None else _on_own_rows(_taken, held, mesh)(held, rows)
+    before = held if rows is None else _on_own_rows(_taken, held, mesh)(held, rows)
     begins = (starts == 0) & (counts > 0)
 
     def begun(state: jax.Array) -> jax.Array:
         return jnp.where(begins.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
 
-    x, new = layer.continued(x, jax.tree.map(begun, own), ends=counts)
+    x, new = layer.continued(x, jax.tree.map(begun, before), ends=counts)
     new = jax.tree.map(lambda x, before: x.astype(before.dtype), new, held)
     if rows is None:
         return x, new
@@ -78,7 +78,7 @@ def _taken(held: State, rows: jax.Array) -> State:
 
 
 def _put(held: State, rows: jax.Array, new: State) -> State:
-    return jax.tree.map(lambda x, one: x.at[rows].set(one, mode="drop"), held, new)
+    return jax.tree.map(lambda x, values: x.at[rows].set(values, mode="drop"), held, new)
 
 
 def _on_own_rows(
@@ -98,7 +98,9 @@ def _on_own_rows(
 
     def split(held: State, rows: jax.Array, *new: State) -> State:
         in_specs = (specs, PartitionSpec(axes), *(specs for _ in new))
-        one = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False)
-        return one(held, rows, *new)
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False
+        )
+        return mapped(held, rows, *new)
 
     return split

@@ -116,7 +116,7 @@ def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.A
     sign = jnp.uint32(1 << 31)
     ranks = jnp.where(bits & sign, ~bits, bits | sign)  # ordered as the scores are
 
-    def one(n, threshold):
+    def refined(n, threshold):
         shift = jnp.uint32(32 - digit_bits) - jnp.uint32(digit_bits) * n.astype(jnp.uint32)
         highest = threshold
         for digit in range(1, 2**digit_bits):  # the weight falls as the digit rises
@@ -125,7 +125,9 @@ def _heaviest(scores: jax.Array, weights: jax.Array, target: jax.Array) -> jax.A
             highest = jnp.where(weight >= target, higher, highest)
         return highest
 
-    threshold = jax.lax.fori_loop(0, 32 // digit_bits, one, jnp.zeros(scores.shape[0], jnp.uint32))
+    threshold = jax.lax.fori_loop(
+        0, 32 // digit_bits, refined, jnp.zeros(scores.shape[0], jnp.uint32)
+    )
     return ranks >= threshold[:, None]
 
 

@@ -105,6 +105,11 @@ def layout(
     return ScannedCache(both, both, scale, scale)
 
 
+def serves(device: jax.Device) -> bool:
+    """Whether the device wants tokens as rows, also in caches of layers that are not scanned."""
+    return device.platform == "tpu"
+
+
 def ragged_fits(page: int, device: jax.Device) -> bool:
     """Whether `decode` on the device, present or not, can read each row's own columns, which lie in
     pages of so many."""
@@ -148,6 +153,23 @@ def decode(
         return _decode_ragged(
             model, embedded, cache, table, positions, limit, shifts, adapters, mesh
         )
+    attend = token_attention(model.config, cache, table, positions, limit, mesh)
+    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
+    turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
+    hidden, ((k, v),) = _run(model, embedded, turned, attend, traits, adapters=adapters)
+    return hidden, write(cache, k, v, table, positions, mesh)
+
+
+def token_attention(
+    config: LlamaConfig,
+    cache: ScannedCache,
+    table: jax.Array,
+    positions: jax.Array,
+    limit: int,
+    mesh: Mesh | None,
+) -> Callable[..., jax.Array]:
+    """Returns the attention of one token of each row, where no kernel serves; arguments and result
+    are those of `decode` and `prompt_attention`."""
     read = _reader(cache, mesh)
     pages = table[:, : -(-limit // cache.key.shape[3])]
 
@@ -155,18 +177,15 @@ def decode(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        layer: jax.Array,
+        layer: jax.Array | int,
         window: jax.Array | None,
         sinks: jax.Array | None,
-        _: Callable,
+        _: Callable | None = None,
     ) -> jax.Array:
         held = read(cache, layer, pages).apart(q.shape[-1])
-        return _one_token(q, k, v, held, positions, window, model.config.attention_cap, sinks)
+        return _one_token(q, k, v, held, positions, window, config.attention_cap, sinks)
 
-    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
-    turned = llama.shifted(positions[:, None], None if shifts is None else shifts[:, None])
-    hidden, ((k, v),) = _run(model, embedded, turned, attend, traits, adapters=adapters)
-    return hidden, _write(cache, k, v, table, positions, mesh)
+    return attend
 
 
 def _decode_ragged(
@@ -182,21 +201,17 @@ def _decode_ragged(
 ) -> tuple[jax.Array, ScannedCache]:
     """`decode` by a kernel that rotates and writes the token, too: the scan carries a cache that it
     alone touches, and XLA does not copy that."""
-    from mmqa_jax.decoding.ragged_attention import attend_on  # Pallas takes long to import
+    # Pallas takes long to import.
+    from mmqa_jax.decoding.ragged_attention import attend_on, turns_of
 
-    turned = positions if shifts is None else positions + shifts
-    turned = turned[:, None, None] + jnp.arange(embedded.shape[1])[:, None]  # [S, L, 1]
-    angles = turned * llama.inverse_frequencies(model.config)  # [S, L, D / 2]
+    cos, sin = rotation_of(model.config, positions, embedded.shape[1], shifts)
     attend = attend_on(
-        cache,
         table,
         positions,
-        angles,
-        factor=llama.rotary_factor(model.config),
         cap=model.config.attention_cap,
         read=limit,
         mesh=mesh,
-        specs=_specs(cache, mesh),
+        specs=specs_of(cache, mesh),
     )
     traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
     embedded, side = model.parted(embedded)
@@ -212,7 +227,8 @@ def _decode_ragged(
         if stacked is not None:
             layer.experts = functools.partial(stacked, layer=number)
         q, k, v = layer.products(split_rows(x), traits, apart=True)
-        attended, cache = attend(q, k, v, cache, number, traits, layer.sink_logits)
+        turns = turns_of(*layer.turned(*traits.turned(cos, sin)))
+        attended, cache = attend(q, k, v, turns, cache, number, traits.window, layer.sink_logits)
         return (layer.finish(x, attended, traits), cache, number + 1), None
 
     (x, cache, _), _ = jax.lax.scan(body, (embedded, cache, jnp.int32(0)), (params, traits))
@@ -256,19 +272,66 @@ def prefill(
     Returns:
       Normed hidden states [R, L, H] and the cache.
     """
-    length = embedded.shape[1]
+    attend = prompt_attention(
+        model.config,
+        cache,
+        embedded.shape[1],
+        table=table,
+        starts=starts,
+        limit=limit,
+        branches=branches,
+        pictures=pictures,
+        implementation=implementation,
+        mesh=mesh,
+    )
+    columns = starts[:, None] + jnp.arange(embedded.shape[1])  # [R, L]
+    positions = columns if branches is None else branches.positions(columns)
+    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
+    turned = llama.shifted(positions, shifts)
+    hidden, parts = _run(model, embedded, turned, attend, traits, deepstack, adapters)
+    for n, (k, v) in enumerate(parts):
+        of_part = (_part(x, n, len(parts)) for x in (table, starts))
+        cache = write(cache, k, v, *of_part, mesh)
+    return hidden, cache
+
+
+def prompt_attention(
+    config: LlamaConfig,
+    cache: ScannedCache,
+    length: int,
+    *,
+    table: jax.Array,
+    starts: jax.Array,
+    limit: int,
+    branches: Branches | None,
+    pictures: jax.Array | None,
+    implementation: str,
+    mesh: Mesh | None,
+) -> Callable[..., jax.Array]:
+    """Returns the attention of `length` tokens of each row to what is cached and to each other.
+
+    Args:
+      config: of the model, or of a layer whose kind has a sight of pictures of its own.
+      cache: read before the tokens are written.
+      length: tokens of a row.
+      table, starts, limit, branches, pictures, implementation, mesh: of `prefill`.
+
+    Returns:
+      A function of q [r, L, heads, D], k and v [r, L, kv_heads, D], the layer's number in the
+      cache, window and `sinks`, and of what takes the rows r of all R; it gives [r, L, heads, D].
+    """
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     mask = jnp.arange(limit) < starts[:, None]  # [R, limit]
     mask = jnp.pad(mask, ((0, 0), (0, length)), constant_values=True)[:, None, None]
     cached = jnp.broadcast_to(jnp.arange(limit), (len(starts), limit))
     column = jnp.concatenate([cached, columns], axis=1)[:, None]  # [R, 1, limit + L]
-    whole = pictures is not None and model.config.picture_sight in ("both", "prompt")
+    whole = pictures is not None and config.picture_sight in ("both", "prompt")
     if whole:
         last = starts[:, None] + last_of_pictures(pictures)
         mask = mask & (column <= last[:, :, None])[:, None]
     if branches is not None:
-        own = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
-        mask = mask & own[:, None]  # [R, 1, L, limit + L]
+        seen = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
+        mask = mask & seen[:, None]  # [R, 1, L, limit + L]
 
     read = _reader(cache, mesh)
     pages = table[:, : -(-limit // cache.key.shape[3])]
@@ -280,7 +343,7 @@ def prefill(
             in_trunk = in_trunk[:, :, None]
             first = jnp.where(column < branches.trunk[:, None, None], in_trunk, first)
         seen = column >= first
-        if whole and model.config.picture_sight == "prompt":  # whose tokens have no window
+        if whole and config.picture_sight == "prompt":  # whose tokens have no window
             seen = seen | pictures[:, :, None]
         return seen[:, None]
 
@@ -288,10 +351,10 @@ def prefill(
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        layer: jax.Array,
+        layer: jax.Array | int,
         window: jax.Array | None,
         sinks: jax.Array | None,
-        part: Callable[[jax.Array], jax.Array],
+        part: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> jax.Array:
         seen = part(mask if window is None else mask & near(window))
         if limit:
@@ -306,18 +369,11 @@ def prefill(
             is_causal=not whole,
             implementation=implementation,
             mesh=mesh,
-            cap=model.config.attention_cap,
+            cap=config.attention_cap,
             sinks=sinks,
         )
 
-    positions = columns if branches is None else branches.positions(columns)
-    traits = layer_traits(model.config, table.shape[1] * cache.key.shape[3])
-    turned = llama.shifted(positions, shifts)
-    hidden, parts = _run(model, embedded, turned, attend, traits, deepstack, adapters)
-    for n, (k, v) in enumerate(parts):
-        of_part = (_part(x, n, len(parts)) for x in (table, starts))
-        cache = _write(cache, k, v, *of_part, mesh)
-    return hidden, cache
+    return attend
 
 
 def _reader(cache: ScannedCache, mesh: Mesh | None) -> Callable[..., ScannedCache]:
@@ -327,7 +383,7 @@ def _reader(cache: ScannedCache, mesh: Mesh | None) -> Callable[..., ScannedCach
     def read(cache: ScannedCache, layer: jax.Array, pages: jax.Array) -> ScannedCache:
         return cache.map(lambda x: _taken(x, layer, pages))
 
-    specs = _specs(cache, mesh)
+    specs = specs_of(cache, mesh)
     if specs is None or specs.key[1] is None:
         return read
     return jax.shard_map(
@@ -337,6 +393,18 @@ def _reader(cache: ScannedCache, mesh: Mesh | None) -> Callable[..., ScannedCach
         out_specs=specs.map(lambda spec: PartitionSpec(*spec[1:])),
         check_vma=False,
     )
+
+
+def rotation_of(
+    config: LlamaConfig, positions: jax.Array, length: int, shifts: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32 [S, L, 1, D / 2], of `length` tokens of each row from `positions`
+    int [S] on, which are moved by `shifts` [S]."""
+    columns = positions[:, None] + jnp.arange(length)
+    angles = llama.rotary_angles(
+        config, llama.shifted(columns, None if shifts is None else shifts[:, None])
+    )
+    return llama.rotation(config, jnp.cos(angles), jnp.sin(angles))
 
 
 def _run(
@@ -370,8 +438,8 @@ def _run(
         done = []
         for n, x in enumerate(states):
             part = functools.partial(_part, n=n, count=count)
-            own, *turns = jax.tree.map(part, (adapters, cos, sin))
-            layer = with_chosen(nnx.merge(graphdef, params), own)
+            of_rows, *turns = jax.tree.map(part, (adapters, cos, sin))
+            layer = with_chosen(nnx.merge(graphdef, params), of_rows)
             quantize.put_back(layer, in_codes, number)
             if stacked is not None:
                 layer.experts = functools.partial(stacked, layer=number)
@@ -381,8 +449,8 @@ def _run(
                 q, k, v = map(heads_over_tensor, (q, k, v))
             attended = attend(q, k, v, number, traits.window, layer.sink_logits, part)
             x = layer.finish(x, attended, traits)
-            shown = None if deepstack is None else jax.vmap(part)(deepstack)
-            done.append((columns_over_tensor(llama.added(x, shown, number)), (k, v)))
+            of_pictures = None if deepstack is None else jax.vmap(part)(deepstack)
+            done.append((columns_over_tensor(llama.added(x, of_pictures, number)), (k, v)))
         return tuple(zip(*done, strict=True))
 
     xs = params, jnp.arange(model.config.layers), traits
@@ -411,7 +479,7 @@ def _part(x: jax.Array, n: int, count: int) -> jax.Array:
     return x if count == 1 else x.reshape(-1, count, *x.shape[1:])[:, n]
 
 
-def _specs(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:
+def specs_of(cache: ScannedCache, mesh: Mesh | None) -> ScannedCache | None:
     """How a mesh splits the cache: a PartitionSpec in the place of each array."""
     if mesh is None:
         return None
@@ -474,13 +542,13 @@ def _one_token(
     if window is not None:
         visible &= jnp.arange(held.key.shape[2]) > positions[:, None, None, None] - window
     scores = jnp.where(visible, capped(scores * size**-0.5, cap), MASKED)
-    own = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
-    own = capped(own, cap)
-    top = jnp.maximum(scores.max(-1, keepdims=True), own)
+    of_token = jnp.sum(grouped.astype(jnp.float32) * k, -1, keepdims=True) * size**-0.5
+    of_token = capped(of_token, cap)
+    top = jnp.maximum(scores.max(-1, keepdims=True), of_token)
     if sinks is not None:
         sinks = jnp.pad(sink_rows(sinks, kv_heads, 1), ((0, 0), (0, top.shape[2] - groups), (0, 0)))
         top = jnp.maximum(top, sinks)
-    weights, of_own = jnp.exp(scores - top), jnp.exp(own - top)
+    weights, of_own = jnp.exp(scores - top), jnp.exp(of_token - top)
     total = weights.sum(-1, keepdims=True) + of_own
     if sinks is not None:
         total += jnp.exp(sinks - top)
@@ -490,7 +558,7 @@ def _one_token(
     return (out / total)[:, :, :groups].astype(q.dtype).reshape(q.shape)
 
 
-def _write(
+def write(
     cache: ScannedCache,
     k: jax.Array,
     v: jax.Array,
@@ -510,7 +578,7 @@ def _write(
     new = new if cache.value is not None else new.beside(cache.key.shape[-1])
     if mesh is None:
         return _write_pages(cache, new, table, starts)
-    specs = _specs(cache, mesh)
+    specs = specs_of(cache, mesh)
     per_row = PartitionSpec(specs.key[1])
     write = jax.shard_map(
         _write_pages,
@@ -525,7 +593,7 @@ def _write(
 def _write_pages(
     cache: ScannedCache, new: ScannedCache, table: jax.Array, starts: jax.Array
 ) -> ScannedCache:
-    """`_write` on one device."""
+    """`write` on one device."""
     length, width = new.key.shape[3], cache.key.shape[3]
     pages, columns = places(table, starts, length, width)  # [R, n] each
     part = min(length, width)

@@ -33,11 +33,11 @@ from mmqa_jax.core.mesh import (
 )
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
+from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
-from mmqa_jax.decoding.scanned_cache import token_width
 from mmqa_jax.decoding.slot_runner import (
     EngineConfig,
     Programs,
@@ -140,15 +140,15 @@ class EngineSizes:
         of 128 or 512`."""
         axes = " ".join(f"{axis}={size}" for axis, size in self.shape.items() if size > 1)
         devices = f"{len(self.devices)} devices ({axes})" if axes else "1 device"
-        one, chunks = self.engine, " or ".join(map(str, self.engine.buckets))
-        of_slots, pages = f"of {one.length:,} tokens", ""
-        if one.pages:
-            page = page_of(one, self.devices[0])
-            of_slots = f"of up to {one.length:,} tokens"
-            pages = f", {one.pages:,} pages of {page:,}"
+        engine, chunks = self.engine, " or ".join(map(str, self.engine.buckets))
+        of_slots, pages = f"of {engine.length:,} tokens", ""
+        if engine.pages:
+            page = page_of(engine, self.devices[0])
+            of_slots = f"of up to {engine.length:,} tokens"
+            pages = f", {engine.pages:,} pages of {page:,}"
         return (
-            f"{devices}, {one.slots:,} slots {of_slots}{pages}, prompts "
-            f"{one.prefill_tokens:,} tokens at a time in chunks of {chunks}"
+            f"{devices}, {engine.slots:,} slots {of_slots}{pages}, prompts "
+            f"{engine.prefill_tokens:,} tokens at a time in chunks of {chunks}"
         )
 
 
@@ -230,9 +230,10 @@ def choose_sizes(
     lengths = (length, min(mean, length), page, cpu)
 
     def cost_of(config: LlamaConfig, draft: _Cost | None = None) -> _Cost:
-        scanned = devices[0].platform == "tpu" and base.scan_layers is not False
+        of_rows = scanned_cache.serves(devices[0])
+        scanned = of_rows and base.scan_layers is not False
         by_kernel = scanned and multiplies_by_kernel(config, "tpu", _PREFILL)
-        return _Cost(config, base, *lengths, scanned, by_kernel, draft)
+        return _Cost(config, base, *lengths, of_rows, by_kernel, draft)
 
     cost = cost_of(model, draft and cost_of(draft))
     chip = chip_of_kind(getattr(devices[0], "device_kind", ""))
@@ -325,17 +326,17 @@ def _prefill(cpu: bool, copies: int, buckets: Buckets) -> int:
 
 
 def choose_mesh(
-    given: Mapping[str, Any], devices: int, tensor: int, slots: int = 0
+    axes: Mapping[str, Any], devices: int, tensor: int, slots: int = 0
 ) -> dict[str, int]:
     """The size of each mesh axis.
 
     Args:
-      given: axis -> size or AUTO. Where all are AUTO, `tensor` is the one given here; beside a
+      axes: axis -> size or AUTO. Where all are AUTO, `tensor` is the one given here; beside a
         number `fsdp` and `tensor` are 1. `data` is the rest. All 1 is one device.
       slots: as given; 0: not yet known. Of the rest `data` takes what divides them: slots that a
         mesh does not divide are whole on every device, and computed on each.
     """
-    sizes = {axis: given.get(axis, AUTO) for axis in MESH_AXES}
+    sizes = {axis: axes.get(axis, AUTO) for axis in MESH_AXES}
     chosen = {"fsdp": 1, "tensor": tensor if set(sizes.values()) == {AUTO} else 1}
     shape = {axis: chosen.get(axis, 0) if size == AUTO else size for axis, size in sizes.items()}
     if sizes["data"] == AUTO:
@@ -359,7 +360,7 @@ class _Cost:
       mean: tokens whose pages a sequence takes.
       page: tokens of a page.
       cpu: whether the devices are CPUs.
-      scanned: whether the cache is that of a TPU's scanned layers.
+      of_rows: whether the cache holds tokens as rows, as a TPU's does.
       by_kernel: whether experts multiply prompts by a kernel for TPU.
       draft: of a model that proposes tokens, with a cache of its own; None: there is none.
     """
@@ -370,7 +371,7 @@ class _Cost:
     mean: float
     page: int
     cpu: bool
-    scanned: bool = False
+    of_rows: bool = False
     by_kernel: bool = False
     draft: _Cost | None = None
 
@@ -441,7 +442,9 @@ class _Cost:
         of_draft = self.draft.token(tensor, dtype) if self.draft else 0
 
         def of_layer(layer: LlamaConfig) -> float:
-            numbers = token_width(layer.head_size) if self.scanned else 2 * layer.head_size
+            numbers = (
+                scanned_cache.token_width(layer.head_size) if self.of_rows else 2 * layer.head_size
+            )
             heads = 0 if layer.recurrent or layer.borrows else _kv_heads(layer, tensor, layer.heads)
             return heads * (numbers * item + 2 * of_scale)
 
@@ -685,7 +688,7 @@ def engine_programs(
     rows, pages = sizes.rows(bucket, programs.shards), programs.columns // programs.page
     of_row = array("int32", rows)
     branches = None
-    if not programs.scanned:
+    if not programs.of_rows:
         branches = Branches(of_row, array("int32", rows, bucket))
     limit = programs.read(columns)
     before = max(columns - bucket, 0)  # columns in front of the chunk
@@ -693,7 +696,7 @@ def engine_programs(
     chunk = (array("int32", rows, bucket), array("int32", rows, pages), of_row, of_row)
     chunk = (*chunk, branches, None, shifts, None, of_row if config.recurrent else None)
     active = jax.ShapeDtypeStruct((sizes.slots,), bool, sharding=programs.whole)
-    of_prompt = programs.read(before if programs.scanned else columns)
+    of_prompt = programs.read(before if programs.of_rows else columns)
     greedy = programs.sampled(np.zeros(sizes.slots))
     table = array("int32", sizes.slots, pages)
     step = (state, programs.cache, programs.slots, table, active, None, limit, greedy)
@@ -713,7 +716,7 @@ def tower_programs(
 
     Args:
       config: parameters are in the LLaMA's compute dtype. Where pictures have several sizes, these
-        have a usual one (`SizedTower.shown`).
+        have a usual one (`SizedTower.usual`).
       sizes: of the engine.
       mesh: of real devices, or of `jax.experimental.topologies`.
 
@@ -733,15 +736,15 @@ def tower_programs(
     rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
     if isinstance(programs, SizedTower):
-        shown = programs.shown()
+        usual = programs.usual()
         inputs = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
                 (programs.batches[-1], *x.shape[1:]), x.dtype, sharding=programs.pixels
             ),
-            programs.laid([shown]),
+            programs.laid([usual]),
         )
         of_picture = jax.ShapeDtypeStruct(
-            (programs.length(programs.kind(shown)), programs.width),
+            (programs.length(programs.kind(usual)), programs.width),
             dtype,
             sharding=programs.features,
         )

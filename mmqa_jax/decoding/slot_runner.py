@@ -18,7 +18,7 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 from mmqa_jax.core.compiler_options import EXACT_ON_CPU, prompt_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
-from mmqa_jax.decoding import kv_cache, scanned_cache
+from mmqa_jax.decoding import kv_cache, layered_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
@@ -117,15 +117,17 @@ class EngineConfig:
     @property
     def scored_tokens(self) -> int:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
-        return max(self._least, self.prefill_tokens // 4)
+        return max(self.fewest_rows, self.prefill_tokens // 4)
 
     def rows(self, bucket: int, shards: int = 1) -> int:
         """How many chunks of a bucket are encoded at once: equally many, and one at least, of each
         shard of the slots."""
-        return shards * max(self._least, min(self.prefill_tokens // bucket, self.slots) // shards)
+        return shards * max(
+            self.fewest_rows, min(self.prefill_tokens // bucket, self.slots) // shards
+        )
 
     @property
-    def _least(self) -> int:
+    def fewest_rows(self) -> int:
         """The fewest rows of a program: a single one is summed in another order."""
         return 2 if self.exact else 1
 
@@ -229,8 +231,8 @@ class Programs:
     `begin` and `score` take what is no layer's.
 
     Args:
-      model: with the layers that its cache is made for, stacked (`scanned_cache`) or not
-        (`kv_cache`); arrays or ShapeDtypeStructs.
+      model: with the layers that its cache is made for, stacked (`scanned_cache`) or not (on a TPU
+        `layered_cache`, else `kv_cache`); arrays or ShapeDtypeStructs.
       config: sizes.
       mesh: where all lies; None is the default device.
     """
@@ -243,8 +245,10 @@ class Programs:
         self.recurrent = model.config.recurrent
         self.scanned = not isinstance(model.layers, nnx.List)
         device = next(iter(self.whole.device_set))
+        # Whether the cache holds tokens as rows, as a TPU wants them.
+        self.of_rows = self.scanned or scanned_cache.serves(device)
         # On one CPU a program for each layer, see layer_programs.
-        self.by_layer = mesh is None and device.platform == "cpu" and not self.scanned
+        self.by_layer = mesh is None and device.platform == "cpu" and not self.of_rows
         graphdef = split_model(model)[0] if self.by_layer else nnx.graphdef(model)
         self.page = page_of(config, device)
         # Of a sequence, and of what is proposed behind its end.
@@ -263,16 +267,20 @@ class Programs:
         sizes = (model.config, count, self.page, dtype, mesh)
         # Steps (and, on a GPU, prompts) read each slot's own columns: one program, whatever the
         # longest slot's are.
-        if self.scanned:
+        if self.of_rows:
             self.ragged = scanned_cache.ragged_fits(self.page, device)
-            self.cache = scanned_cache.layout(*sizes)
+            self.cache = (
+                scanned_cache.layout(*sizes)
+                if self.scanned
+                else layered_cache.layout(*sizes, slots=config.slots)
+            )
         else:
             chunk = config.buckets[0]
             fits = (model.config, self.page, chunk, dtype, device)
             self.ragged = kv_cache.ragged_fits(*fits)
             self.cache = kv_cache.layout(*sizes, slots=config.slots)
         implementation = implementation_for(device)
-        if self.ragged and not self.scanned:
+        if self.ragged and not self.of_rows:
             implementation = "ragged"
         in_whole = model.config.picture_sight != "causal"  # the kernels do not know it
         of_prompt = implementation_for(device) if in_whole else implementation
@@ -282,13 +290,13 @@ class Programs:
                 f"{config.buckets}, since a chunk of this model holds whole pictures; change one."
             )
         # Whether programs read the rows' own columns, of any number, and need not be told of them.
-        self.reads_own = self.ragged or (device.platform == "cpu" and not self.scanned)
+        self.reads_own = self.ragged or (device.platform == "cpu" and not self.of_rows)
         # A GPU waits for the host at each round of a loop, as over pages.
         of_step = "xla" if implementation == "cudnn" else implementation
-        if config.speculate > 1 and self.scanned and not self.ragged:
+        if config.speculate > 1 and self.of_rows and not self.ragged:
             raise UserError(
-                f"engine.speculate is {config.speculate}: scanned layers take several tokens of a "
-                f"slot only by the TPU's kernel, with pages of 128 columns (here {self.page}); "
+                f"engine.speculate is {config.speculate}: a TPU's layers take several tokens of a "
+                f"slot only by their kernel, with pages of 128 columns (here {self.page}); "
                 "leave engine.page and engine.buckets at their defaults, or set it to 1."
             )
         text = columns if config.speculate > 1 else 0
@@ -322,39 +330,22 @@ class Programs:
             embedded = by_rows(embedded)
             whole = (model.config, tokens, starts, ends, branches, patches)
             pictures = kv_cache.seen_whole(*whole)
+            of_chunk = {
+                "table": table,
+                "starts": starts,
+                "branches": branches,
+                "shifts": shifts,
+                "deepstack": deepstack,
+                "adapters": adapters,
+                "pictures": pictures,
+                "limit": limit,
+                "implementation": of_prompt,
+                "mesh": mesh,
+            }
             if self.scanned:
-                return scanned_cache.prefill(
-                    model,
-                    embedded,
-                    cache,
-                    table=table,
-                    starts=starts,
-                    limit=limit,
-                    branches=branches,
-                    shifts=shifts,
-                    deepstack=deepstack,
-                    adapters=adapters,
-                    pictures=pictures,
-                    implementation=implementation,
-                    mesh=mesh,
-                )
-            return kv_cache.forward(
-                model,
-                embedded,
-                cache,
-                table=table,
-                starts=starts,
-                ends=ends,
-                branches=branches,
-                shifts=shifts,
-                deepstack=deepstack,
-                adapters=adapters,
-                pictures=pictures,
-                rows=rows,
-                limit=limit,
-                implementation=of_prompt,
-                mesh=mesh,
-            )
+                return scanned_cache.prefill(model, embedded, cache, **of_chunk)
+            forward = layered_cache.prefill if self.of_rows else kv_cache.forward
+            return forward(model, embedded, cache, ends=ends, rows=rows, **of_chunk)
 
         def begin(
             state, slots, hidden, lengths, rows, positions, parameters, shifts, text, sampled
@@ -371,9 +362,13 @@ class Programs:
         def step(state, cache, slots, table, active, adapters, limit, sampled, proposed=None):
             model = nnx.merge(graphdef, state)
             proposed = proposals(slots, config.speculate) if proposed is None else proposed
-            if self.scanned:
+            if self.of_rows:
                 table, position = of_active(slots, table, active)
-                hidden, cache = scanned_cache.decode(
+                decode = scanned_cache.decode
+                if not self.scanned:
+                    ends = step_ends(model.config, position, active)
+                    decode = functools.partial(layered_cache.decode, ends=ends)
+                hidden, cache = decode(
                     model,
                     by_rows(model.embed(with_proposed(slots.token, proposed))),
                     cache,
@@ -576,7 +571,7 @@ class SlotRunner:
         if self._draft is not None and not branches.trunk.any():  # else nothing is written after it
             self._draft.encode(tokens, starts, ends, rows, branches)
         limit = self._programs.read(ends.max())
-        if self._programs.scanned:  # it reads what is in front of the chunks
+        if self._programs.of_rows:  # it reads what is in front of the chunks
             limit = self._programs.read(starts.max())
             branches = branches if branches.trunk.any() else None
         elif self._programs.reads_own:
@@ -698,6 +693,11 @@ class SlotRunner:
     def rows(self) -> Sharding:
         """Where the embeddings of patches in a batch of chunks are taken from."""
         return self._programs.whole
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether each layer is a program of its own, as on one CPU."""
+        return self._programs.by_layer
 
     @property
     def text_columns(self) -> int:

@@ -162,9 +162,9 @@ class T5Engine:
         All are read first, so that a batch holds what is equally long.
         """
         waiting: dict[_Program, list[_Row]] = collections.defaultdict(list)
-        found: dict[Any, dict[int, Any]] = {}
+        answered: dict[Any, dict[int, Any]] = {}
         for request in requests:
-            found[request.id] = {}
+            answered[request.id] = {}
             for program, row in self._rows(request):
                 waiting[program].append(row)
         for program in sorted(waiting):
@@ -172,10 +172,10 @@ class T5Engine:
             for start in range(0, len(rows), size):
                 batch = rows[start : start + size]
                 for row, output in zip(batch, self._run(program, batch, size), strict=True):
-                    own = found[row.request.id]
-                    own[row.number] = output
-                    if len(own) == self._parts(row.request):
-                        outputs = [own[number] for number in range(len(own))]
+                    parts = answered[row.request.id]
+                    parts[row.number] = output
+                    if len(parts) == self._parts(row.request):
+                        outputs = [parts[number] for number in range(len(parts))]
                         yield self._result(row, outputs)
 
     def _parts(self, request: Request | Scoring) -> int:
@@ -298,7 +298,7 @@ class T5Engine:
             candidates = [self._beam(request, *beam) for beam in outputs[0]]
         else:
             drawn = (self._drawn(request, *output) for output in outputs)
-            candidates = sorted(drawn, key=lambda one: -one.total)
+            candidates = sorted(drawn, key=lambda candidate: -candidate.total)
         return Result(request.id, tuple(candidates), len(row.source), 0)
 
     def _beam(self, request: Request, tokens: list[int], total: float) -> Candidate:

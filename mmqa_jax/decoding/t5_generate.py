@@ -68,17 +68,17 @@ class _Decoder:
             row = jax.lax.dynamic_slice_in_dim(jnp.asarray(self._between), step, 1)
             between = bias_of(model.decoder.between, row)  # [1, heads, 1, S]
         x, written = model.embed(tokens), []  # [B, K, H]
-        for layer, of_source, own in zip(self._layers, self._source, cache.layers, strict=True):
+        for layer, of_source, columns in zip(self._layers, self._source, cache.layers, strict=True):
             y = layer.attention_norm(x)
-            own = tuple(
+            columns = tuple(
                 jax.lax.dynamic_update_slice(held, new, (0, step * beams, 0, 0))
-                for held, new in zip(own, layer.attention.keys_values(y), strict=True)
+                for held, new in zip(columns, layer.attention.keys_values(y), strict=True)
             )
-            x = x + layer.attention.attend(layer.attention.queries(y), *own, bias, seen)
+            x = x + layer.attention.attend(layer.attention.queries(y), *columns, bias, seen)
             q = layer.cross.queries(layer.cross_norm(x))
             x = x + layer.cross.attend(q, *of_source, between, self._mask)
             x = x + layer.feed_forward(x)
-            written.append(own)
+            written.append(columns)
         logits = model.logits(model.decoder.norm(x).reshape(tokens.size, -1))
         return logits, WrittenCache(tuple(written), ancestry)
 

@@ -14,9 +14,9 @@ from flax import nnx
 from mmqa_jax.core.mesh import RowPlacement, make_mesh
 from mmqa_jax.decoding import kv_cache, ragged_triton, scanned_cache
 from mmqa_jax.decoding.engine import Engine
-from mmqa_jax.decoding.ragged_attention import attend_on
+from mmqa_jax.decoding.ragged_attention import attend_on, turns_of
 from mmqa_jax.decoding.requests import Request, Scoring
-from mmqa_jax.decoding.scanned_cache import ScannedCache, _specs
+from mmqa_jax.decoding.scanned_cache import ScannedCache, specs_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -243,7 +243,8 @@ def test_the_tpus_kernel():
     key, value = rng.normal(size=(2, 3, 6, 2, 256, 64)).astype(np.float32)
     q, k, v = (rng.normal(size=(4, 1, n, 64)).astype(np.float32) for n in (4, 2, 2))
     cache = ScannedCache(key, value, None, None).beside(128)
-    of_slots = (np.int32([0, 255, 0, 7]), np.ones((4, 1, 32)))
+    positions = np.int32([0, 255, 0, 7])
+    turns = turns_of(*(f(np.ones((4, 1, 1, 32), np.float32)) for f in (np.cos, np.sin)))
     pages = np.int32([[1], [2], [3], [5]])  # of which each half of `data` has three
 
     def on(mesh, specs):
@@ -251,11 +252,11 @@ def test_the_tpus_kernel():
 
         def attended(*arguments):
             options = {"read": 256, "mesh": mesh, "specs": specs, "interpret": True}
-            return attend_on(cache, table, *of_slots, **options)(*arguments)
+            return attend_on(table, positions, **options)(*arguments, None, None)
 
-        return jax.tree.leaves(jax.jit(attended)(q, k, v, cache, np.int32(1)))
+        return jax.tree.leaves(jax.jit(attended)(q, k, v, turns, cache, np.int32(1)))
 
-    for got, want in zip(on(mesh, _specs(cache, mesh)), on(None, None), strict=True):
+    for got, want in zip(on(mesh, specs_of(cache, mesh)), on(None, None), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-6)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from mmqa_jax.decoding import kv_cache, ragged_attention, scanned_cache
 from mmqa_jax.decoding.kv_cache import quantize
-from mmqa_jax.decoding.ragged_attention import attend_on
+from mmqa_jax.decoding.ragged_attention import attend_on, turns_of
 from mmqa_jax.decoding.scanned_cache import ScannedCache, token_width
-from mmqa_jax.models.llama.network import LayerTraits, rotate
+from mmqa_jax.models.llama.network import rotate
 
 pytestmark = pytest.mark.slow
 
@@ -34,7 +34,7 @@ def arrays(heads, kv_heads, columns, size, tokens, int8, rows=SLOTS):
 
 
 def reference(token, cache, positions, angles, window=None, cap=None, sinks=None):
-    """By `_one_token` and `_write`, token by token, as where the kernel does not serve."""
+    """By `_one_token` and `write`, token by token, as where the kernel does not serve."""
     out = []
     for number in range(token[0].shape[1]):
         q, k, v = (x[:, number : number + 1] for x in token)
@@ -43,7 +43,7 @@ def reference(token, cache, positions, angles, window=None, cap=None, sinks=None
         held = cache.map(lambda x: x[LAYER])
         out.append(scanned_cache._one_token(q, k, v, held, at, window, cap, sinks))
         only = [jnp.zeros((2, *x.shape)).at[LAYER].set(x) for x in (k, v)]
-        written = scanned_cache._write(cache, *only, kv_cache.page_each(len(q)), at, None)
+        written = scanned_cache.write(cache, *only, kv_cache.page_each(len(q)), at, None)
         cache = written.map(lambda x, old: old.at[LAYER].set(x[LAYER]), cache)
     return jnp.concatenate(out, axis=1), cache
 
@@ -58,6 +58,8 @@ def reference(token, cache, positions, angles, window=None, cap=None, sinks=None
         (3, 1, 96, 2048, 1, 1, 700, None, False),
         (4, 2, 64, 128, 9, 2, None, None, False),
         (4, 2, 64, 128, 9, 3, 200, None, True),
+        (3, 1, 256, 128, 9, 1, 300, None, False),
+        (4, 2, 512, 128, 9, 2, None, None, False),
     ],
 )
 def test_as_plain_products(
@@ -74,7 +76,7 @@ def test_as_plain_products(
     order = np.random.default_rng(2).permutation(SLOTS * pages).reshape(SLOTS, pages)
     table = order.astype(np.int32)
     angles = np.random.default_rng(1).normal(size=(SLOTS, tokens, size // 2)).astype(np.float32)
-    traits = LayerTraits(window=None if window is None else np.int32(window))
+    window = None if window is None else np.int32(window)
     sinks = None if window is None else np.linspace(-1, 3, heads, dtype=np.float32)
     options = {"cap": cap, "read": columns, "mesh": None, "specs": None, "interpret": True}
 
@@ -89,9 +91,10 @@ def test_as_plain_products(
 
     @jax.jit
     def both(token, cache, held, table, positions, angles):
-        attend = attend_on(held, table, positions, angles, **options)
-        plain = reference(token, cache, positions, angles, traits.window, cap, sinks)
-        return attend(*token, held, jnp.int32(LAYER), traits, sinks), plain
+        turns = turns_of(*(f(angles[:, :, None]) for f in (jnp.cos, jnp.sin)))
+        attend = attend_on(table, positions, **options)
+        plain = reference(token, cache, positions, angles, window, cap, sinks)
+        return attend(*token, turns, held, jnp.int32(LAYER), window, sinks), plain
 
     held = cache.map(paged)
     held = held.beside(token_width(size)) if size % 128 else held
@@ -115,7 +118,7 @@ def test_no_page_that_a_slot_does_not_see_is_read():
     token, cache = arrays(2, 2, page, 64, 1, False, rows=SLOTS * pages)
     positions = np.array([0, 1, 127, 128, 2900], np.int32)
     table = np.arange(SLOTS * pages, dtype=np.int32).reshape(SLOTS, pages)
-    angles = np.zeros((SLOTS, 1, 32), np.float32)
+    turns = np.repeat(np.float32([1, 0]), 64).reshape(1, 1, 2, 64).repeat(SLOTS, 0)
     behind = table[np.arange(pages) * page > positions[:, None]]
     before = table[-1, :16]  # the window of 300 begins in the third block of 1,024
 
@@ -123,10 +126,8 @@ def test_no_page_that_a_slot_does_not_see_is_read():
     def attended(fill):
         held = cache.map(lambda x: jnp.asarray(x).at[:, behind].set(fill).at[:, before].set(fill))
         held = held.beside(128)
-        attend = attend_on(
-            held, table, positions, angles, read=300, mesh=None, specs=None, interpret=True
-        )
-        return attend(*token, held, jnp.int32(LAYER), LayerTraits(window=np.int32(300)))[0]
+        attend = attend_on(table, positions, read=300, mesh=None, specs=None, interpret=True)
+        return attend(*token, turns, held, jnp.int32(LAYER), np.int32(300), None)[0]
 
     want, got = map(attended, (0.0, np.nan))
     np.testing.assert_array_equal(got, want)

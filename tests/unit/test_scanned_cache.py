@@ -15,6 +15,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.common.rope import RopeScaling
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +28,8 @@ def run(*, attention=None, ragged="", model=MODEL, **changes):
     """Generated candidates and scores by id; prompts share beginnings, several per slot.
 
     attention: of prompts, in place of what the device chooses.
-    ragged: decodes by a "tpu"'s or "gpu"'s kernel, interpreted.
+    ragged: decodes by a "tpu"'s or "gpu"'s kernel, interpreted; by "products" as on a TPU where the
+      kernel does not serve.
     """
     rng = np.random.default_rng(0)
     head = rng.integers(0, 61, 64)
@@ -49,13 +51,16 @@ def run(*, attention=None, ragged="", model=MODEL, **changes):
                 interpreted = functools.partial(getattr(ragged_triton, name), interpret=True)
                 patch.setattr(ragged_triton, name, interpreted)
             patch.setattr(kv_cache, "ragged_fits", lambda *_: True)
+        if model.kinds and ragged:  # a mesh: an engine without one would share its programs
+            mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
+            patch.setattr(scanned_cache, "serves", lambda _: True)
         if ragged == "tpu":
             interpreted = functools.partial(ragged_attention.attend_on, interpret=True)
             patch.setattr(ragged_attention, "attend_on", interpreted)
             patch.setattr(scanned_cache, "ragged_fits", lambda *_: True)
         engine = Engine(tiny_llama(model), config=dataclasses.replace(SIZES, **changes), mesh=mesh)
         results = by_id(engine.generate(requests))
-    assert sum(result.reused_tokens for result in results.values()) >= 64
+    assert model.recurrent or sum(result.reused_tokens for result in results.values()) >= 64
     return {n: r.candidates[0] for n, r in results.items()}, by_id(engine.score(scorings))
 
 
@@ -87,6 +92,39 @@ def test_a_tpus_kernel_changes_no_answer():
     sizes = {"length": 128, "model": model}
     scanned = run(scan_layers=True, ragged="tpu", **sizes)
     assert_equal(run(scan_layers=False, **sizes), scanned)
+
+
+OF_KINDS = {
+    "recurrent": {
+        "layers": 4,
+        "kinds": ("linear", "full") * 2,
+        "delta": DeltaConfig(key_heads=2, value_heads=4, key_size=6, value_size=8, taps=3),
+        "family": "qwen3_5_text",
+        "gated": True,
+    },
+    "windows": {  # the last two layers borrow; layers that see all have heads of their own
+        "layers": 6,
+        "kinds": ("near", "near", "full") * 2,
+        "local": (True, True, False) * 2,
+        "windows": (40, 40, 0) * 2,
+        "full_layers": FullLayers(16, 1, keys_are_values=True),
+        "borrowers": 2,
+        "borrower_mlp": 24,
+        "value_norm": True,
+        "side": 8,
+        "qk_norm": "head",
+        "family": "gemma4_text",
+    },
+}
+
+
+@pytest.mark.parametrize("kinds", OF_KINDS)
+def test_layers_of_several_kinds_have_caches_of_their_own_on_a_tpu(kinds):
+    """Steps by the kernel, and by plain products; prompts that begin alike, scored continuations."""
+    sizes = {"length": 128, "model": dataclasses.replace(MODEL, **OF_KINDS[kinds])}
+    want = run(**sizes)
+    for way in ("tpu", "products"):
+        assert_equal(want, run(**sizes, ragged=way))
 
 
 def test_a_gpus_way_to_windows():
