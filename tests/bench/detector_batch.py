@@ -134,16 +134,16 @@ def parts(graphdef: nnx.GraphDef, state: nnx.State, pictures: Pictures) -> Mappi
 
     def proposals(state: nnx.State, maps: Any, extents: Any, pictures: Pictures) -> Any:
         model = nnx.merge(graphdef, state)
-        found = [model.rpn(*level) for level in zip(maps, extents, strict=True)]
-        return jax.vmap(model.proposals)(extents, found, pictures)
+        levels = [model.rpn(*level) for level in zip(maps, extents, strict=True)]
+        return jax.vmap(model.proposals)(extents, levels, pictures)
 
     trunk_of, (maps, extents) = _compiled(trunk, state, pictures)
     proposals_of, (boxes, valid) = _compiled(proposals, state, maps, extents, pictures)
-    regions_of, (features, told) = _compiled(
+    regions_of, (features, beside) = _compiled(
         of_batch(FasterRCNN.region_features), state, maps, extents, boxes
     )
     classes_of, _ = _compiled(
-        of_batch(FasterRCNN.kept), state, boxes, valid, features, told, pictures
+        of_batch(FasterRCNN.kept), state, boxes, valid, features, beside, pictures
     )
     return {
         "trunk": trunk_of,
@@ -161,11 +161,11 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> tuple[Work, Any]
 
 def _memory(compiled: jax.stages.Compiled) -> Mapping[str, float]:
     """What the compiler plans, as `mmqa plan` counts it: `planned_gib`."""
-    found = compiled.memory_analysis()
-    if found is None:
+    memory = compiled.memory_analysis()
+    if memory is None:
         return {}
-    held = found.argument_size_in_bytes + found.output_size_in_bytes + found.temp_size_in_bytes
-    return {"planned_gib": (held - found.alias_size_in_bytes) / _GIB}
+    held = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    return {"planned_gib": (held - memory.alias_size_in_bytes) / _GIB}
 
 
 def _peak() -> Mapping[str, float]:
@@ -210,19 +210,19 @@ def _torchvision_sides(drawn: Drawn, state: nnx.State) -> tuple[Work, Mapping[st
     theirs = torchvision_detector(config, tensors, padded).to(device)
     theirs = theirs.to(memory_format=torch.channels_last)
     pixels = torch.from_numpy(np.array(drawn.pictures.pixels)).permute(0, 3, 1, 2)
-    given = list(pixels.contiguous().to(device))
+    pictures = list(pixels.contiguous().to(device))
 
     def regions(least: float) -> None:
         theirs.roi_heads.score_thresh = least
         low = device != "cpu"
         with torch.inference_mode(), torch.autocast(device, torch.bfloat16, enabled=low):
-            theirs(given)
+            theirs(pictures)
         if low:
             torch.cuda.synchronize()
 
     return functools.partial(regions, 0.0), {
         "peer_above_0.05": functools.partial(regions, 0.05),
-        "peer_trunk": functools.partial(_trunk, theirs, torch.stack(given), device),
+        "peer_trunk": functools.partial(_trunk, theirs, torch.stack(pictures), device),
     }
 
 

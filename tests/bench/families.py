@@ -100,15 +100,15 @@ def run(options: Options) -> dict[str, Any]:
 
 def presets_by_family() -> dict[str, dict[str, Any]]:
     """Family -> name of a preset -> its config; of one config the first name."""
-    found: dict[str, dict[str, Any]] = collections.defaultdict(dict)
+    by_family: dict[str, dict[str, Any]] = collections.defaultdict(dict)
     every: Mapping[str, Callable[[], Any]] = {**PRESETS, **WITH_PICTURES, **T5S, **SIGLIPS}
     for name, make in every.items():
         config = make()
         family = config.family if hasattr(config, "family") else _KINDS[type(config)]
         family = {"mt5": "t5"}.get(family, family)
-        if config not in found[family].values():
-            found[family][name] = config
-    return dict(found)
+        if config not in by_family[family].values():
+            by_family[family][name] = config
+    return dict(by_family)
 
 
 # Names of models in the comparisons -> their family's, where it is another.
@@ -130,12 +130,12 @@ def measured_deviations() -> dict[str, float]:
 
 def _largest(lines: list[str]) -> Iterator[tuple[str, float]]:
     """The rows of the table of tests/equivalence/deviations.py, by model."""
-    found: dict[str, float] = {}
+    deviations: dict[str, float] = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("| ").split("|")]
         if len(cells) == 5 and cells[2][:1].isdigit():
-            found[cells[0]] = max(found.get(cells[0], 0.0), float(cells[2]))
-    yield from found.items()
+            deviations[cells[0]] = max(deviations.get(cells[0], 0.0), float(cells[2]))
+    yield from deviations.items()
 
 
 def bfloat16_gib(config: Any) -> float:
@@ -157,11 +157,11 @@ def planned(name: str, topology: Topology) -> dict[str, Any]:
             program = make_program(program_name, config, on.devices, name)
         except UserError:  # it does not fit
             return {"mesh": _MORE}
-        one = Planned.of(trace_program(program, on.placement(program.placed)), on.chip)
-        if not one.fits:
+        planned = Planned.of(trace_program(program, on.placement(program.placed)), on.chip)
+        if not planned.fits:
             return {"mesh": _MORE}
         mesh = [f"{axis}={size}" for axis, size in program.mesh.items() if size > 1]
-        row |= {"mesh": " ".join(mesh), program_name: 1e3 * one.bound.seconds}
+        row |= {"mesh": " ".join(mesh), program_name: 1e3 * planned.bound.seconds}
         row[f"{program_name}_tokens"] = program.examples
     return row
 
@@ -169,9 +169,9 @@ def planned(name: str, topology: Topology) -> dict[str, Any]:
 def markdown(rows: list[dict[str, Any]]) -> list[str]:
     """The table's lines; a family is named once, and its presets without a plan share a line."""
     lines = [_COLUMNS, ("---", "---:", "---", "---", "---", "---:", "---:")]
-    for family, own in itertools.groupby(rows, key=lambda row: row["family"]):
+    for family, of_family in itertools.groupby(rows, key=lambda row: row["family"]):
         first = [f"`{family}`", ""]
-        for has_plan, some in itertools.groupby(own, key=lambda row: "mesh" in row):
+        for has_plan, some in itertools.groupby(of_family, key=lambda row: "mesh" in row):
             shared = list(some)
             first[1] = _number(shared[0]["deviation"], ".1e") if first[0] else ""
             for group in [[row] for row in shared] if has_plan else [shared]:

@@ -105,8 +105,8 @@ def is_answer(chunk: Chunk, asked: Asked) -> bool:
     if chunk.file != asked.file:
         return False
     wanted = set(_WORD.findall(_folded(asked.words)))
-    found = wanted & set(_WORD.findall(_folded(chunk.text)))
-    return len(found) >= _SAME_WORDS * len(wanted)
+    words = wanted & set(_WORD.findall(_folded(chunk.text)))
+    return len(words) >= _SAME_WORDS * len(wanted)
 
 
 def ours(folder: Path) -> dict[str, Any]:
@@ -118,15 +118,17 @@ def ours(folder: Path) -> dict[str, Any]:
     corpus = open_folder(folder)
     read = _cpu_seconds() - cpu
     passages = open_passages(corpus, MINILM)
-    questions = [Question(str(n), "", one.question) for n, one in enumerate(asked_of(folder.name))]
+    questions = [
+        Question(str(n), "", asked.question) for n, asked in enumerate(asked_of(folder.name))
+    ]
     hybrid = passages.ranked.hybrid
     with corpus.asked(questions[0].question, None) as question:
         passages.find([question], _MOST_FOUND)
     seconds, used = time.perf_counter() - began, _cpu_seconds() - cpu
     ways = {"": passages.ranked, "words": hybrid.bm25, "vectors": hybrid.dense}
-    found = {way: side.search(questions, _MOST_FOUND) for way, side in ways.items()}
+    rankings = {way: side.search(questions, _MOST_FOUND) for way, side in ways.items()}
     chunks = {s.id: Chunk(str(s.extra["file"]), source_text(s)) for s in corpus.sources}
-    return _result(folder, chunks, found) | {"read": read, "seconds": seconds, "cpu": used}
+    return _result(folder, chunks, rankings) | {"read": read, "seconds": seconds, "cpu": used}
 
 
 def peer(folder: Path) -> dict[str, Any]:
@@ -142,7 +144,10 @@ def peer(folder: Path) -> dict[str, Any]:
     began, cpu = time.perf_counter(), _cpu_seconds()
     chunks = docling_chunks(folder)
     read = _cpu_seconds() - cpu
-    texts, questions = [one.text for one in chunks], [one.question for one in asked_of(folder.name)]
+    texts, questions = (
+        [item.text for item in chunks],
+        [item.question for item in asked_of(folder.name)],
+    )
     encoder = SentenceTransformer(str(minilm_path()), device="cpu")
     once, of_chunk = np.unique(texts, return_inverse=True)
     vectors = encoder.encode(once.tolist(), batch_size=32, normalize_embeddings=True)[of_chunk]
@@ -157,13 +162,13 @@ def peer(folder: Path) -> dict[str, Any]:
     names, depth = [str(row) for row in range(len(texts))], min(_DEPTH, len(texts))
     rows, scores = words.retrieve(split(questions), k=depth, show_progress=False)
     best = (-cosines).argsort(axis=1)[:, :depth]
-    found = {
+    by_way = {
         "words": to_rankings(questions, np.where(scores > 0, rows, -1), scores, names),
         "vectors": to_rankings(questions, best, np.take_along_axis(cosines, best, axis=1), names),
     }
-    found[""] = reciprocal_rank_fusion(list(found.values()))
+    by_way[""] = reciprocal_rank_fusion(list(by_way.values()))
     seconds, used = time.perf_counter() - began, _cpu_seconds() - cpu
-    return _result(folder, dict(zip(names, chunks, strict=True)), found) | {
+    return _result(folder, dict(zip(names, chunks, strict=True)), by_way) | {
         "read": read,
         "seconds": seconds,
         "cpu": used,
@@ -184,7 +189,7 @@ def docling_chunks(folder: Path) -> list[Chunk]:
     for file in sorted(path for path in folder.rglob("*") if path.suffix in _PEER_READS):
         try:
             document = convert(file)
-            texts = [chunker.contextualize(one) for one in chunker.chunk(document)]
+            texts = [chunker.contextualize(chunk) for chunk in chunker.chunk(document)]
         except Exception as error:  # of any of its libraries
             print(f"docling: {file}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
             continue
@@ -228,9 +233,9 @@ def speed(folder: Path, sides: Sequence[str], rounds: int) -> list[dict[str, Any
         for name in readers[1:]
     ]  # fmt: skip
     return rows + [
-        {"name": f"{name}, {pages} pages", "ours": found["seconds"], "peer": None, "ratio": None,
-         "unit": "s", **empty, "cpu": found["cpu"]}
-        for name, found in (("first question", first), ("another run", again))
+        {"name": f"{name}, {pages} pages", "ours": seconds["seconds"], "peer": None, "ratio": None,
+         "unit": "s", **empty, "cpu": seconds["cpu"]}
+        for name, seconds in (("first question", first), ("another run", again))
     ]  # fmt: skip
 
 
@@ -271,7 +276,7 @@ def _in_child(side: str, folder: Path, cache: str | None = None) -> dict[str, An
 
 
 def _result(
-    folder: Path, chunks: Mapping[str, Chunk], found: Mapping[str, Sequence[Ranking]]
+    folder: Path, chunks: Mapping[str, Chunk], ranked: Mapping[str, Sequence[Ranking]]
 ) -> dict[str, Any]:
     """Of each way to find passages the questions whose passage is not among the first ones."""
     asked = asked_of(folder.name)
@@ -279,9 +284,11 @@ def _result(
         way: [
             question.question
             for question, ranking in zip(asked, rankings, strict=True)
-            if not any(is_answer(chunks[one], question) for one in ranking.sources[:_MOST_FOUND])
+            if not any(
+                is_answer(chunks[source], question) for source in ranking.sources[:_MOST_FOUND]
+            )
         ]
-        for way, rankings in found.items()
+        for way, rankings in ranked.items()
     }
     return {"missed": missed, "asked": len(asked), "chunks": len(chunks)}
 
@@ -291,7 +298,9 @@ def _row(name: str, sides: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     row |= {"unit": f"recall@{_MOST_FOUND}", "floor": None}
     for side, result in sides.items():
         recalls = {way: 1 - len(m) / result["asked"] for way, m in result["missed"].items()}
-        row |= {f"{side}_{way}" if way else side: round(one, 3) for way, one in recalls.items()}
+        row |= {
+            f"{side}_{way}" if way else side: round(recall, 3) for way, recall in recalls.items()
+        }
         row |= {f"{side}_chunks": result["chunks"], f"{side}_read_s": round(result["read"], 1)}
         for question in result["missed"][""]:
             print(f"{name}, {side} has not found: {question}", file=sys.stderr)

@@ -135,10 +135,10 @@ def _reading(place: str, count: int, wanted: tuple[str, ...]) -> Iterator[Case]:
             name,
             "pictures/s",
             lambda store=store: [store.pixels(row) for row in rows],
-            lambda: [_decoded(one) for one in encoded],
+            lambda: [_decoded(picture) for picture in encoded],
             count=len(rows),
             clock=time.process_time,
-            others={"pillow_resized": lambda: [_decoded(one, _SIZE) for one in encoded]},
+            others={"pillow_resized": lambda: [_decoded(picture, _SIZE) for picture in encoded]},
             notes={"peer_is": "Pillow, decoding alone, bytes in memory"},
         )
 
@@ -151,13 +151,13 @@ def _pipeline(place: str, workers: int, sizes: dict[str, int], rounds: int) -> C
     rates: dict[str, list[float]] = {"ours": [], "peer": []}
     with ThreadPoolExecutor(threads()) as pool:
         for _ in range(rounds):
-            ours, shown = _pipeline_rate(reader, workers, sizes)
+            ours, pictured = _pipeline_rate(reader, workers, sizes)
             rates["ours"].append(ours)
-            repeated = list(itertools.islice(itertools.cycle(encoded), int(shown)))
+            repeated = list(itertools.islice(itertools.cycle(encoded), int(pictured)))
             began = time.perf_counter()
             list(pool.map(_decoded, repeated))
             rates["peer"].append(len(repeated) / (time.perf_counter() - began))
-    median = {side: statistics.median(found) for side, found in rates.items()}
+    median = {side: statistics.median(of_side) for side, of_side in rates.items()}
     return Case(
         f"workers_{workers}",
         "pictures/s",
@@ -188,8 +188,8 @@ def _pipeline_rate(
         for _ in range(_BUFFERED):
             next(batches)
         began = time.perf_counter()
-        shown = sum(float(next(batches)["has_image"].sum()) for _ in range(sizes["batches"]))
-        return shown / (time.perf_counter() - began), shown
+        pictured = sum(float(next(batches)["has_image"].sum()) for _ in range(sizes["batches"]))
+        return pictured / (time.perf_counter() - began), pictured
 
 
 def _waiting(task: str, place: str, workdir: Path, steps: int, mode: str) -> Case:
@@ -376,17 +376,18 @@ def _demo_corpus(folder: Path, sizes: dict[str, int]) -> str:
         Image.fromarray(flat).resize((250, 150), Image.Resampling.NEAREST).save(buffer, "PNG")
         return buffer.getvalue()
 
-    count, shown = sizes["demo_snippets"], sizes["demo_pictures"]
-    texts = snippets(count + shown, words=24)
+    count, pictures = sizes["demo_snippets"], sizes["demo_pictures"]
+    texts = snippets(count + pictures, words=24)
     sources = [Source(f"s{i}", "text", texts[i], f"title {i}") for i in range(count)]
     sources += [
-        Source(f"p{i}", "image", texts[count + i], f"title {i}", f"{i}.png") for i in range(shown)
+        Source(f"p{i}", "image", texts[count + i], f"title {i}", f"{i}.png")
+        for i in range(pictures)
     ]
     rng, questions = np.random.default_rng(0), []
     for i, text in enumerate(queries(sizes["demo_questions"])):
-        kinds = ("p", shown, "color") if i % 3 == 0 else ("s", count, "text")
+        kinds = ("p", pictures, "color") if i % 3 == 0 else ("s", count, "text")
         near = [f"{kinds[0]}{n}" for n in rng.choice(kinds[1], 12, replace=False)]
-        far = [f"s{n}" if kinds[0] == "p" else f"p{n}" for n in rng.choice(min(count, shown), 4)]
+        far = [f"s{n}" if kinds[0] == "p" else f"p{n}" for n in rng.choice(min(count, pictures), 4)]
         split = i % 2 + 1
         questions.append(
             Question(

@@ -182,9 +182,9 @@ def _case(
 
 def _cut(text: Sequence[int], count: int, size: int, shared: int = 0) -> Prompts:
     """`count` prompts of `size` tokens; all begin with the text's first `shared` ones."""
-    own = size - shared
-    starts = range(shared, shared + count * own, own)
-    return [[*text[:shared], *text[start : start + own]] for start in starts]
+    rest = size - shared
+    starts = range(shared, shared + count * rest, rest)
+    return [[*text[:shared], *text[start : start + rest]] for start in starts]
 
 
 def load_model(size: str, dtype: str | None = None) -> Llama:
@@ -280,10 +280,10 @@ class OurSide:
 
         self.engine.forget()
         requests = (Request(n, prompt, new) for n, prompt in enumerate(prompts))
-        found = {
+        answers = {
             result.id: result.candidates[0].tokens for result in self.engine.generate(requests)
         }
-        return [found[n] for n in range(len(prompts))]
+        return [answers[n] for n in range(len(prompts))]
 
     def perplexity(self, text: Sequence[int]) -> float:
         """exp of the mean negative log-probability of a text's tokens, in windows."""
@@ -325,7 +325,7 @@ class TorchSide:
             times.append(time.perf_counter())
             return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-        found: Answers = []
+        answers: Answers = []
         for start in range(0, len(prompts), self.batch):
             ids = torch.tensor(prompts[start : start + self.batch], device=self._model.device)
             with torch.inference_mode():
@@ -339,5 +339,5 @@ class TorchSide:
                     stopping_criteria=StoppingCriteriaList([mark]),
                 )
             self.decode_seconds += times[-1] - times[-new]
-            found += [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
-        return found
+            answers += [tuple(row) for row in out[:, ids.shape[1] :].tolist()]
+        return answers

@@ -169,13 +169,13 @@ def answer_by_transformers(model: str, prompts: str, out: str, batch: str) -> No
         inputs = tokenizer([lines[n] for n in rows], return_tensors="pt", padding=True).to(device)
         inputs.pop("token_type_ids", None)
         with torch.inference_mode():
-            found = network.generate(
+            generated = network.generate(
                 **inputs,
                 max_new_tokens=_NEW_TOKENS,
                 do_sample=False,
                 pad_token_id=tokenizer.pad_token_id,
             )
-        new = found[:, inputs["input_ids"].shape[1] :]
+        new = generated[:, inputs["input_ids"].shape[1] :]
         texts |= dict(zip(rows, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True))
     rows = (json.dumps({"text": texts[n]}, ensure_ascii=False) for n in range(len(lines)))
     Path(out).write_text("\n".join(rows) + "\n")

@@ -41,8 +41,10 @@ def tokens_per_second(long: int, *, paged: bool = True) -> tuple[str, float]:
     copy, slots = cost.copy(tensor, chip_of_kind(chip)), engine.slots // copies
     pages = engine.pages // copies or slots * most_pages(engine, page)
     # The copy that has the long prompts, in the middle of its own.
-    own = COUNT // copies - long
-    waiting = collections.deque([SHORT] * (own // 2) + [LONG] * long + [SHORT] * (own - own // 2))
+    short = COUNT // copies - long
+    waiting = collections.deque(
+        [SHORT] * (short // 2) + [LONG] * long + [SHORT] * (short - short // 2)
+    )
     pool = PagePool(slots, pages, page, engine.buckets[-1])
     count, seconds, running, ends = len(waiting), 0.0, {}, collections.defaultdict(list)
     step = 0

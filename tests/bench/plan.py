@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "topology": topology.name,
         "devices": len(topology.devices),
         "chip": topology.chip.name,
-        "programs": [one.row() for one in counted],
+        "programs": [entry.row() for entry in counted],
         "run": run_cost(counted),
         "verdict": plan.verdict,
     }
@@ -119,7 +119,9 @@ class Counted(Planned):
         placement = topology.placement(program.placed)
         mesh = program.mesh or {"": 1}
         counted = counts.on_mesh(mesh, placement.hosts, placement.links)
-        collectives = tuple(_with_steps(one, text, chip, cycles_of) for one in counted)
+        collectives = tuple(
+            _with_steps(collective, text, chip, cycles_of) for collective in counted
+        )
         least = least_bytes(program, executable)
         compiled = Compiled(program, memory, counts.flops, (), least, seconds)
         bound = counted_bound(compiled, counts, collectives, chip)
@@ -159,8 +161,13 @@ class Counted(Planned):
             "mfu_estimated": self.estimated_mfu,
             "collectives_exposed_ms": bound and 1e3 * bound.exposed,
             "collectives": [
-                {"kind": one.kind, "axis": one.axis, "count": one.count, "bytes": one.bytes}
-                for one in self.collectives
+                {
+                    "kind": collective.kind,
+                    "axis": collective.axis,
+                    "count": collective.count,
+                    "bytes": collective.bytes,
+                }
+                for collective in self.collectives
             ],
             "loops": 0 if counts is None else len(counts.loops),
             "parts_ms": {name: 1e3 * x / self.chip.clock for name, x in self.parts.items() if x},
@@ -170,12 +177,12 @@ class Counted(Planned):
 PARTS = ("kernels", "products in loops", "products", "in loops", "beside")
 
 
-def part_of(one: Instruction, counted: Counts) -> str:
+def part_of(instruction: Instruction, counted: Counts) -> str:
     """Which of PARTS an instruction is: a Pallas kernel, products (of layers, which lie in a loop, or
     of the head), or else."""
-    if one.opcode == "custom-call":
+    if instruction.opcode == "custom-call":
         return PARTS[0]
-    inside = one.attribute(r'op_name="([^"]*)"') or ""
+    inside = instruction.attribute(r'op_name="([^"]*)"') or ""
     kind = "products" if counted.total_flops else ""
     if "/while/" in inside:
         return f"{kind} in loops".strip()
@@ -188,27 +195,29 @@ def cycles_by(bundles: Mapping[str, Bundles], chip: Chip, part: str = "") -> Cyc
     takes none, though its kernel has bundles: the links' time is counted in its place. Nor do those
     of another `part`, where that is given."""
 
-    def cycles_of(one: Instruction, counted: Counts) -> float:
-        if part and part_of(one, counted) != part:
+    def cycles_of(instruction: Instruction, counted: Counts) -> float:
+        if part and part_of(instruction, counted) != part:
             return 0.0
-        scatters = one.called.get("calls", "").startswith("all-reduce-scatter")
-        if scatters or one.opcode.removesuffix("-start") in KINDS:
+        scatters = instruction.called.get("calls", "").startswith("all-reduce-scatter")
+        if scatters or instruction.opcode.removesuffix("-start") in KINDS:
             return 0.0
-        kernel = bundles.get(one.name)
+        kernel = bundles.get(instruction.name)
         if kernel is None:
-            return stated_cycles(one, counted)
+            return stated_cycles(instruction, counted)
         waits = max(counted.bytes / chip.hbm_rate, chip.seconds(counted.flops)) * chip.clock
         return max(kernel.cycles(counted.bytes), waits)
 
     return cycles_of
 
 
-def _with_steps(one: Collective, text: str, chip: Chip, cycles_of: CyclesOf) -> Collective:
+def _with_steps(collective: Collective, text: str, chip: Chip, cycles_of: CyclesOf) -> Collective:
     """A collective with what hides it over all fusions that have a step of it."""
-    if one.hidden_cycles is None or not one.bytes or not chip.clock:
-        return one
-    hidden = hidden_cycles(text, one.kind, one.seconds(chip) * chip.clock / one.bytes, cycles_of)
-    return one._replace(hidden_cycles=max(one.hidden_cycles, hidden))
+    if collective.hidden_cycles is None or not collective.bytes or not chip.clock:
+        return collective
+    hidden = hidden_cycles(
+        text, collective.kind, collective.seconds(chip) * chip.clock / collective.bytes, cycles_of
+    )
+    return collective._replace(hidden_cycles=max(collective.hidden_cycles, hidden))
 
 
 def counted_bound(
@@ -218,8 +227,8 @@ def counted_bound(
     bound = CountedBound(
         chip.seconds(counts.flops),
         max(counts.bytes, compiled.floor_bytes) / chip.hbm_rate,
-        sum(one.seconds(chip) for one in collectives),
-        exposed=sum(one.exposed_seconds(chip) for one in collectives),
+        sum(collective.seconds(chip) for collective in collectives),
+        exposed=sum(collective.exposed_seconds(chip) for collective in collectives),
     )
     model = compiled.program.model_flops() / compiled.program.devices
     if counts.total_flops and not counts.unknown:  # XLA drops what no result needs
@@ -230,34 +239,34 @@ def counted_bound(
 
 def _show(plan: planning.Plan) -> None:
     chip, devices = plan.topology.chip, len(plan.topology.devices)
-    cells = [_cells(one) for one in plan.planned]
+    cells = [_cells(planned) for planned in plan.planned]
     show_table(
         Table(
             f"{devices} x {chip.name} ({plan.topology.name}), in one call",
-            ["a device", *(one.compiled.program.name for one in plan.planned)],
-            [[name, *(own[name] for own in cells)] for name in cells[0]],
+            ["a device", *(planned.compiled.program.name for planned in plan.planned)],
+            [[name, *(column[name] for column in cells)] for name in cells[0]],
             f"Bounds are by the data sheet ({chip.source}): each part at its peak, beside the "
             "others, and collectives that nothing runs beside. The estimate is by the bundles "
             "of the TPU compiler's kernels, without collectives.",
         )
     )
-    for one in plan.planned:
-        name = one.compiled.program.name
-        for collective in one.collectives:
+    for planned in plan.planned:
+        name = planned.compiled.program.name
+        for collective in planned.collectives:
             far = " between hosts" if collective.hosts else ""
             print(
                 f"{name}: {collective.count:,.0f} x {collective.kind} over {collective.axis}{far}, "
                 f"{bytes_text(collective.bytes)} in all"
             )
-        if one.counts is not None and one.counts.unknown:
-            print(f"{name}: FLOPs of {', '.join(sorted(one.counts.unknown))} are not known")
+        if planned.counts is not None and planned.counts.unknown:
+            print(f"{name}: FLOPs of {', '.join(sorted(planned.counts.unknown))} are not known")
     print(plan.verdict)
 
 
-def _cells(one: Counted) -> dict[str, str | None]:
+def _cells(planned: Counted) -> dict[str, str | None]:
     """Row name -> text."""
-    counts, bound, program = one.counts, one.bound, one.compiled.program
-    cells = memory_cells(one)
+    counts, bound, program = planned.counts, planned.bound, planned.compiled.program
+    cells = memory_cells(planned)
     if counts is None or bound is None:
         return {**cells, **dict.fromkeys(_COUNTED)}
     share = counts.total_flops * program.devices / max(program.model_flops(), 1)
@@ -265,8 +274,8 @@ def _cells(one: Counted) -> dict[str, str | None]:
     values = (
         f"{counts.total_flops:.4g}",
         f"{share:.3f} x",
-        bytes_text(one.moved),
-        f"{one.moved / max(one.compiled.floor_bytes, 1):.2f} x",
+        bytes_text(planned.moved),
+        f"{planned.moved / max(planned.compiled.floor_bytes, 1):.2f} x",
         f"{len(counts.loops)}"
         + (f" ({loops}{', ...' if len(counts.loops) > 6 else ''})" if loops else ""),
         f"{counts.copies:,.0f}, {bytes_text(counts.copied_bytes)}",
@@ -274,10 +283,10 @@ def _cells(one: Counted) -> dict[str, str | None]:
         milliseconds(bound.hbm),
         f"{milliseconds(bound.interconnect)}, {milliseconds(bound.exposed)} by themselves",
         f"{milliseconds(bound.seconds)} ({bound.by})",
-        None if one.estimated is None else milliseconds(one.estimated),
+        None if planned.estimated is None else milliseconds(planned.estimated),
         f"{100 * bound.mfu:.1f} %",
-        None if one.estimated_mfu is None else f"{100 * one.estimated_mfu:.1f} %",
-        f"{one.compiled.seconds:.0f} s",
+        None if planned.estimated_mfu is None else f"{100 * planned.estimated_mfu:.1f} %",
+        f"{planned.compiled.seconds:.0f} s",
     )
     return {**cells, **dict(zip(_COUNTED, values, strict=True))}
 

@@ -62,8 +62,8 @@ def placed(data: bytes, chunk: ChunkOptions) -> Iterator[tuple[Paragraph, bool]]
             if passage.page not in pages:
                 pages = {passage.page: _Page(document[passage.page - 1])}
             boxes = [place.box for place in passage.places if place.box]
-            said = passage.text[passage.places[0].start :]  # below the header of a table
-            yield passage, pages[passage.page].within(boxes) == _folded(said)
+            text = passage.text[passage.places[0].start :]  # below the header of a table
+            yield passage, pages[passage.page].within(boxes) == _folded(text)
 
 
 class _Page:
@@ -89,8 +89,8 @@ class _Page:
             corners = np.array([self._unturned(left, top), self._unturned(right, bottom)])
             above = self._centres >= corners.min(axis=0) - _ROUNDED
             inside |= (above & (self._centres <= corners.max(axis=0) + _ROUNDED)).all(axis=1)
-        found = "".join(chr(self._codes[number]) for number in np.flatnonzero(inside))
-        return _folded(found.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
+        text = "".join(chr(self._codes[number]) for number in np.flatnonzero(inside))
+        return _folded(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
     def _unturned(self, x: float, y: float) -> tuple[float, float]:
         """A point in the page's own coordinates, which count from the foot of an unturned page."""

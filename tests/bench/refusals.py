@@ -41,7 +41,7 @@ def run(options: Options) -> dict[str, Any]:
         lines = Path(__file__).with_name(f"{name}.txt").read_text("utf-8").splitlines()
         texts[name], sections[name] = lines, [""] * len(lines)
     cosines = {
-        name: dense.embedder.embed_questions(found) @ vectors.T for name, found in texts.items()
+        name: dense.embedder.embed_questions(of_kind) @ vectors.T for name, of_kind in texts.items()
     }
     of_section = _rows_of_sections(corpus)
     rows = []
@@ -66,7 +66,7 @@ def run(options: Options) -> dict[str, Any]:
                 **refused,
             }
         )
-    counts = ", ".join(f"{len(found)} {name}" for name, found in texts.items())
+    counts = ", ".join(f"{len(of_kind)} {name}" for name, of_kind in texts.items())
     return {
         "bench": "refusals",
         "device": device_name(),
@@ -94,10 +94,10 @@ def _rows_of_sections(corpus: Corpus) -> dict[str, list[int]]:
     return rows
 
 
-def _nearest(cosines: np.ndarray, own: Sequence[Sequence[int]], size: int) -> list[float]:
+def _nearest(cosines: np.ndarray, sections: Sequence[Sequence[int]], size: int) -> list[float]:
     """The highest cosine of each question in its collection of so many passages."""
-    draw, found = np.random.default_rng(0), []
-    for values, section in zip(cosines, own, strict=True):
+    draw, nearest = np.random.default_rng(0), []
+    for values, section in zip(cosines, sections, strict=True):
         others = draw.choice(len(values), max(size - len(section), 0), replace=False)
-        found.append(float(values[[*section, *others]].max()))
-    return found
+        nearest.append(float(values[[*section, *others]].max()))
+    return nearest

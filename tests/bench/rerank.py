@@ -159,12 +159,12 @@ class _Batch(NamedTuple):
     flops: float
 
 
-def _batch(model: VLP, method: str, count: int, *given: Any) -> _Batch:
-    run = functools.partial(_jitted(model, method), *given)
-    return _Batch(run, count, flops(model, method, *given) / count)
+def _batch(model: VLP, method: str, count: int, *inputs: Any) -> _Batch:
+    run = functools.partial(_jitted(model, method), *inputs)
+    return _Batch(run, count, flops(model, method, *inputs) / count)
 
 
-def flops(model: VLP, method: str, *given: Any) -> float:
+def flops(model: VLP, method: str, *inputs: Any) -> float:
     """Operations of a method, with its layers unrolled."""
     from flax import nnx
 
@@ -174,7 +174,7 @@ def flops(model: VLP, method: str, *given: Any) -> float:
     unrolled = nnx.eval_shape(lambda: type(model)(config, *rest, rngs=nnx.Rngs()))
     graphdef, state = nnx.split(unrolled)
     return program_flops(
-        lambda state, *given: getattr(nnx.merge(graphdef, state), method)(*given), state, *given
+        lambda state, *inputs: getattr(nnx.merge(graphdef, state), method)(*inputs), state, *inputs
     )
 
 
@@ -214,8 +214,8 @@ def _cached(model: VLP, load: Load, joint: int) -> dict[str, _Batch]:
     return batches
 
 
-def _agree(expected: Any, found: Any, load: Load) -> None:
-    difference = float(abs((expected[0] - expected[1]) - (found[0] - found[1])))
+def _agree(expected: Any, computed: Any, load: Load) -> None:
+    difference = float(abs((expected[0] - expected[1]) - (computed[0] - computed[1])))
     most = _AGREEMENT[load.config.bert.dtype]
     if not difference <= most:
         raise RunError(
@@ -230,8 +230,8 @@ def _jitted(model: Any, method: str) -> Callable[..., Any]:
     from flax import nnx
 
     graphdef, state = nnx.split(model)
-    call = jax.jit(lambda state, *given: getattr(nnx.merge(graphdef, state), method)(*given))
-    return lambda *given: jax.block_until_ready(call(state, *given))
+    call = jax.jit(lambda state, *inputs: getattr(nnx.merge(graphdef, state), method)(*inputs))
+    return lambda *inputs: jax.block_until_ready(call(state, *inputs))
 
 
 def _filled(tree: Any, rows: int) -> Any:

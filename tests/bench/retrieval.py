@@ -139,8 +139,8 @@ def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     queries = np.load(folder / "queries.npy")
     scann, exact = load_index(folder / "index", embeddings), ExactIndex(embeddings)
     vectors = np.array(embeddings.vectors)  # numpy's side has them in memory
-    found, expected = scann.search(queries, _TOP_K)[0], exact.search(queries, _TOP_K)[0]
-    recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(expected, found, strict=True)]))
+    rows, expected = scann.search(queries, _TOP_K)[0], exact.search(queries, _TOP_K)[0]
+    recall = float(np.mean([np.isin(a, b).mean() for a, b in zip(expected, rows, strict=True)]))
     parameters = scann.parameters
     share = parameters.leaves_to_search / parameters.leaves if parameters.leaves else 1.0
     # 4 bits for two dimensions, in two partitions, read for every query.
@@ -175,8 +175,8 @@ def _search(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
         sizes,
     )
     unit = f"of the top {_TOP_K}"
-    found = Case("scann_recall", unit, recall, 1.0, notes=_required(sizes, 0.99))
-    return [row_of(found, {}), against_exact, against_numpy]
+    case = Case("scann_recall", unit, recall, 1.0, notes=_required(sizes, 0.99))
+    return [row_of(case, {}), against_exact, against_numpy]
 
 
 def _bm25(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -291,16 +291,18 @@ def _numpy_search(vectors: Any, queries: Any) -> Any:
     """The top 20 with numpy alone: BLAS, then a partial sort of every block."""
     import numpy as np
 
-    kept: list[tuple[Any, Any]] = []
+    results: list[tuple[Any, Any]] = []
 
     def keep(scores: Any) -> None:
         rows = np.argpartition(scores, -_TOP_K, axis=1)[:, -_TOP_K:]
-        kept.append((rows, np.take_along_axis(scores, rows, axis=1)))
+        results.append((rows, np.take_along_axis(scores, rows, axis=1)))
 
     sizes = _blocks(vectors, queries, keep)
     starts = np.cumsum([0, *sizes[:-1]])
-    rows = np.concatenate([a + start for (a, _), start in zip(kept, starts, strict=True)], axis=1)
-    scores = np.concatenate([b for _, b in kept], axis=1)
+    rows = np.concatenate(
+        [a + start for (a, _), start in zip(results, starts, strict=True)], axis=1
+    )
+    scores = np.concatenate([b for _, b in results], axis=1)
     best = np.argsort(-scores, axis=1)[:, :_TOP_K]
     return np.take_along_axis(rows, best, axis=1)
 

@@ -139,7 +139,7 @@ class Peak:
 
     def observe(self, seconds: Iterable[Iterable[float]]) -> None:
         """Takes further readings of the product, seconds per call."""
-        self.best = max(self.best, *(self.flops / one for side in seconds for one in side))
+        self.best = max(self.best, *(self.flops / second for side in seconds for second in side))
 
     def measure(self, rounds: int) -> None:
         """Times the product on its own."""
@@ -284,16 +284,16 @@ _KEPT = ("name", "unit", "ours", "peer", "floor", "count", "flops", "read_bytes"
 def _for_journal(
     case: Case, seconds: Mapping[str, list[float]], peak: Peak | None
 ) -> dict[str, Any]:
-    kept = {key: getattr(case, key) for key in _KEPT}
-    return {"case": kept, "seconds": seconds, "peak": 0.0 if peak is None else peak.best}
+    values = {key: getattr(case, key) for key in _KEPT}
+    return {"case": values, "seconds": seconds, "peak": 0.0 if peak is None else peak.best}
 
 
 def _from_journal(
-    kept: Mapping[str, Any], peak: Peak | None
+    values: Mapping[str, Any], peak: Peak | None
 ) -> tuple[Case, dict[str, list[float]]]:
     if peak is not None:
-        peak.best = max(peak.best, kept["peak"])
-    return Case(**kept["case"]), kept["seconds"]
+        peak.best = max(peak.best, values["peak"])
+    return Case(**values["case"]), values["seconds"]
 
 
 def time_case(
@@ -311,8 +311,8 @@ def time_case(
                 "tests/equivalence to find out which is wrong."
             )
         notes["deviation"] = float(f"{deviation:.2g}")
-    given = {"ours": case.ours, "peer": case.peer, "floor": case.floor, **case.others}
-    sides = {name: work for name, work in given.items() if callable(work)}
+    figures = {"ours": case.ours, "peer": case.peer, "floor": case.floor, **case.others}
+    sides = {name: work for name, work in figures.items() if callable(work)}
     if not sides:
         return dataclasses.replace(case, notes=notes), {}
     if case.repeat:
@@ -333,9 +333,9 @@ def time_case(
         peak.observe(readings or [seconds[name] for name in peak.sides])
     notes |= case.late_notes()
     # Nothing of what is returned keeps the models of the sides in memory.
-    kept = {side: None if side in sides else given[side] for side in ("ours", "peer", "floor")}
+    left = {side: None if side in sides else figures[side] for side in ("ours", "peer", "floor")}
     freed = {"others": {}, "late_notes": dict, "clock": time.perf_counter}
-    return dataclasses.replace(case, notes=notes, **freed, **kept), seconds
+    return dataclasses.replace(case, notes=notes, **freed, **left), seconds
 
 
 def row_of(

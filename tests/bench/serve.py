@@ -72,7 +72,9 @@ def _measure(client: httpx.Client, address: str, model: str, name: str) -> dict[
     together = len(questions) / (time.perf_counter() - began)
     seconds = [second for answers in of_users for second, _ in answers]
     texts = {
-        n + USERS * i: text for n, own in enumerate(of_users) for i, (_, text) in enumerate(own)
+        n + USERS * i: text
+        for n, of_user in enumerate(of_users)
+        for i, (_, text) in enumerate(of_user)
     }
     lost = sum(not text for text in texts.values())
     return {
@@ -99,17 +101,17 @@ def _question(name: str, number: int) -> str:
 @contextlib.contextmanager
 def _server() -> Iterator[tuple[str, str]]:
     with tempfile.TemporaryDirectory() as folder:
-        said = Path(folder) / "said.txt"
+        log = Path(folder) / "said.txt"
         command = [sys.executable, "-m", "mmqa_jax.cli", "serve", "--model=smollm2", "--port=0"]
-        with said.open("w") as file:
+        with log.open("w") as file:
             process = subprocess.Popen(command, stderr=file, env=dict(os.environ))
         try:
             deadline = time.monotonic() + _START_SECONDS
-            while not (found := re.search(r"http://[\d.]+:\d+", said.read_text())):
+            while not (address := re.search(r"http://[\d.]+:\d+", log.read_text())):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"the server does not start: {said.read_text()[-500:]}")
+                    raise RuntimeError(f"the server does not start: {log.read_text()[-500:]}")
                 time.sleep(0.1)
-            yield found[0], "smollm2"
+            yield address[0], "smollm2"
         finally:
             process.terminate()
             process.wait()

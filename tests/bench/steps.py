@@ -50,46 +50,51 @@ def hidden_cycles(
             starts[channel] = min(turn.times, starts.get(channel, turn.times))
     total = 0.0
     for turn in turns:
-        own = [channel for channel in turn.sent if starts[channel] == turn.times]
-        names = set().union(*(turn.beside[channel] for channel in own))
-        needed = cycles_per_byte * sum(turn.sent[channel] for channel in own)
+        channels = [channel for channel in turn.sent if starts[channel] == turn.times]
+        names = set().union(*(turn.beside[channel] for channel in channels))
+        needed = cycles_per_byte * sum(turn.sent[channel] for channel in channels)
         total += turn.times * min(needed, sum(turn.cycles[name] for name in names))
     return total
 
 
 def _turns(
     module: Module,
-    own: Computation,
+    computation: Computation,
     times: float,
     kind: str,
     cycles_of: CyclesOf,
 ) -> Iterator[_Turn]:
     turn = _Turn(times, {}, {}, {})
-    for one in own.instructions.values():
+    for instruction in computation.instructions.values():
         inner = [
-            module.computations[name] for name in one.called.values() if name in module.computations
+            module.computations[name]
+            for name in instruction.called.values()
+            if name in module.computations
         ]
-        if one.opcode == "while":
-            body = module.computations[one.called["body"]]
-            inside = times * (trip_count(module, own, one) or 1)
+        if instruction.opcode == "while":
+            body = module.computations[instruction.called["body"]]
+            inside = times * (trip_count(module, computation, instruction) or 1)
             yield from _turns(module, body, inside, kind, cycles_of)
-        elif one.opcode == "call":
+        elif instruction.opcode == "call":
             for called in inner:
                 yield from _turns(module, called, times, kind, cycles_of)
-        elif one.opcode == "fusion":
+        elif instruction.opcode == "fusion":
             for called in inner:
                 for step in _steps(module, called, kind):
                     channel = step.attribute(r"channel_id=(\d+)") or step.name
                     size = max(array.bytes for array in step.arrays)
                     turn.sent[channel] = max(size, turn.sent.get(channel, 0))
-                    turn.beside.setdefault(channel, set()).add(one.name)
-                    turn.cycles[one.name] = cycles_of(one, Counts())
+                    turn.beside.setdefault(channel, set()).add(instruction.name)
+                    turn.cycles[instruction.name] = cycles_of(instruction, Counts())
     yield turn
 
 
-def _steps(module: Module, own: Computation, kind: str) -> Iterator[Instruction]:
-    for one in own.instructions.values():
-        if one.opcode == kind and "async_collective_fusion_config" in one.attributes:
-            yield one
-        if one.opcode == "fusion":
-            yield from _steps(module, module.computations[one.called["calls"]], kind)
+def _steps(module: Module, computation: Computation, kind: str) -> Iterator[Instruction]:
+    for instruction in computation.instructions.values():
+        if (
+            instruction.opcode == kind
+            and "async_collective_fusion_config" in instruction.attributes
+        ):
+            yield instruction
+        if instruction.opcode == "fusion":
+            yield from _steps(module, module.computations[instruction.called["calls"]], kind)

@@ -142,9 +142,9 @@ def _in_child(call: Callable[[], str]) -> str:
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as opened:
-        said = opened.read()
+        answer = opened.read()
     os.waitpid(child, 0)
-    return said or "refused"
+    return answer or "refused"
 
 
 def _commits(answers: Answers) -> Iterator[list[str]]:

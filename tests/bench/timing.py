@@ -51,12 +51,12 @@ def interleave(
             whole += calls[name] * seconds
         if budget is not None:
             rounds = min(rounds, max(_FEWEST_ROUNDS, int(budget / max(whole, 1e-9))))
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    durations: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:
             time.sleep(_PAUSE)
-            found[name].append(_seconds(sides[name], calls[name], clock) / calls[name])
-    return found
+            durations[name].append(_seconds(sides[name], calls[name], clock) / calls[name])
+    return durations
 
 
 def _seconds(work: Callable[[], Any], calls: int, clock: Callable[[], float]) -> float:

@@ -110,8 +110,8 @@ def _renamed(key: str) -> str:
         key = f"backbone.body.layer{int(stage) - 1}.{number}.{name}.{kind}"
     else:
         key = functools.reduce(lambda text, rule: re.sub(*rule, text, count=1), _RENAMES, key)
-    key = re.sub(r"(_blocks\.)(\d)", lambda found: found[1] + str(int(found[2]) - 2), key)
-    return re.sub(r"\.([wsb])$", lambda found: ".bias" if found[1] == "b" else ".weight", key)
+    key = re.sub(r"(_blocks\.)(\d)", lambda match: match[1] + str(int(match[2]) - 2), key)
+    return re.sub(r"\.([wsb])$", lambda match: ".bias" if match[1] == "b" else ".weight", key)
 
 
 def _trunk(config: DetectorConfig) -> Any:

@@ -118,18 +118,18 @@ def _cases(load: Load, wanted: Sequence[str], rounds: int) -> Iterator[Case]:
 
 def _loop(load: Load, rounds: int) -> Case:
     sizes = dataclasses.asdict(load.step)
-    found = _child("overhead", sizes=sizes, steps=load.steps, rounds=rounds)
-    ours, peer = (statistics.median(found[side]) * 1e3 for side in ("ours", "peer"))
+    figures = _child("overhead", sizes=sizes, steps=load.steps, rounds=rounds)
+    ours, peer = (statistics.median(figures[side]) * 1e3 for side in ("ours", "peer"))
     notes = {
         "work": f"{load.step.rows} x {load.step.columns} tokens, AdamW",
-        "overhead": median_share(found["ours"], found["peer"]),
+        "overhead": median_share(figures["ours"], figures["peer"]),
     }
     return Case("loop", "ms", ours, peer, notes=notes)
 
 
 def _save(name: str, mib: int, rounds: int) -> Case:
-    found = _child("save", mib=mib, rounds=rounds)
-    stall, whole = (statistics.median(found[side]) for side in ("ours", "peer"))
+    figures = _child("save", mib=mib, rounds=rounds)
+    stall, whole = (statistics.median(figures[side]) for side in ("ours", "peer"))
     one_b = stall * _ONE_B_BYTES / (mib << 20)
     notes = {
         "work": f"{mib} MiB",
@@ -138,7 +138,7 @@ def _save(name: str, mib: int, rounds: int) -> Case:
         "one_b_stall_s": one_b,
         "one_b_share": one_b / (one_b + _SAVE_EVERY),
     }
-    return Case(name, "s", stall, whole, floor=found["copy_floor"], notes=notes)
+    return Case(name, "s", stall, whole, floor=figures["copy_floor"], notes=notes)
 
 
 def _same_curves(name: str, load: Load, counts: Sequence[int]) -> Case:

@@ -89,10 +89,10 @@ def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:
     from mmqa_jax.models.vlp.network import VLPInputs
 
     config, rng = vlp(sizes), np.random.default_rng(_SEED)
-    shape, own = (sizes.rows, sizes.columns), local_rows(mesh, sizes.rows)
-    kept = slice(None) if own is None else list(own)
+    shape, of_host = (sizes.rows, sizes.columns), local_rows(mesh, sizes.rows)
+    rows = slice(None) if of_host is None else list(of_host)
 
-    def one() -> dict[str, Any]:
+    def batch() -> dict[str, Any]:
         inputs = {
             "input_ids": rng.integers(2, config.bert.vocab_size, shape).astype(np.int32),
             "token_type_ids": np.full(shape, 4, np.int32),
@@ -104,12 +104,12 @@ def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:
         }
         labels = rng.integers(0, 2, sizes.rows).astype(np.int32)
         return {
-            "inputs": VLPInputs(**{name: array[kept] for name, array in inputs.items()}),
-            "labels": labels[kept],
-            "weights": np.ones(sizes.rows, np.float32)[kept],
+            "inputs": VLPInputs(**{name: array[rows] for name, array in inputs.items()}),
+            "labels": labels[rows],
+            "weights": np.ones(sizes.rows, np.float32)[rows],
         }
 
-    return [one() for _ in range(sizes.batches)]
+    return [batch() for _ in range(sizes.batches)]
 
 
 def _task(sizes: Sizes) -> RerankObjective:
@@ -134,11 +134,11 @@ def overhead(sizes: Sizes, steps: int, rounds: int) -> dict[str, Any]:
     mesh = make_mesh()
     batches = make_batches(sizes, mesh)
     sides = {"ours": _in_the_loop, "peer": _alone}
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds):
         for name in list(sides)[:: -1 if number % 2 else 1]:
-            found[name].append(sides[name](sizes, batches, mesh, steps))
-    return found
+            seconds[name].append(sides[name](sizes, batches, mesh, steps))
+    return seconds
 
 
 def _in_the_loop(sizes: Sizes, batches: list[Any], mesh: Mesh, steps: int) -> float:
@@ -248,8 +248,8 @@ def main(name: str, arguments: str) -> None:
     from mmqa_jax.core.hosts import distributed
 
     distributed.start()
-    given = json.loads(arguments)
-    if "sizes" in given:
-        given["sizes"] = Sizes(**given["sizes"])
+    parsed = json.loads(arguments)
+    if "sizes" in parsed:
+        parsed["sizes"] = Sizes(**parsed["sizes"])
     work = {"overhead": overhead, "save": save, "curve": curve, "device": device}[name]
-    print(json.dumps(work(**given)), file=sys.stdout, flush=True)
+    print(json.dumps(work(**parsed)), file=sys.stdout, flush=True)

@@ -79,7 +79,7 @@ def cases(wanted: Sequence[str], jobs: Jobs, rounds: int) -> Iterator[Case]:
             for number in range(rounds):
                 alone.append(sum(job.rates(folder / f"{row}-{number}-alone", cores[:1])))
                 both.append(sum(job.rates(folder / f"{row}-{number}-both", cores[:2])))
-            ratios = [two / one for one, two in zip(alone, both, strict=True)]
+            ratios = [two / single for single, two in zip(alone, both, strict=True)]
             notes = {
                 "work": job.work,
                 "ratio_range": [float(f"{edge:.5g}") for edge in (min(ratios), max(ratios))],
@@ -131,8 +131,8 @@ class _Job:
         return [self._rate(files, shard) for shard in range(len(cores))]
 
     def _rate(self, files: Sequence[Path], shard: int) -> float:
-        own = [file for file in files if int(file.stem) % _SHARDS == shard]
-        times = sorted(file.stat().st_mtime for file in own)
+        of_shard = [file for file in files if int(file.stem) % _SHARDS == shard]
+        times = sorted(file.stat().st_mtime for file in of_shard)
         return self.items * (len(times) - 1) / (times[-1] - times[0])
 
 

@@ -27,10 +27,10 @@ def of_twins(known: Mapping[str, T], text: str) -> dict[str, T]:
     module = parse(text)
     kinds = _Kinds(module)
     named = [
-        (one.name, kinds.kind(own, one))
-        for own in module.computations.values()
-        for one in own.instructions.values()
-        if one.opcode not in _UNKEPT
+        (instruction.name, kinds.kind(computation, instruction))
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode not in _UNKEPT
     ]
     of_kind = {kind: known[name] for name, kind in named if name in known}
     return {name: of_kind[kind] for name, kind in named if kind in of_kind} | dict(known)
@@ -44,31 +44,31 @@ class _Kinds:
         self._bodies: dict[str, int] = {}  # computation -> number of its kind
         self._numbers: dict[Any, int] = {}
 
-    def kind(self, own: Computation, one: Instruction) -> Any:
+    def kind(self, computation: Computation, instruction: Instruction) -> Any:
         """Results, operands, attributes, and what a fusion computes."""
-        sources = [own.instructions.get(name) for name in one.operands]
+        sources = [computation.instructions.get(name) for name in instruction.operands]
         operands = tuple(source.arrays for source in sources if source is not None)
-        return (operands, self._of(one), one.attribute(_WINDOW))
+        return (operands, self._of(instruction), instruction.attribute(_WINDOW))
 
-    def _of(self, one: Instruction) -> Any:
-        attributes = _CALLS.sub("", _APART.split(one.attributes)[0])
-        inner = tuple(self._body(name) for name in one.called.values())
-        return (one.opcode, one.arrays, attributes, inner)
+    def _of(self, instruction: Instruction) -> Any:
+        attributes = _CALLS.sub("", _APART.split(instruction.attributes)[0])
+        inner = tuple(self._body(name) for name in instruction.called.values())
+        return (instruction.opcode, instruction.arrays, attributes, inner)
 
     def _body(self, name: str) -> int:
         """The number of all computations that compute the same."""
         if name not in self._bodies:
-            own = self._module.computations[name]
-            places = {name: place for place, name in enumerate(own.instructions)}
+            computation = self._module.computations[name]
+            places = {name: place for place, name in enumerate(computation.instructions)}
             lines = tuple(
                 (
-                    self._of(one),
-                    tuple(places.get(operand) for operand in one.operands),
-                    one.literal
-                    if not one.operands or one.opcode in ("constant", "parameter")
+                    self._of(instruction),
+                    tuple(places.get(operand) for operand in instruction.operands),
+                    instruction.literal
+                    if not instruction.operands or instruction.opcode in ("constant", "parameter")
                     else "",
                 )
-                for one in own.instructions.values()
+                for instruction in computation.instructions.values()
             )
             self._bodies[name] = self._numbers.setdefault(lines, len(self._numbers))
         return self._bodies[name]

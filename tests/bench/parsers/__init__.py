@@ -66,7 +66,9 @@ def _rows(form: str, rounds: int) -> list[dict[str, Any]]:
     rows = []
     for name, result in results.items():
         peer = None if name == OURS else result["seconds"]
-        found = sum(len(majority[sample] & set(words)) for sample, words in result["words"].items())
+        shared = sum(
+            len(majority[sample] & set(words)) for sample, words in result["words"].items()
+        )
         rows.append(
             {
                 "name": f"{form}: {name}",
@@ -77,7 +79,7 @@ def _rows(form: str, rounds: int) -> list[dict[str, Any]]:
                 "floor": None,
                 "letters": result["letters"],
                 "of_held": result["letters"] / held if held else None,
-                "words": found / max(1, sum(map(len, majority.values()))),
+                "words": shared / max(1, sum(map(len, majority.values()))),
                 "peak_mib": result["peak"] / 2**20,
                 "samples": len(result["words"]),
                 "failed": ", ".join(result["failed"]) or None,
