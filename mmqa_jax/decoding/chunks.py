@@ -45,7 +45,6 @@ def split(
     adapter: int = 0,
     sight: str = "causal",
     prompt: int = 0,
-    tight: bool = False,
 ) -> list[Chunk]:
     """Splits tokens into chunks of the largest bucket, and a last one of the smallest that fits.
 
@@ -59,18 +58,12 @@ def split(
       sight: `LlamaConfig.picture_sight`; but for "causal" no picture is cut, nor the prompt where
         all of it is seen: a chunk may then be several of the largest bucket.
       prompt: tokens of it.
-      tight: in place of the last one there are several of a smaller bucket where these have less
-        padding, which is less arithmetic in more programs.
     """
     starts = [
         start
         for start in range(0, len(tokens), buckets[-1])
         if not start or not _joins(sight, tokens, start, prompt)
     ]
-    if tight and sight == "causal" and starts:
-        rest = len(tokens) - starts[-1]
-        padded = {bucket: -(-rest // bucket) * bucket for bucket in reversed(buckets)}
-        starts += range(starts[-1], len(tokens), min(padded, key=padded.__getitem__))[1:]
     ends = [*starts[1:], len(tokens)]
     return [
         Chunk(start, tuple(tokens[start:end]), adapter=adapter)

@@ -149,7 +149,6 @@ class Engine:
         self.config = config = for_kinds(config, model.config)
         draft = self._draft and for_length(self._draft, config.length)
         self._runner = SlotRunner(model, config, self.mesh, draft)
-        self._tight = self._runner.by_layer and whole is None  # a CPU pays for each token
         self._tokenizer = scheduler.RequestTokenizer(
             self._text,
             self._end_ids,
@@ -160,7 +159,6 @@ class Engine:
             self._adapters,
             recurrent=model.config.recurrent,
             has_beams=not (model.config.recurrent or model.config.borrowers),
-            tight=self._tight,
         )
         self._pool = PagePool(
             config.slots,
@@ -476,8 +474,6 @@ class Engine:
         Returns what must be read afterwards: a function, and the device arrays that it takes.
         """
         count = self.config.rows(bucket, self._runner.shards)
-        if self._tight and len(batch) <= self.config.fewest_rows:
-            count = self.config.fewest_rows
         tokens = np.zeros((count, bucket), np.int32)
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # slots; this of padding rows

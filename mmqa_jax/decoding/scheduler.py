@@ -131,13 +131,11 @@ class TokenizedRequest:
         shifts: np.ndarray | None = None,
         adapter: int = 0,
         sight: str = "causal",
-        tight: bool = False,
     ):
         self.adapter = adapter
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        how = {"sight": sight, "prompt": len(prompt), "tight": tight}
-        chunks = split(prompt, buckets, adapter=adapter, **how)
+        chunks = split(prompt, buckets, adapter=adapter, sight=sight, prompt=len(prompt))
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
@@ -317,7 +315,6 @@ class RequestTokenizer:
       adapters: names of adapters, from number 1 on.
       recurrent: whether the model has layers whose state has no branches.
       has_beams: whether all that its layers hold is held for beams, too.
-      tight: of `chunks.split`, for prompts that are answered.
     """
 
     def __init__(
@@ -332,9 +329,8 @@ class RequestTokenizer:
         *,
         recurrent: bool = False,
         has_beams: bool = True,
-        tight: bool = False,
     ):
-        self._recurrent, self._has_beams, self._tight = recurrent, has_beams, tight
+        self._recurrent, self._has_beams = recurrent, has_beams
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
@@ -371,8 +367,7 @@ class RequestTokenizer:
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
         sizes = self._tokenizer, self._end_ids, self._buckets
-        rest = shifts, adapter, self._sight, self._tight
-        return TokenizedRequest(request, prompt, pictures, *sizes, *rest)
+        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter, self._sight)
 
     def _scoring(self, request: requests.Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):

@@ -117,17 +117,15 @@ class EngineConfig:
     @property
     def scored_tokens(self) -> int:
         """How many log-probabilities one program computes: few tokens of a prompt are scored."""
-        return max(self.fewest_rows, self.prefill_tokens // 4)
+        return max(self._least, self.prefill_tokens // 4)
 
     def rows(self, bucket: int, shards: int = 1) -> int:
         """How many chunks of a bucket are encoded at once: equally many, and one at least, of each
         shard of the slots."""
-        return shards * max(
-            self.fewest_rows, min(self.prefill_tokens // bucket, self.slots) // shards
-        )
+        return shards * max(self._least, min(self.prefill_tokens // bucket, self.slots) // shards)
 
     @property
-    def fewest_rows(self) -> int:
+    def _least(self) -> int:
         """The fewest rows of a program: a single one is summed in another order."""
         return 2 if self.exact else 1
 
@@ -693,11 +691,6 @@ class SlotRunner:
     def rows(self) -> Sharding:
         """Where the embeddings of patches in a batch of chunks are taken from."""
         return self._programs.whole
-
-    @property
-    def by_layer(self) -> bool:
-        """Whether each layer is a program of its own, as on one CPU."""
-        return self._programs.by_layer
 
     @property
     def text_columns(self) -> int:

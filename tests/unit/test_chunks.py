@@ -29,22 +29,6 @@ def test_no_picture_is_cut(tokens, sizes):
     assert max(padded) <= -(-len(tokens) // 4) * 4
 
 
-@pytest.mark.parametrize(
-    ("count", "sizes"),
-    [(3, [3]), (16, [8, 8]), (17, [8, 8, 1]), (25, [25]), (33, [32, 1]), (72, [32, 32, 8])],
-)
-def test_the_rest_has_little_padding(count, sizes):
-    """Fewer chunks where both have as much padding, and no more of it than without `tight`."""
-    tokens, buckets = list(range(count)), (8, 32)
-    chunks = split(tokens, buckets, tight=True)
-    assert [len(chunk.tokens) for chunk in chunks] == sizes
-    assert [token for chunk in chunks for token in chunk.tokens] == tokens
-    padded = [bucket_of(len(chunk.tokens), buckets) for chunk in chunks]
-    assert all(chunk.start % bucket == 0 for chunk, bucket in zip(chunks, padded, strict=True))
-    plain = sum(bucket_of(len(chunk.tokens), buckets) for chunk in split(tokens, buckets))
-    assert sum(padded) == min(plain, -(-count // 8) * 8)
-
-
 def test_prompts_share_what_is_before_a_chunk_of_several_buckets():
     tokens = [1, 2, 3, 4, 5, 6, -1, -2, -3, 10, 11, 12, 13, 14]
     chunks = split(tokens, BUCKETS, sight="both")
