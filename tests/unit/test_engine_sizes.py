@@ -67,7 +67,7 @@ def test_a_token_takes_the_bytes_of_its_cache(name, tensor):
     model = PRESETS[name]()
     if model.kinds or model.heads % tensor:
         return
-    cost = _Cost(model, EngineConfig(cache_dtype="int8"), 128, 128, 128, cpu=False, scanned=True)
+    cost = _Cost(model, EngineConfig(cache_dtype="int8"), 128, 128, 128, cpu=False, of_rows=True)
     heads = _kv_heads(model, tensor, model.heads)
     cache = layout(dataclasses.replace(model, kv_heads=heads), 1, 128, "int8")
     assert all(x.shape[-1] % 128 == 0 for x in jax.tree.leaves(cache))
