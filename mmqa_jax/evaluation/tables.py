@@ -271,6 +271,7 @@ _NAMES = {
     "evqa/bem": "accuracy by BEM (Encyclopedic-VQA)",
     "vidore/official": "nDCG (ViDoRe)",
     "bright/ndcg@10": "nDCG@10 (BRIGHT)",
+    "mmlongbench/score": "score (MMLongBench-Doc)",
     "mbeir/official": "recall of any positive (M-BEIR)",
     "mmmu/official": "accuracy (MMMU, no letter is drawn)",
     "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",

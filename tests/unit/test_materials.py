@@ -40,6 +40,7 @@ CREDITS = {
     "mbeir": ("Wei et al., ECCV 2024", "under their own licenses"),
     "vidore": ("Faysse et al. 2024",),
     "bright": ("Su et al., ICLR 2025", "CC BY 4.0"),
+    "mmlongbench": ("Ma et al., NeurIPS 2024", "CC BY-NC 4.0"),
     "mmmu": ("Yue et al., CVPR 2024", "Apache-2.0"),
     "mragbench": ("Hu et al., ICLR 2025", "CC BY 4.0"),
     "mathvista": ("Lu et al., ICLR 2024", "CC BY-SA 4.0"),
