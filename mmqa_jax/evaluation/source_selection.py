@@ -10,7 +10,6 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.evaluation.webqa import source_f1
 
 # Thresholds tried on val; the paper settles on 0.2 (section 6.1).
 THRESHOLDS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -101,6 +100,8 @@ def mean_source_f1(questions: Sequence[Question], cited: Sequence[Ranking]) -> f
 
 def source_f1s(questions: Sequence[Question], cited: Sequence[Ranking]) -> np.ndarray:
     """Source F1 of every question that has gold sources, float64."""
+    from mmqa_jax.evaluation.webqa import source_f1
+
     return np.array(
         [
             source_f1(ranking.sources, question.positives, variant="official")

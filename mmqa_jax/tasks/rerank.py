@@ -27,8 +27,7 @@ from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
-from mmqa_jax.tasks.objectives import RerankObjective
-from mmqa_jax.tasks.reranker import Reranker as PublishedReranker
+from mmqa_jax.tasks.rerank_objective import RerankObjective
 from mmqa_jax.weights.record import read_metadata
 
 _PAPERS_THRESHOLD = 0.2
@@ -253,6 +252,8 @@ def open_reranker(model: str | Path, corpus: Corpus, options: tasks.Options | No
         from mmqa_jax.inference.cross_encoder import open_cross_encoder
 
         return open_cross_encoder(folder, corpus, **(options or {}))
+    from mmqa_jax.tasks.reranker import Reranker as PublishedReranker
+
     if read_metadata(model).get("task") == PublishedReranker.name:
         task, tokenizer = tasks.read_run(model, (PublishedReranker,), options)
         return task.open(Path(model), corpus, tokenizer)

@@ -30,8 +30,8 @@ from mmqa_jax.tasks.objectives import (
     AnswerObjective,
     ContrastiveObjective,
     LanguageModelObjective,
-    RerankObjective,
 )
+from mmqa_jax.tasks.rerank_objective import RerankObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
 from tests.hlo.counts import count

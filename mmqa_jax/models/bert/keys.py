@@ -15,7 +15,6 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
 from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 
@@ -160,6 +159,8 @@ def bert_config(
 
 def read_bert_config(path: Path) -> BertConfig:
     """The config in a folder or beside a file, of BERT or of a sentence encoder that is one."""
+    from mmqa_jax.models.encoders.sentence_pooling import check_mean_pooling
+
     file = layouts.config_file(path)
     config = bert_config(layouts.read_hf_config(path, "bert"), str(file))
     check_mean_pooling(file.parent)
