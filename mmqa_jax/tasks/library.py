@@ -23,7 +23,6 @@ from mmqa_jax.prompting.examples.library import (
     PublishedVectors,
 )
 from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
-from mmqa_jax.tasks.embedder import open_embedder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,6 +199,8 @@ def open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
     """The encoder that a section names (`minilm`, a folder, ORG/NAME), and a corpus's pictures."""
     if model == "minilm":
         return load_minilm_embedder(), PictureStore(corpus, size=1)
+    from mmqa_jax.tasks.embedder import open_embedder
+
     return open_embedder(Path(model), corpus)
 
 
@@ -215,6 +216,8 @@ def _example_embedders(corpus: Corpus, home: Corpus, spec: LibrarySpec) -> tuple
     if not spec.image_model:
         image, pictures = None, None
     elif spec.text_model == "minilm" or Path(spec.image_model) != Path(spec.text_model):
+        from mmqa_jax.tasks.embedder import open_embedder
+
         image, pictures = open_embedder(Path(spec.image_model), home)
     embedders = _embedders(home, text, image, pictures)
     if corpus is home:

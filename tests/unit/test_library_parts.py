@@ -15,6 +15,7 @@ from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.parts import KnowledgeSpec, check_prompted, open_knowledge
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.verbs.judging import run_judging
+from mmqa_jax.tasks import embedder as embedder_module
 from mmqa_jax.tasks import library as library_module
 from mmqa_jax.tasks.library import LibrarySpec, open_library
 from mmqa_jax.tasks.registry import check_config
@@ -48,7 +49,7 @@ def opened(monkeypatch, tmp_path):
     def open_it(row: Corpus, home: Corpus, **spec):
         monkeypatch.setattr(library_module, "open_corpus", lambda folder: home)
         monkeypatch.setattr(
-            library_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
+            embedder_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
         )
         monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
         given = {"data": "elsewhere", "text_model": "clip", "image_model": "clip", **spec}
@@ -111,7 +112,7 @@ def test_a_library_without_an_image_model_compares_texts(monkeypatch, tmp_path):
     fake = FakeEmbedder()
     monkeypatch.setattr(library_module, "open_corpus", lambda folder: home)
     monkeypatch.setattr(
-        library_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
+        embedder_module, "open_embedder", lambda model, corpus: (fake, PictureStore(corpus, 2))
     )
     monkeypatch.setenv("MMQA_CACHE", str(tmp_path))
     library = open_library(row, LibrarySpec(data="elsewhere", text_model="clip", image_model=""))
