@@ -18,7 +18,6 @@ from mmqa_jax.core.serving import OnModel, Serving
 from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Material, Prediction, Question, Ranking
-from mmqa_jax.inference.fusion_reader import read_prediction
 from mmqa_jax.retrieval.rankings import check_scores, rescored
 from mmqa_jax.runs import identity
 
@@ -304,6 +303,8 @@ class Resumable:
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
         """Reads as Fusion-in-Decoder; finished batches are kept."""
+        from mmqa_jax.inference.fusion_reader import read_prediction
+
         keys = [
             _key(question, *sources) for question, sources in zip(questions, passages, strict=True)
         ]

@@ -22,7 +22,6 @@ from mmqa_jax.prompting.examples.library import (
     ExampleLibrary,
     PublishedVectors,
 )
-from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,6 +197,8 @@ def _scann_index(vectors: np.ndarray) -> Any:
 def open_text_embedder(model: str, corpus: Corpus) -> tuple[Any, PictureStore]:
     """The encoder that a section names (`minilm`, a folder, ORG/NAME), and a corpus's pictures."""
     if model == "minilm":
+        from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
+
         return load_minilm_embedder(), PictureStore(corpus, size=1)
     from mmqa_jax.tasks.embedder import open_embedder
 
