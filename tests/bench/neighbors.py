@@ -69,22 +69,25 @@ def _vectors(count: int) -> tuple[np.ndarray, np.ndarray]:
 
     embedder = load_minilm_embedder(batch_size=128, dtype="bfloat16")
 
-    def embedded(texts: list[str]) -> np.ndarray:
+    def embedded(of_side: list[str]) -> np.ndarray:
         def embed(rows: np.ndarray) -> np.ndarray:
-            return embedder.embed_passages([texts[row] for row in rows])
+            return embedder.embed_passages([of_side[row] for row in rows])
 
-        return cached_vectors(cache_dir() / "vectors", f"text {embedder.fingerprint}", texts, embed)
+        return cached_vectors(
+            cache_dir() / "vectors", f"text {embedder.fingerprint}", of_side, embed
+        )
 
-    return embedded(_drawn(_texts(), count)), embedded(_drawn(_questions(), _QUERIES))
+    return embedded(drawn(texts(), count)), embedded(drawn(questions(), _QUERIES))
 
 
-def _drawn(texts: Iterable[str], count: int) -> list[str]:
-    different = list(dict.fromkeys(texts))
+def drawn(candidates: Iterable[str], count: int) -> list[str]:
+    """At most `count` different texts, in an order that is drawn."""
+    different = list(dict.fromkeys(candidates))
     order = np.random.default_rng(0).permutation(len(different))
     return [different[row] for row in order[:count]]
 
 
-def _texts() -> Iterator[str]:
+def texts() -> Iterator[str]:
     """Pieces of sentences, of at most 9 words."""
     from mmqa_jax.data.atlas.factbook import factbook_dir
 
@@ -101,7 +104,7 @@ def _texts() -> Iterator[str]:
             yield from _pieces(re.sub("<[^>]+>", " ", text))
 
 
-def _questions() -> Iterator[str]:
+def questions() -> Iterator[str]:
     """Of people about pictures, and of the books."""
     asked = json.loads(
         (SHARED / "okvqa/OpenEnded_mscoco_val2014_questions.json").read_text("utf-8")
