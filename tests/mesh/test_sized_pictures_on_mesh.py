@@ -1,5 +1,5 @@
-"""Pictures of several sizes on four devices against one: of LLaVA-OneVision and Mistral 3, and the
-tiles of an InternVL, which are pictures of one size."""
+"""Pictures of several sizes on four devices against one: of LLaVA-OneVision, Mistral 3 and LFM2-VL,
+and the tiles of an InternVL and a Llama 4, which are pictures of one size."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
+from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
 from mmqa_jax.models.llava.network import Llava
-from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
-from mmqa_jax.models.llava.tiles import RatioTiles
+from mmqa_jax.models.llava.tiles import CanvasTiles, RatioTiles, UnitTiles
 from mmqa_jax.models.mistral3.network import Mistral3, Mistral3Config
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TiledPicture
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
@@ -66,7 +66,48 @@ def internvl(rng: np.random.Generator) -> tuple[Any, Any, list[Any]]:
     return Llava, config, [rng.integers(0, 256, (16, 16, 3), np.uint8) for _ in range(5)]
 
 
-@pytest.mark.parametrize("make", [onevision, mistral3, internvl])
+def lfm2_vl(rng: np.random.Generator) -> tuple[Any, Any, list[Any]]:
+    vision = SiglipVisionConfig(
+        16, 4, width=24, layers=2, heads=2, mlp_width=20, flexible=True, head=False
+    )
+    config = LlavaConfig(
+        vision,
+        LLAMA,
+        feature_layer=-1,
+        select="full",
+        projector_width=20,
+        projector_normed=True,
+        image_token=IMAGE,
+        family="lfm2_vl",
+        connector="units",
+        merge=2,
+        normed=True,
+        split=UnitTiles(side=16, least_tokens=1, most_tokens=4),
+    )
+    sizes = ((8, 16), (16, 8), (8, 8), (16, 16), (8, 24))
+    return Llava, config, [rng.integers(0, 256, (*size, 3), np.uint8) for size in sizes]
+
+
+def llama4(rng: np.random.Generator) -> tuple[Any, Any, list[Any]]:
+    vision = Llama4VisionConfig(16, 4, width=24, layers=2, heads=2, mlp_width=96)
+    config = LlavaConfig(
+        vision,
+        LLAMA,
+        feature_layer=-1,
+        select="leading",
+        projector_width=20,
+        projector_bias=False,
+        image_token=IMAGE,
+        family="llama4",
+        connector="adapter",
+        merge=2,
+        normed=True,
+        split=CanvasTiles(),
+    )
+    return Llava, config, [rng.integers(0, 256, (16, 16, 3), np.uint8) for _ in range(5)]
+
+
+@pytest.mark.parametrize("make", [onevision, mistral3, internvl, lfm2_vl, llama4])
 def test_answers_are_those_of_one_device(make):
     sizes = EngineConfig(slots=4, length=64, buckets=(16,), prefill_tokens=64)
     kind, config, shown = make(np.random.default_rng(0))
