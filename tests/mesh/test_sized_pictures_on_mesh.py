@@ -17,6 +17,7 @@ from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
 from mmqa_jax.models.llava.network import Llava
+from mmqa_jax.models.llava.pixtral import PixtralVisionConfig
 from mmqa_jax.models.llava.tiles import CanvasTiles, RatioTiles, UnitTiles
 from mmqa_jax.models.mistral3.network import Mistral3, Mistral3Config
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TiledPicture
