@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.commands import flags
 
-_OF_FILES = ("corpus", "folder", "chat", "hf", "webdataset")  # of any content
+_OF_FILES = ("corpus", "folder", "chat", "cited", "hf", "webdataset")  # of any content
 SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
 EXAMPLE = "mmqa prepare atlas --out=data/atlas"
 
@@ -26,6 +26,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  --overwrite reads only the files that have changed; see mmqa_jax/data/FOLDER.md\n"
         "chat: conversations in OpenAI's format (`messages` as JSON lines, pictures and tools)\n"
         "  of a file, or of train.jsonl, val.jsonl, test.jsonl in a folder; for training\n"
+        "cited: a prepared corpus as conversations that teach a language model to cite: sources\n"
+        "  and question as `mmqa ask` asks them, the answer with its [n]; for training\n"
         "hf, webdataset: Parquet files or a saved data set of Hugging Face, tar shards; --columns\n"
         "  says what their columns are\n"
         "wikipedia, kilt, dpr, infoseek_wiki: passages of a dump (pages-articles.xml.bz2), of\n"
@@ -36,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset",
         choices=("atlas", "webqa", *NAMES, *flags.KNOWLEDGE, *_OF_FILES),
-        help="atlas is built from installed packages; the last five read files of yours",
+        help="atlas is built from installed packages; the last six read files of yours",
     )
     parser.add_argument(
         "--raw",
@@ -83,6 +85,18 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "messages, tools, text (of a source), id; of webdataset a column is a key of .json or an "
         "ending",
     )
+    parser.add_argument(
+        "--rankings",
+        metavar="FILE,...",
+        help="cited: what `mmqa search` found for the questions, a file for each split (their own "
+        "gold and hard negative sources)",
+    )
+    parser.add_argument("--top_k", type=int, help="cited: sources of a question (5)")
+    parser.add_argument(
+        "--pictures",
+        choices=("captions", "pixels"),
+        help="cited: how pictures are shown (captions)",
+    )
     flags.add_pages(parser, "folder, vidore (pictures): ")
 
     parser.add_argument(
@@ -109,7 +123,22 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         unanswerable=arguments.unanswerable,
         passage_words=arguments.passage_words,
         columns=arguments.columns,
+        cited=_cited_options(arguments),
     )
+
+
+def _cited_options(arguments: argparse.Namespace) -> Any:
+    """How conversations are made, if any flag says so."""
+    values = {name: getattr(arguments, name) for name in ("rankings", "top_k", "pictures")}
+    values = {name: value for name, value in values.items() if value is not None}
+    if not values:
+        return None
+    from mmqa_jax.runs.cited import CitedOptions
+
+    flags.check_at_least_1(arguments, "top_k")
+    if "rankings" in values:
+        values["rankings"] = tuple(map(Path, values["rankings"].split(",")))
+    return CitedOptions(**values)
 
 
 def _folder_options(arguments: argparse.Namespace) -> Any:

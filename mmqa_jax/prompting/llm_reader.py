@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from mmqa_jax.core.errors import check_questions
+from mmqa_jax.core.errors import UserError, check_questions
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
@@ -112,6 +112,14 @@ class LLMReader:
             self._read(question, ranking, prompt, answers)
             for question, ranking, prompt in zip(questions, cited, prompts, strict=True)
         ]
+
+    def prompt(self, question: Question, ranking: Ranking) -> backends.Query:
+        """The query by which a question is asked from the sources of its ranking; UserError where
+        it does not fit the model."""
+        prompt = self._prompt(question, ranking)
+        if prompt.query is None:
+            raise UserError(f"question {question.id}: its prompt cannot be asked ({prompt.trace}).")
+        return prompt.query
 
     def _read(
         self, question: Question, ranking: Ranking, prompt: _Prompt, answers: Answers

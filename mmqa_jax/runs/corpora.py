@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark
@@ -27,6 +27,9 @@ from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.records.streamed_records import write_streamed
 from mmqa_jax.data.wikipedia.dump import DumpStream
 from mmqa_jax.data.wikipedia.streams import DPRStream, InfoSeekStream, KILTStream, Stream
+
+if TYPE_CHECKING:
+    from mmqa_jax.runs.cited import CitedOptions
 
 KEPT = "read"  # subfolder of a folder's corpus: what was read of its files
 # Datasets in WebQA's official formats -> prefix of their file names.
@@ -51,14 +54,15 @@ def prepare(
     unanswerable: bool = False,
     passage_words: int | None = None,
     columns: str | None = None,
+    cited: CitedOptions | None = None,
     flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
 
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
-        and pictures, `chat` for chat files, `hf` or `webdataset` (row_files.py), a benchmark of
-        benchmarks.NAMES, or knowledge of STREAMS.
+        and pictures, `chat` for chat files, `cited` for a prepared corpus (cited.py), `hf` or
+        `webdataset` (row_files.py), a benchmark of benchmarks.NAMES, or knowledge of STREAMS.
       raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
         file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
@@ -67,6 +71,7 @@ def prepare(
         defaults.
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
       passage_words: of STREAMS but `dpr`, words of a passage, at most; None: 100.
+      cited: of `cited`, how conversations are made of the corpus in `raw`; None: the defaults.
       columns: of `hf` and `webdataset`, what their columns are; see row_files.parse_columns.
       flag: that named `raw`, for messages.
     """
@@ -111,6 +116,11 @@ def prepare(
             "question=question,answers=answer,image=image; "
             + ("give it." if has_rows else "leave it out.")
         )
+    if cited is not None and dataset != "cited":
+        raise UserError(
+            "--rankings, --top_k, --pictures: say which sources a conversation of `cited` shows; "
+            "leave them out."
+        )
     roles = parse_columns(columns) if columns is not None else {}
     check_out(out, folder=True)
     if not overwrite:
@@ -137,6 +147,10 @@ def prepare(
                 return prepare_rows(dataset, raw, out, roles, **options)
             if dataset == "chat":
                 return prepare_chats(raw, out, **options)
+            if dataset == "cited":
+                from mmqa_jax.runs.cited import CitedOptions, prepare_cited  # prompts take long
+
+                return prepare_cited(raw, out, cited or CitedOptions(), **options)
             if has_pages:
                 options["pages"] = folder.pages
             if dataset in NAMES:

@@ -18,7 +18,14 @@ from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs import corpora
 
 _NAMED = 5  # files that a line names
-_OWN = ("corpus", "folder", "chat", "hf", "webdataset")  # whose corpora are named by their folders
+_OWN = (
+    "corpus",
+    "folder",
+    "chat",
+    "cited",
+    "hf",
+    "webdataset",
+)  # whose corpora are named by their folders
 # Of a folder's report, what `--json` prints.
 FILES_KEPT = (
     *("documents", "pictures", "pages", "opened", "bad", "same_content", "scanned_pages"),
