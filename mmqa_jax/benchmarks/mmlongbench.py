@@ -43,6 +43,10 @@ SCORER = "mmlongbench/score"
 UNANSWERABLE = "Not answerable"
 FORMATS = ("Int", "Float", "Str", "List", "None")
 MATERIALS = (Material("MMLongBench-Doc", "Ma et al., NeurIPS 2024", "CC BY-NC 4.0"),)
+_NUMBER_OR_ADDRESS = re.compile(
+    r"\d+(?:-\d+|\s\d+)?|\d{4}[-\s]\d{2}[-\s]\d{2}|\d{4}[-\s]\d{2}"
+    r"|[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}"
+)
 _LEAST = 0.5  # ANLS of which is 0
 _LONGEST = 10_000  # characters of a list, and of a text that is compared
 _REMEDY = "put the repository's data/samples.json there"
@@ -141,24 +145,27 @@ def _edit_distance(first: str, second: str) -> int:
 
 def _clean(value: Any) -> str:
     """Lower case, without parentheses and their content, outer quotes, `$` before, `%` behind."""
-    text = re.sub(r"\s*\([^)]*\)", "", str(value).lower().strip()).strip()
+    text = _without_parentheses(str(value).lower().strip()).strip()
     text = re.sub(r"^['\"]|['\"]$", "", text).strip()
     return text.lstrip("$").strip().rstrip("%").strip()
 
 
+def _without_parentheses(text: str) -> str:
+    """A text without what stands from each `(` to the next `)`, and the blanks before it."""
+    pieces, end = [], 0
+    while (start := text.find("(", end)) >= 0 and (close := text.find(")", start)) >= 0:
+        pieces.append(text[end:start].rstrip())
+        end = close + 1
+    return "".join([*pieces, text[end:]])
+
+
 def _must_equal(text: str) -> bool:
     """Whether a text is an address, a file, a page, a number or a date: right or wrong."""
-    forms = (
-        r"\b\d+(-\d+|\s\d+)?\b",
-        r"\b\d{4}[-\s]\d{2}[-\s]\d{2}\b",
-        r"\b\d{4}[-\s]\d{2}\b",
-        r"[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}",
-    )
     return (
         any(mark in text for mark in ("https://", "a.m.", "p.m."))
         or text.endswith((".py", "ipynb"))
         or text.startswith("page")
-        or any(re.fullmatch(form, text) for form in forms)
+        or _NUMBER_OR_ADDRESS.fullmatch(text) is not None
     )
 
 

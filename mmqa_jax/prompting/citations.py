@@ -8,25 +8,26 @@ an array in code (`a[1]`) is none.
 from __future__ import annotations
 
 import re
+import string
 from typing import NamedTuple
 
 from mmqa_jax.core.errors import decimal_number
 
-_NAME = r"(?:\^|№\s*|#|(?:sources?|docs?|documents?|passages?|refs?|references?)\.?\s*)"
-_ITEM = rf"{_NAME}?\d+(?:\s*[-–—]\s*\d+)?(?:†[^\]】］]{{0,40}})?"
-_SEPARATOR = r"(?:\s*[,;、，&]\s*(?:and\s+)?|\s+and\s+)"
-_PAGE = r"(?:,\s*(?:pp?|pages?)\.?\s*\d+(?:\s*[-–]\s*\d+)?)?"
+# Two expressions, an outer and an inner one, so that each is linear.
 _MARKER = re.compile(
-    rf"(?<!\s)\s*(?:<sup>)?\\?[\[【［]{{1,2}}\s*({_ITEM}(?:{_SEPARATOR}{_ITEM})*){_PAGE}\s*(?:[,;]\s*)?"
-    r"\\?[\]】］]{1,2}(?:</sup>)?(?:\([^()\s]{1,200}\))?",
+    r"(?<!\s)\s*(?:<sup>)?\\?[\[【［]{1,2}([^\[\]【】［］]+)[\]】］]{1,2}(?:</sup>)?(?:\([^()\s]{1,200}\))?"
+)
+_SEPARATOR = re.compile(r"[,;、，&]|\band\b", re.IGNORECASE)
+_ITEM = re.compile(
+    r"(?:\^|№|#|(?:source|doc|document|passage|ref|reference)s?\.?)?\s*"
+    r"\d+(?:\s*[-–—]\s*\d+)?(?:†.*)?",
     re.IGNORECASE,
 )
-_NUMBERS = re.compile(r"(\d+)(?:\s*[-–—]\s*(\d+))?(?:†[^\]】］,;]*)?")
-_BETWEEN = re.compile(r"\s*(?:[,;&]|,?\s*and)?", re.IGNORECASE)
-# A name of code in front of an index: one letter, or one with an underscore or a call.
-_CODE = re.compile(r"(?:(?<![^\W\d_])[A-Za-z]|[A-Za-z]\w*_\w*|\w\(\w*\))$")
-_HEADING = re.compile(r"\s*\b(?:sources?|references?|citations?)\s*:\s*$", re.IGNORECASE)
-_LONGEST_NAME = 60  # characters before an index that are looked at
+_PAGE = re.compile(r"(?:pp?|pages?)\.?\s*\d+(?:\s*[-–—]\s*\d+)?", re.IGNORECASE)
+_DIGITS = re.compile(r"\d+")
+_BETWEEN = re.compile(r"\s*(?:[;&]|,(?:\s*and)?|and)?", re.IGNORECASE)
+_LETTERS_OF_NAMES = f"{string.ascii_letters}{string.digits}_"
+_HEADING = re.compile(r"(?<!\s)\s*\b(?:sources?|references?|citations?)\s*:$", re.IGNORECASE)
 _LONGEST_RANGE = 50
 
 
@@ -43,13 +44,14 @@ def read_citations(text: str, sources: int) -> Citations:
     """Reads the citations out of an answer to that many sources."""
     pieces, named, end = [], [], 0
     for marker in _MARKER.finditer(text):
-        if _is_index(text, marker):
+        numbers = _numbers(marker[1])
+        if not numbers or _is_index(text, marker):
             continue
         between = text[end : marker.start()]
         if not (named and end and _BETWEEN.fullmatch(between)):  # "[1] and [3]" is one list
             pieces.append(between)
         end = marker.end()
-        named += _numbers(marker[1])
+        named += numbers
     right = [number for number in named if number is not None and 1 <= number <= sources]
     answer = "".join([*pieces, text[end:]]).strip()
     if named:
@@ -58,21 +60,30 @@ def read_citations(text: str, sources: int) -> Citations:
 
 
 def _is_index(text: str, marker: re.Match[str]) -> bool:
-    """Whether a marker is an index of code: in a span of code, or right behind a name of code."""
+    """Whether a marker is an index of code: in a span of code, or right behind a name of one
+    letter or with an underscore."""
     start = marker.start()
     if text[start : start + 1].isspace():
         return False
     line = text[text.rfind("\n", 0, start) + 1 : start]
-    return line.count("`") % 2 == 1 or bool(_CODE.search(line[-_LONGEST_NAME:]))
+    word = line[len(line.rstrip(_LETTERS_OF_NAMES)) :]
+    return line.count("`") % 2 == 1 or "_" in word or (len(word) == 1 and word.isalpha())
 
 
 def _numbers(inner: str) -> list[int | None]:
-    """The numbers between two brackets, None for one that is too long to be any source's."""
+    """The numbers between two brackets, None for one that is too long to be any source's; [] where
+    there is something else."""
     numbers: list[int | None] = []
-    for first, last in _NUMBERS.findall(inner):
-        begin, stop = decimal_number(first), decimal_number(last) if last else None
-        if begin is None or stop is None or not begin <= stop < begin + _LONGEST_RANGE:
-            numbers += [begin, stop] if last else [begin]
+    parts = [part.strip() for part in _SEPARATOR.split(inner.removesuffix("\\"))]
+    for place, part in enumerate(parts):
+        if numbers and (_PAGE.fullmatch(part) or (not part and place == len(parts) - 1)):
+            continue
+        if not _ITEM.fullmatch(part):
+            return []
+        ends = list(map(decimal_number, _DIGITS.findall(part.partition("†")[0])))
+        first, last = ends[0], ends[-1]
+        if first is None or last is None or not first < last < first + _LONGEST_RANGE:
+            numbers += ends
         else:
-            numbers += range(begin, stop + 1)
+            numbers += range(first, last + 1)
     return numbers

@@ -47,8 +47,8 @@ def test_wrong_flags_of_the_stages(verb, flag, message, wrong, refused):
 @pytest.mark.parametrize(
     ("verb", "task", "expected"),
     [
-        ("embed", "rerank", "contrastive or example_retrieval"),
-        ("search", "answer", "contrastive or example_retrieval"),
+        ("embed", "rerank", "contrastive or example_retrieval or retriever"),
+        ("search", "answer", "contrastive or example_retrieval or retriever"),
         ("rerank", "answer", "rerank"),
         ("answer", "rerank", "answer or fusion_in_decoder"),
     ],

@@ -329,7 +329,6 @@ EQUAL = [
         r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])",
     ),
     ("retrieval.rankings", lambda m: m._NUMBER, r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"),
-    ("prompting.llm_reader", lambda m: m._CITED, r"\s*\[(?:\d+(?:\s*[,;]\s*\d+)*)\]"),
     ("data.region_records", lambda m: m._NUMBER, r"(?:\d+)$"),
     ("data.formats.kat_knowledge", lambda m: m._LAST_NUMBER, r"\d+(?:\.\w+)?$"),
     ("data.records.grid_records", lambda m: m._ID, r"\d+(?:\.jpg)?\.npz$"),
