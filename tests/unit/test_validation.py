@@ -346,4 +346,5 @@ def test_every_training_config_can_be_validated(folder):
         assert read_task(config).validate.split == "val"
         seen.add(config.task)
     assert seen >= {"contrastive", "rerank"}
-    assert {*TINY_OF, "fusion_in_decoder"} >= seen  # test_cli_fusion_in_decoder.py
+    # test_cli_fusion_in_decoder.py, test_retriever_task.py
+    assert {*TINY_OF, "fusion_in_decoder", "retriever"} >= seen
