@@ -318,7 +318,7 @@ class TokenEmbedder(Embedder):
             yield TokenBatch(places, fixed[: len(places)], of_texts)
 
     def _pooled(self, name: str) -> Callable[[np.ndarray], np.ndarray] | None:
-        """What merges the vectors of a text of the side `name`; None: nothing does."""
+        """Returns the function that merges the vectors of a text of the side `name`, or None."""
         return None
 
     def _rows(

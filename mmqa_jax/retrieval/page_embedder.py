@@ -81,8 +81,8 @@ class PageWriter:
     def sources(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None] | None = None
     ) -> list[PicturePrompt]:
-        """Those of pages, or of sources without a picture of their texts, such as the caption of a
-        broken one."""
+        """The prompts of pages. A source without a picture is asked by its text, a page whose
+        picture is broken by its caption."""
         of_texts = self._of_texts(texts, self._retriever.source)
         return [
             of_text if picture is None else self._page(picture)
@@ -115,7 +115,7 @@ class PageWriter:
         return PicturePrompt(self._pages[grid], tuple(squares))
 
     def _picture(self, rows: int, columns: int) -> str:
-        """What stands in a prompt for a picture of so many tiles."""
+        """Writes the text that stands in a prompt for a picture of so many tiles."""
         config, placeholder = self._config, self._placeholder
         if isinstance(config, QwenVLConfig):
             return placeholder

@@ -20,8 +20,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.formats.chats import Conversation
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, Ranking, is_answerable
-from mmqa_jax.decoding.requests import Result, Scores
-from mmqa_jax.prompting.backends import Failure, Picture, Query, Usage
+from mmqa_jax.prompting.backends import Picture, Query
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import read_rankings
 
@@ -48,25 +47,12 @@ class CitedOptions:
 
 
 class _AnyPrompt:
-    """A model that takes every prompt: conversations are cut when they are trained."""
+    """The part of a Backend that writing prompts needs. It takes every prompt: the task that trains
+    on conversations leaves out those that are too long."""
 
-    takes_messages, takes_pictures, fingerprint = True, True, ""
-
-    def __init__(self) -> None:
-        self.usage, self.failures = Usage(), list[Failure]()
+    takes_messages = takes_pictures = True
 
     def check(self, query: Query) -> None:
-        """See Backend."""
-
-    def answer(self, queries: Any) -> Iterator[Result | Scores]:
-        """See Backend."""
-        raise NotImplementedError("prompts are written, none is answered")
-
-    def rates(self) -> dict[str, float]:
-        """See Backend."""
-        return {}
-
-    def sizes(self) -> None:
         """See Backend."""
 
 
@@ -115,7 +101,8 @@ def _conversations(
     left_out: Counter[str],
 ) -> Iterator[Question]:
     reading = LLMReaderOptions(pictures=options.pictures, chat=True)
-    reader = LLMReader(corpus, _AnyPrompt(), reading)
+    model: Any = _AnyPrompt()
+    reader = LLMReader(corpus, model, reading)
     for number, question in enumerate(corpus.questions()):
         refuses = not is_answerable(question)
         if not refuses and not (question.answers and question.positives):

@@ -255,7 +255,10 @@ class OpenAIApi:
             )
         picture = pictures[0].data if pictures else None
         pieces = door.Pieces()
-        tell = lambda kind, value: pieces.put((kind, value))  # noqa: E731
+
+        def tell(kind: str, value: Any) -> None:
+            pieces.put((kind, value))
+
         asking = system.ask(last.text, picture, tell, directions)
         visit.works(asking)
         envelope = Envelope("chat.completion", asked.model)

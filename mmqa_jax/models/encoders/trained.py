@@ -197,7 +197,7 @@ class EncoderRecord:
         return {"model_type": "SentenceTransformer", **settings, "similarity_fn_name": "cosine"}
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Returns the record as JSON, which `from_json` reads back."""
         recipe = dataclasses.asdict(self.recipe)
         for layer in recipe["dense"]:
             del layer["folder"]

@@ -90,7 +90,7 @@ class RerankerRecord:
         write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """Returns the record as JSON, which `from_json` reads back."""
         return {"published": json.loads(self.published), "yes_no": self.yes_no}
 
     @classmethod

@@ -99,7 +99,7 @@ class RowTiles:
 
     @classmethod
     def usual(cls, side: int) -> RowTiles:
-        """That of the published models with squares of `side` pixels."""
+        """Returns the split that published models with squares of `side` pixels use."""
         return cls(longest=4 * side)
 
     def steps(self, width: int, height: int, side: int) -> list[Size]:

@@ -159,7 +159,7 @@ class ModernBert(nnx.Module):
         return self.normed(self.tokens(input_ids))
 
     def normed(self, tokens: jax.Array) -> jax.Array:
-        """What the first layer gets of the table's rows, or of a picture's tokens, [B, L, H]."""
+        """Normalizes rows of the table, or a picture's tokens, [B, L, H] for the first layer."""
         return self.embedding_norm(tokens).astype(self.config.dtype)
 
     def layer_outputs(self, embedded: jax.Array, mask: jax.Array) -> jax.Array:

@@ -448,7 +448,7 @@ def resized_positions(positions: jax.Array, shapes: jax.Array, count: int) -> ja
 
 
 def positions_at(positions: jax.Array, places: jax.Array, shapes: jax.Array) -> jax.Array:
-    """Those of `resized_positions` at `places`, int32 [B, N, 2] of rows and columns."""
+    """Resizes `positions` at `places` alone, int32 [B, N, 2] of rows and columns: [B, N, W]."""
     of_row = _triangle(places[..., 0], shapes[:, :1], positions.shape[0])  # [B, N, g]
     of_column = _triangle(places[..., 1], shapes[:, 1:], positions.shape[1])
     weights = of_row[..., :, None] * of_column[..., None, :]  # [B, N, g, g]
