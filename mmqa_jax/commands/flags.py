@@ -294,6 +294,11 @@ def check_reading(arguments: argparse.Namespace) -> None:
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
     check_at_least_1(arguments, "max_new_tokens")
+    if arguments.reranker is not None and not Path(arguments.reranker).is_dir():
+        from mmqa_jax.weights.hub import is_hub_name
+
+        if not is_hub_name(arguments.reranker):
+            raise UserError(f"--reranker={arguments.reranker}: no such folder; check the path.")
     if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
         from mmqa_jax.runs.ask_folder import no_pictures
 

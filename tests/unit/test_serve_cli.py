@@ -61,6 +61,8 @@ def test_flags_that_are_refused(model, tmp_path, monkeypatch):
             ((f"--data={tmp_path}", f"--workdir={tmp_path}"), "leave one"),
             (("--backend=openai",), "reads the passages of --data"),
             (("--top_k=0",), "--top_k=0"),
+            (("--reranker=nowhere",), "--reranker=nowhere: no such folder"),
+            (("--mcp",), "--mcp: its tools search sources"),
             (("--adapter=cook",), "--adapter=cook: NAME=FOLDER was expected"),
             (("--adapter=a=x,a=y",), "--adapter=a=y: NAME=FOLDER was expected, each name once"),
             ((f"--workdir={tmp_path}", "--adapter=a=b"), "is for a language model in this process"),
