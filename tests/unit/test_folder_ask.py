@@ -13,7 +13,7 @@ from word_encoder import install
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import FolderOptions
-from mmqa_jax.data.schema import NOT_FOUND, Prediction
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from tests.refusals import refuses
@@ -81,6 +81,31 @@ def test_an_answer_cites_file_and_page(encoder, folder):
         "score": pytest.approx(answer.read.scores[0]), "cited": 1,
     }  # fmt: skip
     assert list(answer.read.scores) == sorted(answer.read.scores, reverse=True)
+
+
+class Backwards:
+    """A reranker that turns the order of its candidates round."""
+
+    def score(self, questions, candidates):
+        return [
+            Ranking(ranking.question_id, ranking.sources[::-1], tuple(range(len(ranking.sources))))
+            for ranking in candidates
+        ]
+
+
+def test_a_reranker_orders_the_candidates_and_their_cosines_stay(encoder, folder, monkeypatch):
+    plain = answerer(folder, top_k=3)
+    question = "When to wash the filter?"
+    with plain.corpus.asked(question) as asked:
+        (found,) = plain.find([asked])
+    monkeypatch.setattr("mmqa_jax.runs.ask_folder.open_reranker", lambda model, corpus: Backwards())
+    reranked = answerer(folder, top_k=2, candidates=3, reranker="any")
+    with reranked.corpus.asked(question) as asked:
+        (turned,) = reranked.find([asked])
+    cosine_of = dict(zip(found.passages.sources, found.passages.scores, strict=True))
+    assert turned.passages.sources == found.passages.sources[:0:-1]
+    assert turned.passages.scores == tuple(cosine_of[name] for name in turned.passages.sources)
+    assert not turned.is_refused
 
 
 def test_a_document_that_gives_orders_is_shown_like_any_other(encoder, folder):

@@ -468,3 +468,24 @@ def test_any_text_is_split_as_sentencepiece_does_and_comes_back(opened, original
 def opened(tmp_path_factory, model):
     folder = tmp_path_factory.mktemp("opened") / "model"
     return open_text_tokenizer(folder_with(folder, model, **VICUNA))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_bytes_of_tokens_are_those_of_the_text(kind, tmp_path):
+    """Also where a character is several tokens (shared/cases/doc_12)."""
+    if kind == "bytes":
+        tokenizer = open_text_tokenizer(smollm2_path())
+    else:
+        (tmp_path / "texts.txt").write_text("\n".join(CORPUS))
+        sentencepiece.SentencePieceTrainer.train(
+            input=str(tmp_path / "texts.txt"), model_prefix=str(tmp_path / "tokenizer"),
+            vocab_size=400, byte_fallback=True, model_type="bpe", minloglevel=2,
+        )  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        settings_of = {"tokenizer_class": "LlamaTokenizer", "eos_token": "</s>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings_of))
+        tokenizer = open_text_tokenizer(tmp_path)
+    for text in TEXTS:
+        ids = tokenizer.encode_plain(text)
+        spelled = b"".join(map(tokenizer.token_bytes, ids))
+        assert spelled.removeprefix(b" ").decode() == text.removeprefix(" ")
