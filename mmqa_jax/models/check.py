@@ -119,16 +119,16 @@ def check(model: str | None, source: Path, converted: Path | None = None) -> lis
         ours = _load(name, source, converted)
         inputs = kind.inputs(ours.config)
         graphdef, state = nnx.split(ours)
-        read = functools.partial(outputs, published, kind, kind.given(inputs))
-        run = jax.jit(lambda state, given: tuple(kind.run(nnx.merge(graphdef, state), given)))
+        read = functools.partial(outputs, published, kind, kind.peer_inputs(inputs))
+        run = jax.jit(lambda state, inputs: tuple(kind.run(nnx.merge(graphdef, state), inputs)))
         made, theirs = Outputs(*run(state, inputs)), Outputs(*read())
         rows = compare(made, theirs)
         if all(row.passed for row in rows):
             return rows
         exact = Outputs(*read(dtype="float64"))
         return [
-            row._replace(rounding=own.deviation)
-            for row, own in zip(compare(made, exact), compare(theirs, exact), strict=True)
+            row._replace(rounding=publishers.deviation)
+            for row, publishers in zip(compare(made, exact), compare(theirs, exact), strict=True)
         ]
 
 
@@ -203,12 +203,12 @@ _STACKS = ("layer", "layers", "block", "blocks")  # names of a stack of layers
 
 
 def outputs(
-    folder: Path, check: Check, given: Mapping[str, np.ndarray], *, dtype: str = "float32"
+    folder: Path, check: Check, arrays: Mapping[str, np.ndarray], *, dtype: str = "float32"
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Loads a folder's model, runs it and forgets it.
 
     Args:
-      given: its inputs.
+      arrays: inputs of transformers, by name.
       dtype: of parameters and arithmetic; norms and rotary angles are float32 in any case.
 
     Returns:
@@ -226,27 +226,29 @@ def outputs(
         local_files_only=True,
         trust_remote_code=False,
     ).eval()
-    found: dict[str, list[np.ndarray]] = {name: [] for name in check.stacks}
+    states_of: dict[str, list[np.ndarray]] = {name: [] for name in check.stacks}
     for name, path in check.stacks.items():
         layers = _layers(_module(model, path))
         for layer in layers:
-            layer.register_forward_pre_hook(_entering(found[name]), with_kwargs=True)
-        layers[-1].register_forward_hook(_leaving(found[name]))
+            layer.register_forward_pre_hook(_entering(states_of[name]), with_kwargs=True)
+        layers[-1].register_forward_hook(_leaving(states_of[name]))
     inputs = {
         name: torch.from_numpy(value.astype(np.int64 if value.dtype.kind == "i" else dtype))
-        for name, value in given.items()
+        for name, value in arrays.items()
     }
     with torch.no_grad():
         made = model(**inputs)
     ended = {name: getattr(made, attribute).numpy() for name, attribute in check.ends.items()}
-    return {name: np.stack(states) for name, states in found.items()}, ended
+    return {name: np.stack(states) for name, states in states_of.items()}, ended
 
 
 def _module(model: Any, path: str | tuple[str, ...]) -> Any:
     """The first module of these paths that the model has."""
     paths = (path,) if isinstance(path, str) else path
     known = {name for name, _ in model.named_modules()}
-    return model.get_submodule(next((one for one in paths if one in known), paths[0]))
+    return model.get_submodule(
+        next((candidate for candidate in paths if candidate in known), paths[0])
+    )
 
 
 def _layers(module: Any) -> Any:

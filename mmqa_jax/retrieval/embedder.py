@@ -340,10 +340,10 @@ class Embedder:
         for indices, ids, mask in self._text_batches([texts[i] for i in snippets], prompt):
             yield snippets[indices], self._call(self._encode_text, *self._put(ids, mask))
         for indices, ids, mask in self._text_batches([texts[i] for i in captions], prompt):
-            own = self.serving.placement.rows(len(ids))
-            decoded = read([captions[indices[n]] for n in own if n < len(indices)])
-            pixels, has_image = self._stack(decoded, len(own))
-            batch = (ids[own], mask[own], pixels, has_image)
+            local_rows = self.serving.placement.rows(len(ids))
+            decoded = read([captions[indices[n]] for n in local_rows if n < len(indices)])
+            pixels, has_image = self._stack(decoded, len(local_rows))
+            batch = (ids[local_rows], mask[local_rows], pixels, has_image)
             batch = self.serving.placement.put(batch)
             yield captions[indices], self._call(self._encode_source, *batch)
 
@@ -365,8 +365,8 @@ class Embedder:
             ids[:, : len(empty)] = empty  # padding rows too: no empty softmax
             lengths = np.full(size, len(empty))
             for i, index in enumerate(indices):
-                own = tokens[index] or empty
-                ids[i, : len(own)], lengths[i] = own, len(own)
+                text_tokens = tokens[index] or empty
+                ids[i, : len(text_tokens)], lengths[i] = text_tokens, len(text_tokens)
             yield indices, ids, np.arange(length) < lengths[:, None]
 
     def _picture_batches(
@@ -375,9 +375,9 @@ class Embedder:
         for start in range(0, len(pictures), self.serving.batch_size):
             indices = np.arange(start, min(start + self.serving.batch_size, len(pictures)))
             size = self._padded_size(len(indices))
-            own = self.serving.placement.rows(size)
-            chosen = [pictures[indices[n]] for n in own if n < len(indices)]
-            pixels, _ = self._stack(chosen, len(own))
+            local_rows = self.serving.placement.rows(size)
+            chosen = [pictures[indices[n]] for n in local_rows if n < len(indices)]
+            pixels, _ = self._stack(chosen, len(local_rows))
             yield indices, self._call(self._encode_image, self.serving.placement.put(pixels))
 
     def _padded_size(self, count: int) -> int:
@@ -411,8 +411,8 @@ class Embedder:
 
     def _put(self, *arrays: np.ndarray) -> tuple[jax.Array, ...]:
         """The whole batch's arrays [B, ...] on the devices."""
-        own = self.serving.placement.rows(len(arrays[0]))
-        return self.serving.placement.put(tuple(array[own] for array in arrays))
+        local_rows = self.serving.placement.rows(len(arrays[0]))
+        return self.serving.placement.put(tuple(array[local_rows] for array in arrays))
 
     def _call(self, function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         return self.serving.placement.call(function, self._state, *arrays)

@@ -370,8 +370,8 @@ class LateInteractionEmbedder(TokenEmbedder):
     def _rows(self, texts, name, pictures=None):
         batches = encoded(texts, self._sides[name], self.tokenizer, self.serving)
         for places, ids, mask, scored in batches:
-            own = self.serving.placement.rows(len(ids))
-            yield places, (ids[own], mask[own]), scored[own]
+            local_rows = self.serving.placement.rows(len(ids))
+            yield places, (ids[local_rows], mask[local_rows]), scored[local_rows]
 
 
 _SIDES = ("query", "document")

@@ -52,7 +52,7 @@ class ScoreFusionEmbedder(Embedder):
         pictures = one_picture_each(texts, pictures)
         vectors = np.zeros((len(texts), self.dim), np.float32)
         pictured = np.array([picture is not None for picture in pictures], bool)
-        batches = self._source_batches(texts, pictured, lambda own: [pictures[n] for n in own])
+        batches = self._source_batches(texts, pictured, lambda rows: [pictures[n] for n in rows])
         self._collect(batches, vectors, "texts")
         check_finite(vectors, "embedder: the questions", BROKEN)
         return vectors

@@ -119,9 +119,9 @@ class VLMEmbedder(Embedder):
         for indices, vectors in self._encoded([texts[i] for i in snippets], none, prompt):
             yield snippets[indices], vectors
         for start in range(0, len(captions), HELD):
-            own = captions[start : start + HELD]
-            for indices, vectors in self._encoded([texts[i] for i in own], read(own), prompt):
-                yield own[indices], vectors
+            places = captions[start : start + HELD]
+            for indices, vectors in self._encoded([texts[i] for i in places], read(places), prompt):
+                yield places[indices], vectors
 
     def _encoded(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str

@@ -143,7 +143,7 @@ def parts(graphdef: nnx.GraphDef, state: nnx.State, pictures: Pictures) -> Mappi
         of_batch(FasterRCNN.region_features), state, maps, extents, boxes
     )
     classes_of, _ = _compiled(
-        of_batch(FasterRCNN.kept), state, boxes, valid, features, beside, pictures
+        of_batch(FasterRCNN.select_regions), state, boxes, valid, features, beside, pictures
     )
     return {
         "trunk": trunk_of,

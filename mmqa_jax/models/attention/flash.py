@@ -168,7 +168,7 @@ def _blocks(
     if key_segments is not None:
         key_segments = jnp.pad(key_segments, ((0, 0), (0, padding)))
 
-    def one(carry, first):
+    def attend(carry, first):
         top, total, out = carry  # float32 [B, kv, G, Lq, 1] twice and [B, kv, G, Lq, D]
         key, value = (jax.lax.dynamic_slice_in_dim(x, first, block, 2) for x in (k, v))
         scores = jnp.einsum("bkgqd,bktd->bkgqt", q, key, preferred_element_type=jnp.float32)
@@ -202,7 +202,7 @@ def _blocks(
         top = jnp.broadcast_to(sinks.reshape(kv_heads, groups, 1, 1), (*shape, 1))
         start = (top, jnp.ones((*shape, 1)), start[2])
     blocks = jnp.arange(0, columns + padding, block)
-    (_, total, out), _ = jax.lax.scan(jax.checkpoint(one, prevent_cse=False), start, blocks)
+    (_, total, out), _ = jax.lax.scan(jax.checkpoint(attend, prevent_cse=False), start, blocks)
     out = (out / total).astype(q.dtype)  # [B, kv, G, Lq, D]
     return out.transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 

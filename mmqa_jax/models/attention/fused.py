@@ -90,13 +90,13 @@ class _Plan:
     Attributes:
       size: columns of a head.
       is_causal: a query sees no later key.
-      kept: of 65,536, how many attention weights dropout leaves; 65,536 is no dropout.
+      surviving: of 65,536, how many attention weights dropout leaves; 65,536 is no dropout.
       interpret: run without a TPU.
     """
 
     size: int
     is_causal: bool
-    kept: int
+    surviving: int
     interpret: bool
 
     @property
@@ -151,13 +151,13 @@ def fused_attention(
     kernel without a TPU, slowly, for tests. Returns [B, Lq, heads, D].
     """
     rows, _, heads, size = q.shape
-    kept = 65536 if dropout_key is None else round((1.0 - dropout_rate) * 65536)
+    surviving = 65536 if dropout_key is None else round((1.0 - dropout_rate) * 65536)
     flat = tuple(x.reshape(*x.shape[:2], heads * size) for x in (q, k, v))
-    seeds = drop_seeds(dropout_key, rows, heads) if kept < 65536 else None
+    seeds = drop_seeds(dropout_key, rows, heads) if surviving < 65536 else None
     if mask is not None:
         mask = mask[:, 0].astype(jnp.int8)
 
-    plan, place = _Plan(size, is_causal, kept, interpret), None
+    plan, place = _Plan(size, is_causal, surviving, interpret), None
     mesh = mesh or jax.sharding.get_abstract_mesh()
     if mesh.shape and not mesh.manual_axes:  # XLA does not split a kernel by itself
         registers = heads * size // max(size, LANES)
@@ -225,8 +225,8 @@ def _run(plan, place, kernel, arrays, like, mask, seeds):
 
     def call(arrays, mask, seeds):
         rows, _, width = arrays[0].shape
-        own = [jax.ShapeDtypeStruct((rows, x.shape[1], width), x.dtype) for x in like]
-        return _call(plan, kernel, arrays, own, mask, seeds)
+        shapes = [jax.ShapeDtypeStruct((rows, x.shape[1], width), x.dtype) for x in like]
+        return _call(plan, kernel, arrays, shapes, mask, seeds)
 
     if place is not None:
         one_mask = mask is not None and len(mask) == 1
@@ -294,21 +294,21 @@ def _forward(plan, masked, groups, *refs):
     seeds, (q, k, v), mask, (out,) = _split(plan, masked, groups, 3, refs)
     seen = _visible(plan, mask, q.shape[1], k.shape[1])
 
-    def one(group, _):
+    def attend_group(group, _):
         lanes = pl.ds(group * plan.group, plan.group)
         query, key, value = q[0, :, lanes], k[0, :, lanes], v[0, :, lanes]
         attended = jnp.zeros(query.shape, jnp.float32)
-        for head, own in enumerate(_lanes_of_heads(plan)):
-            weights, total = _weights(plan, jnp.where(own, query, 0), key, seen)
-            if plan.kept < 65536:
+        for head, lane_mask in enumerate(_lanes_of_heads(plan)):
+            weights, total = _weights(plan, jnp.where(lane_mask, query, 0), key, seen)
+            if plan.surviving < 65536:
                 weights = jnp.where(_kept(plan, seeds, group, head, weights), weights, 0)
-                total = total * (plan.kept / 65536)
+                total = total * (plan.surviving / 65536)
             read = _product(weights.astype(value.dtype), value)  # [Lq, lanes]
-            attended = jnp.where(own, read / total, attended)
+            attended = jnp.where(lane_mask, read / total, attended)
         out[0, :, lanes] = attended.astype(out.dtype)
         return _
 
-    jax.lax.fori_loop(0, groups, one, 0)
+    jax.lax.fori_loop(0, groups, attend_group, 0)
 
 
 def _backward(plan, masked, groups, *refs):
@@ -316,26 +316,30 @@ def _backward(plan, masked, groups, *refs):
     seeds, (q, k, v, dout), mask, (dq, dk, dv, *sums) = _split(plan, masked, groups, 4, refs)
     seen = _visible(plan, mask, q.shape[1], k.shape[1])
 
-    def one(group, _):
+    def differentiate_group(group, _):
         lanes = pl.ds(group * plan.group, plan.group)
-        query, key, value, given = (x[0, :, lanes] for x in (q, k, v, dout))
+        query, key, value, gradient = (x[0, :, lanes] for x in (q, k, v, dout))
         of_query = jnp.zeros(query.shape, jnp.float32)
         of_key = of_value = jnp.zeros(key.shape, jnp.float32)
-        for head, own in enumerate(_lanes_of_heads(plan)):
-            weights, total = _weights(plan, jnp.where(own, query, 0), key, seen)
+        for head, lane_mask in enumerate(_lanes_of_heads(plan)):
+            weights, total = _weights(plan, jnp.where(lane_mask, query, 0), key, seen)
             weights = weights / total
-            of_weights = _product(jnp.where(own, given, 0), value, transposed=True)  # [Lq, Lk]
+            of_weights = _product(
+                jnp.where(lane_mask, gradient, 0), value, transposed=True
+            )  # [Lq, Lk]
             used = weights
-            if plan.kept < 65536:
-                kept = _kept(plan, seeds, group, head, weights)
-                used = jnp.where(kept, weights * (65536 / plan.kept), 0)
-                of_weights = jnp.where(kept, of_weights * (65536 / plan.kept), 0)
+            if plan.surviving < 65536:
+                survives = _kept(plan, seeds, group, head, weights)
+                used = jnp.where(survives, weights * (65536 / plan.surviving), 0)
+                of_weights = jnp.where(survives, of_weights * (65536 / plan.surviving), 0)
             mean = jnp.sum(weights * of_weights, axis=1, keepdims=True)
             of_scores = weights * (of_weights - mean) * plan.size**-0.5
             of_scores = of_scores.astype(query.dtype)
-            of_value = jnp.where(own, _product(used.astype(given.dtype).T, given), of_value)
-            of_query = jnp.where(own, _product(of_scores, key), of_query)
-            of_key = jnp.where(own, _product(of_scores.T, query), of_key)
+            of_value = jnp.where(
+                lane_mask, _product(used.astype(gradient.dtype).T, gradient), of_value
+            )
+            of_query = jnp.where(lane_mask, _product(of_scores, key), of_query)
+            of_key = jnp.where(lane_mask, _product(of_scores.T, query), of_key)
         rounded = [x.astype(dq.dtype) for x in (of_query, of_key, of_value)]
         for ref, x in zip((dq, dk, dv), rounded, strict=True):
             ref[0, :, lanes] = x
@@ -343,7 +347,7 @@ def _backward(plan, masked, groups, *refs):
             ref[0, :, lanes] = jnp.sum(x.astype(jnp.float32), axis=0, keepdims=True)
         return _
 
-    jax.lax.fori_loop(0, groups, one, 0)
+    jax.lax.fori_loop(0, groups, differentiate_group, 0)
 
 
 def _split(plan, masked, groups, count, refs):
@@ -354,7 +358,7 @@ def _split(plan, masked, groups, count, refs):
     inputs, refs, mask, seeds = refs[:count], refs[count:], None, None
     if masked:
         mask, refs = refs[0], refs[1:]
-    if plan.kept < 65536:
+    if plan.surviving < 65536:
         first = pl.program_id(1) * groups * (plan.group // plan.size)
         seeds, refs = (refs[0][pl.program_id(0)], refs[1], first), refs[2:]
     return seeds, inputs, mask, refs
@@ -380,7 +384,7 @@ def _kept(plan, seeds, group, head, weights):
     """bool [Lq, Lk]: which weights of a head survive dropout."""
     row_seed, head_seeds, first = seeds
     number = first + group * (plan.group // plan.size) + head
-    return drop_bits(row_seed, head_seeds[number], *weights.shape) < plan.kept
+    return drop_bits(row_seed, head_seeds[number], *weights.shape) < plan.surviving
 
 
 def _product(a, b, *, transposed=False):
@@ -421,7 +425,7 @@ def fused_prefix_attention(
     prefix: Columns,
     prefix_mask: jax.Array,
     past: Columns,
-    own: Columns,
+    columns: Columns,
     mask: jax.Array,
     *,
     interpret: bool = False,
@@ -433,7 +437,7 @@ def fused_prefix_attention(
       query: [B, R, heads, D].
       prefix: keys and values [layers, B, L, heads * D]; prefix_mask bool [B, L].
       past: keys and values [layers, B, P, heads * D] of generated tokens.
-      own: keys and values [B, R, heads, D] of the rows.
+      columns: keys and values [B, R, heads, D] of the rows.
       mask: bool [B, R, P + R]: which past and own columns a row sees, at least one.
       interpret: run without a TPU, slowly, for tests.
 
@@ -450,7 +454,7 @@ def fused_prefix_attention(
         flat(query),
         *prefix,
         *past,
-        *map(flat, own),
+        *map(flat, columns),
         prefix_mask[:, None].astype(jnp.int8),
         seen[:, :, :number],
         seen[:, :, number:],
@@ -512,7 +516,7 @@ def _kernel(size, layer, query, *refs):
     seen = [(x if len(x) == 1 else jnp.concatenate([x] * each)) != 0 for x in seen]
     head = jax.lax.broadcasted_iota(jnp.int32, (query.shape[1], group), 1) // size
 
-    def one(number, _):
+    def attend_group(number, _):
         lanes = pl.ds(number * group, group)
         rows, scores = query[0, :, lanes], []
         # The rows once for each head of a register, the other heads' lanes zero: [each * R, group].
@@ -540,7 +544,7 @@ def _kernel(size, layer, query, *refs):
         out[0, :, lanes] = merged.astype(out.dtype)
         return _
 
-    jax.lax.fori_loop(0, query.shape[2] // group, one, 0)
+    jax.lax.fori_loop(0, query.shape[2] // group, attend_group, 0)
 
 
 def _read(ref, lanes):

@@ -38,7 +38,7 @@ def splash_attention(
     mesh: Mesh | None,
     interpret: bool = False,
     cap: float | None = None,
-    kept: str | None = None,
+    residual_name: str | None = None,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """JAX's Pallas kernel for TPU (flash attention that skips blocks of a sparse mask).
@@ -50,7 +50,7 @@ def splash_attention(
     is, and heads as the model's, where these divide. Over `sequence` a device has some columns of
     the queries (Lq == Lk) and gathers all keys and values.
     `interpret` runs the kernel without a TPU, slowly, for tests; `cap` and `sinks` are those of
-    `layers.attention`; `kept` names what its backward pass needs for `jax.checkpoint`.
+    `layers.attention`; `residual_name` names what its backward pass needs for `jax.checkpoint`.
     Returns [B, Lq, heads, D].
     """
     length, size = q.shape[1], q.shape[3]
@@ -83,16 +83,16 @@ def splash_attention(
             q_seq_shards=shards if balanced else 1,
             interpret=interpret,
             attn_logits_soft_cap=cap,
-            residual_checkpoint_name=kept,
+            residual_checkpoint_name=residual_name,
         )
 
     def attend(q, k, v, of_queries, of_keys, sinks, kernel=None):
-        def one(q, k, v, of_queries, of_keys):
+        def attend_sequence(q, k, v, of_queries, of_keys):
             # Of one sequence: [heads, Lq, D], [kv_heads, Lk, D] twice, int32 [Lq], [Lk].
             made = kernel or make_kernel(*q.shape[:2])
             return made(q, k, v, splash.SegmentIds(of_queries, of_keys), sinks)
 
-        return jax.vmap(one)(q, k, v, of_queries, of_keys)
+        return jax.vmap(attend_sequence)(q, k, v, of_queries, of_keys)
 
     def attend_part(q, k, v, of_queries, of_keys, sinks, kernel=None):
         k, v = (jax.lax.all_gather(x, SEQUENCE, axis=2, tiled=True) for x in (k, v))

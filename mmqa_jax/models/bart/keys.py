@@ -28,14 +28,16 @@ _ROW = keymap.Transform(lambda x: x.squeeze(0), lambda x: x[None])
 def bart_rules() -> list[keymap.Rule]:
     """Rules of transformers' BartForConditionalGeneration."""
     rules = [keymap.Rule("model.shared.weight", "tokens/table"), keymap.Rule(_BIAS, _BIAS, _ROW)]
-    own = {f"self_attn.{theirs}": f"attention/{ours}" for theirs, ours in _ATTENTION.items()}
+    self_attention = {
+        f"self_attn.{theirs}": f"attention/{ours}" for theirs, ours in _ATTENTION.items()
+    }
     cross = {f"encoder_attn.{theirs}": f"cross/{ours}" for theirs, ours in _ATTENTION.items()}
     mlp = {"fc1": "up", "fc2": "down"}
     norms = {"self_attn_layer_norm": "attention_norm", "final_layer_norm": "mlp_norm"}
     cross_norm = {"encoder_attn_layer_norm": "cross_norm"}
     for stack, linears, layer_norms in (
-        ("encoder", own | mlp, norms),
-        ("decoder", own | cross | mlp, norms | cross_norm),
+        ("encoder", self_attention | mlp, norms),
+        ("decoder", self_attention | cross | mlp, norms | cross_norm),
     ):
         prefix = f"model.{stack}."
         rules += [
@@ -116,9 +118,9 @@ def publish_bart(config: BartConfig, state: nnx.State) -> Published:
 def _run(model: Bart, inputs: Mapping[str, jax.Array]) -> comparison.Outputs:
     ids, columns = inputs["ids"], inputs["mask"][:, None, None, :]
 
-    def run(stack: BartStack, *given: Any) -> jax.Array:
+    def run(stack: BartStack, *columns_and_states: Any) -> jax.Array:
         def body(layer: Any, x: jax.Array, _: Any, key: Any):
-            x = layer(x, *given)
+            x = layer(x, *columns_and_states)
             return x, x
 
         embedded = stack.embed(model.embed(ids))
@@ -135,5 +137,5 @@ CHECK = comparison.Check(
     _run,
     {"logits": "logits"},
     {"encoder": "model.encoder", "decoder": "model.decoder"},
-    given=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
+    peer_inputs=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
 )

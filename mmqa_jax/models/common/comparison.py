@@ -62,7 +62,7 @@ class Check:
       stacks: name in Outputs.stacks -> path of transformers' module with the layers, "" for all;
         of several paths the first that it has.
       inputs: our model's config -> inputs by their names in `run`, numpy arrays or trees of them.
-      given: inputs -> transformers' own, numpy arrays by name.
+      peer_inputs: inputs -> transformers' own, numpy arrays by name.
     """
 
     model: str
@@ -72,7 +72,7 @@ class Check:
         default_factory=lambda: {"": ""}
     )
     inputs: Callable[[Any], dict[str, Any]] = texts
-    given: Callable[[Mapping[str, Any]], dict[str, np.ndarray]] = texts_for_transformers
+    peer_inputs: Callable[[Mapping[str, Any]], dict[str, np.ndarray]] = texts_for_transformers
 
 
 def noise() -> np.random.Generator:

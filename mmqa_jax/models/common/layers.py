@@ -349,16 +349,16 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     probability is exact to 2^-16 and the scale uses that very value, so the mean is unbiased.
     On a TPU they are cheap enough (`drop_bits`) for the backward pass to draw them again.
     """
-    kept = round((1.0 - rate) * 65536)
-    if key is None or kept == 65536:
+    surviving = round((1.0 - rate) * 65536)
+    if key is None or surviving == 65536:
         return x
     if platform() == "tpu":
         from mmqa_jax.models.attention.fused import drop_bits_of  # imports Pallas: half a second
 
-        drawn = drop_bits_of(key, x.shape) < kept
+        drawn = drop_bits_of(key, x.shape) < surviving
     else:
-        drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < kept)
-    return jnp.where(drawn, x * (65536 / kept), 0).astype(x.dtype)
+        drawn = keep(jax.random.bits(key, x.shape, jnp.uint16) < surviving)
+    return jnp.where(drawn, x * (65536 / surviving), 0).astype(x.dtype)
 
 
 def attention(
@@ -510,7 +510,7 @@ def _linear_attention(
             kernel = functools.partial(
                 splash.splash_attention, q, k, v,
                 key_mask=keys, segments=segments, is_causal=is_causal, mesh=mesh, cap=cap,
-                kept=_KEPT, sinks=sinks,
+                residual_name=_KEPT, sinks=sinks,
             )  # fmt: skip
             return kernel() if window is None else window.choose(kernel, columns)
     return keep(flash.block_attention(q, k, v, **options, window=window, cap=cap, sinks=sinks))
@@ -557,9 +557,9 @@ def prefix_attention(
     shared = jnp.einsum("bqhd,bkhd->bqhk", grouped, prefix_k, preferred_element_type=jnp.float32)
     shared = jnp.where(prefix_mask[:, None, None, :], capped(shared, cap), MASKED)
     shared = shared.reshape(rows, length, heads, columns)
-    own = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
-    own = jnp.where(mask, capped(own, cap), MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
-    weights = softmax(jnp.concatenate([shared, own], axis=-1), sinks).astype(v.dtype)
+    scores = jnp.einsum("nqhd,nkhd->nhqk", q * size**-0.5, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask, capped(scores, cap), MASKED).swapaxes(1, 2)  # [B * K, Lq, heads, Lk]
+    weights = softmax(jnp.concatenate([shared, scores], axis=-1), sinks).astype(v.dtype)
     of_prefix = weights[..., :columns].reshape(prefixes, -1, heads, columns)
     out = jnp.einsum("bqhk,bkhd->bqhd", of_prefix, prefix_v).reshape(q.shape)
     return out + jnp.einsum("nqhk,nkhd->nqhd", weights[..., columns:], v)
@@ -694,7 +694,7 @@ def _through_bits(x: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, x.dtype)
 
 
-_keep_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, given: (given,))
+_keep_bits.defvjp(lambda x: (_through_bits(x), None), lambda _, gradient: (gradient,))
 
 
 _MARKED = jax.checkpoint_policies.save_only_these_names(_KEPT, _PRODUCT, _SUMS)

@@ -58,9 +58,9 @@ def corner_overlaps(
     height = jnp.minimum(bottom, other_bottom) - jnp.maximum(top, other_top) + last_pixel
     width, height = jnp.maximum(width, 0), jnp.maximum(height, 0)
     shared = width * height
-    own = (right - left + last_pixel) * (bottom - top + last_pixel)
+    area = (right - left + last_pixel) * (bottom - top + last_pixel)
     other = (other_right - other_left + last_pixel) * (other_bottom - other_top + last_pixel)
-    return divide(shared, own + other - shared)
+    return divide(shared, area + other - shared)
 
 
 class Overlap(NamedTuple):
@@ -182,10 +182,10 @@ def survivors(suppresses: jax.Array, alive: jax.Array) -> jax.Array:
     """
 
     def look_again(state):
-        kept, _ = state
-        beaten = jnp.any(suppresses & kept[:, None], axis=0)
+        surviving, _ = state
+        beaten = jnp.any(suppresses & surviving[:, None], axis=0)
         again = alive & ~beaten
-        return again, jnp.any(again != kept)
+        return again, jnp.any(again != surviving)
 
     return jax.lax.while_loop(lambda state: state[1], look_again, (alive, jnp.any(alive)))[0]
 
@@ -215,25 +215,27 @@ def suppress(
 
     def unfinished(state):
         block, alive = state
-        kept = jnp.sum(alive & (place < block * _BLOCK))
-        return (block < blocks) & (kept < limit) & jnp.any(alive & (place >= block * _BLOCK))
+        chosen = jnp.sum(alive & (place < block * _BLOCK))
+        return (block < blocks) & (chosen < limit) & jnp.any(alive & (place >= block * _BLOCK))
 
     def settle(state):
         block, alive = state
         start = block * _BLOCK
-        own = jax.lax.dynamic_slice_in_dim(ranked, start, _BLOCK)
-        too_near = overlap.between(own, ranked)  # [_BLOCK, all]
+        block_boxes = jax.lax.dynamic_slice_in_dim(ranked, start, _BLOCK)
+        too_near = overlap.between(block_boxes, ranked)  # [_BLOCK, all]
         among = jax.lax.dynamic_slice_in_dim(too_near, start, _BLOCK, axis=1)
-        kept = survivors(jnp.triu(among, k=1), jax.lax.dynamic_slice_in_dim(alive, start, _BLOCK))
-        beaten = jnp.any(too_near & kept[:, None], axis=0) & (place >= start + _BLOCK)
-        alive = jax.lax.dynamic_update_slice_in_dim(alive & ~beaten, kept, start, axis=0)
+        survives = survivors(
+            jnp.triu(among, k=1), jax.lax.dynamic_slice_in_dim(alive, start, _BLOCK)
+        )
+        beaten = jnp.any(too_near & survives[:, None], axis=0) & (place >= start + _BLOCK)
+        alive = jax.lax.dynamic_update_slice_in_dim(alive & ~beaten, survives, start, axis=0)
         return block + 1, alive
 
     settled, alive = jax.lax.while_loop(unfinished, settle, (jnp.int32(0), alive))
-    kept = alive & (place < settled * _BLOCK)
+    survives = alive & (place < settled * _BLOCK)
     # Kept boxes first, in the order of their scores.
-    first = jnp.argsort(~kept, stable=True)[:limit]
-    chosen, there = jnp.pad(order, (0, padding))[first], kept[first]
+    first = jnp.argsort(~survives, stable=True)[:limit]
+    chosen, there = jnp.pad(order, (0, padding))[first], survives[first]
     missing = limit - chosen.shape[0]
     if missing > 0:  # more are wanted than there are boxes
         chosen, there = jnp.pad(chosen, (0, missing)), jnp.pad(there, (0, missing))
@@ -259,8 +261,8 @@ def keep_one_by_one(
     place = jnp.arange(scores.shape[0])
 
     def settle(best, alive):
-        own = jax.lax.dynamic_slice_in_dim(ranked, best, 1)
-        beaten = overlap.between(own, ranked)[0] & (place > best)
+        best_box = jax.lax.dynamic_slice_in_dim(ranked, best, 1)
+        beaten = overlap.between(best_box, ranked)[0] & (place > best)
         return alive & ~(beaten & alive[best])
 
     alive = jax.lax.fori_loop(0, scores.shape[0], settle, valid[order])

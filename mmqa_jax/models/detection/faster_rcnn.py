@@ -311,7 +311,7 @@ class FasterRCNN(nnx.Module):
         """Selects the regions of one picture; arguments as those of `regions`, without a batch."""
         boxes, valid = self.proposals(extents, scored, picture)
         features, trunk = self.region_features(maps, extents, boxes)
-        return self.kept(boxes, valid, features, trunk, picture)
+        return self.select_regions(boxes, valid, features, trunk, picture)
 
     def proposals(
         self,
@@ -330,7 +330,7 @@ class FasterRCNN(nnx.Module):
         levels = [(*level, extent) for level, extent in zip(scored, extents, strict=True)]
         return self.rpn.proposals(levels, clipped_to, picture.scales)
 
-    def kept(
+    def select_regions(
         self,
         boxes: jax.Array,
         valid: jax.Array,
@@ -347,18 +347,22 @@ class FasterRCNN(nnx.Module):
         """
         config, rule = self.config, self.config.rule
         logits = self.score(trunk)
-        own = boxes / picture.scales if rule.original else boxes
+        regions = boxes / picture.scales if rule.original else boxes
         if rule.regressed:
             deltas = self.deltas(trunk).reshape(-1, config.classes, 4)
-            own = BoxCoder((10.0, 10.0, 5.0, 5.0)).decode(deltas, own[:, None])
-            own = clip(own, picture.originals if rule.original else picture.sizes, 1)
+            regions = BoxCoder((10.0, 10.0, 5.0, 5.0)).decode(deltas, regions[:, None])
+            regions = clip(regions, picture.originals if rule.original else picture.sizes, 1)
         probabilities = jax.nn.softmax(logits, axis=-1)
-        scores, confident = class_confidence(rule, own, probabilities, valid)
+        scores, confident = class_confidence(rule, regions, probabilities, valid)
         order, there = select(rule, scores, valid)
         if rule.regressed:  # a region that is kept in no class has no box
-            own = jnp.where((scores > 0)[:, None], own[jnp.arange(own.shape[0]), confident], 0.0)
+            regions = jnp.where(
+                (scores > 0)[:, None],
+                regions[jnp.arange(regions.shape[0]), confident],
+                0.0,
+            )
         if not rule.original:
-            own = own * jnp.tile((picture.originals / picture.sizes)[::-1], 2)
+            regions = regions * jnp.tile((picture.originals / picture.sizes)[::-1], 2)
         labels = confident
         if config.labels == "likeliest":
             labels = jnp.argmax(logits[:, 1:], axis=-1).astype(jnp.int32) + 1
@@ -371,7 +375,7 @@ class FasterRCNN(nnx.Module):
             return jnp.where(there.reshape(-1, *(1,) * (x.ndim - 1)), x[order], 0)
 
         return Regions(
-            boxes=taken(own),
+            boxes=taken(regions),
             features=taken(features),
             scores=taken(scores),
             labels=taken(labels),
@@ -498,12 +502,12 @@ def class_confidence(
     overlap = Overlap(rule.threshold, rule.inclusive, 1)
     by_class = probabilities.T[1:]  # [C - 1, R]
     if platform() == "gpu":
-        own = boxes if boxes.ndim == 2 else boxes[:, 1:]
-        kept = jnp.where(keep_in_classes(own, by_class, valid, overlap), by_class, 0.0)
+        class_boxes = boxes if boxes.ndim == 2 else boxes[:, 1:]
+        surviving = jnp.where(keep_in_classes(class_boxes, by_class, valid, overlap), by_class, 0.0)
     else:
-        kept = _kept_by_turns(boxes, by_class, valid, overlap)
-    confidence = jnp.max(kept, axis=0)
-    label = jnp.argmax(kept, axis=0).astype(jnp.int32) + 1
+        surviving = _kept_by_turns(boxes, by_class, valid, overlap)
+    confidence = jnp.max(surviving, axis=0)
+    label = jnp.argmax(surviving, axis=0).astype(jnp.int32) + 1
     return confidence, jnp.where(confidence > 0, label, 0)
 
 
@@ -517,8 +521,8 @@ def _kept_by_turns(
 
     def keep(inputs):
         index, of_class = inputs
-        own = boxes if boxes.ndim == 2 else boxes[:, index]
-        return jnp.where(suppressed(own, of_class, valid, overlap), of_class, 0.0)
+        class_boxes = boxes if boxes.ndim == 2 else boxes[:, index]
+        return jnp.where(suppressed(class_boxes, of_class, valid, overlap), of_class, 0.0)
 
     classes = jnp.arange(1, scores.shape[0] + 1)
     return jax.lax.map(keep, (classes, scores), batch_size=None if alone else _CLASSES)
@@ -586,7 +590,7 @@ def keep_in_classes(
     left = jnp.pad(left, ((0, 0), (0, held - count)), constant_values=-jnp.inf)
     shared, of_class = boxes.ndim == 2, pl.BlockSpec((None, held), lambda c: (c, 0))
     divide = jnp.divide if interpret else _rounded_quotient
-    kept = pl.pallas_call(
+    surviving = pl.pallas_call(
         functools.partial(_class, overlap=overlap, divide=divide),
         grid=(len(left),),
         in_specs=[
@@ -601,7 +605,7 @@ def keep_in_classes(
         interpret=interpret,
         name="keep_in_classes",
     )(corners, left)
-    return kept[:, :count] > 0
+    return surviving[:, :count] > 0
 
 
 def _class(corner_ref: Any, score_ref: Any, kept_ref: Any, *, overlap: Overlap, divide: Any):
@@ -614,18 +618,18 @@ def _class(corner_ref: Any, score_ref: Any, kept_ref: Any, *, overlap: Overlap, 
         return best > -jnp.inf
 
     def keep_best(state):
-        left, kept, best = state
+        left, surviving, best = state
         at = jnp.min(jnp.where(left == best, place, place.size))
-        own = tuple(corner_ref[n, at] for n in range(4))
-        kept = jnp.where(place == at, 1, kept)
-        gone = overlap.of_corners(own, corners, divide) | (place == at)
+        best_corners = tuple(corner_ref[n, at] for n in range(4))
+        surviving = jnp.where(place == at, 1, surviving)
+        gone = overlap.of_corners(best_corners, corners, divide) | (place == at)
         left = jnp.where(gone, -jnp.inf, left)
-        return left, kept, jnp.max(left)
+        return left, surviving, jnp.max(left)
 
     left = score_ref[...]
     start = left, jnp.zeros(left.shape, jnp.int32), jnp.max(left)
-    _, kept, _ = jax.lax.while_loop(unfinished, keep_best, start)
-    kept_ref[...] = kept.astype(jnp.int8)
+    _, surviving, _ = jax.lax.while_loop(unfinished, keep_best, start)
+    kept_ref[...] = surviving.astype(jnp.int8)
 
 
 def _rounded_quotient(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -176,8 +176,8 @@ class QwenVLPooled(QwenVL):
             flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), pictures)
             features = self.encode_images(flat)  # [B * K, U, features]
             features = features.reshape(len(input_ids), -1, features.shape[-1])
-            own = jnp.take_along_axis(features, jnp.maximum(rows, 0)[..., None], axis=1)
-            tokens, deepstack = spread(tokens, own, rows >= 0)
+            units = jnp.take_along_axis(features, jnp.maximum(rows, 0)[..., None], axis=1)
+            tokens, deepstack = spread(tokens, units, rows >= 0)
         return self.llama.encode(tokens, positions=positions, deepstack=deepstack)
 
 

@@ -346,7 +346,7 @@ def read_modules(folder: Path) -> Iterator[tuple[str, str]]:
             yield "Pooling", "1_Pooling"
         return
     modules = read_json(file)
-    if not isinstance(modules, list) or not all(isinstance(one, dict) for one in modules):
+    if not isinstance(modules, list) or not all(isinstance(entry, dict) for entry in modules):
         raise UserError(f"{file}: is not a list of modules; fetch the file again.")
     for module in modules:
         name = str(module.get("type"))

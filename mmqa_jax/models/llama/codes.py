@@ -118,16 +118,19 @@ def _linear(model: nnx.Module, name: str) -> tuple[nnx.Module | None, nnx.Module
 
 def _stays(parts: Mapping[str, TensorSource], assignments: list[Assignment]) -> bool:
     """Whether the tensors of a parameter, of all its layers, are in codes of one kind."""
-    specs = [parts["codes"].specs()[one.source_key] for one in assignments]
-    kinds = {(spec.dtype, _group(parts, one)) for spec, one in zip(specs, assignments, strict=True)}
+    specs = [parts["codes"].specs()[assignment.source_key] for assignment in assignments]
+    kinds = {
+        (spec.dtype, _group(parts, assignment))
+        for spec, assignment in zip(specs, assignments, strict=True)
+    }
     return len(kinds) == 1 and specs[0].dtype in _CODES
 
 
-def _group(parts: Mapping[str, TensorSource], one: Assignment) -> int:
+def _group(parts: Mapping[str, TensorSource], assignment: Assignment) -> int:
     """Inputs that share a scale."""
     return (
-        parts["codes"].specs()[one.source_key].shape[-1]
-        // parts["scale"].specs()[one.source_key].shape[-1]
+        parts["codes"].specs()[assignment.source_key].shape[-1]
+        // parts["scale"].specs()[assignment.source_key].shape[-1]
     )
 
 

@@ -244,13 +244,13 @@ def in_chunks(
     to_end = jnp.where(after, jnp.exp(passed[..., -1:] - passed), 0)[..., None]
     of_chunk = jnp.where(before, jnp.exp(passed), 0)[..., -1, None, None]
 
-    def one(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+    def apply_chunk(memory: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
         values, keys, q, k, scores, of_chunk = chunk
         new = values - _einsum("bhck,bhkv->bhcv", keys, memory)
         out = _einsum("bhck,bhkv->bhcv", q, memory) + _einsum("bhij,bhjv->bhiv", scores, new)
         return memory * of_chunk + _einsum("bhck,bhcv->bhkv", k, new), out
 
     chunks = (values, keys, q * since_begin, k * to_end, scores, of_chunk)
-    memory, out = jax.lax.scan(one, memory, chunks)
+    memory, out = jax.lax.scan(apply_chunk, memory, chunks)
     out = jnp.moveaxis(jnp.moveaxis(out, 0, 1), 2, 3)  # [B, n, C, heads, D]
     return out.reshape(batch, -1, heads, size)[:, :length], memory

@@ -72,14 +72,14 @@ def multiply(
         block = None, None, array.shape[2], tile
         return pl.BlockSpec(block, lambda e, n, layer: (layer[0] % array.shape[0], e, 0, n))
 
-    own = x.ndim == 3
+    rows_per_expert = x.ndim == 3
     states = (
         pl.BlockSpec((None, rows, inputs), lambda e, n, _: (e, 0, 0))
-        if own
+        if rows_per_expert
         else pl.BlockSpec((rows, inputs), lambda e, n, _: (0, 0))
     )
     call = pl.pallas_call(
-        functools.partial(_kernel, own=own),
+        functools.partial(_kernel, rows_per_expert=rows_per_expert),
         out_shape=jax.ShapeDtypeStruct((experts, rows, outputs), x.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
@@ -136,7 +136,7 @@ def _kernel(
     added_ref: Any,
     sum_ref: Any,
     *,
-    own: bool,
+    rows_per_expert: bool,
 ) -> None:
     """One block of an expert's columns: x [M, K], codes [K, O], scale [K / 32, O] -> [M, O]."""
     del layer_ref  # blocks are of this layer
@@ -152,7 +152,7 @@ def _kernel(
         if rest:
             run(whole, rest)
 
-    @pl.when((pl.program_id(1) == 0) & (own | (pl.program_id(0) == 0)))
+    @pl.when((pl.program_id(1) == 0) & (rows_per_expert | (pl.program_id(0) == 0)))
     def _() -> None:
         def ordered(number: Any, length: int) -> None:
             place = of_chunk(number, length)

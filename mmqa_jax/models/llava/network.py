@@ -248,14 +248,14 @@ def expand_images(
     assert pad_token != config.image_token, f"pad_token is {pad_token}, the placeholder's id"
     patches = config.features
     expanded = []
-    for number, (row, given) in enumerate(zip(rows, pictures, strict=True)):
+    for number, (row, picture_count) in enumerate(zip(rows, pictures, strict=True)):
         ids = np.asarray(row, np.int32)
         placeholder = ids == config.image_token
-        if placeholder.sum() != given:
+        if placeholder.sum() != picture_count:
             raise UserError(
                 f"prompt {number}: {placeholder.sum()} image placeholders (token "
-                f"{config.image_token}) for {given} pictures; put exactly one into the prompt for "
-                "each picture."
+                f"{config.image_token}) for {picture_count} pictures; put exactly one into the "
+                "prompt for each picture."
             )
         expanded.append(np.repeat(ids, np.where(placeholder, patches, 1)))
     length = max(map(len, expanded)) if length is None else length

@@ -96,8 +96,8 @@ class PatchMCAN(nnx.Module):
           [B, flat_out] float32.
         """
         config = self.config
-        pixels, shown = image["pixels"], image["shown"]
-        rows, pictures = shown.shape
+        pixels, picture_mask = image["pixels"], image["shown"]
+        rows, pictures = picture_mask.shape
         text_key, fusion_key = split_key(dropout_key, 2)
         mask = question_ids != PAD
         question = self.bert(question_ids, mask, dropout_key=text_key)  # [B, L, bert hidden]
@@ -105,10 +105,12 @@ class PatchMCAN(nnx.Module):
         cells = self.image_adapter(self.vision.patch_features(flat, -1))  # [B * P, patches, H]
         cells = cells.reshape(rows, pictures, config.vision.patches, -1)
         cells = cells + self.which[...].astype(cells.dtype)[:, None]
-        seen = jnp.repeat(shown, config.vision.patches, axis=1)  # [B, P * patches]
+        seen = jnp.repeat(picture_mask, config.vision.patches, axis=1)  # [B, P * patches]
         side = config.vision.image_size // config.vision.patch_size
-        one = grid_rotation(side, config.head_dim, config.rope_base)
-        repeated = Rotation(np.tile(one.cos, (pictures, 1)), np.tile(one.sin, (pictures, 1)))
+        rotation = grid_rotation(side, config.head_dim, config.rope_base)
+        repeated = Rotation(
+            np.tile(rotation.cos, (pictures, 1)), np.tile(rotation.sin, (pictures, 1))
+        )
         return self.fusion(
             jnp.tanh(self.text_adapter(question)),
             cells.reshape(rows, pictures * config.vision.patches, -1),

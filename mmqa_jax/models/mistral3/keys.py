@@ -48,7 +48,9 @@ def _tokens(folder: Path) -> dict[str, int]:
     """The ids behind the rows of a picture, of which config.json says none."""
     file = folder / "tokenizer.json"
     added = read_json(file).get("added_tokens") if file.is_file() else None
-    ids = {one.get("content"): one.get("id") for one in added or () if isinstance(one, dict)}
+    ids = {
+        entry.get("content"): entry.get("id") for entry in added or () if isinstance(entry, dict)
+    }
     if not ids:
         return {}
     if type(ids.get(_BREAK)) is not int or type(ids.get(_END)) is not int:

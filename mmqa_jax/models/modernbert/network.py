@@ -209,9 +209,9 @@ class ModernBert(nnx.Module):
             near = np.abs(position[:, None] - position) <= config.window // 2
 
         def of_layer(local: jax.Array):
-            own = seen if near is None else seen & (near | ~local)
+            attended = seen if near is None else seen & (near | ~local)
             number = local.astype(jnp.int32)
-            return cos[number], sin[number], own
+            return cos[number], sin[number], attended
 
         return self.first(embedded, *of_layer(self._local()[0])), of_layer
 

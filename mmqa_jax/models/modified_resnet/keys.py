@@ -101,8 +101,8 @@ def open_modified_resnet(path: Path) -> layouts.Checkpoint:
 def publish_modified_resnet(config: ModifiedResNetConfig, state: nnx.State) -> layouts.Published:
     """OpenAI's keys (`visual.*`)."""
     source = untied_source(state, modified_resnet_key_map(config))
-    own = layouts.own_config("modified_resnet", config)
-    return layouts.Published(layouts.with_prefixes(source, _prefixes(config)), own)
+    published_config = layouts.own_config("modified_resnet", config)
+    return layouts.Published(layouts.with_prefixes(source, _prefixes(config)), published_config)
 
 
 _SHORTCUT = "stages/{}/first/shortcut/kernel"

@@ -116,8 +116,8 @@ def best_resolution(size: tuple[int, int], resolutions: Sequence[Resolution]) ->
 
     def kept_and_spare(resolution: Resolution) -> tuple[int, int]:
         scale = min(resolution[1] / width, resolution[0] / height)
-        kept = min(int(width * scale) * int(height * scale), width * height)
-        return kept, kept - resolution[0] * resolution[1]
+        pixels = min(int(width * scale) * int(height * scale), width * height)
+        return pixels, pixels - resolution[0] * resolution[1]
 
     return max(resolutions, key=kept_and_spare)
 
@@ -138,7 +138,7 @@ def tokens_of(shape: Sequence[int], sizes: TileSizes) -> int:
 
 def buckets(sizes: TileSizes) -> tuple[int, ...]:
     """Numbers of tiles for which there are programs."""
-    counts = sorted({1 + math.prod(sizes.grid(one)) for one in sizes.resolutions})
+    counts = sorted({1 + math.prod(sizes.grid(resolution)) for resolution in sizes.resolutions})
     chosen = [counts[-1]]
     for count in reversed(counts):
         if count * _GROWTH <= chosen[-1]:
@@ -155,7 +155,7 @@ def most_tokens(bucket: int, sizes: TileSizes) -> int:
     """Returns an upper bound of the tokens of a bucket's pictures."""
     if bucket == 1:
         return sizes.states + 1
-    grids = [sizes.grid(one) for one in sizes.resolutions]
+    grids = [sizes.grid(resolution) for resolution in sizes.resolutions]
     fitting = [(rows, columns) for rows, columns in grids if 1 + rows * columns <= bucket]
     most = int(_MORE**2 * sizes.most * sizes.states) + 1
     return sizes.states + max(
@@ -198,8 +198,8 @@ def mixture(
     tile = 1 + row // sizes.side * columns_of_tiles + column // sizes.side
     within = row % sizes.side * sizes.side + column % sizes.side
     without_newline = place.out_rows, place.out_columns
-    shown = (place.out_rows, place.out_columns + 1, _TAPS)
-    rows, weights = np.zeros(shown, np.int32), np.zeros(shown, np.float32)
+    cells = (place.out_rows, place.out_columns + 1, _TAPS)
+    rows, weights = np.zeros(cells, np.int32), np.zeros(cells, np.float32)
     rows[:, :-1] = (1 + tile * sizes.states + within).reshape(*without_newline, _TAPS)
     weighed = of_down[:, None, :, None] * of_across[None, :, None, :]
     weights[:, :-1] = weighed.reshape(*without_newline, _TAPS)
@@ -280,7 +280,7 @@ class OnevisionConfig(LlavaConfig):
                 "square; use a LLaVA-OneVision as it was published."
             )
         side, least = self.vision.image_size, min(map(min, self.resolutions), default=0)
-        if not least or any(one % side for pair in self.resolutions for one in pair):
+        if not least or any(length % side for pair in self.resolutions for length in pair):
             raise UserError(
                 f"model.resolutions is {self.resolutions}: expected heights and widths that are "
                 f"multiples of model.vision.image_size = {side}; correct them."

@@ -772,7 +772,7 @@ def processor_to_hf(config: qwen_vl.QwenVisionConfig) -> dict[str, Any]:
     }
 
 
-def _check(found: Mapping[str, Any], where: Path, config: qwen_vl.QwenVisionConfig) -> None:
+def _check(processor: Mapping[str, Any], where: Path, config: qwen_vl.QwenVisionConfig) -> None:
     expected = {
         **_FIXED,
         "patch_size": (config.patch,),
@@ -780,13 +780,13 @@ def _check(found: Mapping[str, Any], where: Path, config: qwen_vl.QwenVisionConf
         "temporal_patch_size": (config.temporal,),
     }
     for key, values in expected.items():
-        value = found.get(key)
+        value = processor.get(key)
         if value is not None and value not in values:
             raise UserError(
                 f"{where}: {key} is {value!r}, expected {values[0]!r}, as Qwen's pictures are "
                 "prepared here; use a checkpoint that was trained so."
             )
-    factor = found.get("rescale_factor")
+    factor = processor.get("rescale_factor")
     if factor is not None and not close(factor, 1 / 255):
         raise UserError(
             f"{where}: rescale_factor is {factor!r}, expected 1/255; use a checkpoint that was "

@@ -286,7 +286,7 @@ CHECK = comparison.Check(
     _run,
     {"encoder output": "encoder_last_hidden_state", "logits": "logits"},
     {"encoder": "encoder", "decoder": "decoder"},
-    given=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
+    peer_inputs=lambda x: {**comparison.texts_for_transformers(x), "decoder_input_ids": x["ids"]},
 )
 
 

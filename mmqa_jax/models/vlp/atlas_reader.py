@@ -196,22 +196,22 @@ class AtlasVLP(vlp.VLP):
         """Computes VLP's log-probabilities; tokens neither written nor in the context have none."""
         hidden, at_masks = self._encode_at(inputs, positions, dropout_key)
         context = Context(hidden, inputs.input_ids, inputs.context_mask)
-        said = said_before(inputs, positions)  # [B, P, L]
-        log_probs = self.log_probs_of(at_masks, context, said, ids)
+        already_said = said_before(inputs, positions)  # [B, P, L]
+        log_probs = self.log_probs_of(at_masks, context, already_said, ids)
         return log_probs, self.sayable(context, ids)
 
     def token_log_probs(
-        self, hidden: jax.Array, context: Context | None, said: jax.Array | None
+        self, hidden: jax.Array, context: Context | None, already_said: jax.Array | None
     ) -> jax.Array:
         """Hidden states [B, P, H] -> log-probabilities of tokens [B, P, V], float32.
 
-        `context` is what a copy head copies from, `said` [B, P, L] bool which of its tokens the
-        answer holds already; a model without a copy head ignores both.
+        `context` is what a copy head copies from, `already_said` [B, P, L] bool which of its
+        tokens the answer holds already; a model without a copy head ignores both.
         """
         logits = self.mlm_logits(hidden)
         if self.copy_head is None:
             return jax.nn.log_softmax(logits)
-        return self.copy_head(hidden, logits, context, said, self.config.bert.vocab_size)
+        return self.copy_head(hidden, logits, context, already_said, self.config.bert.vocab_size)
 
     def sayable(self, context: Context, ids: jax.Array) -> jax.Array:
         """Whether the tokens ids [B, P] can be written or copied at all, bool [B, P]."""
@@ -222,13 +222,13 @@ class AtlasVLP(vlp.VLP):
         return (ids < written) | same.any(axis=-1)
 
     def log_probs_of(
-        self, hidden: jax.Array, context: Context, said: jax.Array, ids: jax.Array
+        self, hidden: jax.Array, context: Context, already_said: jax.Array, ids: jax.Array
     ) -> jax.Array:
         """`token_log_probs` of only the tokens ids [B, P]: [B, P], for training."""
         logits = self.mlm_logits(hidden)
         if self.copy_head is None:
             return _log_probs_of(logits, ids)
-        return self.copy_head.of_tokens(hidden, logits, context, said, ids)
+        return self.copy_head.of_tokens(hidden, logits, context, already_said, ids)
 
     def prefill(self, inputs: vlp.VLPInputs) -> AtlasPrefix:
         """Encodes the prompt as VLP does, with what a copy head copies from."""
@@ -252,13 +252,13 @@ class AtlasVLP(vlp.VLP):
         ids = {"mask_id": mask_id, "token_type": token_type}
         hidden, cache = vlp.append_mask(self.bert, prefix.encoded, cache, generated, step, **ids)
         prefixes, beams, _ = cache.ancestry.slots.shape
-        hidden, said = hidden.reshape(prefixes, beams, -1), None
+        hidden, already_said = hidden.reshape(prefixes, beams, -1), None
         if prefix.context is not None:
             answer = generated.reshape(prefixes, beams, -1)  # [B, beams, T]
             same = answer[..., None] == prefix.context.ids[:, None, None]  # [B, beams, T, L]
             written = jnp.arange(answer.shape[2]) < step
-            said = (same & written[:, None]).any(axis=2)  # [B, beams, L]
-        log_probs = self.token_log_probs(hidden, prefix.context, said)
+            already_said = (same & written[:, None]).any(axis=2)  # [B, beams, L]
+        log_probs = self.token_log_probs(hidden, prefix.context, already_said)
         return log_probs.reshape(len(generated), -1), cache
 
 
@@ -281,15 +281,15 @@ class CopyHead(nnx.Module):
         hidden: jax.Array,
         logits: jax.Array,
         context: Context,
-        said: jax.Array,
+        already_said: jax.Array,
         vocabulary: int,
     ) -> jax.Array:
         """hidden [B, P, H], logits [B, P, W] of the first tokens -> log-probabilities [B, P, V].
 
-        said [B, P, L] bool: context tokens that the answer holds before that position.
+        already_said [B, P, L] bool: context tokens that the answer holds before that position.
         """
         rows, length, written = logits.shape
-        copied, gate = self._attend(hidden, context, said)
+        copied, gate = self._attend(hidden, context, already_said)
         same = context.ids[:, :, None] == context.ids[:, None]  # [B, L, L]
         # Every occurrence of a token together:
         copied = jnp.einsum("bpl,blk->bpk", copied, same.astype(jnp.float32))
@@ -308,7 +308,7 @@ class CopyHead(nnx.Module):
         hidden: jax.Array,
         logits: jax.Array,
         context: Context,
-        said: jax.Array,
+        already_said: jax.Array,
         ids: jax.Array,
     ) -> jax.Array:
         """Computes log-probabilities [B, P] of the tokens ids [B, P] alone.
@@ -316,12 +316,12 @@ class CopyHead(nnx.Module):
         Training needs no others; whole distributions over the vocabulary would cost it more
         than the trunk's layers.
         """
-        copied, gate = self._attend(hidden, context, said)
+        copied, gate = self._attend(hidden, context, already_said)
         same = context.ids[:, None] == ids[:, :, None]  # [B, P, L]
         return _mix(gate, _log_probs_of(logits, ids), jnp.where(same, copied, 0.0).sum(axis=-1))
 
     def _attend(
-        self, hidden: jax.Array, context: Context, said: jax.Array
+        self, hidden: jax.Array, context: Context, already_said: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Share of every context token [B, P, L], and the log-odds of copying [B, P].
 
@@ -330,7 +330,7 @@ class CopyHead(nnx.Module):
         """
         query, key = self.query(hidden), self.key(context.hidden)
         scores = jnp.einsum("bph,blh->bpl", query, key) / key.shape[-1] ** 0.5
-        scores = (scores + said * self.again(hidden)).astype(jnp.float32)
+        scores = (scores + already_said * self.again(hidden)).astype(jnp.float32)
         scores = jnp.where(context.mask[:, None], scores, -jnp.inf)
         return jax.nn.softmax(scores), self.gate(hidden)[:, :, 0].astype(jnp.float32)
 

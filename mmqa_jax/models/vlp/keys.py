@@ -41,7 +41,7 @@ _VISUAL = (r"^region_content/", r"^region_place/")
 def read_vlp(value: Any, where: str) -> VLPConfig:
     """The config of a VLP, ours included, that a folder of weights holds (config_to_json)."""
     if isinstance(value, Mapping):
-        value = {key: one for key, one in value.items() if key not in _OFF or one != _OFF[key]}
+        value = {key: item for key, item in value.items() if key not in _OFF or item != _OFF[key]}
         if "vision" not in value:
             value.pop("vision_layer", None)
     return config_from_json(VLPConfig | AtlasVLPConfig | ClipVLPConfig, value, where)
@@ -100,8 +100,8 @@ def open_vlp(path: Path) -> layouts.Checkpoint:
     )
 
     def key_map(config: VLPConfig) -> KeyMap:
-        found = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
-        return fit_types(found, types, config.bert.types)
+        mapping = vlp_key_map(config, source_head="context_classifier.weight" in shapes)
+        return fit_types(mapping, types, config.bert.types)
 
     return layouts.Checkpoint(config, key_map, source, "vlp", unknown=unknown)
 

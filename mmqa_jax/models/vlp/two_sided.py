@@ -156,17 +156,17 @@ class TwoSidedVLP(AtlasVLP):
         mask = laid.source[:, None, None]
 
         def body(layer: BertLayer, x, _, key):
-            query, *kept = layer.project(x)
-            return layer.finish(x, layer.attend(query, *kept, mask)), kept
+            query, *pair = layer.project(x)
+            return layer.finish(x, layer.attend(query, *pair, mask)), pair
 
         x = self._run(0, self._lower, self._embed(laid.inputs, None), mask)
-        kept = [[], []]
+        pair = [[], []]
         if self.sides.joint_layers > 1:
-            x, kept = scan_layers(self._stack(self._lower, -1), x, body, unroll=self._unroll)
-            kept = [list(part) for part in kept]
-        for part, last in zip(kept, self._layer(-1).project(x)[1:], strict=True):
+            x, pair = scan_layers(self._stack(self._lower, -1), x, body, unroll=self._unroll)
+            pair = [list(part) for part in pair]
+        for part, last in zip(pair, self._layer(-1).project(x)[1:], strict=True):
             part.append(last)  # its queries and what follows would not be used
-        key, value = (jnp.stack(part, axis=1) for part in kept)
+        key, value = (jnp.stack(part, axis=1) for part in pair)
         return SourceMemory(key, value, laid.source, laid.ids)
 
     def encode_questions(self, inputs: VLPInputs) -> QuestionStates:
@@ -215,11 +215,13 @@ class TwoSidedVLP(AtlasVLP):
 
     def _later_layers(self, x: jax.Array, sources: SourceMemory, mask: jax.Array) -> jax.Array:
         """The joint layers behind the first: x [S * Q, T, H] -> [S * Q, H] of the [CLS]."""
-        own = jnp.tile(mask, (len(sources.mask), 1))[:, None, None]  # [S * Q, 1, 1, T]
+        question_mask = jnp.tile(mask, (len(sources.mask), 1))[:, None, None]  # [S * Q, 1, 1, T]
         keys, values = (jnp.moveaxis(part, 1, 0)[1:] for part in (sources.key, sources.value))
 
         def attend(query, key, value, own_key, own_value):
-            return prefix_attention(query, key, value, sources.mask, own_key, own_value, mask=own)
+            return prefix_attention(
+                query, key, value, sources.mask, own_key, own_value, mask=question_mask
+            )
 
         def body(layer: BertLayer, x, memory, _):
             query, *of_question = layer.project(x)
@@ -332,10 +334,11 @@ def _pair_attention(
     query = query * query.shape[-1] ** -0.5
     exact = {"preferred_element_type": jnp.float32}
     there = jnp.einsum("sqrhd,slhd->sqrhl", query, source_key, **exact)
-    own = jnp.einsum("sqrhd,qkhd->sqrhk", query, key, **exact)
+    own_scores = jnp.einsum("sqrhd,qkhd->sqrhk", query, key, **exact)
     there = jnp.where(source_mask[:, None, None, None], there, -jnp.inf)
-    own = jnp.where(mask[:, :, None, None], own, -jnp.inf)  # never empty: it has the [CLS]
-    weights = jax.nn.softmax(jnp.concatenate([there, own], axis=-1)).astype(value.dtype)
+    # No row is masked alone: a question sees its [CLS].
+    own_scores = jnp.where(mask[:, :, None, None], own_scores, -jnp.inf)
+    weights = jax.nn.softmax(jnp.concatenate([there, own_scores], axis=-1)).astype(value.dtype)
     length = source_mask.shape[1]
     out = jnp.einsum("sqrhl,slhd->sqrhd", weights[..., :length], source_value)
     return out + jnp.einsum("sqrhk,qkhd->sqrhd", weights[..., length:], value)
