@@ -22,14 +22,19 @@ from pathlib import Path
 import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
-from mmqa_jax.benchmarks.vidore import as_trec_orders
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
 from mmqa_jax.data.formats.parquet import parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
-from mmqa_jax.evaluation.scores import predictions_by_question, questions_that_count, scores_of
-from mmqa_jax.evaluation.scoring import Evaluation
+from mmqa_jax.evaluation.retrieval import (
+    FORMATS,
+    as_trec_orders,
+    average_note,
+    has_positives,
+    read_found,
+    score_rankings,
+)
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 TASKS = (
     *("biology", "earth_science", "economics", "psychology", "robotics", "stackoverflow"),
@@ -111,25 +116,18 @@ def _question(task: str, row: Entry, sources: dict[str, Source]) -> Question:
 
 def score_bright(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """nDCG@10 by task, without each question's excluded documents."""
-    by_id = predictions_by_question(questions, predictions)
-    scored = questions_that_count(questions, has_positives, "gold documents")
+    scored = scored_split(questions, predictions, has_positives, "gold documents")
     ranked = []
-    for question in scored:
-        prediction = by_id.get(question.id)
-        names = () if prediction is None else as_trec_orders(prediction)
+    for question, prediction in zip(scored.counted, scored.predictions, strict=True):
         excluded = set(question.extra.get(EXCLUDED, ()))
-        ranked.append([name for name in names if name not in excluded])
-    gold = [question.positives for question in scored]
+        ranked.append([name for name in as_trec_orders(prediction) if name not in excluded])
+    gold = [question.positives for question in scored.counted]
     ndcg = score_rankings(gold, ranked, (_K,)).per_question[f"ndcg@{_K}"]
-    tasks = np.array([question.category for question in scored])
+    tasks = np.array([question.category for question in scored.counted])
     groups = {task: tasks == task for task in TASKS if task in tasks}
-    evaluation = Evaluation(
-        [scores_of(questions, scored, by_id, {SCORER: ndcg}, groups)], has_modalities=False
-    )
-    average = float(np.mean([ndcg[rows].mean() for rows in groups.values()]))
-    evaluation.notes.append(
-        f"average of {len(groups)} of {len(TASKS)} tasks, nDCG@{_K}: {100 * average:.2f} %"
-    )
+    evaluation = scored.evaluation({SCORER: ndcg}, groups)
+    means = [ndcg[rows].mean() for rows in groups.values()]
+    evaluation.notes.append(average_note(means, f"{len(TASKS)} tasks", f"nDCG@{_K}"))
     return evaluation
 
 

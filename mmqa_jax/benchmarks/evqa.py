@@ -25,7 +25,7 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_own_lines
 from mmqa_jax.evaluation.scores import group_of, groups_by
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.vqa import has_answers
 
 TYPES = ("templated", "automatic", "multi_answer", "2_hop")
 # Between the items of an answer that is a list.
@@ -71,38 +72,35 @@ def read_evqa(folder: Path) -> official.BenchmarkFiles:
     alternatives as they are written.
     """
     files = official.OfficialFiles(folder)
-    rows = []
+    questions: list[Question] = []
+    counts: dict[str, int] = {}
     for split in _SPLITS:
         path = files.optional(f"{split}.csv", without=f"there are no {split} questions")
-        for where, cells in () if path is None else read_table(path, _COLUMNS):
-            row = official.Entry(where, cells)
-            rows.append((split, row, _picture_names(row)))
-    files.check_questions(rows, "Encyclopedic-VQA", "test.csv, or another split's file,")
-    pictures = _pictures(files, {name for _, _, names in rows for name in names})
-    questions = []
-    numbers: Counter[str] = Counter()
-    for split, row, names in rows:
-        questions += _questions(f"{split}_{numbers[split]}", split, row, names)
-        numbers[split] += 1
+        rows = [] if path is None else read_table(path, _COLUMNS)
+        for number, (where, cells) in enumerate(rows):
+            questions += _questions(f"{split}_{number}", split, official.Entry(where, cells))
+        counts |= {f"{split} rows": len(rows)} if rows else {}
+    files.check_questions(questions, "Encyclopedic-VQA", "test.csv, or another split's file,")
+    pictures = _pictures(files, official.picture_names(questions))
     questions = official.with_present_pictures(questions, pictures)
     pictured = official.picture_names(questions)
     if not pictured:
         files.missing["inaturalist/, landmarks/"] = "no pictures, without which few can be answered"
-    return files.content(questions, _counts(questions, numbers, len(pictured)), {}, pictures)
+    counts |= Counter(f"{question.split} questions" for question in questions)
+    kinds = Counter(f"{question.split} {question.category}" for question in questions)
+    counts |= {**dict(sorted(kinds.items())), "picture files": len(pictured)}
+    return files.content(questions, counts, {}, pictures)
 
 
-def _questions(
-    name: str, split: str, row: official.Entry, pictures: Sequence[str]
-) -> list[Question]:
+def _questions(name: str, split: str, row: official.Entry) -> list[Question]:
     """A row's questions, one a picture."""
     for column in ("question", "answer", "wikipedia_url"):
         if not row.text(column).strip():
             raise row.error(f"{column} is empty")
-    if row["question_type"] not in TYPES:
-        raise row.wrong("question_type", f"one of {', '.join(TYPES)}")
+    kind = row.choice("question_type", TYPES)
     extra: dict[str, Any] = {key: row[key] for key in _KEPT if row.get(key)}
     extra[ARTICLES] = row["wikipedia_url"].split(_BETWEEN)
-    extra[HOPS] = 2 if row["question_type"] == "2_hop" else 1
+    extra[HOPS] = 2 if kind == "2_hop" else 1
     sections = [whole_number(text) for text in row.get(SECTIONS, "").split(_BETWEEN) if text]
     if sections and None not in sections:
         extra[SECTIONS] = sections
@@ -116,21 +114,20 @@ def _questions(
             question=row["question"],
             image=picture,
             answers=tuple(row["answer"].split(_BETWEEN)),
-            category=row["question_type"],
+            category=kind,
             extra={**extra, "image_id": picture, PICTURE: number},
         )
-        for number, picture in enumerate(pictures)
+        for number, picture in enumerate(_picture_names(row))
     ]
 
 
 def _picture_names(row: official.Entry) -> list[str]:
     """`DATASET/ID` of each of a row's pictures."""
-    if row["dataset_name"] not in _PLACES:
-        raise row.wrong("dataset_name", f"one of {', '.join(_PLACES)}")
+    dataset = row.choice("dataset_name", _PLACES)
     names = row["dataset_image_ids"].split(_BETWEEN)
     if not all(map(_NAME.fullmatch, names)):
         raise row.wrong("dataset_image_ids", "ids with | between them")
-    return [f"{row['dataset_name']}/{name}" for name in names]
+    return [f"{dataset}/{name}" for name in names]
 
 
 def _pictures(files: official.OfficialFiles, wanted: set[str]) -> official.PictureFiles:
@@ -175,16 +172,6 @@ def _landmarks(files: official.OfficialFiles, wanted: set[str]) -> dict[str, lis
 
 _PLACES = {"inaturalist": _inaturalist, "landmarks": _landmarks}
 
-
-def _counts(
-    questions: Sequence[Question], rows: Mapping[str, int], picture_files: int
-) -> dict[str, int]:
-    counts = {f"{split} rows": rows[split] for split in _SPLITS if split in rows}
-    asked = Counter(f"{question.split} questions" for question in questions)
-    kinds = Counter(f"{question.split} {question.category}" for question in questions)
-    return {**counts, **asked, **dict(sorted(kinds.items())), "picture files": picture_files}
-
-
 EXACT, BEM = "evqa/exact_match", "evqa/bem"
 _LEAST_OVERLAP = 0.5
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + "‘’´`")
@@ -200,11 +187,6 @@ _WORDS = {
 
 # (question, alternative, answer) of pairs -> whether BEM calls them equivalent; see bem.py.
 Judge = Callable[[Sequence[tuple[str, str, str]]], Sequence[bool]]
-
-
-def has_answers(question: Question) -> bool:
-    """Whether a question's answer is published."""
-    return any(question.answers)
 
 
 def normalize_evqa(text: str) -> str:

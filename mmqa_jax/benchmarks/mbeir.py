@@ -35,15 +35,23 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import atomic_write, parse_json, read_text
+from mmqa_jax.core.files import parse_json
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
+from mmqa_jax.data.formats.tables import read_table
+from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Ranking, Source
+from mmqa_jax.evaluation.retrieval import (
+    FORMATS,
+    average_note,
+    first_errors_table,
+    has_positives,
+    read_found,
+    score_rankings,
+)
 from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.tables import Table
-from mmqa_jax.retrieval.rankings import gold_of, read_qrels
+from mmqa_jax.retrieval.rankings import gold_of, read_qrels, write_run
 
 # The number of a data set before the colon of its ids (src/data/preprocessing/utils.py).
 DATASETS = (
@@ -82,6 +90,7 @@ MATERIALS = (
 
 _UNION = "cand_pool/global/mbeir_union_test_cand_pool.jsonl"
 _INSTRUCTIONS = "instructions/query_instructions.tsv"
+_KEY_OF_PROMPTS = ("dataset_id", "query_modality", "cand_modality")
 _POOL = re.compile(r"mbeir_(?P<name>\w+?)(_(?P<split>train|val|test))?_cand_pool")
 _ID = re.compile(r"\d:\d+")
 
@@ -133,7 +142,11 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
     present = official.picture_names((*queries, *candidates))
     if not present:
         files.missing["mbeir_images/"] = "no pictures; texts stand alone"
-    counts = _counts(queries, candidates, len(present))
+    kinds = Counter(f"candidates, {candidate_modality(source)}" for source in candidates)
+    sets = Counter(f"{query.split} queries of {query.category}" for query in queries)
+    counts = (
+        dict(sorted(kinds.items())) | {"picture files": len(present)} | dict(sorted(sets.items()))
+    )
     return files.content(queries, counts, {}, pictures, candidates)
 
 
@@ -196,15 +209,10 @@ def _instructions(files: official.OfficialFiles) -> Mapping[tuple[str, str, str]
     if path is None:
         return None
     wordings = {}
-    for number, line in enumerate(read_text(path).split("\n")[1:], start=2):
-        cells = line.strip().split("\t")
-        if line.strip() and len(cells) < 5:
-            raise UserError(
-                f"{path}, line {number}: query_modality, cand_modality, dataset_name, dataset_id "
-                "and prompts were expected, with tabs between them; fetch the file again."
-            )
-        if line.strip():
-            wordings[cells[3], cells[0], cells[1]] = [wording for wording in cells[4:] if wording]
+    for where, cells in read_table(path, _KEY_OF_PROMPTS):
+        official.Entry(where, cells).text("prompt_1")  # refuses a row without prompts
+        prompts = [text for name, text in cells.items() if name.startswith("prompt") and text]
+        wordings[tuple(cells[key] for key in _KEY_OF_PROMPTS)] = prompts
     return wordings
 
 
@@ -303,18 +311,6 @@ def _inner(row: official.Entry, key: str) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _counts(
-    queries: Sequence[Question], candidates: Sequence[Source], picture_files: int
-) -> dict[str, int]:
-    kinds = Counter(map(candidate_modality, candidates))
-    sets = Counter(f"{query.split} queries of {query.category}" for query in queries)
-    return {
-        **{f"candidates, {kind}": count for kind, count in sorted(kinds.items())},
-        "picture files": picture_files,
-        **dict(sorted(sets.items())),
-    }
-
-
 OFFICIAL = "mbeir/official"
 KS = (1, 5, 10, 20, 50)
 _USUAL_K, _FASHION_K = 5, 10
@@ -325,7 +321,6 @@ DOMAINS = {
     **dict.fromkeys(("webqa", "oven", "infoseek"), "wiki"),
     **dict.fromkeys(("nights", "cirr", "mscoco"), "common"),
 }
-_ERRORS = ("wrong modality", "wrong domain", "other")
 
 
 def official_k(name: str) -> int:
@@ -344,12 +339,9 @@ def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]
     recall = {f"mbeir/recall@{k}": hits[f"hit_any@{k}"] for k in KS if k <= max(depth, _FASHION_K)}
     evaluation = scored.evaluation({OFFICIAL: np.array(official), **recall}, _groups(counted))
     (scores,) = evaluation.scored
-    names = [name for name in sets_of(counted) if scores.counts[name]]
-    average = float(np.mean([scores.of_category(OFFICIAL, name).mean() for name in names]))
-    evaluation.notes.append(
-        f"average of {len(names)} of {len(SETS)} sets, recall@{_USUAL_K} (Fashion200K, FashionIQ: "
-        f"@{_FASHION_K}): {100 * average:.2f} %"
-    )
+    means = [scores.of_category(OFFICIAL, name).mean() for name in sets_of(counted)]
+    measure = f"recall@{_USUAL_K} (Fashion200K, FashionIQ: @{_FASHION_K})"
+    evaluation.notes.append(average_note(means, f"{len(SETS)} sets", measure))
     if depth < _FASHION_K:
         evaluation.notes.append(f"the rankings hold {depth} candidates at most")
     return evaluation
@@ -365,33 +357,16 @@ def first_errors(
     corpus: Corpus, questions: Sequence[Question], predictions: Sequence[Prediction]
 ) -> list[Table]:
     """Counts, by set, why first candidates are no positives, as shares of these candidates."""
-    wrong: dict[str, Counter[str]] = {name: Counter() for name in sets_of(questions)}
-    for question, ranking in paired(questions, predictions):
-        if not ranking.sources or not question.positives:
-            continue
-        name = ranking.sources[0]
-        if name in question.positives:
-            continue
-        if name not in corpus.row:
-            raise UserError(
-                f"--references: candidate {name!r}, the first of query {question.id!r}, is not in "
-                "that pool; name the corpus that was searched, or the pool of all sets."
-            )
-        source = corpus.sources[corpus.row[name]]
+
+    def kind_of(question: Question, source: Source) -> str:
         if candidate_modality(source) != wanted_modality(question):
-            wrong[question.category]["wrong modality"] += 1
-        elif DOMAINS.get(dataset_of(name)) != DOMAINS.get(dataset_of(question.id)):
-            wrong[question.category]["wrong domain"] += 1
-        else:
-            wrong[question.category]["other"] += 1
-    rows = [
-        [name, counts.total(), *(counts[kind] / counts.total() for kind in _ERRORS)]
-        for name, counts in wrong.items()
-        if counts.total()
-    ]
-    note = "Of the first candidates that are no positives; shares add up to 1."
-    columns = ["", "wrong", *_ERRORS]
-    return [Table("mbeir: errors at rank 1", columns, rows, note)] if rows else []
+            return "wrong modality"
+        same = DOMAINS.get(dataset_of(source.id)) == DOMAINS.get(dataset_of(question.id))
+        return "other" if same else "wrong domain"
+
+    kinds = ("wrong modality", "wrong domain", "other")
+    pairs = paired(questions, predictions)
+    return first_errors_table("mbeir", corpus, pairs, sets_of(questions), kinds, kind_of)
 
 
 def wanted_modality(question: Question) -> str:
@@ -420,17 +395,15 @@ def write_mbeir_run(
     questions: Sequence[Question], predictions: Sequence[Prediction], path: Path
 ) -> None:
     """Writes the rankings as UniIR's run files: TREC's columns, and the number of the task."""
-    with atomic_write(path) as file:
-        for question, ranking in paired(questions, predictions):
-            # Only the order counts where a file gives no scores.
-            scores = ranking.source_scores or [1 / n for n in range(1, len(ranking.sources) + 1)]
-            tag = f"mbeir_{question.category}_{question.split}"
-            task = question.category.rpartition("_task")[2]
-            for rank, (name, score) in enumerate(
-                zip(ranking.sources, scores, strict=True), start=1
-            ):
-                columns = official_id(question), "Q0", name, rank, repr(float(score)), tag, task
-                file.write(" ".join(map(str, columns)) + "\n")
+    rankings, tags = [], []
+    for question, prediction in paired(questions, predictions):
+        # Only the order counts where a file gives no scores.
+        places = range(1, len(prediction.sources) + 1)
+        scores = prediction.source_scores or tuple(1 / place for place in places)
+        rankings.append(Ranking(official_id(question), prediction.sources, tuple(scores)))
+        task = question.category.rpartition("_task")[2]
+        tags.append(f"mbeir_{question.category}_{question.split} {task}")
+    write_run(path, rankings, tags)
 
 
 def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:

@@ -26,8 +26,6 @@ a JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three. LLaVA's 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official, vlmeval
 from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.formats.tables import SUFFIXES, write_spreadsheet
+from mmqa_jax.data.formats.vlmeval import PREDICTION
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
@@ -53,7 +52,6 @@ from mmqa_jax.evaluation.scoring import Evaluation, ScoredSplit
 PASS_STEP = 1_000_000
 # Keys of Question.extra: the question's index without the pass, the pass, and the ability.
 BASE, PASS, L2 = "base_index", "pass", "l2-category"
-PREDICTION = "prediction"  # a column of tables that hold a system's answers
 
 # The repository's list of downloads; the paper (table 2) counts 2,974 in all.
 PUBLISHED_COUNTS = {"val questions": 1_164, "test questions": 1_784}
@@ -81,7 +79,12 @@ def read_mmbench(path: Path) -> official.BenchmarkFiles:
     if not pictures:
         files.missing["image"] = "no table has this column; questions stand without pictures"
     questions = [_question(row, pictures.name_of) for row in rows]
-    questions = with_captions(files, questions, _caption_names, "indices of the table")
+    questions = with_captions(
+        files,
+        questions,
+        lambda q: (q.extra[BASE], q.image or q.extra[BASE]),
+        "indices of the table",
+    )
     if all(row.number("index") < PASS_STEP and PREDICTION not in row for row in rows):
         questions = [each for question in questions for each in circular_passes(question)]
     counts = _counts(questions, len(questions) - len(rows))
@@ -111,9 +114,8 @@ def _question(row: official.Entry, picture_of: Mapping[int, str]) -> Question:
     index, choices = row.number("index"), vlmeval.choices_of(row)
     answer = row.get("answer", "").strip()
     answer_index = official.Entry(row.where, {"answer": answer}).letter("answer", len(choices))
-    split = row.get("split", "").lower() or ("dev" if answer else "test")
-    if split not in _SPLITS:
-        raise row.wrong("split", f"one of {', '.join(_SPLITS)}")
+    named = row.get("split", "").lower() or ("dev" if answer else "test")
+    split = official.Entry(row.where, {"split": named}).choice("split", _SPLITS)
     extra = {k: v for k, v in row.items() if k and v and k not in _READ}
     return Question(
         id=str(index),
@@ -128,29 +130,18 @@ def _question(row: official.Entry, picture_of: Mapping[int, str]) -> Question:
     )
 
 
-def _caption_names(question: Question) -> Sequence[str]:
-    base = question.extra[BASE]
-    return (base,) if question.image is None else (base, question.image)
-
-
 def _counts(questions: Sequence[Question], made: int) -> dict[str, int]:
     firsts = [question for question in questions if question.extra[PASS] == 0]
     kinds = {
+        "questions without a picture": lambda q: q.image is None,
         f"questions with {official.CAPTION}": lambda q: official.CAPTION in q.extra,
         "questions without an answer": lambda q: q.answer_index is None,
         "questions with equal choices": lambda q: len(set(q.choices)) < len(q.choices),
     }
-    counts = official.counts_of(firsts, ("val", "test", "train"), {})
-    if not counts["train questions"]:
-        del counts["train questions"]
-    return {
-        **counts,
-        "circular passes": len(questions),
-        "passes made here": made,
-        **official.counts_of(
-            firsts, (), {"questions without a picture": lambda q: q.image is None, **kinds}
-        ),
-    }
+    in_train = ["train"] if any(question.split == "train" for question in firsts) else []
+    counts = official.counts_of(firsts, ("val", "test", *in_train), {})
+    counts |= {"circular passes": len(questions), "passes made here": made}
+    return counts | official.counts_of(firsts, (), kinds)
 
 
 def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
@@ -160,13 +151,7 @@ def read_mmbench_predictions(path: Path, questions: Sequence[Question]) -> list[
     """
     if path.suffix.lower() not in SUFFIXES:
         return rules.choices_of(path, _with_passes(json_rows(path), questions), questions)
-    named_nan = {q.id for q in questions if vlmeval.NAN in (choice.lower() for choice in q.choices)}
-    predictions = []
-    for row in vlmeval.rows_of(path, ("index", PREDICTION)):
-        name, answer = str(row.number("index")), row[PREDICTION]
-        empty = answer == vlmeval.NAN and name not in named_nan
-        predictions.append(Prediction(name, "" if empty else answer))
-    return predictions
+    return vlmeval.read_predictions(path, questions)
 
 
 def _with_passes(
@@ -179,8 +164,7 @@ def _with_passes(
         passes.setdefault(question.extra.get(BASE, question.id), []).append(question)
     named = []
     for where, row in rows:
-        if PREDICTION in row and "question_id" not in row:  # VLMEvalKit's
-            row = {**row, "question_id": row.get("index"), PREDICTION: _text_of(row[PREDICTION])}
+        row = vlmeval.named_row(row)
         turn = row.get("round_id", 0)
         question = by_id.get(name := _known_id(row, by_id))
         if question is not None and turn != 0:
@@ -194,13 +178,6 @@ def _with_passes(
             row = {**row, "question_id": _pass_of_round(question, turn, alike)}
         named.append((where, row))
     return named
-
-
-def _text_of(value: Any) -> Any:
-    """A cell of VLMEvalKit's rows as text: numbers by `str`, a missing value is NaN there."""
-    if isinstance(value, float) and math.isnan(value):
-        return None
-    return str(value) if type(value) in (int, float) else value
 
 
 def _known_id(row: Row, known: Container[str]) -> str | None:
@@ -222,11 +199,6 @@ def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) ->
     expected = str(int(question.id) + (count - turn) * PASS_STEP)
     alike = [candidate.id for candidate in passes if candidate.choices == rotated]
     return expected if expected in alike or not alike else alike[0]
-
-
-def holds_answers(path: Path) -> bool:
-    """Whether a file is a table of MMBench, which holds questions and answers of its own."""
-    return path.suffix.lower() in SUFFIXES
 
 
 def write_mmbench_submission(
@@ -281,8 +253,11 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     per_question: dict[str, np.ndarray] = {}
     unparsed: dict[str, int] = {}
     for year, answer_is in (("", False), ("_2026", True)):
-        rule = functools.partial(_vlmeval, answer_is=answer_is)
-        chosen = rules.chosen_by(passes, by_id, rule)
+        chosen = rules.chosen_by(
+            passes,
+            by_id,
+            lambda text, q, kind=answer_is: rules.vlmeval_choice(text, q.choices, answer_is=kind),
+        )
         choice_of = dict(zip((question.id for question in passes), chosen, strict=True))
         for name, scored_passes, score in (
             ("circular", passes, _circular(passes, choice_of, scored.counted)),
@@ -301,10 +276,6 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
         **groups_by(scored.counted, lambda q: q.category, title="category: {}"),
     }
     return scored.evaluation(per_question, groups, notes=notes, unparsed=unparsed)
-
-
-def _vlmeval(text: str, question: Question, *, answer_is: bool) -> int | None:
-    return rules.vlmeval_choice(text, question.choices, answer_is=answer_is)
 
 
 def _circular(
@@ -332,7 +303,7 @@ BENCHMARK = Benchmark(
     verdicts=("mmbench/vanilla",),  # circular: of all passes, of which one is shown
     write_submission=write_mmbench_submission,
     submission="submission.xlsx",
-    holds_references=holds_answers,
+    holds_references=lambda path: path.suffix.lower() in SUFFIXES,
     split_names={"dev": "val"},
     tables=SUFFIXES,
 )

@@ -27,8 +27,6 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
@@ -36,6 +34,8 @@ from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import json_rows, read_own_lines
 from mmqa_jax.evaluation.scores import group_of
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.text_answers import edit_distance
+from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: the PDF file, its pages from 1, what is on them, the answer's format.
 DOCUMENT, PAGES, EVIDENCE, FORMAT = "document", "pages", "evidence", "answer_format"
@@ -126,21 +126,8 @@ def anls(answer: str, prediction: str) -> float:
         return 0.0
     if not longest:
         return 1.0
-    similarity = 1.0 - _edit_distance(answer, prediction) / longest
+    similarity = 1.0 - edit_distance(answer, prediction) / longest
     return similarity if similarity > _LEAST else 0.0
-
-
-def _edit_distance(first: str, second: str) -> int:
-    row = np.arange(len(first) + 1)
-    codes = np.array([ord(character) for character in first], np.int64)
-    place = np.arange(len(first) + 1)
-    for character in second:
-        new = np.empty_like(row)
-        new[0] = row[0] + 1
-        new[1:] = np.minimum(row[:-1] + (codes != ord(character)), row[1:] + 1)
-        # An insertion costs 1: the least of what stands before, less its place.
-        row = np.minimum.accumulate(new - place) + place
-    return int(row[-1])
 
 
 def _clean(value: Any) -> str:
@@ -219,7 +206,7 @@ def score_mmlongbench(
     F1 is of the scores of answerable questions: recall over these, precision over the predictions
     that are not "Not answerable".
     """
-    split = scored_split(questions, predictions, has_answer, "a published answer")
+    split = scored_split(questions, predictions, has_answers, "a published answer")
     scores = split.values(
         lambda q, p: answer_score(q.answers[0], p.answer.strip(), q.extra[FORMAT])
     )
@@ -254,11 +241,6 @@ def score_mmlongbench(
     return evaluation
 
 
-def has_answer(question: Question) -> bool:
-    """Whether a question's answer is published: all of them are."""
-    return bool(question.answers)
-
-
 def read_results(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads the authors' samples with `pred`, in samples.json's order, or predictions.jsonl."""
     rows = list(json_rows(path))
@@ -286,7 +268,7 @@ BENCHMARK = Benchmark(
     split="test",
     formats="predictions.jsonl, or the authors' samples with `pred`",
     read_predictions=read_results,
-    has_reference=has_answer,
+    has_reference=has_answers,
     score=score_mmlongbench,
     headline="mmlongbench",
 )

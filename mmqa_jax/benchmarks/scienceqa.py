@@ -24,10 +24,9 @@ absent (models/run_gpt3.py and LLaVA's eval_science_qa.py write both), and LLaVA
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +34,14 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import parse_json, read_json, read_text, write_json
-from mmqa_jax.data.formats import official, parquet
+from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.data.formats import llava, official, parquet
 from mmqa_jax.data.formats.coco import with_captions
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.prediction_lines import id_of
-from mmqa_jax.evaluation.scores import (
-    NO_OPTION,
-    group_of,
-    groups_by,
-    predictions_by_question,
-)
+from mmqa_jax.evaluation.prediction_lines import holds_lines
+from mmqa_jax.evaluation.scores import group_of, groups_by, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
@@ -59,7 +53,6 @@ _PROBLEM = ("question", "choices", "answer")
 # Of these ScienceQA's columns are made; with `image`, whose bytes are read on demand.
 _GROUPING = ("hint", "subject", "grade")
 _MORE = ("task", "topic", "category", "skill", "lecture", "solution")
-_OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
 
 _HUB_ID = re.compile(r"(train|val|test)-\d+")  # of ScienceQA's questions in the hub's Parquet
 
@@ -89,7 +82,9 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
         names = official.picture_names(questions)
         pictures = official.PictureFiles(files.folder, {name: _places(name) for name in names})
         if names and files.alone is None:
-            questions = with_captions(files, questions, _caption_names, "pids")
+            questions = with_captions(
+                files, questions, lambda q: () if q.image is None else (q.id,), "pids"
+            )
     pictured = len([question for question in questions if question.image is not None])
     questions = official.with_present_pictures(questions, pictures)
     if absent := pictured - sum(question.image is not None for question in questions):
@@ -100,36 +95,12 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     return files.content(questions, _counts(questions), PUBLISHED_COUNTS, pictures)
 
 
-def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
-    """LLaVA's prompt of a question -> (context and question, choices).
-
-    `Context: ` and a hint may come before the question; the choices are the last lines that begin
-    with `A. `, `B. `, ...
-
-    Raises:
-      ValueError: there are no such lines.
-    """
-    text = text.removeprefix("<image>\n").removesuffix("\n<image>")
-    options = list(_OPTION.finditer(text))
-    first = max((n for n, option in enumerate(options) if option[1] == "A"), default=None)
-    if first is None:
-        raise ValueError("no line that begins with `A. `")
-    options = options[first:]
-    letters = [option[1] for option in options]
-    if letters != [chr(ord("A") + n) for n in range(len(letters))]:
-        raise ValueError(f"choices {', '.join(letters)}")
-    ends = [option.start() - 1 for option in options[1:]] + [len(text)]
-    choices = tuple(text[a.end() : b] for a, b in zip(options, ends, strict=True))
-    return text[: options[0].start()].removesuffix("\n"), choices
-
-
 def _of_json_file(path: Path) -> list[Question]:
     """The questions of a problems file or of LLaVA's conversations."""
     data = read_json(path, unique_keys=True)
     if not isinstance(data, list):
         return _of_problems(data, path, None)
-    rows = (official.Entry(f"{path}, entry {n}", row) for n, row in enumerate(data, start=1))
-    return list(official.read_entries(rows, _conversation, "id").values())
+    return list(official.read_entries(official.json_entries(path), _conversation, "id").values())
 
 
 def _of_folder(files: official.OfficialFiles) -> list[Question]:
@@ -195,27 +166,7 @@ def _of_problems(data: Any, path: Path, splits_file: Path | None) -> list[Questi
 
 
 def _conversation(row: official.Entry) -> Question:
-    """LLaVA's {"id", "image", "conversations": [{"value": prompt}, {"value": letter}]}."""
-    try:
-        turns = row["conversations"]
-        question, choices = parse_conversation(turns[0]["value"])
-        answer = [*"ABCDEFGHIJ"].index(turns[1]["value"])
-    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
-        raise row.error(
-            "not a conversation of a question with choices `A. `, `B. `, ..., and a letter as the "
-            f"answer ({error})"
-        ) from error
-    has_hint = question.startswith("Context: ")
-    problem = official.Entry(
-        row.where,
-        {
-            "question": question,
-            "choices": [*choices],
-            "answer": answer,
-            official.HAS_HINT: has_hint,
-        },
-    )
-    pid = row.text("id")
+    problem, pid = llava.question_entry(row), row.text("id")
     return _question(problem, pid, "test", f"test/{pid}/image.png" if row.get("image") else None)
 
 
@@ -225,7 +176,7 @@ def _of_tables(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> lis
     counts: Counter[str] = Counter()
     for path in tables:
         split = parquet.hub_split(path)
-        _require_pictures(path)
+        parquet.require_columns(path, ["image"])  # which says which questions have a picture
         for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
             picture = parquet.row_name(path, number)
             entry = official.Entry(f"{path}, row {number}", problem)
@@ -233,15 +184,6 @@ def _of_tables(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> lis
             questions.append(_question(entry, f"{split}-{counts[split]}", split, name))
             counts[split] += 1
     return questions
-
-
-def _require_pictures(path: Path) -> None:
-    """UserError where a Parquet file has no column `image`, which says who has a picture."""
-    if "image" not in parquet.parquet_columns(path):
-        raise UserError(
-            f"{path}: has no column image, which says which questions have a picture; fetch "
-            "ScienceQA's own Parquet files."
-        )
 
 
 def _question(problem: official.Entry, pid: str, split: str, picture: str | None) -> Question:
@@ -266,10 +208,6 @@ def _question(problem: official.Entry, pid: str, split: str, picture: str | None
         rationale=problem.get("solution") or "",
         extra={key: value for key, value in extra.items() if key != "solution"},
     )
-
-
-def _caption_names(question: Question) -> Sequence[str]:
-    return () if question.image is None else (question.id,)
 
 
 def _places(picture: str) -> tuple[str, ...]:
@@ -300,81 +238,13 @@ def _counts(questions: list[Question]) -> dict[str, int]:
 
 
 def read_scienceqa_predictions(path: Path, questions: Sequence[Question]) -> list[Prediction]:
-    """Reads results and outputs, LLaVA's lines or predictions.jsonl.
-
-    An index that is none of the question's choices is no choice, such as -1, LLaVA's mark of an
-    answer without a letter.
-    """
-    if _holds_lines(path):
+    """Reads results and outputs, LLaVA's lines or predictions.jsonl."""
+    if holds_lines(path):
         predictions = rules.read_choice_lines(path, questions)
     else:
-        known = {question.id for question in questions}
-        predictions = _scienceqa_object(path, read_json(path, unique_keys=True), known)
+        predictions = rules.read_choice_object(path, {question.id for question in questions})
     _check_pids(path, predictions, questions)
     return predictions
-
-
-def _holds_lines(path: Path) -> bool:
-    """Whether a file holds lines with a question each, whatever its name."""
-    if path.suffix == ".jsonl":
-        return True
-    first = read_text(path).lstrip().partition("\n")[0]
-    try:
-        row = parse_json(first.rstrip().removesuffix(","), str(path))
-    except UserError:  # an object of many lines, or damage that its reader names
-        return False
-    return isinstance(row, dict) and "question_id" in row
-
-
-def _scienceqa_object(path: Path, data: Any, known: Container[str]) -> list[Prediction]:
-    """The predictions of {"results": {pid: index}, "outputs": {pid: text}}."""
-    parts = ("results", "outputs")
-    if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
-        raise UserError(
-            f'{path}: {{"results": {{pid: index}}}} was expected, or "outputs": {{pid: text}}; '
-            "give ScienceQA's or LLaVA's results file, or predictions.jsonl."
-        )
-    results, outputs = (_by_pid(f"{path}, {part}", data.get(part) or {}, known) for part in parts)
-    for pid, value in outputs.items():
-        if not isinstance(value, str | None):
-            raise UserError(
-                f"{path}, outputs, problem {pid}: {value!r} was found and text expected; correct "
-                "it."
-            )
-    choices = {pid: _index(f"{path}, results, problem {pid}", x) for pid, x in results.items()}
-    return [
-        Prediction(pid, outputs.get(pid) or "", choice=choices.get(pid))
-        for pid in dict.fromkeys((*results, *outputs))
-    ]
-
-
-def _by_pid(where: str, part: Any, known: Container[str]) -> dict[str, Any]:
-    """pid -> value; UserError where `11` and `11.0` name one problem twice."""
-    if not isinstance(part, dict):
-        raise UserError(f"{where}: an object {{pid: ...}} was expected; correct it.")
-    by_pid: dict[str, Any] = {}
-    for written, value in part.items():
-        pid = id_of(written, where, known, "pid")
-        if pid in by_pid:
-            raise UserError(f"{where}: problem {pid} is there twice; keep one.")
-        by_pid[pid] = value
-    return by_pid
-
-
-def _index(where: str, value: Any) -> int | None:
-    """A choice's number, by `int` as in tools/evaluate_acc.py; null is None, NaN no option."""
-    if value is None:
-        return None
-    if isinstance(value, float) and not math.isfinite(value):
-        return NO_OPTION
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return int(value)
-        except ValueError:  # no number, or a text of too many digits
-            pass
-    raise UserError(
-        f"{where}: {value!r} was found and a choice's number from 0 expected; correct it."
-    )
 
 
 def _check_pids(

@@ -26,11 +26,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mmqa_jax.benchmarks.benchmark import Benchmark
-from mmqa_jax.benchmarks.mmbench import PREDICTION
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.coco import with_captions
+from mmqa_jax.data.formats.vlmeval import PREDICTION
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.multiple_choice import has_answer

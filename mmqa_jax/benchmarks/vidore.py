@@ -29,16 +29,30 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
+from mmqa_jax.data.formats.official import (
+    BenchmarkFiles,
+    Entry,
+    OfficialFiles,
+    counts_of,
+    read_entries,
+)
 from mmqa_jax.data.formats.parquet import (
     ParquetPictures,
     parquet_columns,
     parquet_entries,
     parquet_files,
+    require_columns,
 )
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found, score_rankings
+from mmqa_jax.evaluation.retrieval import (
+    FORMATS,
+    as_trec_orders,
+    average_note,
+    has_positives,
+    read_found,
+    score_rankings,
+)
 from mmqa_jax.evaluation.scores import Scores, groups_by
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
@@ -98,6 +112,8 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
         parquet_files(folder / part, remedy="fetch the set's folders corpus, queries and qrels")
         for part in ("corpus", "queries", "qrels")
     )
+    files = OfficialFiles(folder)
+    files.read_files += [*corpus, *queries, *qrels]
     pages_key = _key(corpus[0], "corpus-id", "corpus_id")
     texts = [column for column in _TEXTS if column in parquet_columns(corpus[0])][:1]
     if pages != "pictures" and not texts:
@@ -106,8 +122,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
             "give --pages=pictures."
         )
     for path in corpus if pages != "text" else ():
-        if "image" not in parquet_columns(path):
-            raise UserError(f"{path}: has no column image; fetch the set's own files.")
+        require_columns(path, ["image"])
     texts = texts if pages != "pictures" else []
     rows = parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
     sources = read_entries(
@@ -119,22 +134,14 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
     questions = read_entries(
         rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
     )
-    languages = Counter(query.extra.get(LANGUAGE, "") for query in questions.values())
-    pictures = ParquetPictures(corpus, pages_key) if pages != "text" else None
-    return BenchmarkFiles(
-        questions=list(questions.values()),
-        sources=list(sources.values()),
-        counts={
-            "pages": len(sources),
-            "test questions": len(questions),
-            "questions with relevant pages": sum(bool(q.positives) for q in questions.values()),
-            **{f"{name} questions": n for name, n in sorted(languages.items()) if name},
-        },
-        published={},
-        files=[*corpus, *queries, *qrels],
-        read_picture=None if pictures is None else (lambda name: pictures(name.partition("/")[2])),
-        inputs=None if pictures is None else pictures.signature(),
+    counts = {"pages": len(sources), "test questions": len(questions)}
+    counts |= counts_of(
+        questions.values(), (), {"questions with relevant pages": lambda query: query.positives}
     )
+    languages = Counter(map(_language, questions.values()))
+    counts |= {f"{spoken} questions": n for spoken, n in sorted(languages.items()) if spoken}
+    pictures = ParquetPictures(corpus, pages_key, before=f"{name}/")
+    return files.content(questions.values(), counts, {}, pictures, [*sources.values()])
 
 
 def _set_name(folder: Path) -> str:
@@ -245,11 +252,9 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
     for version, sets in _VERSIONS.items():
         there = [name for name in sets if scores.counts.get(name)]
         if there:
-            average = float(np.mean([set_score(scores, name) for name in there]))
-            evaluation.notes.append(
-                f"{version}, average of {len(there)} of {len(sets)} sets, nDCG@{_MAIN_K[version]}: "
-                f"{100 * average:.2f} %"
-            )
+            means = [set_score(scores, name) for name in there]
+            note = average_note(means, f"{len(sets)} sets", f"nDCG@{_MAIN_K[version]}")
+            evaluation.notes.append(f"{version}, {note}")
     return evaluation
 
 
@@ -257,15 +262,6 @@ def set_score(scores: Scores, name: str) -> float:
     """A set's main score: the mean over its languages."""
     of_set = [group for group in scores.counts if group.startswith(f"{name}, ")] or [name]
     return float(np.mean([scores.of_category(OFFICIAL, group).mean() for group in of_set]))
-
-
-def as_trec_orders(prediction: Prediction) -> tuple[str, ...]:
-    """The sources as trec_eval orders them; as they are where there are no scores."""
-    if not prediction.source_scores:
-        return prediction.sources
-    rounded = np.asarray(prediction.source_scores, np.float32).tolist()
-    pairs = sorted(zip(rounded, prediction.sources, strict=True), reverse=True)
-    return tuple(name for _, name in pairs)
 
 
 def write_vidore_results(

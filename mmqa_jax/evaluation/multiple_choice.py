@@ -11,13 +11,14 @@ import math
 import random
 import re
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import OTHERS, Row, answers_of, id_of, json_rows
@@ -257,6 +258,62 @@ def _likeliest(where: str, losses: Any, count: int | None) -> int | None:
     if any(loss is None or math.isnan(loss) for loss in losses):
         return NO_OPTION
     return likeliest_choice(losses)
+
+
+def read_choice_object(path: Path, known: Container[str]) -> list[Prediction]:
+    """Reads {"results": {pid: index}, "outputs": {pid: text}}, as ScienceQA and LLaVA write it.
+
+    An index that is none of the question's choices is no choice, such as -1, LLaVA's mark of an
+    answer without a letter.
+    """
+    data = read_json(path, unique_keys=True)
+    parts = ("results", "outputs")
+    if not isinstance(data, dict) or not any(isinstance(data.get(p), dict) for p in parts):
+        raise UserError(
+            f'{path}: {{"results": {{pid: index}}}} was expected, or "outputs": {{pid: text}}; '
+            "give ScienceQA's or LLaVA's results file, or predictions.jsonl."
+        )
+    results, outputs = (_by_pid(f"{path}, {part}", data.get(part) or {}, known) for part in parts)
+    for pid, value in outputs.items():
+        if not isinstance(value, str | None):
+            raise UserError(
+                f"{path}, outputs, problem {pid}: {value!r} was found and text expected; correct "
+                "it."
+            )
+    choices = {pid: _index(f"{path}, results, problem {pid}", x) for pid, x in results.items()}
+    return [
+        Prediction(pid, outputs.get(pid) or "", choice=choices.get(pid))
+        for pid in dict.fromkeys((*results, *outputs))
+    ]
+
+
+def _by_pid(where: str, part: Any, known: Container[str]) -> dict[str, Any]:
+    """pid -> value; UserError where `11` and `11.0` name one problem twice."""
+    if not isinstance(part, dict):
+        raise UserError(f"{where}: an object {{pid: ...}} was expected; correct it.")
+    by_pid: dict[str, Any] = {}
+    for written, value in part.items():
+        pid = id_of(written, where, known, "pid")
+        if pid in by_pid:
+            raise UserError(f"{where}: problem {pid} is there twice; keep one.")
+        by_pid[pid] = value
+    return by_pid
+
+
+def _index(where: str, value: Any) -> int | None:
+    """A choice's number, by `int` as in tools/evaluate_acc.py; null is None, NaN no option."""
+    if value is None:
+        return None
+    if isinstance(value, float) and not math.isfinite(value):
+        return NO_OPTION
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return int(value)
+        except ValueError:  # no number, or a text of too many digits
+            pass
+    raise UserError(
+        f"{where}: {value!r} was found and a choice's number from 0 expected; correct it."
+    )
 
 
 def shown_answer(prediction: Prediction) -> str:

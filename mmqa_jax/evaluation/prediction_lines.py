@@ -42,6 +42,18 @@ def json_rows(path: str | os.PathLike) -> Iterator[tuple[str, Row]]:
         yield where, row
 
 
+def holds_lines(path: Path) -> bool:
+    """Whether a file holds lines with a question each, whatever its name."""
+    if path.suffix == ".jsonl":
+        return True
+    first = read_text(path).lstrip().partition("\n")[0]
+    try:
+        row = parse_json(first.rstrip().removesuffix(","), str(path))
+    except UserError:  # an object of many lines, or damage that its reader names
+        return False
+    return isinstance(row, dict) and "question_id" in row
+
+
 def read_answers(
     path: str | os.PathLike,
     source_ids: Container[str] | None = None,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.articles import Articles, answering_articles
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.tables import Table, show
@@ -267,6 +268,53 @@ def read_found(path: Path, questions: Sequence[Question] = ()) -> list[Predictio
                     "of one system and one pool."
                 )
     return [row for _, row in predictions.values()]
+
+
+def as_trec_orders(prediction: Prediction) -> tuple[str, ...]:
+    """The sources as trec_eval orders them; as they are where there are no scores."""
+    if not prediction.source_scores:
+        return prediction.sources
+    rounded = np.asarray(prediction.source_scores, np.float32).tolist()
+    pairs = sorted(zip(rounded, prediction.sources, strict=True), reverse=True)
+    return tuple(name for _, name in pairs)
+
+
+def first_errors_table(
+    name: str,
+    corpus: Corpus,
+    pairs: Sequence[tuple[Question, Prediction]],
+    sets: Sequence[str],
+    kinds: Sequence[str],
+    kind_of: Callable[[Question, Source], str],
+) -> list[Table]:
+    """Tells by category, one of `sets`, of which of the `kinds` first sources are that are no
+    positives; [] where all are.
+    """
+    wrong: dict[str, Counter[str]] = {category: Counter() for category in sets}
+    for question, ranking in pairs:
+        first = next(iter(ranking.sources), None)
+        if first is None or not question.positives or first in question.positives:
+            continue
+        if first not in corpus.row:
+            raise UserError(
+                f"--references: candidate {first!r}, the first of query {question.id!r}, is not in "
+                "that pool; name the corpus that was searched, or the pool of all sets."
+            )
+        source = corpus.sources[corpus.row[first]]
+        wrong[question.category][kind_of(question, source)] += 1
+    rows = [
+        [category, counts.total(), *(counts[kind] / counts.total() for kind in kinds)]
+        for category, counts in wrong.items()
+        if counts.total()
+    ]
+    note = "Of the first candidates that are no positives; shares add up to 1."
+    columns = ["", "wrong", *kinds]
+    return [Table(f"{name}: errors at rank 1", columns, rows, note)] if rows else []
+
+
+def average_note(means: Sequence[float], count: str, measure: str) -> str:
+    """A note on the mean over a benchmark's sets; `count` says how many it has: `8 sets`."""
+    return f"average of {len(means)} of {count}, {measure}: {100 * float(np.mean(means)):.2f} %"
 
 
 def _files(path: Path) -> list[Path]:

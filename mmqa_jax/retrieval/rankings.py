@@ -388,8 +388,10 @@ def check_ids(
         _check_id(name, "source", path)
 
 
-def write_run(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
-    """Writes rankings as a run, the file whole or not at all."""
+def write_run(
+    path: str | os.PathLike, rankings: Sequence[Ranking], tags: Sequence[str] | None = None
+) -> None:
+    """Writes rankings as a run, the file whole or not at all; `tags` end a ranking's lines."""
     for ranking in rankings:
         _check_id(ranking.question_id, "question", path)
         for rank, name in enumerate(ranking.sources, start=1):
@@ -406,10 +408,10 @@ def write_run(path: str | os.PathLike, rankings: Sequence[Ranking]) -> None:
                     "write .jsonl instead."
                 )
     with atomic_write(path) as file:
-        for ranking in rankings:
+        for ranking, tag in zip(rankings, tags or [TAG] * len(rankings), strict=True):
             places = enumerate(zip(ranking.sources, ranking.scores, strict=True), start=1)
             for rank, (name, score) in places:
-                file.write(f"{ranking.question_id} Q0 {name} {rank} {float(score)!r} {TAG}\n")
+                file.write(f"{ranking.question_id} Q0 {name} {rank} {float(score)!r} {tag}\n")
 
 
 def read_run(path: str | os.PathLike) -> Iterator[tuple[int, Ranking]]:

@@ -326,7 +326,7 @@ def test_malformed_files(raw, tmp_path, name, rows, words):
         (
             "instructions/query_instructions.tsv",
             f"{HEADER}text\ttext\tWebQA\t2",
-            r"query_instructions\.tsv, line 2: query_modality, .* and prompts were expected",
+            r"query_instructions\.tsv, row 2: prompt_1 is ''; text was expected",
         ),
     ],
 )

@@ -272,6 +272,12 @@ class Entry(dict[str, Any]):
             raise self.wrong(key, "text")
         return value
 
+    def choice(self, key: str, allowed: Iterable[str]) -> str:
+        """One of several texts."""
+        if self.get(key) not in (allowed := tuple(allowed)):
+            raise self.wrong(key, f"one of {', '.join(allowed)}")
+        return self[key]
+
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of texts, which the hub's files may write as Python's literal; () if absent."""
         value = self.get(key)

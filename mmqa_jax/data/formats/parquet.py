@@ -24,7 +24,7 @@ def parquet_rows(
     """Yields (row number, {column: value}) of these columns; absent optional ones are left out."""
     file = _open(path)
     names = file.schema_arrow.names
-    _check_columns(path, names, needed)
+    require_columns(path, needed)
     columns = [name for name in (*needed, *optional) if name in names]
     number = 0
     for group in range(file.num_row_groups):
@@ -65,7 +65,9 @@ def parquet_files(folder: Path, *, remedy: str, below: bool = False) -> list[Pat
     return paths
 
 
-def _check_columns(path: Path, names: Sequence[str], needed: Sequence[str]) -> None:
+def require_columns(path: Path, needed: Sequence[str]) -> None:
+    """UserError where a Parquet file has not all of these columns."""
+    names = parquet_columns(path)
     if missing := [name for name in needed if name not in names]:
         raise UserError(
             f"{path}: has no column {', '.join(missing)} (it has {', '.join(names)}); fetch the "
@@ -81,9 +83,12 @@ class ParquetPictures:
       key: the column of the ids. None: the ids are those of `row_name`, and rows whose picture is
         null have none.
       column: of the pictures, one in a row or a list of them.
+      before: what stands before the ids of rows.
     """
 
-    def __init__(self, paths: Iterable[Path], key: str | None, column: str = "image"):
+    def __init__(
+        self, paths: Iterable[Path], key: str | None, column: str = "image", before: str = ""
+    ):
         self._rows: dict[str, tuple[int, int, int]] = {}  # id -> (file, row group, row in it)
         self._paths = [path for path in paths if column in _open(path).schema_arrow.names]
         self._column = column
@@ -91,13 +96,14 @@ class ParquetPictures:
             file = _open(path)
             for group in range(file.num_row_groups):
                 if key is None:
-                    before = sum(file.metadata.row_group(n).num_rows for n in range(group))
+                    first = sum(file.metadata.row_group(n).num_rows for n in range(group))
                     counts = _count_pictures(path, file, group, column)
-                    ids = {n: row_name(path, before + n) for n, count in enumerate(counts) if count}
+                    ids = {n: row_name(path, first + n) for n, count in enumerate(counts) if count}
                 else:
-                    _check_columns(path, file.schema_arrow.names, [key])
+                    require_columns(path, [key])
                     ids = dict(enumerate(_values(path, _read(path, file, group, [key]).column(0))))
-                self._rows |= {str(name): (place, group, row) for row, name in ids.items()}
+                places = {f"{before}{name}": (place, group, row) for row, name in ids.items()}
+                self._rows |= places
         self._lock = threading.Lock()  # row groups are read by one thread at a time
         self._group = functools.lru_cache(maxsize=_GROUPS)(self._read_group)
 

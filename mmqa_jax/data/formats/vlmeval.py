@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import binascii
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pybase64
 
@@ -20,9 +22,11 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.formats.tables import SUFFIXES, read_table, whole_number
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
+from mmqa_jax.data.schema import Prediction, Question
 
 LETTERS = "ABCDEFGH"
 NEEDED = ("index", "question", "A", "B")
+PREDICTION = "prediction"  # the column of a system's answers
 NAN = "nan"  # pandas' missing value, written as text
 # An index has fewer characters, a picture more (VLMEvalKit image_base.py uses the same bound).
 _LONGEST_REFERENCE = 64
@@ -102,6 +106,34 @@ def rows_of(
         Entry(row.where, {k: "" if k in empty and v == NAN else v for k, v in row.items()})
         for row in rows
     ]
+
+
+def read_predictions(path: Path, questions: Iterable[Question]) -> list[Prediction]:
+    """Reads a table of `index` and `prediction`.
+
+    `nan` is an empty answer, unless it is the text of one of the question's choices.
+    """
+    named_nan = {q.id for q in questions if NAN in (choice.lower() for choice in q.choices)}
+    predictions = []
+    for row in rows_of(path, ("index", PREDICTION)):
+        name, answer = str(row.number("index")), row[PREDICTION]
+        empty = answer == NAN and name not in named_nan
+        predictions.append(Prediction(name, "" if empty else answer))
+    return predictions
+
+
+def named_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A JSON row of predictions with the `question_id` that others have; NaN is missing, as there,
+    and a number is its text.
+    """
+    if PREDICTION not in row or "question_id" in row:
+        return row
+    value = row[PREDICTION]
+    if isinstance(value, float) and math.isnan(value):
+        value = None
+    elif type(value) in (int, float):
+        value = str(value)
+    return {**row, "question_id": row.get("index"), PREDICTION: value}
 
 
 def check_indices(rows: Iterable[Entry]) -> None:

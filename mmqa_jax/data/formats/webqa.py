@@ -327,11 +327,9 @@ def parse_submission(
 def _question(guid: str, datum: Entry, listed: dict[str, list[tuple[str, str]]]) -> schema.Question:
     if datum.get("Guid", guid) != guid:
         raise datum.error(f"its Guid field is {datum['Guid']!r}, and must be equal")
-    category, split = datum.text("Qcate", ""), datum.text("split", "")
+    category, split = datum.text("Qcate", ""), datum.choice("split", schema.SPLITS)
     if category not in ("", *schema.WEBQA_CATEGORIES):
         raise datum.wrong("Qcate", f"one of {', '.join(schema.WEBQA_CATEGORIES)}")
-    if split not in schema.SPLITS:
-        raise datum.wrong("split", f"one of {', '.join(schema.SPLITS)}")
     answers = datum.get("A")
     answers = [answers] if isinstance(answers, str) else answers or []
     if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
