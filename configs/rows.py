@@ -140,6 +140,16 @@ def alone() -> dict[str, dict[str, Any]]:
     }
 
 
+def make_alone(name: str, dataset: str, raw: str) -> ConfigDict:
+    """The config of a row of `alone` on the test split of a benchmark, whose files are in `raw`."""
+    data = f"data/{dataset}"
+    made_by = {data: f"mmqa prepare {dataset} --raw={raw} --out={data}", **dict(QWEN_VL.values())}
+    row = alone()[name]
+    return make_row(
+        name, row, system="rmr", dataset=dataset, data=data, split="test", made_by=made_by
+    )
+
+
 def llm_rows(
     llm: dict[str, Any], retriever: Mapping[str, Any], *, top_k: int = 5
 ) -> dict[str, dict[str, Any]]:

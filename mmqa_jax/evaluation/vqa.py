@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -158,6 +159,29 @@ def squad_exact_match(answer: str, references: Sequence[str]) -> float:
     `a` before a combining accent is no article.
     """
     return float(normalize_squad(answer) in map(normalize_squad, references))
+
+
+def squad_contained(answer: str, references: Sequence[str]) -> float:
+    """1.0 if one of the references stands in an answer, both normalized."""
+    normalized = normalize_squad(answer)
+    return float(any(normalize_squad(reference) in normalized for reference in references))
+
+
+def squad_f1(answer: str, references: Sequence[str]) -> float:
+    """The F1 of an answer's words and those of the nearest reference, once normalized (SQuAD).
+
+    Without words an answer agrees only with a reference without words.
+    """
+    return max(_squad_f1(answer, reference) for reference in references)
+
+
+def _squad_f1(answer: str, reference: str) -> float:
+    predicted, wanted = (Counter(normalize_squad(text).split()) for text in (answer, reference))
+    if not predicted or not wanted:
+        return float(predicted == wanted)
+    same = (predicted & wanted).total()
+    precision, recall = same / predicted.total(), same / wanted.total()
+    return 2 * precision * recall / (precision + recall) if same else 0.0
 
 
 # How good a VQA model's answer candidates are.

@@ -519,6 +519,10 @@ def test_wrong_flags(refused):
         "mmmu",
         "mragbench",
         "mathvista",
+        "dynvqa",
+        "mmsearch",
+        "fvqa",
+        "livevqa",
     ],
 )
 def test_rows_of_the_benchmarks(dataset, everything):
