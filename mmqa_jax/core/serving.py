@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -207,3 +208,21 @@ def read_mesh(text: str) -> dict[str, int]:
             )
         shape[axis] = int(size)
     return shape
+
+
+def tower_bytes(model: Any, length: int) -> float:
+    """Activations of one sequence in a model whose config says its width as `hidden` or `width`."""
+    if hasattr(model, "hidden"):
+        return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
+    return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
+
+
+def layer_bytes(length: int, width: int, heads: int, mlp: int, dtype: str) -> float:
+    """Activations of one layer of a transformer on one sequence."""
+    size = value_bytes(dtype)
+    return heads * length**2 * (4.0 + size) + length * (mlp + 4.0 * width) * size
+
+
+def value_bytes(dtype: str) -> int:
+    """Bytes of one value."""
+    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

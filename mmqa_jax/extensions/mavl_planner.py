@@ -45,7 +45,7 @@ from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
-from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
+from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe, floats
 
 _NO_ACTION = "No action"  # how an empty plan is written; it names no action

@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float32, Int, Int32
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import fetch, platform
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve
+from mmqa_jax.core.serving import BatchSize, RowCost, Serving, serve, tower_bytes
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.chunks import TokenLimit
@@ -35,7 +35,6 @@ from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.modernbert.network import ModernBertConfig
-from mmqa_jax.models.two_towers.config import BlockConfig
 from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.token_vectors import TokenFormat
 
@@ -553,21 +552,3 @@ def dual_encoder_cost(model: DualEncoderConfig, length: int) -> RowCost:
 def text_cost(model: TextEncoderConfig, length: int) -> RowCost:
     """Texts of `length` tokens."""
     return RowCost("texts", _ON_CPU, 512, tower_bytes(model, length))
-
-
-def tower_bytes(model: TextEncoderConfig | BlockConfig, length: int) -> float:
-    """Activations of one sequence."""
-    if isinstance(model, TextEncoderConfig):
-        return layer_bytes(length, model.hidden, model.heads, model.mlp, model.dtype)
-    return layer_bytes(length, model.width, model.heads, model.mlp_width, model.dtype)
-
-
-def layer_bytes(length: int, width: int, heads: int, mlp: int, dtype: str) -> float:
-    """Activations of one layer of a transformer on one sequence."""
-    size = value_bytes(dtype)
-    return heads * length**2 * (4.0 + size) + length * (mlp + 4.0 * width) * size
-
-
-def value_bytes(dtype: str) -> int:
-    """Bytes of one value."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize

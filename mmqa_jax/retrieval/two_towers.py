@@ -23,7 +23,7 @@ from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import state_shardings
-from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, tower_bytes
 from mmqa_jax.data.pictures.resize import NaFlex, Resize
 from mmqa_jax.data.published_tokenizers import load_clip_tokenizer, load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer
@@ -32,7 +32,7 @@ from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.two_towers.openai import UNIIR, squashes
 from mmqa_jax.models.two_towers.processor import read_preparation
-from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each, tower_bytes
+from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 from ml_collections import ConfigDict
 
@@ -28,20 +29,6 @@ from mmqa_jax.data.records.corpus_records import holds_corpus, materials_of, rea
 from mmqa_jax.data.schema import Material, Prediction, Question, united
 from mmqa_jax.evaluation.source_selection import check_threshold
 from mmqa_jax.evaluation.webqa import check_installed
-from mmqa_jax.extensions import mavl_votes
-from mmqa_jax.papers import (
-    echosight,
-    kat,
-    llava,
-    mathvista,
-    mmcot,
-    mmmu,
-    mragbench,
-    pica,
-    prophet,
-    rmr,
-    webqa,
-)
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.runs import identity
@@ -358,12 +345,6 @@ def read_row(config: ConfigDict, *, split: str | None = None) -> Row:
 # for them. It is a module of papers/ or extensions/, or a class in the config file of its rows.
 
 
-class System(Protocol):
-    """A system, as rows name it."""
-
-    SETTINGS: Mapping[str, Setting]
-
-
 class OwnSystem:
     """A system that is no module of this package: a subclass, in the config file of its rows.
 
@@ -374,33 +355,22 @@ class OwnSystem:
     SETTINGS: ClassVar[Mapping[str, Setting]]
 
 
-BUILT_IN: dict[str, System] = {
-    "webqa": webqa,
-    "pica": pica,
-    "rmr": rmr,
-    "prophet": prophet,
-    "mavl": mavl_votes,  # the paper's setting, and other votes
-    "llava": llava,
-    "kat": kat,
-    "mmcot": mmcot,
-    "echosight": echosight,
-    "mmmu": mmmu,
-    "mragbench": mragbench,
-    "mathvista": mathvista,
+# A system's name -> the module with its settings, which is imported when a row names it.
+BUILT_IN = {
+    **{name: f"mmqa_jax.papers.{name}" for name in ("webqa", "pica", "rmr", "prophet")},
+    "mavl": "mmqa_jax.extensions.mavl_votes",  # the paper's setting, and other votes
+    **{name: f"mmqa_jax.papers.{name}" for name in ("llava", "kat", "mmcot", "echosight")},
+    **{name: f"mmqa_jax.papers.{name}" for name in ("mmmu", "mragbench", "mathvista")},
 }
-
-
-def known_systems() -> dict[str, System]:
-    """Every system by its name: those of the package, and those that a config file defines."""
-    return {**BUILT_IN, **{kind.name: kind for kind in OwnSystem.__subclasses__()}}
 
 
 def find_setting(system: str, setting: str | None) -> Setting:
     """The setting that a row names; UserError for an unknown one, or an unknown system."""
-    systems = known_systems()
-    if system not in systems:
-        raise UserError(f"config key system={system}: use one of {', '.join(systems)}.")
-    settings = systems[system].SETTINGS
+    own = {kind.name: kind for kind in OwnSystem.__subclasses__()}
+    if system not in own and system not in BUILT_IN:
+        known = ", ".join({**BUILT_IN, **own})
+        raise UserError(f"config key system={system}: use one of {known}.")
+    settings = (own.get(system) or importlib.import_module(BUILT_IN[system])).SETTINGS
     if setting not in settings:
         raise UserError(f"config key setting={setting}: use one of {', '.join(settings)}.")
     return settings[setting]

@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.serving import RowCost, value_bytes
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.atlas.reader import AtlasMasking
 from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
@@ -25,12 +25,11 @@ from mmqa_jax.decoding.masked_lm import beam_search
 from mmqa_jax.evaluation.webqa import Normalizer, score_answers
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp.network import VLPInputs
-from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes
-from mmqa_jax.tasks.objectives import AnswerObjective
 from mmqa_jax.tasks.vlp import most_columns
+from mmqa_jax.tasks.vlp_objectives import AnswerObjective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

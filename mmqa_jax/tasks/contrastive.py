@@ -36,8 +36,8 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks import task as tasks
+from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.initial_weights import check_two_towers_init, dual_encoder_loader
-from mmqa_jax.tasks.objectives import ContrastiveObjective, SigmoidObjective
 
 GOLD_SOURCES = 8  # of one question, in a planned batch; WebQA's questions have fewer
 RECALL_AT = (1, 2, 5, 10, 20, 100)

@@ -18,8 +18,8 @@ from mmqa_jax.data.schema import Question, Source, source_text
 from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.retrieval.embedder import make_encode_text
 from mmqa_jax.tasks.contrastive import DualEncoderTask
+from mmqa_jax.tasks.contrastive_objectives import DistillationObjective
 from mmqa_jax.tasks.initial_weights import dual_encoder_loader
-from mmqa_jax.tasks.objectives import DistillationObjective
 from mmqa_jax.tasks.task import InUse, Recipe, Struct, bools, floats, ints
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.serving import RowCost, value_bytes
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_batches
@@ -32,12 +32,11 @@ from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.inference.fusion_reader import FusionReader
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.network import T5, Passages
-from mmqa_jax.retrieval.embedder import value_bytes
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
-from mmqa_jax.tasks.objectives import Seq2SeqObjective
 from mmqa_jax.tasks.seq2seq import Seq2SeqSection
+from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
 from mmqa_jax.weights.folder import load_converted
 
 

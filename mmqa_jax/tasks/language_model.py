@@ -27,7 +27,7 @@ from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.prompting.examples.training import chat_example, encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
-from mmqa_jax.tasks.objectives import LanguageModelObjective, target_log_probs
+from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.task import Recipe, ints
 
 

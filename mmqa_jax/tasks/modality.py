@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import fetch
-from mmqa_jax.core.serving import RowCost, ServedModel
+from mmqa_jax.core.serving import RowCost, ServedModel, tower_bytes
 from mmqa_jax.data.batches.feed import (
     Batches,
     BatchesSection,
@@ -30,11 +32,10 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, text_inputs
 from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig, TextClassifierModel
-from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.retrieval.modality import MODALITIES, labeled_questions, without_quotes
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import classifier_loader
-from mmqa_jax.tasks.objectives import ModalityObjective
+from mmqa_jax.training.state import OfLayers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,6 +43,31 @@ class ModalityBatches(BatchesSection):
     """The section `batches`; `length`: tokens, [CLS] and [SEP] among them."""
 
     length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ModalityObjective(OfLayers):
+    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
+
+    Attributes:
+      frozen: only the linear layer is trained.
+    """
+
+    network: ClassVar[type[nnx.Module]] = TextClassifier
+
+    config: TextClassifierConfig
+    frozen: bool = False
+
+    def loss(
+        self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean cross-entropy of the batch of `data.batches.modality`, and its accuracy."""
+        logits = model(
+            batch["input_ids"], batch["mask"], frozen=self.frozen, dropout_key=dropout_key
+        )  # [B, 2]
+        labels = batch["label"]
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+        return loss, {"accuracy": (logits.argmax(axis=1) == labels).astype(jnp.float32).mean()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from mmqa_jax.tasks.contrastive_losses import (
     shortened,
     teacher_divergence,
 )
-from mmqa_jax.tasks.objectives import ContrastiveObjective, links
+from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, links
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

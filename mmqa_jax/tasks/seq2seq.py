@@ -29,7 +29,7 @@ from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting.examples.training import encode_text
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_vocabulary, model_config
-from mmqa_jax.tasks.objectives import Seq2SeqObjective, answer_log_probs
+from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective, answer_log_probs
 from mmqa_jax.tasks.task import Recipe, ints
 
 

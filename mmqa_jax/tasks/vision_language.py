@@ -16,11 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import first_names
+from mmqa_jax.core.mesh import split_rows
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
@@ -32,15 +34,74 @@ from mmqa_jax.data.formats.chats import is_chat, shown_pictures
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.lora import LoraConfig
+from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.qwen_vl import network
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import QwenFormat, Shown
 from mmqa_jax.tasks import solved_questions
 from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
-from mmqa_jax.tasks.objectives import VisionLanguageObjective
+from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, of_targets
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionLanguageObjective(LanguageModelObjective):
+    """The LanguageModelObjective of a Qwen-VL: one example a row, with its pictures.
+
+    A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
+
+    Attributes:
+      lora: additions to the language model, whose rest is frozen; None: all of it is trained.
+      tower: the tower with its mergers is trained, too.
+    """
+
+    config: network.QwenVLConfig
+    tower: bool = False
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized Qwen-VL."""
+        rngs = nnx.Rngs(key)
+        model = network.QwenVL(self.config, rngs=rngs)
+        if self.lora is not None:
+            add_lora(model.llama, self.lora, rngs=rngs)
+        return model
+
+    @property
+    def trained(self) -> str | None:
+        """See LanguageModelObjective."""
+        names = "^llama/" if self.lora is None else ADDED
+        if not self.tower:
+            return names
+        return None if self.lora is None else f"{names}|^vision/"
+
+    def log_probs(
+        self,
+        model: network.QwenVL,
+        batch: dict[str, jax.Array],
+        dropout_key: jax.Array | None = None,
+    ) -> jax.Array:
+        """See LanguageModelObjective. What follows a row's example is seen by nothing in it."""
+        ids = batch["input_ids"]
+        picture = ids == self.config.image_token  # [B, L]
+        embedded, deepstack = model.llama.embed(jnp.where(picture, 0, ids)), None
+        if "patches" in batch:
+            arrays = (batch[field.name] for field in dataclasses.fields(network.PatchBatch))
+            features = model.encode_images(network.PatchBatch(*arrays))  # [B * M, U, features]
+            features = features.reshape(len(ids), -1, features.shape[-1])
+            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
+            of_tokens = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
+            embedded, deepstack = network.spread(embedded, of_tokens, picture)
+        hidden = model.llama.encode(
+            embedded, None, batch["positions"], deepstack=deepstack, dropout_key=dropout_key
+        )
+        return of_targets(model.llama, hidden, batch)
+
+    def finish(self, model: network.QwenVL) -> network.QwenVL:
+        """Keeps a plain Qwen-VL of the trained model."""
+        if self.lora is not None:
+            model.llama = merge_lora(model.llama)
+        return model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.local_copies import REGION_CACHE, local_copy
 from mmqa_jax.core.paths import as_path, in_store
-from mmqa_jax.core.serving import AUTO, BatchSize
+from mmqa_jax.core.serving import AUTO, BatchSize, tower_bytes
 from mmqa_jax.core.typed import at_least, mapping, spec_of
 from mmqa_jax.data.batches.packing import Bucket, Packer, PackingConfig
 from mmqa_jax.data.batches.source_reader import SourceReader
@@ -419,7 +419,6 @@ class VLPTask(tasks.Task):
         As in retrieval/embedder.py; compiled for a v5e the programs of configs/webqa use 0.5
         to 0.9 of them.
         """
-        from mmqa_jax.retrieval.embedder import tower_bytes
 
         model = self.vlp_config(tasks.ANY_VOCABULARY)
         packing = self.packing_config(inference=True)

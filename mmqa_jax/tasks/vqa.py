@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.core.serving import RowCost
+from mmqa_jax.core.serving import RowCost, layer_bytes
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import at_least, chosen_by, mapping
 from mmqa_jax.data.answers import FILE, AnswerVocabulary, make_vocabulary, read_vocabulary
@@ -39,17 +40,57 @@ from mmqa_jax.evaluation.vqa import has_answers, score_candidates
 from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import minilm_l6
+from mmqa_jax.models.mcan.network import MCAN, MCANConfig, MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.mcan.patches import CaptionMCAN, CaptionMCANConfig, PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.mcan.sections import GridModel, VQAModelSection, vqa_model
-from mmqa_jax.retrieval.embedder import layer_bytes
 from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import Loader, bert_folder, bert_rows
-from mmqa_jax.tasks.objectives import VQAObjective
+from mmqa_jax.training.state import OfLayers
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder
 
 PLANNED_ANSWERS = 3_129  # of openvqa's and Prophet's answer vocabularies for VQA v2
 PLANNED_WORDS = 20_572  # of openvqa's token_dict.json for VQA v2
+
+
+VQAConfig = MCANConfig | MCANOpenVQAConfig | CaptionMCANConfig | PatchMCANConfig
+_MODELS: dict[type, type[nnx.Module]] = {
+    MCANConfig: MCAN,
+    MCANOpenVQAConfig: MCANOpenVQA,
+    CaptionMCANConfig: CaptionMCAN,
+    PatchMCANConfig: PatchMCAN,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class VQAObjective(OfLayers):
+    """Binary cross-entropy of every answer, summed over answers.
+
+    Both originals sum over the batch too (BCEWithLogitsLoss, reduction `sum`; Prophet
+    stage1/pretrain.py, openvqa utils/train_engine.py). Here it is the mean over the batch, so that
+    `train.accumulate` changes nothing; with the originals' clipping and eps divided by their batch
+    size an update is theirs.
+    """
+
+    config: VQAConfig
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized model."""
+        return _MODELS[type(self.config)](self.config, rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean loss of a question of the batch of `data.batches.vqa`.
+
+        `accuracy`: the mean target of the answers with the highest scores.
+        """
+        latent = model.latent(batch["question_ids"], batch["image"], dropout_key=dropout_key)
+        logits, targets = model.answer_logits(latent), batch["targets"]  # [B, V]
+        loss = optax.sigmoid_binary_cross_entropy(logits, targets).sum(axis=1).mean()
+        best = logits.argmax(axis=1, keepdims=True)
+        return loss, {"accuracy": jnp.take_along_axis(targets, best, axis=1).mean()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -611,6 +611,24 @@ class Outlined(Protocol):
 
     def outline(self) -> nnx.Module:
         """Makes the model as `init` does, of the same structure and shapes, with any values."""
+
+
+class OfLayers:
+    """An objective whose model is of `models.common.layers`, where a parameter without a key is 0.
+
+    Attributes:
+      network: the model.
+    """
+
+    network: ClassVar[type[nnx.Module]]
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized model; without a key, one of zeros."""
+        return self.network(self.config, rngs=nnx.Rngs(key))
+
+    def outline(self) -> nnx.Module:
+        """The model of zeros; no initializer is traced."""
+        return self.init(None)
 
 
 @runtime_checkable

@@ -18,7 +18,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
-from mmqa_jax.weights.hub import find_model, is_hub_name
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change what an adapter computes, with the values that are read.
@@ -79,6 +78,8 @@ class Adapter:
         Args:
           where: the adapter's folder, for messages.
         """
+        from mmqa_jax.weights.hub import find_model, is_hub_name
+
         if self.base in LANGUAGE_MODELS:
             path = LANGUAGE_MODELS[self.base]()
         elif is_hub_name(self.base):

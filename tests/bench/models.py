@@ -225,7 +225,7 @@ def _bert(suite: Suite) -> Iterator[Case]:
 
 
 def _vlp(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.tasks.objectives import AnswerObjective
+    from mmqa_jax.tasks.vlp_objectives import AnswerObjective
 
     config, trunk = suite.vlp, suite.vlp.bert
 
@@ -307,7 +307,7 @@ def _training(
 
 
 def _mcan(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.tasks.objectives import VQAObjective
+    from mmqa_jax.tasks.vqa import VQAObjective
 
     config = suite.mcan
 

@@ -17,7 +17,8 @@ from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
-from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, mean_pool
+from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
+from mmqa_jax.models.encoders.sentence_pooling import mean_pool
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.models.vlp.atlas_reader import add_types
 from mmqa_jax.models.vlp.keys import init_vlp_from_bert

@@ -25,7 +25,7 @@ from updates import (
 from mmqa_jax.models.bert.keys import bert_key_map, fill_bert
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.heads import TextClassifier, TextClassifierConfig
-from mmqa_jax.tasks.objectives import ModalityObjective
+from mmqa_jax.tasks.modality import ModalityObjective
 from mmqa_jax.weights.keymap import export
 
 SIZES = BertConfig(vocab_size=50, hidden=32, layers=2, heads=4, mlp=48, positions=20)

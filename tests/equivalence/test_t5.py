@@ -32,7 +32,7 @@ from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import PRESETS
 from mmqa_jax.models.t5.keys import publish_t5, t5_key_map
 from mmqa_jax.models.t5.network import T5, Texts
-from mmqa_jax.tasks.objectives import Seq2SeqObjective
+from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published
 

@@ -18,8 +18,7 @@ from mmqa_jax.models.llama.lora import LoraConfig, add_lora
 from mmqa_jax.models.qwen_vl.keys import publish_qwen_vl
 from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures
+from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, VisionLanguageObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from tests.pictures import encoded
 

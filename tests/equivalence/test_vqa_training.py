@@ -35,7 +35,7 @@ from mmqa_jax.data.formats.official import SOFT_LABELS
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.mcan.keys import mcan_key_map, mcan_openvqa_key_map, publish_mcan
 from mmqa_jax.models.mcan.network import MCAN
-from mmqa_jax.tasks.objectives import VQAObjective
+from mmqa_jax.tasks.vqa import VQAObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.layouts import Checkpoint, open_source

@@ -16,8 +16,7 @@ from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
-from mmqa_jax.tasks.objectives import VisionLanguageObjective
-from mmqa_jax.tasks.vision_language import PicturedRows
+from mmqa_jax.tasks.vision_language import PicturedRows, VisionLanguageObjective
 
 CONFIG = QwenVLConfig(
     QwenVisionConfig(

@@ -92,19 +92,6 @@ def refused(tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def short_readings():
-    """Benches time quick work only shortly: for tests of what their rows say, not of how fast it is."""
-    from mmqa_jax.core import host
-    from tests.bench import retrieval, runner, timing
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timing, "_SHORTEST", 0.002)
-        for module in (retrieval, runner):
-            patch.setattr(module, "read_bandwidth", functools.partial(host.read_bandwidth, 1 << 24))
-        yield
-
-
 @pytest.fixture(scope="session")
 def data(made_once):
     """The prepared tiny corpus."""

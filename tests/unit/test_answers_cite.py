@@ -4,6 +4,7 @@ The settings are those of runs/row.py, so that a new one fails here until it cit
 """
 
 import dataclasses
+import importlib
 
 import pytest
 from fake_llm import FakeLLM
@@ -55,7 +56,8 @@ NONE_TO_CITE = {
     "mragbench": {"alone"},
     "mathvista": {"mathvista", "extracted"},
 }
-SETTINGS = [(system, name) for system, one in BUILT_IN.items() for name in one.SETTINGS]
+SYSTEMS = {name: importlib.import_module(module) for name, module in BUILT_IN.items()}
+SETTINGS = [(name, setting) for name, system in SYSTEMS.items() for setting in system.SETTINGS]
 
 
 class PassageReader:
@@ -106,7 +108,7 @@ def answers_of(system: str, name: str, said: str, **options: object) -> list[Pre
         return ("Action_1, Action_2, Action_3" if " planner" in prompt else said), -1.0
 
     llm = FakeLLM(say, lambda prompt, option: (-0.1 if option.strip() == "Yes" else -3.0,))
-    setting, parts = BUILT_IN[system].SETTINGS[name], made_parts(llm)
+    setting, parts = SYSTEMS[system].SETTINGS[name], made_parts(llm)
     changes = {"similarity": "random", "shots": 1} if "library" in setting.parts() else {}
     options |= {key: value for key, value in changes.items() if key in setting.options({})}
     if "finished" in setting.parts():
@@ -134,9 +136,9 @@ def test_every_answer_cites_its_sources(system, name):
 
 def test_the_exceptions_are_settings_of_these_systems():
     for system, names in NONE_TO_CITE.items():
-        assert names <= BUILT_IN[system].SETTINGS.keys()
+        assert names <= SYSTEMS[system].SETTINGS.keys()
         for name in names - {"question_only"}:  # whose reader can read sources
-            taken = BUILT_IN[system].SETTINGS[name].parts()
+            taken = SYSTEMS[system].SETTINGS[name].parts()
             assert not {"retriever", "reranker", "knowledge"} & taken.keys()
 
 
@@ -175,7 +177,7 @@ def test_mavl_cites_what_an_agent_of_the_elected_answer_was_shown():
             return (manager if "LLM_Knowledge" in asked else "junior's"), -1.0
 
         parts = made_parts(FakeLLM(say))
-        setting = BUILT_IN["mavl"].SETTINGS["mavl"]
+        setting = SYSTEMS["mavl"].SETTINGS["mavl"]
         return setting.run(QUESTIONS, CORPUS, parts, {"shots": 0})
 
     for question, prediction in zip(QUESTIONS, by_role("ours", "ours"), strict=True):

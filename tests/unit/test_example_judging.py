@@ -27,7 +27,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.tasks.objectives import DistillationObjective
+from mmqa_jax.tasks.contrastive_objectives import DistillationObjective
 from tests.drawn_weights import drawn
 from tests.refusals import refuses
 

@@ -136,7 +136,7 @@ def ours() -> set[str]:
 def test_the_imports_are_found():
     """The tests below would pass on an empty graph."""
     assert len(modules()) > 150
-    assert Import("mmqa_jax.papers.webqa", True) in imports()["mmqa_jax.runs.row"]
+    assert Import("mmqa_jax.papers.setting", True) in imports()["mmqa_jax.runs.row"]
     # Inside a function, relative to nothing, a module by `from package import module`.
     assert Import("mmqa_jax.runs.verbs.one_stage", False) in imports()["mmqa_jax.commands.search"]
     assert "mmqa_jax.papers.webqa" in reachable("mmqa_jax.commands.search", at_load=False)

@@ -10,7 +10,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.mcan.network import FusionConfig
 from mmqa_jax.models.mcan.patches import PatchMCANConfig
 from mmqa_jax.models.two_towers.config import VisionConfig
-from mmqa_jax.tasks.objectives import VQAObjective
+from mmqa_jax.tasks.vqa import VQAObjective
 from tests.drawn_weights import drawn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -25,10 +25,10 @@ from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.network import VLPInputs, VLPModel
 from mmqa_jax.tasks import run
-from mmqa_jax.tasks.objectives import AnswerObjective, ContrastiveObjective
+from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective
 from mmqa_jax.tasks.registry import read_task
-from mmqa_jax.tasks.rerank_objective import RerankObjective
 from mmqa_jax.tasks.task import make_tokenizer
+from mmqa_jax.tasks.vlp_objectives import AnswerObjective, RerankObjective
 from mmqa_jax.weights.bundled import minilm_path
 from tests.refusals import refuses
 

@@ -20,11 +20,10 @@ from mmqa_jax.models.t5.config import MultimodalT5Config
 from mmqa_jax.models.t5.network import T5, MultimodalT5
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.examples.training import encode_text
-from mmqa_jax.tasks.objectives import VQAObjective
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.solved_questions import OptionLikelihood
 from mmqa_jax.tasks.trained_readers import open_published_reader
-from mmqa_jax.tasks.vqa import pretrained_answers, vqa_loader
+from mmqa_jax.tasks.vqa import VQAObjective, pretrained_answers, vqa_loader
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn
 from tests.refusals import refuses

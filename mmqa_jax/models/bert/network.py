@@ -39,8 +39,7 @@ from mmqa_jax.models.common.layers import (
     stack_layers,
     zeros_init,
 )
-from mmqa_jax.models.common.rope import RopeScaling, frequencies
-from mmqa_jax.models.llama.network import rotate
+from mmqa_jax.models.common.rope import RopeScaling, frequencies, rotate
 
 
 @dataclasses.dataclass(frozen=True)

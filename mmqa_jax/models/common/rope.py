@@ -11,9 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.weights.config_json import check_keys, kinds
 
@@ -273,3 +276,16 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling.query_beta:
         rope["llama_4_scaling_beta"] = scaling.query_beta
     return rope
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotary embedding: x [B, L, heads, D]; cos, sin float32 [B or 1, L, 1, D / 2]."""
+    # As one sum over whole heads: XLA on CPU is slow at concatenations of computed halves.
+    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
+    x32 = x.astype(jnp.float32)
+    turned = jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin
+    if platform() == "cpu":
+        # Which of two products LLVM rounds once with their sum depends on what is compiled beside
+        # it; of a limited one it cannot.
+        turned = jnp.minimum(turned, np.finfo(np.float32).max)
+    return (x32 * cos + turned).astype(x.dtype)

@@ -20,6 +20,7 @@ from mmqa_jax.core.typed import mapping, spec_of
 from mmqa_jax.models.bert.network import Bert, BertConfig, trunk_config
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.config_checks import published_sizes, with_fields
+from mmqa_jax.models.encoders.sentence_pooling import mean_pool
 from mmqa_jax.models.two_towers.config import (
     CLIPS,
     INITIAL_LOGIT_SCALE,
@@ -197,13 +198,6 @@ class DualEncoder(nnx.Module):
         if self.config.logit_bias is not None:  # SigLIP's own go beyond
             return jnp.exp(self.logit_scale[...])
         return jnp.exp(jnp.minimum(self.logit_scale[...], MAX_LOGIT_SCALE))
-
-
-def mean_pool(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
-    """Mean over real tokens, in float32: [B, L, D], [B, L] -> [B, D] (sentence-transformers)."""
-    weights = attention_mask.astype(jnp.float32)[..., None]  # [B, L, 1]
-    total = (hidden.astype(jnp.float32) * weights).sum(1)
-    return total / jnp.maximum(weights.sum(1), 1e-9)
 
 
 def _text_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:

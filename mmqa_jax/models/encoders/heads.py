@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from mmqa_jax.core.typed import changes_of
 from mmqa_jax.models.bert.network import Bert, BertConfig, trunk_config
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.layers import Linear, normal_init
-from mmqa_jax.models.encoders.dual_encoder import mean_pool
+from mmqa_jax.models.encoders.sentence_pooling import DENSE_ACTIVATIONS, POOLINGS, last_token
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llama.network import last_token as state_at_end
@@ -23,32 +23,6 @@ from mmqa_jax.models.llava.network import Llava, among_words
 from mmqa_jax.models.modernvbert.network import ModernVBert
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVL, QwenVLConfig, spread
 from mmqa_jax.models.two_towers.network import l2_normalize
-
-
-def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
-    """State of the first token, [CLS]: [B, L, D], [B, L] -> [B, D] in float32."""
-    return hidden[:, 0].astype(jnp.float32)
-
-
-def last_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
-    """State of the last real token of right-padded texts: [B, L, D], [B, L] -> [B, D]."""
-    last = jnp.maximum(attention_mask.astype(jnp.int32).sum(1) - 1, 0)  # [B]
-    return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0].astype(jnp.float32)
-
-
-# By the names of sentence-transformers.
-POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
-    "mean": mean_pool,
-    "cls": first_token,
-    "lasttoken": last_token,
-}
-
-
-# Behind a linear layer over pooled states, by torch's names.
-DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "torch.nn.modules.linear.Identity": lambda x: x,
-    "torch.nn.modules.activation.Tanh": jnp.tanh,
-}
 
 
 class Dense(nnx.Module):

@@ -45,7 +45,7 @@ class PageRetriever:
     Attributes:
       title: what people call it.
       page, question, source: the prompts of a page, a question and a text that is searched.
-      pooling: what becomes of the tokens' states: one of `heads.POOLINGS`; "": a vector for each.
+      pooling: what becomes of the tokens' states: one of POOLINGS; "": a vector for each.
       projection: of its tensors, the linear layer over states; "": there is none.
       around: whether the tokenizer's own tokens stand around a prompt, too.
       strips: whether the text loses the blanks at its end.

@@ -9,13 +9,15 @@ vectors would be others, without a word.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_within, read_json
-from mmqa_jax.models.encoders.heads import DENSE_ACTIVATIONS, POOLINGS
 from mmqa_jax.weights.config_json import check_keys, kinds
 
 MODULES, PROMPTS = "modules.json", "config_sentence_transformers.json"
@@ -75,6 +77,39 @@ _REMEDY = (
 )
 
 
+def mean_pool(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """Mean over real tokens, in float32: [B, L, D], [B, L] -> [B, D] (sentence-transformers)."""
+    weights = attention_mask.astype(jnp.float32)[..., None]  # [B, L, 1]
+    total = (hidden.astype(jnp.float32) * weights).sum(1)
+    return total / jnp.maximum(weights.sum(1), 1e-9)
+
+
+def first_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the first token, [CLS]: [B, L, D], [B, L] -> [B, D] in float32."""
+    return hidden[:, 0].astype(jnp.float32)
+
+
+def last_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
+    """State of the last real token of right-padded texts: [B, L, D], [B, L] -> [B, D]."""
+    last = jnp.maximum(attention_mask.astype(jnp.int32).sum(1) - 1, 0)  # [B]
+    return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0].astype(jnp.float32)
+
+
+# By the names of sentence-transformers.
+POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "mean": mean_pool,
+    "cls": first_token,
+    "lasttoken": last_token,
+}
+
+
+# Behind a linear layer over pooled states, by torch's names.
+DENSE_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "torch.nn.modules.linear.Identity": lambda x: x,
+    "torch.nn.modules.activation.Tanh": jnp.tanh,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Prompts:
     """What is put before a question, and before a passage or caption."""
@@ -91,7 +126,7 @@ class DenseLayer:
       folder: of its weights.
       inputs, outputs: values of a vector before and after it.
       bias: whether it has one.
-      activation: one of models.encoders.heads.DENSE_ACTIVATIONS.
+      activation: one of DENSE_ACTIVATIONS.
       residual: whether what it gets is added to what it gives, through a linear layer where their
         sizes differ.
       beside: whether its tensors are among those of the encoder.
@@ -111,7 +146,7 @@ class SentenceRecipe:
     """How one vector, of length 1, is made of a text.
 
     Attributes:
-      pooling: one of models.encoders.heads.POOLINGS.
+      pooling: one of POOLINGS.
       prompts: before the texts.
       max_tokens: longer texts are cut, special tokens included; None: as long as the encoder takes.
       lowercase: whether texts are put in lower case before they are split.

@@ -45,7 +45,7 @@ from mmqa_jax.models.common.layers import (
     word_head,
     zeros_init,
 )
-from mmqa_jax.models.common.rope import axes_of_pairs, frequencies
+from mmqa_jax.models.common.rope import axes_of_pairs, frequencies, rotate
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts, SharedExpert
 from mmqa_jax.models.llama.gated_delta import GatedDelta, State
@@ -204,19 +204,6 @@ def rotary_factor(config: LlamaConfig) -> np.ndarray | None:
     turned = np.full(size // 2, scaling.attention_factor, np.float32)
     rest = len(inverse_frequencies(config.within(config.positions))) - len(turned)
     return np.pad(turned, (0, rest), constant_values=1)
-
-
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotary embedding: x [B, L, heads, D]; cos, sin float32 [B or 1, L, 1, D / 2]."""
-    # As one sum over whole heads: XLA on CPU is slow at concatenations of computed halves.
-    cos, sin = jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)
-    x32 = x.astype(jnp.float32)
-    turned = jnp.roll(x32, x.shape[-1] // 2, axis=-1) * sin
-    if platform() == "cpu":
-        # Which of two products LLVM rounds once with their sum depends on what is compiled beside
-        # it; of a limited one it cannot.
-        turned = jnp.minimum(turned, np.finfo(np.float32).max)
-    return (x32 * cos + turned).astype(x.dtype)
 
 
 @jax.custom_vjp

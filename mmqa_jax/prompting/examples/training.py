@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -18,8 +18,10 @@ from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.examples.library import ExampleLibrary, Shot, Similarity
 from mmqa_jax.prompting.few_shot import Order, PromptTemplate, few_shot, load_template
-from mmqa_jax.prompting.picture_format import PictureFormat
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from mmqa_jax.prompting.picture_format import PictureFormat
 
 _ANSWER = " The answer is"  # begins the answer behind a rationale
 

@@ -21,7 +21,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
+from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve, tower_bytes
 from mmqa_jax.core.store import Store, check_no_older
 from mmqa_jax.data import regions
 from mmqa_jax.data.corpus import open_corpus
@@ -33,7 +33,6 @@ from mmqa_jax.models.oscar.network import OscarConfig, OscarLayout
 from mmqa_jax.prompting.backends import Chat, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.cache import Cached
 from mmqa_jax.prompting.backends.thinking import split_thoughts
-from mmqa_jax.retrieval.embedder import tower_bytes
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import read_metadata
 
