@@ -1,7 +1,8 @@
 """mmqa_jax: multimodal, multi-hop question answering in JAX.
 
-`import mmqa_jax as mmqa` gives the names below, most of them of api.py: documents as a corpus,
-retrievers, readers, answers that cite their sources. JAX is imported when one of them is used.
+`import mmqa_jax as mmqa` gives the names below, those of api/: documents as a corpus,
+retrievers, readers, answers that cite their sources; vectors, scores and training over lists; the
+models by themselves. JAX is imported when one of them is used.
 """
 
 import importlib
@@ -10,8 +11,16 @@ __version__ = "0.1.0"
 
 # Public name -> the module that defines it.
 _PLACES = {
-    **dict.fromkeys(("Answer", "Reader", "Retriever", "ask", "open_corpus", "open_llm"), "api"),
-    **dict.fromkeys(("open_reader", "open_reranker", "open_retriever"), "api"),
+    **dict.fromkeys(
+        ("Answer", "Reader", "Retriever", "ask", "open_corpus", "open_llm", "open_reader"),
+        "api.answers",
+    ),
+    **dict.fromkeys(("open_reranker", "open_retriever"), "api.answers"),
+    **dict.fromkeys(
+        ("Scored", "Scores", "Tuning", "embed", "evaluate", "rerank", "to_frame", "train"),
+        "api.lists",
+    ),
+    **dict.fromkeys(("LoadedModel", "load_model"), "api.ports"),
     **dict.fromkeys(("read_rankings", "write_rankings"), "retrieval.rankings"),
     "UserError": "core.errors",
 }

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float32
 
-from mmqa_jax.api import open_llm
+from mmqa_jax.api.answers import open_llm
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.corpus import corpus_of_lists

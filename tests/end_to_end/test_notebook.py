@@ -1,4 +1,4 @@
-"""configs/corpus.ipynb runs from its first cell to its last, and shows what its text promises."""
+"""The notebooks of configs/ run from their first cell to their last, and show what they promise."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from nbclient import NotebookClient
 
 from tests.forks import server
 
-NOTEBOOK = Path(__file__).parents[2] / "configs/corpus.ipynb"
+CONFIGS = Path(__file__).parents[2] / "configs"
 IN_FOLDER = """import os, runpy, sys
 os.chdir(sys.argv.pop(1))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)"""
@@ -33,16 +33,15 @@ async def launch_fork(provisioner, command, *, cwd, env, **_):
     return provisioner.connection_info
 
 
-@pytest.fixture(scope="module")
-def printed(tmp_path_factory, cli_cache) -> dict[str, str]:
-    """What each cell prints, by the cell's name."""
+def run(name, tmp_path_factory, cache) -> dict[str, str]:
+    """What each cell of a notebook prints, by the cell's name."""
     with pytest.MonkeyPatch.context() as patch:
         # As a user starts it: in a folder that is not the checkout.
-        patch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-        patch.setenv("MMQA_CACHE", str(cli_cache))
+        patch.setenv("PYTHONPATH", str(CONFIGS.parent))
+        patch.setenv("MMQA_CACHE", str(cache))
         patch.setenv("JAX_PLATFORMS", "cpu")
         patch.setattr(LocalProvisioner, "launch_kernel", launch_fork)
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        notebook = nbformat.read(CONFIGS / name, as_version=4)
         folder = tmp_path_factory.mktemp("notebook")
         client = NotebookClient(
             notebook, timeout=600, resources={"metadata": {"path": str(folder)}}
@@ -58,8 +57,15 @@ def printed(tmp_path_factory, cli_cache) -> dict[str, str]:
     }
 
 
-def test_no_outputs_are_committed():
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory, cli_cache) -> dict[str, str]:
+    """Of corpus.ipynb."""
+    return run("corpus.ipynb", tmp_path_factory, cli_cache)
+
+
+@pytest.mark.parametrize("name", ["corpus.ipynb", "ports.ipynb"])
+def test_no_outputs_are_committed(name):
+    notebook = nbformat.read(CONFIGS / name, as_version=4)
     nbformat.validate(notebook)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notebook.cells)
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
@@ -77,3 +83,11 @@ def test_the_answer_is_right_and_cited(printed):
 
 def test_a_question_that_nothing_answers_is_refused(printed):
     assert printed["refused"] == "False Not found in the sources.\n"
+
+
+def test_a_port_learns_and_writes(tmp_path_factory, cli_cache):
+    printed = run("ports.ipynb", tmp_path_factory, cli_cache)
+    assert printed["forward"].startswith("(1, 10) (1, 10, 49152) ")
+    assert printed["train"].endswith(" True\n")
+    assert "Lima" in printed["generate"]
+    assert "fsdp" in printed["mesh"]

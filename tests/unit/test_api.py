@@ -13,7 +13,8 @@ from fake_llm import FakeLLM
 from word_encoder import install
 
 import mmqa_jax as mmqa
-from mmqa_jax import api
+from mmqa_jax.api import answers as api
+from mmqa_jax.api import lists, ports
 from mmqa_jax.data.schema import NOT_FOUND
 from tests.refusals import refuses
 
@@ -59,8 +60,8 @@ def ids(found):
 def test_importing_the_package_imports_no_jax():
     code = (
         "import sys, mmqa_jax as mmqa; dir(mmqa); assert mmqa.__version__\n"
-        "print([m for m in ('jax', 'transformers', 'numpy', 'mmqa_jax.api') if m in sys.modules])\n"
-        "import types, mmqa_jax.core; given = sys.modules['mmqa_jax.api'] = types.ModuleType('api')\n"
+        "print([m for m in ('jax', 'transformers', 'numpy', 'mmqa_jax.api.answers') if m in sys.modules])\n"
+        "import types, mmqa_jax.core; given = sys.modules['mmqa_jax.api.answers'] = types.ModuleType('api')\n"
         "given.ask = 'asked'; print(mmqa.ask)"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -69,13 +70,14 @@ def test_importing_the_package_imports_no_jax():
 
 def test_the_public_names():
     defined = {
-        name
-        for name, value in vars(api).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == api.__name__
+        name: value
+        for module in (api, lists, ports)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
     }
     elsewhere = {"UserError", "read_rankings", "write_rankings"}
-    assert mmqa.__all__ == sorted(defined | elsewhere)
-    assert all(getattr(mmqa, name) is getattr(api, name) for name in defined)
+    assert mmqa.__all__ == sorted(defined.keys() | elsewhere)
+    assert all(getattr(mmqa, name) is value for name, value in defined.items())
     assert all(getattr(mmqa, name).__doc__ for name in mmqa.__all__)
     with pytest.raises(AttributeError, match="no attribute 'open_corpse'"):
         _ = mmqa.open_corpse

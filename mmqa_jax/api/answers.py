@@ -15,9 +15,10 @@ or TypeError, whose message says what to do.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -29,11 +30,12 @@ from mmqa_jax.data.columns import columns_of, take_column
 from mmqa_jax.data.corpus import PictureOf, corpus_of_lists
 from mmqa_jax.data.folder import FolderOptions, Pages
 from mmqa_jax.data.pictures.decode import decode, read_picture_file
-from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
+from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.encoders.text_encoders import published_folder
 from mmqa_jax.papers.webqa import Reranker, top
 from mmqa_jax.prompting.backends import Backend
+from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.few_shot import Pictures
 from mmqa_jax.prompting.llm_reader import (
     LLMReader,
@@ -166,7 +168,7 @@ class Retriever:
 
 def open_retriever(
     corpus: AskedCorpus,
-    method: Method = "fused",
+    method: Method | Any = "fused",
     *,
     encoder: str | os.PathLike = ask_folder.MINILM,
     weight: float = DEFAULT_WEIGHT,
@@ -178,7 +180,9 @@ def open_retriever(
 
     Args:
       corpus: of `open_corpus`.
-      method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks.
+      method: `bm25`, `dense` (by an encoder), or both: `fused` by scores, `rrf` by ranks; or a
+        retriever of one's own: any object with `search(query, top_k)`, which returns ids of the
+        corpus's sources, or pairs of id and score, best first.
       encoder: `minilm`, a published encoder of texts or a Qwen3-VL-Embedding (its folder, or
         ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or a contrastive run; not for bm25.
       weight: of the encoder's cosines beside BM25's scores, from 0 to 1; of fused.
@@ -187,6 +191,11 @@ def open_retriever(
       index: folder of `mmqa index --kind=bm25`, from which bm25 is searched; "": made in memory.
     """
     _check_corpus(corpus, "open_retriever")
+    if hasattr(method, "search"):
+        foreign: Ranker = _ForeignRetriever(corpus, method)
+        if reranker is not None:
+            foreign = _with_reranker(corpus, foreign, reranker, candidates)
+        return Retriever(corpus, "", ask_folder.Passages(foreign, None))
     if method not in get_args(Method):
         raise UserError(
             f"open_retriever: method {method!r} is not known; use one of "
@@ -215,10 +224,8 @@ def open_retriever(
                 dense if method == "dense" else RankFusion([ask_folder.open_words(corpus), dense])
             )
             passages = ask_folder.Passages(ranked, dense)
-    if isinstance(reranker, str | os.PathLike):
-        reranker = open_reranker(corpus, reranker)
     if reranker is not None:
-        ranked = _Reranked(passages.ranked, reranker, min(candidates, len(corpus)))
+        ranked = _with_reranker(corpus, passages.ranked, reranker, candidates)
         passages = passages._replace(ranked=ranked)
     return Retriever(corpus, "" if method == "bm25" else encoder, passages)
 
@@ -254,7 +261,7 @@ class Reader:
     A context manager, which closes the model at its end if it has opened it.
     """
 
-    def __init__(self, corpus: AskedCorpus, llm: Backend, reader: LLMReader, owns: bool):
+    def __init__(self, corpus: AskedCorpus, llm: Backend | None, reader: Any, owns: bool):
         self.corpus, self.llm, self.reader = corpus, llm, reader
         self._owns = owns
 
@@ -285,7 +292,7 @@ class Reader:
 
     def close(self) -> None:
         """Ends the model, if `open_reader` has opened it."""
-        if self._owns:
+        if self._owns and self.llm is not None:
             self.llm.close()
 
     def __enter__(self) -> Reader:
@@ -297,7 +304,7 @@ class Reader:
 
 def open_reader(
     corpus: AskedCorpus,
-    model: str | os.PathLike | Backend = "smollm2",
+    model: str | os.PathLike | Backend | Read = "smollm2",
     backend: Literal["engine", "openai"] = "engine",
     *,
     pictures: Pictures = "auto",
@@ -308,13 +315,17 @@ def open_reader(
 
     Args:
       corpus: of `open_corpus`.
-      model, backend: see `open_llm`, or what it returned.
+      model, backend: see `open_llm`, or what it returned. Or a function of one's own, which is
+        called with the question and its sources (`source.text`, `source.title`), best first, and
+        returns the answer, with [1] where it cites the first of them.
       pictures: how the model is shown pictures, see LLMReaderOptions.
       max_new_tokens: of an answer.
       thinking: see `open_llm`, which has said it of a model that it returned.
     """
     _check_corpus(corpus, "open_reader")
     options = LLMReaderOptions(pictures=pictures, max_new_tokens=max_new_tokens)
+    if callable(model):
+        return Reader(corpus, None, _ForeignReader(corpus, model), False)
     owns = isinstance(model, str | os.PathLike)
     llm = open_llm(model, backend, thinking=thinking) if owns else model
     return Reader(corpus, llm, LLMReader(corpus, llm, options), owns)
@@ -344,6 +355,78 @@ def open_reranker(
             f"open_llm({str(llm)!r}), which a reader can share."
         )
     return LLMReranker(corpus, llm, LLMRerankerOptions(calibrated=calibrated))
+
+
+Read = Callable[[str, Sequence[ShownSource]], str]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForeignRetriever:
+    """An object with `search(query, top_k)` as a retriever of Questions."""
+
+    corpus: AskedCorpus
+    method: Any
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """The rankings that the object's own search gives."""
+        return [self._ranking(question, top_k) for question in questions]
+
+    def _ranking(self, question: Question, top_k: int) -> Ranking:
+        name = f"{type(self.method).__name__}.search"
+        results = list(self.method.search(question.question, top_k))[:top_k]
+        pairs = []
+        for place, result in enumerate(results):
+            match result:
+                case str():
+                    pairs.append((result, 1.0 / (1 + place)))
+                case (str() as source, int() | float() as score):
+                    pairs.append((source, float(score)))
+                case ShownSource():
+                    pairs.append((result.source.id, float(result.score)))
+                case _:
+                    raise TypeError(
+                        f"{name}: result {place} is {result!r:.60}; return ids of sources, or "
+                        "pairs of id and score."
+                    )
+        for source, _ in pairs:
+            if source not in self.corpus.row:
+                raise UserError(
+                    f"{name}: source {source!r} is not in the corpus; return ids of its `sources`."
+                )
+        return Ranking(question.id, tuple(s for s, _ in pairs), tuple(x for _, x in pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _ForeignReader:
+    """A function of question and sources as a reader, whose `[1]` are read as citations."""
+
+    corpus: AskedCorpus
+    read: Read
+
+    def answer(
+        self, questions: Sequence[Question], rankings: Sequence[Ranking]
+    ) -> list[Prediction]:
+        """Asks the function about one question after the other."""
+        return list(map(self._answer, questions, rankings))
+
+    def _answer(self, question: Question, ranking: Ranking) -> Prediction:
+        text = self.read(question.question, _found(self.corpus, ranking))
+        if not isinstance(text, str):
+            raise TypeError(
+                f"open_reader: the function returned {type(text).__name__}; return the answer as "
+                "a text, with [1] where it cites the first source."
+            )
+        answer, numbers, wrong = read_citations(text, len(ranking.sources))
+        if says_not_found(answer, cited=bool(numbers)):
+            answer = NOT_FOUND
+        return Prediction(
+            question.id,
+            answer,
+            tuple(ranking.sources[number - 1] for number in numbers),
+            tuple(ranking.scores[number - 1] for number in numbers),
+            read=ranking.sources,
+            trace={"wrong_citations": wrong} if wrong else {},
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -394,6 +477,8 @@ def ask(
         raise UserError("ask: retriever and reader are of two corpora; open both over the same.")
     _check_query(question, "ask")
     _check_top_k(top_k)
+    if least_similarity is None and isinstance(retriever.passages.ranked, _ForeignRetriever):
+        least_similarity = -math.inf  # its scores are on a scale of its own
     options = ask_folder.AskOptions(
         retriever.encoder, min(top_k, len(retriever.corpus)), least_similarity=least_similarity
     )
@@ -401,6 +486,14 @@ def ask(
         retriever.corpus, reader.reader, options, retriever.passages
     )
     return _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+
+
+def _with_reranker(
+    corpus: AskedCorpus, ranked: Ranker, reranker: Reranker | str | os.PathLike, candidates: int
+) -> _Reranked:
+    if isinstance(reranker, str | os.PathLike):
+        reranker = open_reranker(corpus, reranker)
+    return _Reranked(ranked, reranker, min(candidates, len(corpus)))
 
 
 @dataclasses.dataclass(frozen=True)
