@@ -1,6 +1,6 @@
 """Over Python lists: vectors, reranking, scores, a retriever tuned on one's own pairs, data frames.
 
-vectors = mmqa.embed(["Wash the filter every week."])           # float32 [1, 384]
+vectors = mmqa.embed(["Wash the filter every week."])  # float32 [1, 384]
 best = mmqa.rerank("Which filter?", texts, "cross-encoder/ms-marco-MiniLM-L6-v2")
 scores = mmqa.evaluate(retriever, {"q1": {"filter.txt#1"}}, queries={"q1": "Which filter?"})
 encoder = mmqa.train([("Which filter?", "Wash the filter every week.")], "runs/mine")

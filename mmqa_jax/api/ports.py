@@ -2,7 +2,7 @@
 
 model = mmqa.load_model("Qwen/Qwen3-0.6B", download=True)
 ids, mask = model.tokens(["The capital of Peru is Lima."])
-logits = model.forward(ids, mask)                                   # [1, L, V]
+logits = model.forward(ids, mask)  # [1, L, V]
 loss, gradients = nnx.value_and_grad(model.loss_of)(model.network, ids, mask)
 print(model.generate("The capital of Peru is", max_new_tokens=8))
 vectors = mmqa.load_model("minilm").encode(["The capital of Peru is Lima."])
