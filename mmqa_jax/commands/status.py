@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Prints the status of a training run, or a line per shard of a job and one for all."""
-    from mmqa_jax.runs.status import workdir_status
+    from mmqa_jax.runs.status import workdir_status, writer_lines
 
     path = as_path(arguments.path)
     check_store(path)
@@ -57,6 +57,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         else "`mmqa merge` puts the parts together"
     )
     print(_sentence(status, named(status["missing"]), duration, last_step))
+    if not status["complete"]:
+        print("\n".join(writer_lines(path)))
     return status
 
 

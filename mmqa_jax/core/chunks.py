@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import no_empty_folders
-from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.locks import LOCK, Busy, alone, hold, nobody_else
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.core.progress import Progress, duration, within
 from mmqa_jax.core.shards import WHOLE, PartState, Shard, Unfinished
@@ -320,7 +320,7 @@ def locked_folder(folder: Path, *, shared: bool = False) -> Any:
     """Makes a job's folder, and holds its lock until the returned handle is closed (locks.hold)."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return hold(folder / ".lock", shared=shared)
+        return hold(folder / LOCK, shared=shared)
     except Busy as owner:
         raise UserError(
             f"{folder}: {owner} is at work there; wait until it ends, or name another place."

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import socket
+import struct
 import sys
 import threading
 import time
@@ -23,6 +24,9 @@ from typing import IO, Self
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts.watchdog import EXIT_HANGING
 from mmqa_jax.core.paths import in_store
+
+LOCK = ".lock"  # the locked file of a folder
+_FLOCK = "hhqqi"  # struct flock of Linux: type, whence, start, length, process
 
 
 class Busy(Exception):
@@ -60,6 +64,27 @@ def hold(path: Path, *, shared: bool = False) -> IO | StoreLock:
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     return file
+
+
+def holder(path: Path) -> str | None:
+    """Which process of this or another host holds the lock on a file; "": none does.
+
+    The lock is looked at and not taken; a process that holds it itself would lose it. None: an
+    object store, or a system that does not tell.
+    """
+    if in_store(path) or not sys.platform.startswith("linux"):
+        return None
+    try:
+        with path.open("r+", encoding="utf-8") as file:
+            asked = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_ = struct.unpack(_FLOCK, fcntl.fcntl(file, fcntl.F_GETLK, asked))
+            if kind == fcntl.F_UNLCK:
+                return ""
+            return file.read().strip() or "another process"
+    except FileNotFoundError:
+        return ""
+    except OSError:
+        return None
 
 
 def nobody_else(lock: IO | StoreLock) -> bool:

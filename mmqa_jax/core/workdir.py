@@ -21,7 +21,7 @@ from mmqa_jax.core.config import config_record, differences, plain_fingerprint
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import no_empty_folders, read_json, write_json
 from mmqa_jax.core.host import device_facts, host_facts, peak_rss_mib
-from mmqa_jax.core.locks import Busy, alone, hold, nobody_else
+from mmqa_jax.core.locks import LOCK, Busy, alone, hold, nobody_else
 from mmqa_jax.core.paths import as_path, check_store, remove_tree
 
 _PACKAGES = (
@@ -177,7 +177,7 @@ class Workdir:
         check_store(self.path)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = hold(self.path / ".lock", shared=shared)
+            self._lock = hold(self.path / LOCK, shared=shared)
         except Busy as owner:
             raise UserError(
                 f"--workdir={self.path}: {owner} is writing into it; wait until that run ends, "
@@ -335,7 +335,7 @@ def claim_workdir(
     with no_empty_folders(folder), Workdir(folder) as workdir:
         resumed = workdir.claim(config, shared=shared, free=free)
         before = set(folder.iterdir()) if folder.exists() else set()
-        written = {workdir / name for name in ("config.json", ".lock", ".claim")}
+        written = {workdir / name for name in ("config.json", LOCK, ".claim")}
         try:
             yield workdir, resumed
             workdir.check_there()

@@ -79,8 +79,8 @@ def read_run(folder: Path) -> ScoredRun:
     for name in ("scores.json", "per_question.jsonl"):
         if not (folder / name).exists():
             raise UserError(
-                f"{folder}: holds no finished run (no {name}); run `mmqa run "
-                f"--workdir={folder}` to its end."
+                f"{folder}: holds no finished run (no {name}); run `mmqa run --config=FILE:ROW "
+                f"--workdir={folder}` to its end, with the config that it was started with."
             )
     scores = read_json(folder / "scores.json")
     if not isinstance(scores, dict) or not (

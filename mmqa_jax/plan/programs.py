@@ -38,6 +38,7 @@ from mmqa_jax.models.t5.network import T5, Texts
 from mmqa_jax.plan import encoders
 from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
 from mmqa_jax.prompting.backends.t5 import mesh_of
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path
@@ -119,6 +120,18 @@ def preset(name: str) -> LlamaConfig:
     return PRESETS[name]()
 
 
+def engine_of(model: str | None) -> ConfigDict:
+    """The config of a model that is planned without one: an engine whose sizes are chosen; empty
+    for what is no language model."""
+    if model not in _LANGUAGE_MODELS:
+        return ConfigDict()
+    axes = dict.fromkeys(("data", "fsdp", "tensor"), AUTO)
+    sizes = dict.fromkeys(sizes_of_engine.SIZES, AUTO)
+    decoding = {"max_new_tokens": Decoding.max_new_tokens}
+    model_section = {"dtype": AUTO, "mesh": axes}
+    return ConfigDict({"model": model_section, "engine": sizes, "decoding": decoding})
+
+
 def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ...]:
     """The programs of a config, of `mmqa train` (with what its model is used for) or `prompt`.
 
@@ -138,11 +151,6 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
             raise UserError(f"--model={model}: no config decides its program; leave --config out.")
         return alone[model]
     if not config:
-        if model in _LANGUAGE_MODELS:
-            raise UserError(
-                f"--model={model}: its programs are an engine's, whose sizes a config holds; add "
-                "--config=configs/prompt/default.py."
-            )
         if model is not None:
             raise UserError(
                 f"--model={model}: sizes are not known; "

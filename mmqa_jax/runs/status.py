@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.chunks import PARTS
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
+from mmqa_jax.core.locks import LOCK, holder
 from mmqa_jax.core.metrics import METRICS, read_metrics
 from mmqa_jax.core.paths import in_store
 from mmqa_jax.core.progress import duration
@@ -26,7 +27,24 @@ from mmqa_jax.weights.record import is_trained
 
 
 def workdir_status(folder: Path) -> tuple[dict[str, Any], list[str]] | None:
-    """How far what a workdir holds is, and the lines that say it; None: jobs.py may know more."""
+    """How far what a workdir holds is, and the lines that say it; None: jobs.py may know more.
+
+    The key `writer` names the process that works on what is not complete; "": none does.
+    """
+    known = _status_of(folder)
+    if known is None or known[0]["complete"]:
+        return known
+    status, lines = known
+    return {**status, "writer": holder(folder / LOCK)}, [*lines, *writer_lines(folder)]
+
+
+def writer_lines(folder: Path) -> list[str]:
+    """The sentence about the process that works on a folder; none where that is not known."""
+    writer = holder(folder / LOCK)
+    return [] if writer is None else [f"{writer or 'no process'} is at work on it."]
+
+
+def _status_of(folder: Path) -> tuple[dict[str, Any], list[str]] | None:
     if is_training(folder):
         status = training_status(folder)
         return status, status_lines(status)

@@ -13,7 +13,7 @@ from typing import Any
 from mmqa_jax.core.checkpoints.checksums import check_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.paths import as_path
+from mmqa_jax.core.paths import as_path, in_store
 
 FORMAT = "mmqa_jax weights 1"
 WEIGHTS, RECORD = "weights", "model.json"
@@ -45,6 +45,8 @@ def read_metadata(folder: str | os.PathLike) -> dict[str, Any]:
     """The content of model.json."""
     file = record_file(as_path(folder))
     if not file.exists():
+        if not in_store(file) and not Path(folder).exists():
+            raise UserError(f"{folder}: no such file or folder; check the path.")
         raise UserError(
             f"{folder}: holds no trained weights (no {RECORD}); run the training to its end, or "
             "give its workdir or a folder of `mmqa convert`."

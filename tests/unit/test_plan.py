@@ -30,7 +30,13 @@ from mmqa_jax.plan.program import (
     needed_bytes,
     shard_bytes,
 )
-from mmqa_jax.plan.programs import PRESETS, make_program, program_names
+from mmqa_jax.plan.programs import (
+    PRESETS,
+    engine_of,
+    engine_sizes,
+    make_program,
+    program_names,
+)
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Plan, Remedy, changed
 from tests.refusals import refuses
@@ -712,6 +718,16 @@ def test_chips_by_the_names_that_jax_gives_them():
     }  # fmt: skip
     assert {kind: chip_of_kind(kind).name for kind in names} == names
     assert chip_of_kind("cpu") is None
+
+
+def test_a_language_model_is_planned_without_a_config():
+    devices, config = jax.devices()[:1], load_config(f"{ROOT}/configs/prompt/default.py", [])
+    assert engine_of("smollm2").engine.length == "auto"
+    assert engine_sizes(engine_of("smollm2"), devices, "smollm2") == engine_sizes(
+        config, devices, "smollm2"
+    )
+    assert program_names(engine_of("smollm2"), "smollm2") == program_names(config, "smollm2")
+    assert not engine_of("bge_m3")
 
 
 def test_the_engine_is_planned_without_weights():

@@ -86,7 +86,6 @@ def test_fluency_is_planned_for_one_device(tiny):
     [
         ([], r"--config is missing: .*--model=bart_large_cnn \(fluency"),
         (["--model=llama_7bb"], r"--model=llama_7bb: .*did you mean 'llama_7b'"),
-        (["--model=llama2_7b"], r"--model=llama2_7b: .*add --config=configs/prompt/default.py"),
         (["--config.train.steps=5"], r"--config.train.steps=5: of which --config"),
         (
             [f"--config={ROOT}/configs/prompt/default.py", f"--model={LARGE}"],

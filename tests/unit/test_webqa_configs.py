@@ -174,7 +174,7 @@ def test_questions_that_share_a_mean_divide_the_batch():
 
 def test_clip_patches_ask_for_the_converted_clip():
     config = read("vlp_qa", "clip_patches")
-    refuses(r"weights/clip: holds no trained weights", check_config, config)
+    refuses(r"weights/clip: no such file or folder", check_config, config)
 
 
 # Sequences

@@ -479,7 +479,7 @@ def test_a_reader_over_clip_is_trained_with_the_tower_frozen(release, clip, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"features.root": "nowhere"}, r"nowhere: holds no trained weights \(no model\.json\)"),
+        ({"features.root": "nowhere"}, r"nowhere: no such file or folder"),
         ({"pictures.size": 24}, r"pictures\.size=24: model\.clip=vit_b_16 takes 16; set pictures"),
         ({"model.tags": True}, r"model\.tags: .* model\.frontend=clip have neither colors nor"),
     ],

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 from cli_runs import done, mmqa
@@ -120,3 +122,20 @@ def test_the_status_of_a_demo(tmp_path):
     status = done("status", tmp_path)
     assert (status["complete"], status["stage"], status["seconds_left"]) == (True, None, 0.0)
     assert "demo: complete, 11 stages in 0:00" in mmqa("status", tmp_path).out
+
+
+def test_the_status_tells_which_process_is_at_work(tmp_path, data):
+    code = (
+        "import sys, time; from pathlib import Path; from mmqa_jax.core.locks import hold\n"
+        "lock = hold(Path(sys.argv[1])); print('held', flush=True); time.sleep(600)"
+    )
+    (tmp_path / "config.json").write_text('{"config": {"row": "full"}}')
+    idle = mmqa("status", tmp_path)
+    assert idle.out.endswith("no process is at work on it.\n"), idle.out
+    command = [sys.executable, "-c", code, tmp_path / ".lock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        busy = done("status", tmp_path)
+        process.kill()
+    assert busy["writer"].startswith(f"process {process.pid} on ")
+    assert done("status", tmp_path)["writer"] == ""

@@ -16,7 +16,7 @@ from mmqa_jax.plan import verdict as planning
 from mmqa_jax.plan.collection import CollectionPlan, plan_collections, read_sizes
 from mmqa_jax.plan.detectors import check_pictures, pictures_cost
 from mmqa_jax.plan.program import Planned
-from mmqa_jax.plan.programs import engine_sizes
+from mmqa_jax.plan.programs import engine_of, engine_sizes
 from mmqa_jax.plan.row import Done, RowPlan, is_row, plan_row, read_prices, row_counts
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Found, Plan, described
@@ -44,11 +44,11 @@ def run_plan(
 ) -> dict[str, Any]:
     """Compiles for a topology (`open_topology`), and prints the table and the verdict.
 
-    An empty config has a `model`; `only` names programs; `sources` are the numbers of sources of
-    collections, which are planned alone; `pictures` are a detector's; `search` looks for the
-    fastest settings of the first program; `measured` is a file of launch/device_check.sh. A row of
-    a paper's table has `questions`, `sources` and `prices`, see `plan_row`, and a `workdir` of
-    `mmqa run`, if it was started.
+    An empty config has a `model`, a language model's engine chooses its sizes; `only` names
+    programs; `sources` are the numbers of sources of collections, which are planned alone;
+    `pictures` are a detector's; `search` looks for the fastest settings of the first program;
+    `measured` is a file of launch/device_check.sh. A row of a paper's table has `questions`,
+    `sources` and `prices`, see `plan_row`, and a `workdir` of `mmqa run`, if it was started.
     """
     if is_row(config):
         flags = {"only": only, "pictures": pictures, "search": search, "measured": measured}
@@ -70,6 +70,7 @@ def run_plan(
             "--questions, --prices and --workdir: are a row's; name one by "
             "--config=configs/*/tables.py:ROW, or leave them out."
         )
+    config = config or engine_of(model)
     # What is refused is so before a compiler is loaded.
     names = planning.chosen(config, only, model)
     if pictures is not None:
