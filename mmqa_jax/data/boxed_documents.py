@@ -6,7 +6,8 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from mmqa_jax.data.documents.document import Document, DocumentError
+from mmqa_jax.data.documents.document import Document, DocumentError, decoded
+from mmqa_jax.data.documents.places import LINED, with_lines
 from mmqa_jax.data.documents.read import READERS
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import verify
@@ -28,6 +29,9 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
             document = read_pdf(data, least_pixels, scans)
         else:
             document = READERS[ending].read(data)
+            if ending in LINED:
+                lined = with_lines(document.paragraphs, decoded(data))
+                document = dataclasses.replace(document, paragraphs=tuple(lined))
     except DocumentError as error:
         return _bad(error)
     pictures: dict[str, bytes] = {}
@@ -41,7 +45,7 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
                 broken.append(_reason(error))
                 continue
             key = _add(pictures, figure.picture)
-        figures.append([figure.caption, figure.heading, figure.page, key, figure.link])
+        figures.append([figure.caption, figure.heading, figure.page, key, figure.link, figure.box])
     content = {
         **_paragraphs(document),
         "figures": figures,
@@ -67,7 +71,7 @@ def pages(data: bytes) -> Read:
             if page.picture is None:
                 broken.append(page.problem)
             else:
-                figures.append(["", "", page.number, _add(pictures, page.picture), ""])
+                figures.append(["", "", page.number, _add(pictures, page.picture), "", None])
     except DocumentError as error:
         return _bad(error)
     content = {"figures": figures, "broken_figures": broken, "pictures": list(pictures)}

@@ -151,8 +151,8 @@ class FolderContent:
       sources: their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the
         same in every run. `extra` holds `file`, `page` (from 1; None without pages), `heading`,
         WHOLE_PAGE of a page that is a picture and, where there are some, the document's `title`,
-        `places` ({start, end} of the text with `name` or `box`: documents/document.py, Place), and
-        `same_as`, the other files of the same content.
+        `places` ({start, end} of the text with `name`, `box` or `line`: documents/document.py,
+        Place), and `same_as`, the other files of the same content.
       read_picture: encoded bytes of a `Source.image`.
       report: of the files.
       digest: of everything above.
@@ -469,7 +469,7 @@ class _Reading:
             headings = {
                 paragraph.page: paragraph.heading for paragraph in reversed(paragraphs)
             }  # the first ones
-            for _, _, page, key, _ in self._pages.get(name, ()):
+            for _, _, page, key, *_ in self._pages.get(name, ()):
                 figures[f"{name}#page{page}"] = key
                 heading = headings.get(page, "")
                 extra = {**self._extra(name, page, heading), WHOLE_PAGE: True}
@@ -493,17 +493,19 @@ class _Reading:
             title = _title(name, chunk.heading or self._stated(name))
             yield Source(f"{name}#{number}", "text", chunk.text, title, extra=extra)
         embedded = [figure for figure in figures_of_file if figure[3]]
-        for number, (caption, heading, page, key, _) in enumerate(embedded, start=1):
+        for number, (caption, heading, page, key, _, box) in enumerate(embedded, start=1):
             figure = f"{name}#figure{number}"
             figures[figure] = key
             extra = self._extra(name, page, heading)
+            if box is not None:
+                extra["places"] = [_shown_place(Place(0, len(caption), box=box))]
             title = _title(name, heading or self._stated(name))
             yield Source(figure, "image", caption, title, figure, extra)
 
     def _picture_sources(self) -> Iterator[Source]:
         """Pictures that are files, with the caption of the first document that shows them."""
         captions: dict[str, tuple[str, str]] = {}
-        for name, (caption, heading, _, _, link) in self._shown:
+        for name, (caption, heading, _, _, link, _) in self._shown:
             if caption:
                 captions.setdefault(
                     _linked(name, link), (caption, _title(name, heading or self._stated(name)))
@@ -589,7 +591,7 @@ def _with_scans(
             if letters(line) and (page, _letters_of(line)) not in texts_of_pages
         ]
         rows += [
-            [line, 0, page, False, 0, [[0, len(line), "", [0, 0, *reading["size"]]]]]
+            [line, 0, page, False, 0, [[0, len(line), "", [0, 0, *reading["size"]], None]]]
             for line in lines
         ]
         added += sum(map(letters, lines))
@@ -617,8 +619,8 @@ def _paragraph(
 ) -> Paragraph:  # fmt: skip
     """A paragraph as boxed_documents keeps it."""
     stretches = tuple(
-        Place(start, end, name, None if box is None else tuple(box))
-        for start, end, name, box in places
+        Place(start, end, name, None if box is None else tuple(box), line)
+        for start, end, name, box, line in places
     )
     return Paragraph(text, headings[heading], page, is_row, headings[header], stretches)
 
@@ -637,6 +639,11 @@ def _known_files(path: Path) -> tuple[dict[str, list[Any]], int]:
         return {}, 0
 
 
+def known_checksums(cache: Path) -> dict[str, str]:
+    """The SHA-256 of each file that was read, by its name; `cache` as of `read_folder`."""
+    return {name: checksum for name, (*_, checksum) in _known_files(cache / _FILES)[0].items()}
+
+
 def _linked(document: str, link: str) -> str:
     """The file that a document's link names, relative to the folder; "" for an address."""
     if not link or urllib.parse.urlsplit(link).scheme:
@@ -651,8 +658,10 @@ def _title(name: str, heading: str) -> str:
 
 def _shown_place(place: Place) -> dict[str, Any]:
     """A place as `Source.extra` holds it."""
-    about = {"start": place.start, "end": place.end}
-    return about | ({"name": place.name} if place.box is None else {"box": list(place.box)})
+    about: dict[str, Any] = {"start": place.start, "end": place.end}
+    if place.box is not None:
+        return about | {"box": list(place.box)}
+    return about | ({"name": place.name} if place.line is None else {"line": place.line})
 
 
 def _words(name: str) -> str:

@@ -14,7 +14,9 @@ from rich.text import Text
 from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.terminal import escaped
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.documents.places import cited_place, shown_place
 from mmqa_jax.data.schema import Prediction, Question, Source
+from mmqa_jax.runs.originals import Originals
 
 
 class AskedCorpus(Corpus):
@@ -30,6 +32,7 @@ class AskedCorpus(Corpus):
             image_rows=prepared.image_rows,
             materials=prepared.materials,
         )
+        self.originals: Originals | None = None  # of a folder of documents
         self._prepared = prepared
         self._numbers = itertools.count(1)
         self._asked: dict[str, bytes] = {}  # question id, which no file has as its name -> picture
@@ -64,11 +67,16 @@ class ShownSource(NamedTuple):
     """
 
     source: Source
-    score: float
+    score: float | None
     cited: int | None
 
-    def row(self) -> dict[str, Any]:
-        """The source in the output of `--json`; `file` and `page` are those of a document."""
+    def row(self, answer: str = "") -> dict[str, Any]:
+        """The source in the output of `--json`; `file` and `page` are those of a document, and its
+        place there is documents/places.cited_place.
+
+        Args:
+          answer: whose quote from the source has a place of its own.
+        """
         source = self.source
         return {
             "id": source.id,
@@ -78,6 +86,7 @@ class ShownSource(NamedTuple):
             "image": source.image,
             "score": self.score,
             "cited": self.cited,
+            **cited_place(source.text, source.extra, answer),
         }
 
 
@@ -135,7 +144,7 @@ def ask_in_turn(
                 "question": text,
                 "answer": answer.text,
                 "found": answer.found,
-                "sources": [source.row() for source in sources],
+                "sources": [source.row(answer.text if answer.found else "") for source in sources],
                 "seconds": seconds,
             },
         )
@@ -155,9 +164,7 @@ def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) ->
         console.print("The answer cites no source. What was read:")
     for source, score, cited in sources:
         number = "-" if cited is None else f"[{cited}]"
-        place = source.extra.get("file") or source.id
-        if (page := source.extra.get("page")) is not None:
-            place += f", page {page}"
+        place = shown_place(source.extra) or source.id
         kind = "picture" if source.modality == "image" else "text"
         named, title = (escaped(place), "cyan"), (escaped(source.title), "bold")
         console.print(

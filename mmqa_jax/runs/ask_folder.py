@@ -45,7 +45,8 @@ from mmqa_jax.runs.ask_corpus import (
     ask_in_turn,
     shown_sources,
 )
-from mmqa_jax.runs.corpora import prepare
+from mmqa_jax.runs.corpora import KEPT, prepare
+from mmqa_jax.runs.originals import Originals
 from mmqa_jax.tasks.library import open_text_embedder
 from mmqa_jax.tasks.rerank import open_reranker
 
@@ -285,7 +286,10 @@ def open_folder(
                 f"{changed}: {folder} was prepared already, with the pages that `mmqa prepare "
                 f"folder` was told; leave {changed.partition('=')[0]} out, or name the documents."
             )
-        return AskedCorpus(open_sources(folder))
+        corpus = AskedCorpus(open_sources(folder))
+        if (folder / KEPT).is_dir():
+            corpus.originals = Originals(Path(corpus.manifest["origin"]["folder"]), folder / KEPT)
+        return corpus
     if cache is None:
         key = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()
         cache = cache_dir() / "folders" / key[:16]
@@ -296,7 +300,9 @@ def open_folder(
     manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag=flag)
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
-    return AskedCorpus(prepared)
+    corpus = AskedCorpus(prepared)
+    corpus.originals = Originals(folder, cache / KEPT)
+    return corpus
 
 
 def ask_folder(

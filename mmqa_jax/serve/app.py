@@ -67,6 +67,8 @@ def make_app(parts: Parts, options: ServeOptions) -> door.Door | CORSMiddleware:
         door.Entrance("/api/about", page.about),
         door.Entrance("/api/source/{name:path}", page.source),
         door.Entrance("/api/picture/{name:path}", page.picture),
+        door.Entrance("/api/page/{name:path}", page.page_picture),
+        door.Entrance("/api/original/{name:path}", page.original),
         door.Entrance("/api/ask", page.ask, is_queued=True),
         door.Entrance("/v1/models", api.models),
         door.Entrance("/v1/models/{name:path}", api.model),

@@ -16,6 +16,7 @@ from starlette.applications import Starlette
 
 from mmqa_jax import __version__
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.places import cited_place, shown_place
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.page_api import passage_around
@@ -110,11 +111,11 @@ class _Tools:
     async def cite(self, id: str, quote: str = "") -> dict[str, Any]:
         """Says how to cite a source, and whether a quote stands in it word by word."""
         source = self._corpus.sources[self._row(id)]
-        file, page = source.extra.get("file"), source.extra.get("page")
-        place = [text for text in (source.title, file, page and f"page {page}") if text]
+        place = filter(None, (source.title, shown_place(source.extra)))
         quoted = " ".join(quote.split()) in " ".join(source.text.split()) if quote else None
         return {
-            "citation": ", ".join(map(str, dict.fromkeys(place))) or source.id,
+            "citation": ", ".join(dict.fromkeys(place)) or source.id,
+            **cited_place(source.text, source.extra, quote),
             "id": source.id,
             "quote_is_in_source": quoted,
             "credits": list(map(str, self._corpus.materials)),

@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import urllib.parse
+from collections.abc import AsyncIterator, Callable
 from importlib import resources
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.places import LINED, place_of
+from mmqa_jax.data.documents.read import ending_of
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.backends.openai_requests import read_picture
+from mmqa_jax.runs.ask_corpus import AskedCorpus
+from mmqa_jax.runs.originals import Originals
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.serve import door
 from mmqa_jax.serve.systems import Parts
 
 _FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+# What browsers show without running anything of it; other files are saved.
+_SHOWN = {
+    ".pdf": "application/pdf", ".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg",
+    ".webp": "image/webp", **dict.fromkeys(LINED, "text/plain; charset=utf-8"),
+}  # fmt: skip
 _AROUND = 3  # passages of the same document that are shown before and after one
 # The page's own files alone: no script of a document or an answer is ever run.
 _POLICY = "default-src 'self'; img-src 'self' blob: data:; frame-ancestors 'none'; base-uri 'none'"
@@ -118,6 +128,37 @@ class PageApi:
         headers = {**_HEADERS, "Content-Security-Policy": "default-src 'none'"}
         return Response(data, media_type=media_type, headers=headers)
 
+    async def page_picture(self, request: Request) -> Response:
+        """The page of a PDF that a source stands on, and its size in points."""
+        originals, source = self._original(request)
+        if ending_of(source.extra["file"]) != ".pdf" or not source.extra.get("page"):
+            raise door.ApiError(404, "this source stands on no page of a PDF.")
+        page = await _read(originals.page, source.extra["file"], source.extra["page"])
+        headers = {**_HEADERS, "X-Page-Size": f"{page.width:g} {page.height:g}"}
+        return Response(page.png, media_type="image/png", headers=headers)
+
+    async def original(self, request: Request) -> Response:
+        """The file that a source was read from; what browsers would run is only kept by them."""
+        originals, source = self._original(request)
+        name = source.extra["file"]
+        data = await _read(originals.read, name)
+        kind = _SHOWN.get(ending_of(name))
+        quoted = urllib.parse.quote(name.rpartition("/")[2])
+        shown = "inline" if kind else "attachment"
+        headers = {**_HEADERS, "Content-Disposition": f"{shown}; filename*=UTF-8''{quoted}"}
+        if kind == _SHOWN[".pdf"]:  # whose viewer a sandbox shuts out
+            del headers["Content-Security-Policy"]
+        else:
+            headers["Content-Security-Policy"] = "default-src 'none'; sandbox"
+        return Response(data, media_type=kind or "application/octet-stream", headers=headers)
+
+    def _original(self, request: Request) -> tuple[Originals, Source]:
+        corpus = self._parts.corpus
+        row = self._row(request.path_params["name"])
+        if corpus is None or corpus.originals is None or not corpus.sources[row].extra.get("file"):
+            raise door.ApiError(404, "this source has no file that can be opened.")
+        return corpus.originals, corpus.sources[row]
+
     def _row(self, name: str) -> int:
         """A source is looked up by its id in the corpus: no path reaches the file system."""
         corpus = self._parts.corpus
@@ -126,7 +167,15 @@ class PageApi:
         return corpus.row[name]
 
 
-def passage_around(corpus: Corpus, row: int) -> dict[str, Any]:
+async def _read(read: Callable[..., Any], *where: Any) -> Any:
+    """What is read of an original file; it may have changed since the passages were."""
+    try:
+        return await asyncio.to_thread(read, *where)
+    except UserError as error:
+        raise door.ApiError(409, str(error)) from error
+
+
+def passage_around(corpus: AskedCorpus, row: int) -> dict[str, Any]:
     """A source of a corpus, with what stands before and after it in the same document."""
     sources = corpus.sources
     source, first, last = sources[row], row, row
@@ -136,6 +185,12 @@ def passage_around(corpus: Corpus, row: int) -> dict[str, Any]:
         last += 1
     return {
         **_described(source),
+        "rows": [
+            {"cell": place["name"], "text": source.text[place["start"] : place["end"]]}
+            for place in source.extra.get("places", ())
+            if "!" in place.get("name", "")
+        ],
+        "original": corpus.originals is not None and source.extra.get("file") is not None,
         "before": [_described(before) for before in sources[first:row]],
         "after": [_described(after) for after in sources[row + 1 : last + 1]],
     }
@@ -154,6 +209,7 @@ def _described(source: Source) -> dict[str, Any]:
         "file": source.extra.get("file"),
         "page": source.extra.get("page"),
         "image": source.image is not None,
+        **place_of(source.extra),
     }
 
 

@@ -37,7 +37,7 @@ from mmqa_jax.prompting.backends.thinking import split_thoughts
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.ask import Answerer
-from mmqa_jax.runs.ask_corpus import AskedCorpus, answer_notes
+from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, answer_notes
 from mmqa_jax.runs.ask_folder import FolderAnswerer
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.reports.agents import agent_tree
@@ -266,12 +266,12 @@ class ReadPassages:
             with corpus.asked(question, picture) as asked:
                 tell("queries", [question])
                 to_read = self.threads.together(self.answerer.find, asked, turn)
-                rows = source_rows(corpus, to_read.passages)
-                tell("sources", rows)
+                tell("sources", source_rows(corpus, to_read.passages))
                 reader = LLMReader(corpus, reading, self.options)
                 answered = self.answerer.read(to_read, reader)
             prediction, outputs = answered.prediction, answered.prediction.trace.get("outputs")
             cited = set(prediction.sources)
+            rows = source_rows(corpus, to_read.passages, answered.text if answered.found else "")
             rows = [{**row, "cited": row["number"] if row["id"] in cited else None} for row in rows]
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
@@ -415,26 +415,19 @@ def check_question(question: str) -> None:
         raise UserError(f"the question has more than {_LONGEST:,} characters; shorten it.")
 
 
-def source_rows(corpus: AskedCorpus, ranking: Ranking) -> list[AnswerRow]:
-    """Sources as rows, numbered from 1 in their order; none is cited yet."""
+def source_rows(corpus: AskedCorpus, ranking: Ranking, answer: str = "") -> list[AnswerRow]:
+    """Sources as rows, numbered from 1 in their order; none is cited yet.
+
+    Args:
+      answer: whose quotes have places of their own.
+    """
     rows = []
     for number, (name, score) in enumerate(
         zip(ranking.sources, ranking.scores, strict=True), start=1
     ):
         source = corpus.sources[corpus.row[name]]
-        rows.append(
-            {
-                "number": number,
-                "id": source.id,
-                "title": source.title,
-                "file": source.extra.get("file"),
-                "page": source.extra.get("page"),
-                "text": source.text,
-                "image": source.image,
-                "score": None if score is None else float(score),
-                "cited": None,
-            }
-        )
+        row = ShownSource(source, None if score is None else float(score), None).row(answer)
+        rows.append({"number": number, "title": source.title, **row})
     return rows
 
 
@@ -443,7 +436,9 @@ def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -
     cited = dict(zip(prediction.sources, prediction.source_scores, strict=False))
     scores = {**dict.fromkeys((*prediction.sources, *ranking.sources)), **cited}
     scores |= dict(zip(ranking.sources, ranking.scores, strict=False))
-    rows = source_rows(corpus, Ranking("", tuple(scores), tuple(scores.values())))
+    rows = source_rows(
+        corpus, Ranking("", tuple(scores), tuple(scores.values())), prediction.answer
+    )
     for row in rows[: len(prediction.sources)]:
         row["cited"] = row["number"]
     return rows

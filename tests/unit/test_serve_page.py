@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+from urllib.parse import quote
 
 import httpx
 import mcp
@@ -115,6 +116,31 @@ def test_refusals_and_the_other_systems(address):
         reply = HTTP.post(f"{address}/api/ask", json=body)
         assert reply.status_code in (400, 404)
         assert words in reply.json()["error"]["message"]
+
+
+def test_originals_are_opened_while_they_are_what_was_read(address, folder):
+    name, file = "manual.pdf#2", folder / "manual.pdf"
+    kept = file.read_bytes()
+    page = HTTP.get(f"{address}/api/page/{quote(name)}")
+    assert (page.content[:4], page.headers["x-page-size"]) == (b"\x89PNG", "612 792")
+    original = HTTP.get(f"{address}/api/original/{quote(name)}")
+    assert (original.content, original.headers["content-type"]) == (kept, "application/pdf")
+    text = HTTP.get(f"{address}/api/original/{quote('a secret.txt#1')}")
+    assert text.headers["content-type"].startswith("text/plain")
+    assert "sandbox" in text.headers["content-security-policy"]
+    try:
+        for change, words in [(lambda: file.write_bytes(kept + b" "), "has changed since it was read"),
+                              (file.unlink, "put the file back")]:  # fmt: skip
+            change()
+            for route in ("page", "original"):
+                reply = HTTP.get(f"{address}/api/{route}/{quote(name)}")
+                assert reply.status_code == 409
+                assert words in reply.json()["error"]["message"]
+    finally:
+        file.write_bytes(kept)
+    for route in ("page", "original"):
+        assert HTTP.get(f"{address}/api/{route}/{quote('../../etc/passwd')}").status_code == 404
+    assert HTTP.get(f"{address}/api/page/{quote('a secret.txt#1')}").status_code == 404
 
 
 def test_sources_and_pictures_are_looked_up_by_id(address, folder):
@@ -260,12 +286,20 @@ def test_clicks_in_a_browser(address):
         page.wait_for_selector("#reader mark")
         assert page.inner_text("#reader mark") == "Wash the filter every week."
         assert "page 2" in page.inner_text("#reader-place")
+        sheet, box = (
+            page.locator(f"#reader {name}").first for name in (".sheet img", ".sheet .box")
+        )
+        (whole, part), size = (sheet.bounding_box(), box.bounding_box()), (612, 792)
+        left = (part["x"] - whole["x"]) / whole["width"] * size[0]
+        bottom = (part["y"] + part["height"] - whole["y"]) / whole["height"] * size[1]
+        assert (left, bottom) == (pytest.approx(72, abs=2), pytest.approx(92, abs=4))
         page.keyboard.press("Escape")
         assert not page.is_visible("#reader")
         page.click(".candidates summary")
         assert page.locator(".candidates .source").count() == 3
         assert page.locator(".candidates img").count() == 1
-        page.wait_for_function("document.querySelector('.candidates img').naturalWidth > 0")
+        page.wait_for_selector(".candidates img[src]")
+        page.locator(".candidates img").evaluate("image => image.decode()")
         page.select_option("#system", "memory")
         page.fill("#question", "filter?")
         page.click("#send")

@@ -52,14 +52,16 @@ class Place:
 
     Attributes:
       start, end: the stretch, in characters of the paragraph's text.
-      name: a place as its program writes it: `Sheet1!B2:D2`, `slide 3`; "" where `box` says it.
+      name: a place as its program writes it: `Sheet1!B2:D2`, `slide 3`; "" where the others say it.
       box: left, top, right, bottom on the page, in points from its top left corner.
+      line: of a text file, from 1.
     """
 
     start: int
     end: int
     name: str = ""
     box: Box | None = None
+    line: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +94,7 @@ class Figure:
       heading, page: as a Paragraph's.
       picture: its encoded bytes; None where it is a file of its own.
       link: where that file lies, as the document writes it.
+      box: where it stands on its page, as a Place's; None where the format does not say.
     """
 
     caption: str
@@ -99,6 +102,7 @@ class Figure:
     page: int | None = None
     picture: bytes | None = None
     link: str = ""
+    box: Box | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,12 +249,18 @@ class Content:
         self._read += letters(header)
 
     def add_figure(
-        self, caption: str, picture: bytes | None = None, link: str = "", *, is_said: bool = False
+        self,
+        caption: str,
+        picture: bytes | None = None,
+        link: str = "",
+        *,
+        box: Box | None = None,
+        is_said: bool = False,
     ) -> int:
         """Adds a picture and returns its number; `is_said`: its caption is a paragraph, too."""
         self._read += 0 if is_said else letters(caption)
         self._bare = None
-        self._figures.append(Figure(caption, self.path, self.page, picture, link))
+        self._figures.append(Figure(caption, self.path, self.page, picture, link, box))
         return len(self._figures) - 1
 
     def caption(self, number: int, text: str) -> None:

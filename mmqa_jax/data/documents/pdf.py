@@ -189,7 +189,7 @@ class _Reading:
             captions.append(((0.0, 0.0, *page.size), " ".join(texts)))
         for picture, box in page.pictures:
             near = min(captions, key=lambda caption: _apart(caption[0], box), default=None)
-            content.add_figure(near[1] if near else "", picture, is_said=True)
+            content.add_figure(near[1] if near else "", picture, box=box, is_said=True)
 
     def _pictures(
         self, images: Sequence[tuple[Any, Box]], number: int

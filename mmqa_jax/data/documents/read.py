@@ -12,7 +12,7 @@ from mmqa_jax.core.box import Budget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.document import Document
 
-VERSION = 4  # of what the readers make of a file; raised when that changes
+VERSION = 5  # of what the readers make of a file; raised when that changes
 PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else

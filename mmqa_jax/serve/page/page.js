@@ -89,8 +89,13 @@ picture.addEventListener("change", () => {
 });
 
 function place(source) {
-  const page = source.page ? `, page ${source.page}` : "";
-  return (source.file || source.title || source.id) + page;
+  const parts = [source.file || source.title || source.id];
+  if (source.page) parts.push(`page ${source.page}`);
+  const [first, last] = source.lines || [];
+  if (first) parts.push(first === last ? `line ${first}` : `lines ${first}-${last}`);
+  const cells = (source.cells || []).filter((cell) => cell.includes("!"));
+  if (cells.length) parts.push(cells.length === 1 ? cells[0] : `${cells[0]} to ${cells.at(-1)}`);
+  return parts.join(", ");
 }
 
 function pictureOf(source, className) {
@@ -121,6 +126,75 @@ function sourceButton(source, scored) {
   return item;
 }
 
+function marked(text, quote) {
+  const mark = make("mark"), at = quote ? text.indexOf(quote.text) : -1;
+  if (at < 0) mark.append(text);
+  else mark.append(text.slice(0, at), make("b", "", quote.text), text.slice(at + quote.text.length));
+  return mark;
+}
+
+// Where a source stands in its own file: the page of a PDF, the rows of a sheet, the lines of a text.
+async function inOriginal(source, quote) {
+  const path = encodeURIComponent(source.id);
+  if (/\.pdf$/i.test(source.file) && source.page) {
+    const reply = await call(`/api/page/${path}`);
+    const [width, height] = reply.headers.get("X-Page-Size").split(" ").map(Number);
+    const sheet = make("div", "sheet"), image = make("img");
+    image.alt = `Page ${source.page} of ${source.file}, with the passage marked`;
+    image.src = URL.createObjectURL(await reply.blob());
+    await image.decode().catch(() => {});
+    sheet.append(image);
+    const boxes = [["box", source.boxes], ["box quoted", quote?.boxes || []]];
+    for (const [name, [left, top, right, bottom]] of boxes.flatMap(([name, all]) => all.map((one) => [name, one]))) {
+      const box = make("div", name);
+      box.style.left = `${100 * left / width}%`;
+      box.style.top = `${100 * top / height}%`;
+      box.style.width = `${100 * (right - left) / width}%`;
+      box.style.height = `${100 * (bottom - top) / height}%`;
+      sheet.append(box);
+    }
+    return sheet;
+  }
+  if (source.rows.length) {
+    const table = make("table", "cells"), header = source.text.split("\n")[0];
+    const rows = header === source.rows[0].text ? source.rows : [{ cell: "", text: header }, ...source.rows];
+    for (const { cell, text } of rows) {
+      const row = make("tr", cell ? "" : "head");
+      row.append(make("th", "", cell), ...text.split(" | ").map((value) => make("td", "", value)));
+      table.append(row);
+    }
+    return table;
+  }
+  if (!source.lines) return null;
+  const lines = (await (await call(`/api/original/${path}`)).text()).split("\n");
+  const [first, last] = source.lines, begin = Math.max(1, first - 12);
+  const list = make("ol", "lines");
+  list.start = begin;
+  for (const [index, text] of lines.slice(begin - 1, last + 12).entries()) {
+    const number = begin + index, line = make("li"), inside = number >= first && number <= last;
+    const quoted = inside && quote?.lines && number >= quote.lines[0] && number <= quote.lines[1];
+    line.append(inside ? marked(text, quoted ? quote : null) : text);
+    list.append(line);
+  }
+  return list;
+}
+
+function originalLink(source) {
+  const link = make("a", "original", "Open the original file");
+  link.href = `/api/original/${encodeURIComponent(source.id)}${source.page ? `#page=${source.page}` : ""}`;
+  link.target = "_blank";
+  link.rel = "noopener";
+  link.addEventListener("click", async (event) => {
+    if (!sessionStorage.getItem("key")) return;
+    event.preventDefault(); // a link sends no key
+    const blob = await (await call(link.href)).blob(), save = make("a");
+    save.href = URL.createObjectURL(blob);
+    save.download = source.file.split("/").pop();
+    save.click();
+  });
+  return link;
+}
+
 async function openSource(source) {
   $("reader-title").textContent = source.title || source.file || source.id;
   $("reader-place").textContent = place(source);
@@ -129,12 +203,17 @@ async function openSource(source) {
   $("reader").showModal();
   try {
     const found = await (await call(`/api/source/${encodeURIComponent(source.id)}`)).json();
-    const parts = found.before.map((one) => make("p", "", one.text));
-    if (found.image) parts.push(pictureOf(found, ""));
-    const marked = make("mark", "", found.text);
-    parts.push(marked, ...found.after.map((one) => make("p", "", one.text)));
+    const parts = [];
+    if (found.original) parts.push(originalLink(found));
+    const shown = found.original ? await inOriginal(found, source.quote).catch((error) => make("p", "bad", error.message)) : null;
+    if (shown) parts.push(shown);
+    if (shown?.className !== "lines") {
+      parts.push(...found.before.map((one) => make("p", "", one.text)));
+      if (found.image) parts.push(pictureOf(found, ""));
+      parts.push(marked(found.text, source.quote), ...found.after.map((one) => make("p", "", one.text)));
+    }
     body.replaceChildren(...parts);
-    marked.scrollIntoView({ block: "center" });
+    body.querySelector(".sheet .box, mark")?.scrollIntoView({ block: "center" });
   } catch (error) {
     body.replaceChildren(make("p", "", error.message));
   }
