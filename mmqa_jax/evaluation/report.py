@@ -28,6 +28,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.documents.places import shown_place
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import decoded
@@ -338,7 +339,7 @@ class CardMaker:
         return CardSource(
             name,
             source.text,
-            source.title,
+            " · ".join(filter(None, (source.title, shown_place(source.extra)))),
             self._pictures.get(name),
             left_out=is_picture and name not in self._pictures,
             **place,

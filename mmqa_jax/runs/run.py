@@ -33,6 +33,7 @@ from mmqa_jax.evaluation import retrieval as ranking_scores
 from mmqa_jax.evaluation import scoring
 from mmqa_jax.evaluation.scores import count_empty
 from mmqa_jax.retrieval.rankings import write_rankings
+from mmqa_jax.runs.ask_corpus import evidence
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.reports.agents import agent_summary
@@ -299,7 +300,10 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
         write_rankings(folder / "retrieval" / f"{name}.jsonl", rankings)
     write_jsonl(
         folder / "predictions.jsonl",
-        ({**prediction_row(prediction), **limited} for prediction in run.predictions),
+        (
+            {**prediction_row(prediction), **evidence(run.corpus, prediction), **limited}
+            for prediction in run.predictions
+        ),
     )
     scores = run.evaluation.per_question()
     # A language model answers many questions at once, or finds their answers in its cache: no part

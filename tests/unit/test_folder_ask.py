@@ -79,6 +79,8 @@ def test_an_answer_cites_file_and_page(encoder, folder):
         "id": "manual.pdf#2", "file": "manual.pdf", "page": 2,
         "text": "Wash the filter every week.", "image": None,
         "score": pytest.approx(answer.read.scores[0]), "cited": 1,
+        "boxes": [[72.0, pytest.approx(84, abs=2), pytest.approx(192, abs=3), 94.13]],
+        "lines": None, "cells": [], "quote": None,
     }  # fmt: skip
     assert list(answer.read.scores) == sorted(answer.read.scores, reverse=True)
 
@@ -229,7 +231,8 @@ def test_ask_prints_the_answer_and_its_sources(opened, folder):
     ended = succeeded("ask", f"--data={folder}", "--json", "When to wash the filter?")
     value = ended.value
     assert list(value) == ["question", "answer", "found", "sources", "seconds"]
-    assert list(value["sources"][0]) == ["id", "file", "page", "text", "image", "score", "cited"]
+    keys = ["id", "file", "page", "text", "image", "score", "cited", "boxes", "lines", "cells"]
+    assert list(value["sources"][0]) == [*keys, "quote"]
     printed = " ".join(ended.err.split())
     assert "1 file is left out: empty.pdf: empty" in printed
     assert re.search(r"About the filter\..* \[1\] text manual\.pdf, page 2 \(0\.\d\d\)", printed)

@@ -6,9 +6,12 @@ import pytest
 from document_files import pdf, picture
 
 from mmqa_jax.data.boxed_documents import text
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.documents.places import cited_place, place_of, quote_of, shown_place
 from mmqa_jax.data.folder import FolderOptions, read_folder
+from mmqa_jax.data.schema import Prediction
+from mmqa_jax.runs.ask_corpus import evidence
 
 LINES = [
     "The pump stands on the left side of the tank.",
@@ -102,3 +105,12 @@ def test_a_picture_of_a_pdf_has_its_region(tmp_path):
     content, _ = text(data, ".pdf", 1)
     ((*_, box),) = content["figures"]
     assert box == pytest.approx((72, 142, 272, 292))  # 200 x 150 points, 500 above the foot
+
+
+def test_a_prediction_says_where_its_sources_stand(tmp_path):
+    corpus = Corpus(sources_of(tmp_path, a_txt="Oil it.\n\nWash the filter weekly.\n"))
+    cited = next(source.id for source in corpus.sources if "filter" in source.text)
+    (row,) = evidence(corpus, Prediction("q", "weekly", sources=(cited,)))["evidence"]
+    assert (row["file"], row["quote"]["lines"]) == ("a.txt", [3, 3])
+    assert row["quote"]["text"] == "weekly"
+    assert evidence(corpus, Prediction("q", "weekly")) == {}

@@ -131,7 +131,9 @@ def with_lines(paragraphs: Sequence[Paragraph], text: str) -> Iterator[Paragraph
             else:
                 places.append(Place(start, end, line=line))
         cursor = here
-        yield dataclasses.replace(paragraph, places=tuple(places))
+        yield (
+            paragraph if paragraph.places else dataclasses.replace(paragraph, places=tuple(places))
+        )
 
 
 def _squashed(text: str) -> str:
