@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 import transformers
-from compare import WHOLE, abstract, compiled, randomize, reloaded, same_parameters
+from compare import LAYER, WHOLE, abstract, compiled, randomize, reloaded, same_parameters
 from flax import nnx
 from PIL import Image
 from test_llava_families import EOS, IMAGE, PARTS, TEXT, letters
@@ -28,6 +29,7 @@ from mmqa_jax.data.pictures.resize import cut_tiles
 from mmqa_jax.decoding.sizes import tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.llava.presets import PRESETS
@@ -236,8 +238,30 @@ def features_of(model: Llava, batch: Any) -> jax.Array:
     return model.encode_images(model.vision.normalize(batch))
 
 
-def logits(model: Llava, ids: jax.Array, features: jax.Array) -> jax.Array:
-    return model.llama.logits(model.llama.encode(model.embed(ids, features)))
+def logits(
+    model: Llava,
+    ids: jax.Array,
+    features: jax.Array,
+    segments: jax.Array | None = None,
+    positions: jax.Array | None = None,
+) -> jax.Array:
+    embedded = model.embed(ids, features)
+    return model.llama.logits(model.llama.encode(embedded, None, positions, segments=segments))
+
+
+def laid_out(config: LlavaConfig, pieces: list[np.ndarray]) -> Any:
+    """What the tower takes of pieces."""
+    if not config.is_sized:
+        return np.stack(pieces)
+    buckets = [bucket_of(grid_of(piece.shape, config.units), config.units) for piece in pieces]
+    return lay_out(pieces, config.units, max(buckets))
+
+
+def without_padding(config: LlavaConfig, features: Any, pieces: list[np.ndarray]) -> jax.Array:
+    """[pieces, features, H] of the tower -> [1, all their tokens, H]."""
+    counts = [config.picture_tokens(piece.shape) for piece in pieces]
+    real = [rows[:count] for rows, count in zip(features, counts, strict=True)]
+    return jnp.concatenate(real)[None]
 
 
 def test_logits_equal(pair):
@@ -249,18 +273,79 @@ def test_logits_equal(pair):
     assert len(pieces) > 2
     with torch.no_grad():
         want = pair.theirs(**inputs_of(pair, text, images)).logits.numpy()
-    config, batch = pair.ours.config, np.stack(pieces) if not pair.ours.config.is_sized else None
-    if batch is None:
-        bucket = max(
-            bucket_of(grid_of(piece.shape, config.units), config.units) for piece in pieces
-        )
-        batch = lay_out(pieces, config.units, bucket)
-    features = compiled(pair.ours, features_of)(batch)
-    counts = [config.picture_tokens(piece.shape) for piece in pieces]
-    real = [rows[:count] for rows, count in zip(features, counts, strict=True)]
-    got = compiled(pair.ours, logits)(ids, np.concatenate(real)[None])
+    config = pair.ours.config
+    features = compiled(pair.ours, features_of)(laid_out(config, pieces))
+    got = compiled(pair.ours, logits)(ids, without_padding(config, features, pieces))
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1
+
+
+def test_packed_rows_are_texts_alone(pair):
+    """Two texts in a row, with a picture of their own each, do not see each other."""
+    words = "".join(np.random.default_rng(2).choice(list("abcdefg hi"), 450))
+    texts = [prompt_of(pair, words[:90], words[90:200]), prompt_of(pair, words[200:230], words)]
+    images, config = pictures()[:2], pair.ours.config
+    made = [tokens_of(pair, text, [image]) for text, image in zip(texts, images, strict=True)]
+    lengths, pieces = [ids.size for ids, _ in made], [piece for _, both in made for piece in both]
+    assert sum(lengths) > 500
+    features = compiled(pair.ours, features_of)(laid_out(config, pieces))
+    got = compiled(pair.ours, logits)(
+        np.concatenate([ids for ids, _ in made], axis=1),
+        without_padding(config, features, pieces),
+        np.repeat(np.arange(2, dtype=np.int32), lengths)[None],
+        np.concatenate([np.arange(length, dtype=np.int32) for length in lengths])[None],
+    )
+    for text, image, at in zip(
+        texts, images, (slice(lengths[0]), slice(lengths[0], None)), strict=True
+    ):
+        with torch.no_grad():
+            want = pair.theirs(**inputs_of(pair, text, [image])).logits.numpy()
+        np.testing.assert_allclose(got[:, at], want, **WHOLE)
+
+
+def test_three_training_steps_are_torchs(pair, tmp_path):
+    """Plain gradient descent of the tower, the connector and the decoder."""
+    theirs = type(pair.theirs).from_pretrained(pair.folder, attn_implementation="eager").train()
+    words = "".join(np.random.default_rng(3).choice(list("abcdefg hi"), 60))
+    text, images = prompt_of(pair, words[:17], words[17:31], words[31:]), pictures()[:2]
+    ids, pieces = tokens_of(pair, text, images)
+    config, inputs = pair.ours.config, inputs_of(pair, text, images)
+    batch, is_word = laid_out(config, pieces), ids[0, 1:] != IMAGE
+    targets, rate = np.where(is_word, ids[0, 1:], 0), 0.1
+    graphdef, state = nnx.split(pair.ours)
+
+    @jax.jit
+    def step(state: nnx.State) -> tuple[jax.Array, nnx.State]:
+        def loss(state: nnx.State) -> jax.Array:
+            model = nnx.merge(graphdef, state)
+            features = without_padding(config, features_of(model, batch), pieces)
+            logs = jax.nn.log_softmax(logits(model, ids, features)[0, :-1])
+            picked = jnp.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
+            return -picked.mean(where=is_word)
+
+        value, gradient = jax.value_and_grad(loss)(state)
+        return value, jax.tree.map(lambda x, dx: x - rate * dx, state, gradient)
+
+    labels = torch.from_numpy(np.where(is_word, ids[0, 1:], -100)).long()
+    for _ in range(3):
+        got, state = step(state)
+        want = torch.nn.functional.cross_entropy(theirs(**inputs).logits[0, :-1], labels)
+        theirs.zero_grad()
+        want.backward()
+        np.testing.assert_allclose(got, want.item(), **LAYER)
+        with torch.no_grad():
+            for parameter in theirs.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+    write_published(tmp_path / "out", publish_llava(config, state))
+    again = reloaded(type(theirs), tmp_path / "out")
+    trained = dict(theirs.named_parameters())
+    for name, parameter in again.named_parameters():
+        np.testing.assert_allclose(
+            parameter.detach(), trained[name].detach(), **WHOLE, err_msg=name
+        )
+    moved = theirs.get_input_embeddings().weight - pair.theirs.get_input_embeddings().weight
+    assert moved.abs().max() > 1e-3
 
 
 def test_answers_equal_generate(pair):
