@@ -28,6 +28,11 @@ YARN = {
     "original_max_position_embeddings": 200,
     "beta_fast": 16.0,
 }
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 5000.0, "factor": 6.0},
+    **{"low_freq_factor": 0.5, "high_freq_factor": 5.0},
+    "original_max_position_embeddings": 90,
+}
 # Layers of the gated delta rule: heads that share keys, more tokens than one chunk.
 DELTA = {
     "head_dim": 16,
@@ -113,14 +118,7 @@ CASES = {
             "use_sliding_window": True,
             "sliding_window": 30,
             "layer_types": ["sliding_attention", "full_attention"],
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 5000.0,
-                "factor": 6.0,
-                "low_freq_factor": 0.5,
-                "high_freq_factor": 5.0,
-                "original_max_position_embeddings": 90,
-            },
+            "rope_parameters": LLAMA3,
         },
     ),
     "qwen3_moe": Case(
@@ -344,6 +342,124 @@ CASES = {
             **{"sliding_window": 39, "max_window_layers": 2, "rope_parameters": THETA},
         },
     ),
+    "glm": Case("Glm", {"head_dim": 12, "rope_parameters": HALF, **TOKENS}),
+    "hyperclovax": Case(
+        "HyperCLOVAX",
+        {
+            **{"embedding_multiplier": 5.5, "attention_multiplier": 0.21},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.7, "attention_bias": True},
+            "rope_parameters": THETA,
+        },
+    ),
+    "iquestcoder": Case("IQuestCoder", {"head_dim": 12, "rope_parameters": THETA}),
+    "internlm3": Case(
+        "InternLM3",
+        {
+            "head_dim": 12,
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 900.0, "factor": 6.0},
+        },
+    ),
+    "cwm": Case(
+        "Cwm",
+        {
+            **{"num_hidden_layers": 5, "head_dim": 12, "sliding_window": 39},
+            "rope_parameters": LLAMA3,
+            **TOKENS,
+        },
+    ),
+    "granite_swa": Case(
+        "GraniteSWA",
+        {
+            **{"embedding_multiplier": 5.5, "attention_multiplier": 0.21},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.7, "sliding_window": 31},
+            "layer_types": ["full_attention", "sliding_attention"],
+            "layer_rope_theta": [0, 1234.5],
+            **TOKENS,
+        },
+    ),
+    "granitemoe_swa": Case(
+        "GraniteMoeSWA",
+        {
+            **{"embedding_multiplier": 5.5, "attention_multiplier": 0.21, "num_hidden_layers": 5},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.7, "sliding_window": 31},
+            **{"num_local_experts": 5, "num_experts_per_tok": 2, "shared_intermediate_size": 32},
+            **TOKENS,
+        },
+    ),
+    "granitemoeshared": Case(
+        "GraniteMoeShared",
+        {
+            **{"embedding_multiplier": 5.5, "attention_multiplier": 0.21, "attention_bias": True},
+            **{"residual_multiplier": 0.4, "logits_scaling": 0.7, "num_local_experts": 6},
+            **{"num_experts_per_tok": 3, "shared_intermediate_size": 32, "rope_parameters": THETA},
+        },
+    ),
+    "qwen2_moe": Case(
+        "Qwen2Moe",
+        {
+            **{"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True},
+            "rope_parameters": THETA,
+        },
+    ),
+    "mellum": Case(
+        "Mellum",
+        {
+            **{"head_dim": 12, "num_hidden_layers": 3, "sliding_window": 45, "num_experts": 6},
+            **{"moe_intermediate_size": 24, "num_experts_per_tok": 2},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": THETA},
+        },
+    ),
+    "flex_olmo": Case(
+        "FlexOlmo",
+        {
+            **{"num_key_value_heads": 3, "num_experts": 7, "num_experts_per_tok": 3},
+            **{"norm_topk_prob": True, "rope_parameters": THETA, **TOKENS},
+        },
+    ),
+    "minimax_m2": Case(
+        "MiniMaxM2",
+        {
+            **{"head_dim": 12, "rotary_dim": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
+            **{"rope_parameters": HALF, **TOKENS},
+        },
+    ),
+    "solar_open": Case(
+        "SolarOpen",
+        {
+            **{"head_dim": 12, "moe_intermediate_size": 24, "n_routed_experts": 6},
+            **{"num_experts_per_tok": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+            **{"intermediate_size": None, "attention_bias": True, "rope_parameters": YARN},
+        },
+    ),
+    "hy_v3": Case(
+        "HYV3",
+        {
+            **{"head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2},
+            **{"router_scaling_factor": 1.6, "attention_bias": True, "rope_parameters": THETA},
+        },
+    ),
+    "exaone_moe": Case(
+        "ExaoneMoe",
+        {
+            **{"num_hidden_layers": 3, "moe_intermediate_size": 24, "num_experts": 6},
+            **{"num_experts_per_tok": 2, "num_shared_experts": 2, "sliding_window": 41},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": THETA,
+        },
+    ),
+    "afmoe": Case(
+        "Afmoe",
+        {
+            **{"head_dim": 12, "num_hidden_layers": 3, "moe_intermediate_size": 24},
+            **{"num_experts": 6, "num_experts_per_tok": 2, "num_shared_experts": 2},
+            **{"route_scale": 1.4, "mup_enabled": True, "sliding_window": 37},
+            **{"global_attn_every_n_layers": 2, "rope_parameters": THETA},
+        },
+    ),
     "helium": Case(
         "Helium", {"head_dim": 8, "attention_bias": True, "rope_parameters": THETA, **TOKENS}
     ),
@@ -355,6 +471,16 @@ CASES = {
             **{"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
             "layer_types": ["conv", "full_attention", "conv"],
             "rope_parameters": THETA,
+            **TOKENS,
+        },
+    ),
+    "lfm3": Case(
+        "Lfm3",
+        {
+            **{"num_hidden_layers": 4, "head_dim": 12, "conv_L_cache": 6},
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            **{"sliding_window": 41, "attention_bias": True},
+            "rope_parameters": GEMMA4_ROTATIONS,
             **TOKENS,
         },
     ),
@@ -483,6 +609,15 @@ CASES = {
             "attn_logit_softcapping": 1.3,
             "final_logit_softcapping": 2.5,
             "attention_bias": True,
+            "rope_parameters": THETA,
+            **TOKENS,
+        },
+    ),
+    "vaultgemma": Case(
+        "VaultGemma",
+        {
+            **{"head_dim": 12, "query_pre_attn_scalar": 7, "sliding_window": 33},
+            **{"attn_logit_softcapping": 1.3, "final_logit_softcapping": 2.5},
             "rope_parameters": THETA,
             **TOKENS,
         },

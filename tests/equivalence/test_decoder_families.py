@@ -54,8 +54,10 @@ END = 11  # a token that ends answers
 def make_pair(name: str, folder: Path) -> Pair:
     torch.manual_seed(0)
     case = CASES[name]
-    kind = getattr(transformers, f"{case.family}ForCausalLM")
-    return save_pair(kind(kind.config_class(**COMMON | dict(case.values))), folder)
+    kind = getattr(transformers, f"{case.family}ForCausalLM", None)
+    made = kind.config_class if kind else getattr(transformers, f"{case.family}Config")
+    kind = kind or transformers.LlamaForCausalLM  # whose code some families share
+    return save_pair(kind(made(**COMMON | dict(case.values))), folder)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +128,7 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", "qwen3_5", *GEMMA4)),
-    *((name, False) for name in ("glm4_moe", "lfm2", "lfm2_moe")),
+    *((name, False) for name in ("glm4_moe", "lfm2", "lfm2_moe", "lfm3")),
     *((name, scan) for name in ("gpt_oss", IN_CHUNKS) for scan in (False, True)),
     ("llama4_text, every other layer a mixture", False),
     *(("cohere2", scan) for scan in (False, True)),
@@ -262,7 +264,8 @@ def test_llama4_with_a_vision_tower_is_its_language_model(tmp_path, caplog):
 
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
-# behind the parts and caps; the gated delta rule, convolutions and gates; a router of sigmoids.
+# behind the parts and caps; the gated delta rule, convolutions and gates, those of heads; a router of
+# sigmoids, norms of whole queries of which a part is rotated.
 # Windows, rotations and multipliers have no parameters.
 TRAINED = (
     "qwen3_moe",
@@ -274,6 +277,8 @@ TRAINED = (
     "nemotron",
     "glm4_moe",
     "lfm2",
+    "lfm3",
+    "minimax_m2",
     "apertus",
 )
 
@@ -561,7 +566,22 @@ REFUSED = [
         "conv_taps is 1: expected",
     ),
     ("glm4_moe", {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
-    ("qwen2_moe", {}, "model_type is 'qwen2_moe', expected one of llama, .*, qwen3_moe"),
+    ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window is in use"),
+    ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers is \[0\]"),
+    ("cwm", {"layer_types": ["chunked_attention"] * 2}, "layer_types is .*chunked"),
+    ("internlm3", {"qkv_bias": True}, "qkv_bias is True"),
+    ("iquestcoder", {"clip_qkv": 6.0}, r"clip_qkv is 6\.0"),
+    ("hyperclovax", {"use_post_norm": False}, "use_post_norm is False"),
+    ("hyperclovax", {"logits_scaling": 0.0}, r"logits_scaling is 0\.0, expected more"),
+    ("granite_swa", {"layer_rope_theta": [5.0, 7.0]}, r"layer_rope_theta is .* 0 or one other"),
+    ("granite_swa", {"layer_rope_theta": [5.0]}, "layer_rope_theta is .* for each of 2 layers"),
+    ("mellum", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is .*, expected dense"),
+    ("hy_v3", {"mlp_layer_types": ["dense"] * 2}, "mlp_layer_types is 2, expected less than"),
+    ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
+    ("exaone_moe", {"n_group": 2}, "n_group is 2"),
+    ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'"),
+    ("deepseek_v3", {}, "model_type is 'deepseek_v3', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),
     ("cohere", {**LAYER_NORMS, "use_qk_norm": True}, "use_qk_norm is True"),
     ("cohere", {**LAYER_NORMS, "logit_scale": 0.0}, r"logit_scale is 0\.0, expected more"),
@@ -652,3 +672,29 @@ def test_gemma4s_presets_have_the_published_sizes(name, published, parameters):
     shapes = nnx.state(nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0))))
     count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert abs(count - parameters) < 0.05e9
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("lfm3_17b", "Lfm3"), ("granite_swash_2b", "GraniteSWA"), ("cwm_32b", "Cwm")),
+        *(("glm4_9b_chat", "Glm"), ("qwen15_moe_a27b", "Qwen2Moe")),
+        ("solar_open_100b", "SolarOpen"),
+    ],
+)
+def test_presets_of_a_familys_first_model_are_transformers_defaults(name, kind):
+    published = getattr(transformers, f"{kind}Config")().to_dict()
+    assert LlamaConfig.from_hf(published) == RELATIVES[name]()
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        *(("cwm_32b", 32), ("glm4_9b_chat", 9.4), ("qwen15_moe_a27b", 14.3), ("hy3", 295)),
+        *(("minimax_m2", 230), ("trinity_nano", 6), ("trinity_mini", 26)),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters(name, billions):
+    shapes = nnx.state(nnx.eval_shape(lambda: Llama(RELATIVES[name](), rngs=nnx.Rngs(0))))
+    count = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    np.testing.assert_allclose(count / 1e9, billions, rtol=0.025)

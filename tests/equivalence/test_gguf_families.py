@@ -107,6 +107,18 @@ def _sigmoids(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
 
 
+def _lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_shortconv_l_cache(config.conv_L_cache)
+
+
+def _lfm2moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _lfm2(writer, config)
+    _mixture(writer, config)
+    writer.add_leading_dense_block_count(config.num_dense_layers)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _glm4moe(writer: gguf.GGUFWriter, config: Any) -> None:
     _sigmoids(writer, config)
     writer.add_rope_dimension_count(config.head_dim // 2)
@@ -172,6 +184,10 @@ _SIGMOIDS = {
     **{"head_dim": 12, "n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
     **{"moe_intermediate_size": 24, "routed_scaling_factor": 1.7, "norm_topk_prob": True},
     **{"first_k_dense_replace": 2, "n_group": 1, "topk_group": 1},
+}
+_CONVOLUTIONS = {
+    **{"rms_norm_eps": None, "norm_eps": 2e-4, "conv_L_cache": 4},
+    "layer_types": ["conv", "full_attention", *["conv"] * 4, "full_attention"],
 }
 CASES = {
     "olmoe": Case(
@@ -258,6 +274,21 @@ CASES = {
         "glm4moe",
         {**_SIGMOIDS, "use_qk_norm": True, "rope_parameters": _HALF},
         _glm4moe,
+    ),
+    "lfm2": Case(
+        transformers.Lfm2ForCausalLM,
+        "lfm2",
+        {**_CONVOLUTIONS, "block_auto_adjust_ff_dim": False},
+        _lfm2,
+    ),
+    "lfm2moe": Case(
+        transformers.Lfm2MoeForCausalLM,
+        "lfm2moe",
+        {
+            **{**_CONVOLUTIONS, "num_experts": 6, "num_experts_per_tok": 2},
+            **{"moe_intermediate_size": 24, "num_dense_layers": 2, "norm_topk_prob": True},
+        },
+        _lfm2moe,
     ),
     "mistral": Case(
         transformers.MistralForCausalLM, "llama", {"sliding_window": None}, _llama, turned=True
@@ -373,11 +404,23 @@ def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch
         key = key.replace("block_sparse_moe.experts.", "mlp.experts.")
         key = key.replace("block_sparse_moe.router.", "mlp.gate.")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
+        key = key.replace(".expert_bias", ".expert_bias.bias")
+        if key.endswith("conv.conv.weight"):
+            tensor = tensor[:, 0]
         if key.endswith("experts.gate_up_proj"):
             for name, half in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield key.replace("gate_up_proj", f"{name}_proj.weight"), half
         else:
             yield key + ".weight" * key.endswith("experts.down_proj"), tensor
+
+
+def merged(key: str) -> str:
+    """The name under which LFM2's conversion looks all experts of a layer up."""
+    if "feed_forward.experts." not in key:
+        return key
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        key = key.replace(f"{part}_proj", name)
+    return key.removeprefix("model.")
 
 
 def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> None:
@@ -389,8 +432,12 @@ def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> N
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    if config.rms_norm_eps is None:
+    kinds = getattr(config, "layer_types", None) or ()
+    kv_heads = [config.num_key_value_heads * (kind != "conv") for kind in kinds]
+    writer.add_head_count_kv(kv_heads if "conv" in kinds else config.num_key_value_heads)
+    if case.architecture.startswith("lfm2"):
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    elif config.rms_norm_eps is None:
         names = ("layer_norm_eps", "norm_eps", "norm_epsilon")
         writer.add_layer_norm_eps(next(x for name in names if (x := getattr(config, name, None))))
     else:
@@ -415,7 +462,8 @@ def write_gguf(file: Path, model: transformers.PreTrainedModel, case: Case) -> N
                 array = turned(array, heads)
         if key.endswith("norm.weight"):
             array = array + np.float32(case.shift)
-        writer.add_tensor(names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(array))
+        name = names.get_name(merged(key), (".weight", ".bias"))
+        writer.add_tensor(name, np.ascontiguousarray(array))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -76,7 +76,7 @@ class LlamaConfig:
     kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
     of "linear" ones, `conv_taps` the tokens of the convolution of "conv" ones
     (`llama.short_conv`). `gated`: what attention gives is multiplied by a sigmoid of the layer's
-    input.
+    input, of each number or, with `head_gates`, of each head.
 
     `side`: the width of an input of its own that each layer gets beside what the one before gives,
     None is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
@@ -151,6 +151,7 @@ class LlamaConfig:
     kinds: tuple[str, ...] = ()
     delta: DeltaConfig | None = None
     gated: bool = False
+    head_gates: bool = False
     sinks: bool = False
     gate_limit: float | None = None
     experts_beside: int | None = None
@@ -344,13 +345,18 @@ class LlamaConfig:
         """Parameters of the products of one layer's attention, or of what is in its place."""
         if not self.recurrent:
             projections = 0 if self.borrows else 2 - self.keys_are_values
-            heads = (2 + self.gated) * self.heads + projections * self.kv_heads
-            return self.hidden * self.head_size * heads
+            heads = 2 * self.heads + projections * self.kv_heads
+            return self.hidden * (self.head_size * heads + self.gates)
         delta = self.delta
         if delta is None:
             return 4 * self.hidden**2
         keys, values = delta.key_heads * delta.key_size, delta.value_heads * delta.value_size
         return self.hidden * (2 * keys + 3 * values + 2 * delta.value_heads)
+
+    @property
+    def gates(self) -> int:
+        """How many numbers of a token gate what attention gives."""
+        return self.gated * self.heads * (1 if self.head_gates else self.head_size)
 
     @property
     def state_numbers(self) -> int:
@@ -393,7 +399,7 @@ class LlamaConfig:
         """The projections of a layer that have a bias, of `linears`."""
         out = self.attention_bias if self.out_bias is None else self.out_bias
         names = ("q", "k", "v") if self.attention_bias else ()
-        names += ("out_gate",) if names and self.gated else ()
+        names += ("out_gate",) if names and self.gated and not self.head_gates else ()
         names += ("out",) if out else ()
         return frozenset(names + (("gate", "up", "down") if self.mlp_bias else ()))
 
@@ -444,6 +450,13 @@ def _published(**sizes) -> Callable[..., LlamaConfig]:
     return lambda **changes: LlamaConfig(**sizes | changes)
 
 
+def _of_json(model_type: str, **published: Any) -> Callable[..., LlamaConfig]:
+    """A preset of keys of a config.json; the others are transformers' defaults, the sizes of the
+    first model that a family was published with."""
+    config = {"model_type": model_type, **published}
+    return lambda **changes: dataclasses.replace(LlamaConfig.from_hf(config), **changes)
+
+
 _13B = {"hidden": 5120, "layers": 40, "heads": 40, "kv_heads": 40, "mlp": 13824}
 llama_7b = _published(eps=1e-6, positions=2048)  # LLaMA-1
 llama_13b = _published(**_13B, eps=1e-6, positions=2048)
@@ -492,6 +505,10 @@ _GLM45 |= {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
 _QWEN35 = {"family": "qwen3_5_text", "qk_norm": "head", "unit_norms": True, "gated": True}
 _QWEN35 |= {"head_dim": 256, "rotary_fraction": 0.25, "eps": 1e-6, "rope_theta": 1e7}
 _QWEN35 |= {"vocab_size": 248320, "positions": 262144}
+
+_TRINITY = {"num_dense_layers": 2, "num_experts": 128, "num_experts_per_tok": 8}
+_TRINITY |= {"num_shared_experts": 1, "route_scale": 2.826, "mup_enabled": True}
+_TRINITY |= {"sliding_window": 2048, "max_position_embeddings": 131072}
 
 
 def _qwen35(**sizes) -> Callable[..., LlamaConfig]:
@@ -681,6 +698,23 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "lfm2_8b_a1b": _lfm2(
         (2, 6, 10, 14, 18, 21), hidden=2048, layers=24, heads=32, mlp=1792, plain_mlp=7168,
         experts=32, active_experts=4, normed_experts=True, router="sigmoid", choice_bias=True,
+    ),
+    # The sizes of LFM3-1.7B, granite-swash-2b, CWM, glm-4-9b-chat-hf, Qwen1.5-MoE-A2.7B and
+    # Solar-Open-100B are transformers' defaults of their families.
+    "lfm3_17b": _of_json("lfm3"),
+    "granite_swash_2b": _of_json("granite_swa"),
+    "cwm_32b": _of_json("cwm"),
+    "glm4_9b_chat": _of_json("glm"),
+    "qwen15_moe_a27b": _of_json("qwen2_moe"),
+    "solar_open_100b": _of_json("solar_open"),
+    "minimax_m2": _of_json("minimax_m2", rotary_dim=64),
+    "hy3": _of_json("hy_v3", max_position_embeddings=262144),
+    "trinity_nano": _of_json("afmoe", **_TRINITY, hidden_size=1024, intermediate_size=3072,
+        num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
+        moe_intermediate_size=256,
+    ),
+    "trinity_mini": _of_json("afmoe", **_TRINITY, num_attention_heads=32, num_key_value_heads=4,
+        moe_intermediate_size=1024,
     ),
     "command_r7b": _published(
         family="cohere2", vocab_size=256000, layers=32, kv_heads=8, mlp=14336, positions=132096,

@@ -2,8 +2,8 @@
 
 Each family is one entry; `family.py` says what an entry holds. A key that a family's class in
 transformers does not read is refused (`published_config.py`), whatever other families do with it.
-To add a family: one entry here, or in `recurrent_families.py` or `gemma_families.py`, its tensors'
-names in `models/llama/keys.py` where they differ, and one case of
+To add a family: one entry here, or in `mixture_families.py`, `recurrent_families.py` or
+`gemma_families.py`, its tensors' names in `models/llama/keys.py` where they differ, and one case of
 `tests/equivalence/test_decoder_families.py`.
 """
 
@@ -13,18 +13,22 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmqa_jax.models.llama.family import BALANCING, TEMPER, Family
+from mmqa_jax.models.llama.family import (
+    BALANCING,
+    BIASES,
+    MULTIPLIERS,
+    TEMPER,
+    WINDOW,
+    WINDOWED_GRANITE,
+    Family,
+)
 from mmqa_jax.models.llama.gemma_families import GEMMA
+from mmqa_jax.models.llama.mixture_families import MIXTURES
 from mmqa_jax.models.llama.recurrent_families import RECURRENT
 from mmqa_jax.weights.config_json import kinds
 
-_BIASES = kinds(flag="attention_bias mlp_bias")
-_WINDOW = kinds(size_or_null="sliding_window")
 _SWITCHED_WINDOW = kinds(
     flag="use_sliding_window", size_or_null="sliding_window", list_or_null="layer_types"
-)
-_MULTIPLIERS = kinds(
-    number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
 )
 _COHERE_DEFAULTS = {
     "vocab_size": 256000,
@@ -50,8 +54,31 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1.0,),
     "position_embedding_type": ("rope_gptj",),
 }
-# DeepSeek-V3's router, and its expert that sees every token.
-_BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
+_GLM4 = Family(
+    title="GLM-4 of April 2025 (0414), GLM-Z1",
+    architecture="Glm4ForCausalLM",
+    keys=kinds(flag="attention_bias"),
+    defaults={
+        "vocab_size": 151552,
+        "intermediate_size": 13696,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1.5625e-7,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    computes={"norms": "both", "out_bias": False},
+    partial=True,
+    fused=("gate_up",),
+    neighbours=True,
+    tensors={
+        "post_attention_layernorm": "pre_feedforward_layernorm",
+        "post_self_attn_layernorm": "post_attention_layernorm",
+        "post_mlp_layernorm": "post_feedforward_layernorm",
+    },
+)
 _ERNIE = Family(
     title="ERNIE 4.5, without experts",
     architecture="Ernie4_5ForCausalLM",
@@ -76,7 +103,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(
         title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
         architecture="LlamaForCausalLM",
-        keys=_BIASES,
+        keys=BIASES,
         # pretraining_tp splits products (the same but for rounding).
         harmless=("pretraining_tp", "max_sequence_length", "is_llama_config"),
         fixed={"rope_interleaved": (False,)},  # SmolLM's
@@ -84,7 +111,7 @@ FAMILIES: Mapping[str, Family] = {
     "mistral": Family(
         title="Mistral",
         architecture="MistralForCausalLM",
-        keys=_WINDOW,
+        keys=WINDOW,
         defaults={
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -95,7 +122,7 @@ FAMILIES: Mapping[str, Family] = {
     "ministral": Family(
         title="Ministral",
         architecture="MinistralForCausalLM",
-        keys={**_WINDOW, **kinds(list_or_null="layer_types")},
+        keys={**WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -106,7 +133,7 @@ FAMILIES: Mapping[str, Family] = {
     "ministral3": Family(
         title="Ministral 3",
         architecture="Ministral3ForCausalLM",
-        keys=_WINDOW,
+        keys=WINDOW,
         defaults={
             "vocab_size": 131072,
             "intermediate_size": 14336,
@@ -151,79 +178,11 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"qk_norm": "head"},
     ),
-    "qwen3_moe": Family(
-        title="Qwen3's mixtures of experts",
-        architecture="Qwen3MoeForCausalLM",
-        keys=kinds(
-            flag="attention_bias norm_topk_prob",
-            size="moe_intermediate_size num_experts num_experts_per_tok",
-        ),
-        defaults={
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "num_hidden_layers": 24,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 32768,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-        },
-        computes={"qk_norm": "head"},
-        # intermediate_size is that of layers without experts.
-        harmless=("intermediate_size", "sliding_window", "max_window_layers", *BALANCING),
-        fixed={
-            "mlp_only_layers": ([],),
-            "decoder_sparse_step": (1,),
-            "use_sliding_window": (False,),  # versions of transformers differ in its layers
-        },
-        names={"intermediate_size": "moe_intermediate_size"},
-        renamed={"num_experts": "num_local_experts"},
-    ),
-    "olmoe": Family(
-        title="OLMoE",
-        architecture="OlmoeForCausalLM",
-        keys=kinds(flag="attention_bias norm_topk_prob", size="num_experts num_experts_per_tok"),
-        defaults={
-            "vocab_size": 50304,
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
-        computes={"qk_norm": "whole"},
-        harmless=BALANCING,
-        fixed={"clip_qkv": ()},
-    ),
-    "mixtral": Family(
-        title="Mixtral",
-        architecture="MixtralForCausalLM",
-        keys={**_WINDOW, **kinds(size="num_local_experts num_experts_per_tok")},
-        defaults={
-            "intermediate_size": 14336,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 4096 * 32,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 1000000.0,
-            "num_local_experts": 8,
-            "num_experts_per_tok": 2,
-        },
-        computes={"normed_experts": True},
-        harmless=(*BALANCING, "router_jitter_noise"),
-        names={"num_experts": "num_local_experts"},
-        tensors={
-            **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
-            **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
-        },
-    ),
     "gpt_oss": Family(
         title="gpt-oss",
         architecture="GptOssForCausalLM",
         keys={
-            **_WINDOW,
+            **WINDOW,
             **kinds(
                 list_or_null="layer_types",
                 flag="attention_bias",
@@ -267,7 +226,7 @@ FAMILIES: Mapping[str, Family] = {
     "seed_oss": Family(
         title="Seed-OSS",
         architecture="SeedOssForCausalLM",
-        keys={**_BIASES, **kinds(flag="attention_out_bias")},
+        keys={**BIASES, **kinds(flag="attention_out_bias")},
         defaults={
             "vocab_size": 155136,
             "intermediate_size": 27648,
@@ -292,7 +251,7 @@ FAMILIES: Mapping[str, Family] = {
     "exaone4": Family(
         title="EXAONE 4",
         architecture="Exaone4ForCausalLM",
-        keys={**_WINDOW, **kinds(list_or_null="layer_types")},
+        keys={**WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
             "vocab_size": 102400,
             "intermediate_size": 16384,
@@ -304,92 +263,92 @@ FAMILIES: Mapping[str, Family] = {
         full_every=4,
         near_rotates=True,
     ),
-    "glm4": Family(
-        title="GLM-4 of April 2025 (0414), GLM-Z1",
-        architecture="Glm4ForCausalLM",
-        keys=kinds(flag="attention_bias"),
-        defaults={
-            "vocab_size": 151552,
-            "intermediate_size": 13696,
-            "num_hidden_layers": 40,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "max_position_embeddings": 131072,
-            "rms_norm_eps": 1.5625e-7,
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-        },
-        computes={"norms": "both", "out_bias": False},
-        partial=True,
-        fused=("gate_up",),
-        neighbours=True,
+    "glm4": _GLM4,
+    "glm": dataclasses.replace(
+        _GLM4,
+        title="GLM-4 of 2024, GLM-Edge",
+        architecture="GlmForCausalLM",
+        computes={"out_bias": False},
+        tensors={},
+    ),
+    "hyperclovax": Family(
+        title="HyperCLOVA X SEED Think",
+        architecture="HyperCLOVAXForCausalLM",
+        keys={**BIASES, **MULTIPLIERS, **kinds(number_or_null="attention_multiplier")},
+        defaults={"attention_multiplier": None},
+        computes={"norms": "both"},
+        fixed={"use_post_norm": (True,)},
+        logit_factor="logits_scaling",
+        scales_all=True,
         tensors={
             "post_attention_layernorm": "pre_feedforward_layernorm",
-            "post_self_attn_layernorm": "post_attention_layernorm",
-            "post_mlp_layernorm": "post_feedforward_layernorm",
+            **{
+                "post_norm1": "post_attention_layernorm",
+                "post_norm2": "post_feedforward_layernorm",
+            },
         },
     ),
-    "glm4_moe": Family(
-        title="GLM-4.5, 4.6 and 4.7",
-        architecture="Glm4MoeForCausalLM",
-        keys=kinds(
-            size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
-            integer="first_k_dense_replace n_shared_experts",
-            flag="attention_bias norm_topk_prob use_qk_norm",
-            number="routed_scaling_factor",
-        ),
+    "iquestcoder": Family(
+        title="IQuest-Coder",
+        architecture="IQuestCoderForCausalLM",
+        keys=BIASES,
         defaults={
-            "vocab_size": 151552,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
+            **{"vocab_size": 76800, "hidden_size": 5120, "intermediate_size": 27648},
+            **{"num_hidden_layers": 80, "num_attention_heads": 40, "num_key_value_heads": 8},
+            **{"head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+        },
+        fixed={"clip_qkv": (), "use_sliding_window": (False,)},
+    ),
+    "internlm3": Family(
+        title="InternLM 3",
+        architecture="InternLM3ForCausalLM",
+        defaults={
+            **{"vocab_size": 128512, "intermediate_size": 10240, "num_hidden_layers": 48},
+            **{"num_key_value_heads": 2, "head_dim": 128, "max_position_embeddings": 32768},
             "rms_norm_eps": 1e-5,
-            "partial_rotary_factor": 0.5,
-            "moe_intermediate_size": 1408,
-            "num_experts_per_tok": 8,
-            "n_routed_experts": 128,
-            "first_k_dense_replace": 1,
-            "norm_topk_prob": True,
         },
-        computes={**_BIASED_SIGMOIDS, "out_bias": False},
-        harmless=(*BALANCING, "num_nextn_predict_layers", "num_mtp_layers"),
-        fixed={"n_group": (1,), "topk_group": (1,)},
-        names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
-        partial=True,
-        dense_first="first_k_dense_replace",
-        tensors={"mlp.shared_experts.": "mlp.shared_expert."},
+        # Of two kinds of biases the hub's code and transformers' have different ideas.
+        fixed=dict.fromkeys(("qkv_bias", "bias", "attention_bias", "mlp_bias"), (False,)),
     ),
-    "dots1": Family(
-        title="dots.llm1",
-        architecture="Dots1ForCausalLM",
-        keys={
-            **_WINDOW,
-            **kinds(
-                size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
-                integer="first_k_dense_replace max_window_layers n_shared_experts",
-                flag="attention_bias norm_topk_prob",
-                number="routed_scaling_factor",
-                list_or_null="layer_types",
-            ),
-        },
+    "cwm": Family(
+        title="Code World Model",
+        architecture="CwmForCausalLM",
+        keys={**WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
-            **{"vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944},
-            **{"moe_intermediate_size": 1408, "num_hidden_layers": 62},
-            **{"first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
+            **{"vocab_size": 128256, "hidden_size": 6144, "intermediate_size": 21504},
+            **{"num_hidden_layers": 64, "num_attention_heads": 48, "num_key_value_heads": 8},
+            **{"head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5},
+            **{"rope_theta": 1e6, "sliding_window": 8192},
+            "rope_scaling": {
+                **{"rope_type": "llama3", "rope_theta": 1e6, "factor": 16.0},
+                **{"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+                "original_max_position_embeddings": 8192,
+            },
         },
-        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
-        harmless=BALANCING,
-        fixed={"n_group": (1,), "topk_group": (1,)},
-        names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
-        dense_first="first_k_dense_replace",
-        tensors={"mlp.shared_experts.": "mlp.shared_expert."},
+        harmless=("pretraining_tp",),
+        fixed={"mlp_bias": (False,)},
+        full_every=4,
+        full_first=True,
+    ),
+    "granite_swa": Family(
+        title="Granite with windows",
+        architecture="GraniteSWAForCausalLM",
+        keys={**BIASES, **MULTIPLIERS, **WINDOW, **WINDOWED_GRANITE},
+        defaults={
+            **{"vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192},
+            **{"num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4},
+            **{"max_position_embeddings": 8192, "rms_norm_eps": 1e-5},
+            **{"tie_word_embeddings": True, "sliding_window": 128},
+        },
+        computes={"sinks": True},
+        scales_all=True,
+        full_every=4,
+        full_first=True,
     ),
     "helium": Family(
         title="Helium",
         architecture="HeliumForCausalLM",
-        keys=_BIASES,
+        keys=BIASES,
         defaults={
             **{"vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040},
             **{"num_hidden_layers": 24, "num_attention_heads": 20, "head_dim": 128},
@@ -401,7 +360,7 @@ FAMILIES: Mapping[str, Family] = {
     "arcee": Family(
         title="Arcee's AFM",
         architecture="ArceeForCausalLM",
-        keys=_BIASES,
+        keys=BIASES,
         defaults={
             **{"hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2"},
             **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
@@ -412,7 +371,7 @@ FAMILIES: Mapping[str, Family] = {
         title="SmolLM3",
         architecture="SmolLM3ForCausalLM",
         keys={
-            **_BIASES,
+            **BIASES,
             **_SWITCHED_WINDOW,
             **kinds(list_or_null="no_rope_layers", size="no_rope_layer_interval"),
         },
@@ -484,7 +443,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo3": Family(
         title="OLMo 3",
         architecture="Olmo3ForCausalLM",
-        keys={**_WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
+        keys={**WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
         defaults={
             "vocab_size": 50304,
             "rms_norm_eps": 1e-5,
@@ -498,7 +457,7 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family(
         title="Phi-3, Phi-4",
         architecture="Phi3ForCausalLM",
-        keys=_WINDOW,
+        keys=WINDOW,
         defaults={
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -518,29 +477,8 @@ FAMILIES: Mapping[str, Family] = {
     "granite": Family(
         title="Granite 3",
         architecture="GraniteForCausalLM",
-        keys={**_BIASES, **_MULTIPLIERS},
+        keys={**BIASES, **MULTIPLIERS},
         scales_all=True,
-    ),
-    "granitemoe": Family(
-        title="Granite 3, mixtures of experts",
-        architecture="GraniteMoeForCausalLM",
-        keys={
-            **_MULTIPLIERS,
-            **kinds(flag="attention_bias", size="num_local_experts num_experts_per_tok"),
-        },
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-        computes={"normed_experts": True},
-        harmless=BALANCING,
-        names={"num_experts": "num_local_experts"},
-        scales_all=True,
-        tensors={
-            "block_sparse_moe.router.layer.": "mlp.gate.",
-            "block_sparse_moe.router.": "mlp.gate.",
-            "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
-            "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
-            "block_sparse_moe.experts.": "mlp.experts.",
-        },
-        experts_paired=True,
     ),
     "cohere": Family(
         title="Command R",
@@ -552,6 +490,7 @@ FAMILIES: Mapping[str, Family] = {
         fixed=_COHERE_FIXED,
         names={"rms_norm_eps": "layer_norm_eps"},
         neighbours=True,
+        logit_factor="logit_scale",
     ),
     "cohere2": Family(
         title="Command R7B and A, Tiny Aya",
@@ -568,6 +507,7 @@ FAMILIES: Mapping[str, Family] = {
         harmless=_COHERE_HARMLESS,
         fixed=_COHERE_FIXED,
         names={"rms_norm_eps": "layer_norm_eps"},
+        logit_factor="logit_scale",
         neighbours=True,
         full_every=4,
         near_rotates=True,
@@ -575,7 +515,7 @@ FAMILIES: Mapping[str, Family] = {
     "nemotron": Family(
         title="Nemotron 3 and 4, Minitron",
         architecture="NemotronForCausalLM",
-        keys={**_BIASES, **kinds(number="norm_eps")},
+        keys={**BIASES, **kinds(number="norm_eps")},
         defaults={
             "vocab_size": 256000,
             "hidden_size": 6144,
@@ -613,7 +553,7 @@ FAMILIES: Mapping[str, Family] = {
     "starcoder2": Family(
         title="StarCoder 2",
         architecture="Starcoder2ForCausalLM",
-        keys={**_WINDOW, **kinds(flag="use_bias", number="norm_epsilon")},
+        keys={**WINDOW, **kinds(flag="use_bias", number="norm_epsilon")},
         defaults={
             "vocab_size": 49152,
             "hidden_size": 3072,
@@ -664,6 +604,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
+    **MIXTURES,
     **RECURRENT,
     **GEMMA,
 }

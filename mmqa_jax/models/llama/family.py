@@ -6,11 +6,20 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from mmqa_jax.weights.config_json import kinds
+
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 CONV = "conv"
 # Of the loss that balances experts, which output_router_logits turns on.
 BALANCING = ("output_router_logits", "router_aux_loss_coef")
 TEMPER = "llama_4_scaling_beta"  # of rope parameters
+# Kinds of keys that several families have.
+BIASES = kinds(flag="attention_bias mlp_bias")
+WINDOW = kinds(size_or_null="sliding_window")
+MULTIPLIERS = kinds(
+    number="embedding_multiplier residual_multiplier attention_multiplier logits_scaling"
+)
+WINDOWED_GRANITE = kinds(list_or_null="layer_types layer_rope_theta")
 
 
 def _none() -> Any:
@@ -37,6 +46,8 @@ class Family:
         of pictures too.
       full_every: so many layers up to one that sees all, where `layer_types` does not say it; 0 is
         the rule of its other keys.
+      full_first: whether of so many layers it is the first one, not the last.
+      logit_factor: its key of a number that logits are multiplied by.
       renamed: its keys that version 5 of transformers writes under another name -> that name.
       local: whether layers with a window rotate without scaling, as `rope_local_base_freq` or the
         part `sliding_attention` of `rope_parameters` say.
@@ -49,7 +60,7 @@ class Family:
       constants: how tensors' names end that its code keeps beside its parameters -> their only
         value.
       dense_first: its key that says how many of its first layers have an MLP of `intermediate_size`
-        in the place of experts; "": all have experts.
+        in the place of experts, which the list `mlp_layer_types` may say too; "": all have experts.
       experts_paired: whether its checkpoints keep gate and up of all experts as one tensor.
       experts_across: whether they keep these (E, in, out), with gate and up "in turn" or as
         "halves"; "": (E, out, in).
@@ -68,6 +79,8 @@ class Family:
     scaled: bool = False
     scales_all: bool = False
     full_every: int = 0
+    full_first: bool = False
+    logit_factor: str = ""
     renamed: Mapping[str, str] = _none()
     local: bool = False
     near_rotates: bool = False

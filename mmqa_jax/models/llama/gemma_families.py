@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 
 from mmqa_jax.models.llama.family import FULL, SLIDING, Family
@@ -38,6 +39,24 @@ _GEMMA_DEFAULTS = {
 }
 # cache_implementation is transformers', hidden_act is not read by these classes.
 _GEMMA_HARMLESS = ("cache_implementation", "hidden_act", "sliding_window_size")
+_GEMMA2 = Family(
+    title="Gemma 2",
+    architecture="Gemma2ForCausalLM",
+    keys={**_GEMMA, **kinds(number_or_null="attn_logit_softcapping")},
+    defaults={
+        **_GEMMA_DEFAULTS,
+        "vocab_size": 256000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+    computes={"norms": "both", "unit_norms": True},
+    harmless=_GEMMA_HARMLESS,
+    fixed={"use_bidirectional_attention": (False,)},
+    names=_GEMMA_NAMES,
+    scaled=True,
+    full_every=2,
+)
 GEMMA: Mapping[str, Family] = {
     "gemma": Family(
         title="Gemma 1",
@@ -63,23 +82,14 @@ GEMMA: Mapping[str, Family] = {
         },
         scaled=True,
     ),
-    "gemma2": Family(
-        title="Gemma 2",
-        architecture="Gemma2ForCausalLM",
-        keys={**_GEMMA, **kinds(number_or_null="attn_logit_softcapping")},
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "vocab_size": 256000,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        computes={"norms": "both", "unit_norms": True},
-        harmless=_GEMMA_HARMLESS,
-        fixed={"use_bidirectional_attention": (False,)},
-        names=_GEMMA_NAMES,
-        scaled=True,
-        full_every=2,
+    "gemma2": _GEMMA2,
+    "vaultgemma": dataclasses.replace(
+        _GEMMA2,
+        title="VaultGemma",
+        architecture="VaultGemmaForCausalLM",
+        computes={"unit_norms": True},
+        fixed={},
+        tensors={"pre_feedforward_layernorm": "post_attention_layernorm"},
     ),
     "gemma3_text": Family(
         title="Gemma 3, its language model",

@@ -15,6 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.rope import scaling_from_hf
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.families import FAMILIES
+from mmqa_jax.models.llama.layer_kinds import plain_first
 from mmqa_jax.models.llama.network import inverse_frequencies
 from mmqa_jax.weights.formats import gguf
 
@@ -38,6 +39,7 @@ _OF_SIGMOIDS = (
     "nextn_predict_layers",
 )
 _SIGMOID = 2  # of expert_gating_func
+_TAPS = "shortconv.l_cache"
 _LAYER_NORMS = ("attention.layer_norm_epsilon",)
 _FURTHER = {
     **dict.fromkeys(("llama", "olmoe"), _EXPERTS),
@@ -52,6 +54,7 @@ _FURTHER = {
     "olmo2": (*_WINDOW, "rope.freq_base_swa"),
     "qwen3moe": (*_EXPERTS, "expert_feed_forward_length"),
     **dict.fromkeys(("dots1", "glm4moe"), _OF_SIGMOIDS),
+    **{"lfm2": (_TAPS,), "lfm2moe": (_TAPS, *_OF_SIGMOIDS)},
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
 }
@@ -85,10 +88,15 @@ ARCHITECTURES = {
     },
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
     **{"command-r": "cohere", "dots1": "dots1", "glm4moe": "glm4_moe"},
+    **{"lfm2": "lfm2", "lfm2moe": "lfm2_moe"},
 }
 _CONSTANTS = FAMILIES["apertus"].constants
-# Families whose norms have other names in llama.cpp -> the names of others.
-RENAMED = {name: {"post_attention_norm": "ffn_norm"} for name in ("seed_oss", "glm4_moe")}
+# Families whose tensors have other names in llama.cpp -> the names of others.
+_OF_LFM2 = {"token_embd_norm": "output_norm", "shortconv": "conv"}
+RENAMED = {
+    **{name: {"post_attention_norm": "ffn_norm"} for name in ("seed_oss", "glm4_moe")},
+    **{"lfm2": _OF_LFM2, "lfm2_moe": _OF_LFM2},
+}
 # Families whose rows of queries and keys llama.cpp turns (`keys.rotary_rows`).
 TURNED = ("llama", "mixtral", "granite", "granitemoe", "smollm3", "arcee")
 # Layers of Gemmas whose scores are divided by the root of hidden / heads, not of a head's size.
@@ -124,13 +132,15 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
         )
     eps = "norm_epsilon" if family.computes.get("norm_kind") else "norm_rms_epsilon"
     bias, out_bias = (f"blk.0.attn_{part}.bias" in specs for part in ("q", "output"))
+    layers = gguf.layers_of(source, f"{of}block_count") - _proposing(source, of)
+    kv_heads, kinds = _of_layers(source, of, heads, layers)
     config = LlamaConfig(
         family=name,
         vocab_size=gguf.vocabulary_of(source),
         hidden=hidden,
-        layers=gguf.layers_of(source, f"{of}block_count") - _proposing(source, of),
+        layers=layers,
         heads=heads,
-        kv_heads=source.integer(f"{of}attention.head_count_kv", heads),
+        kv_heads=kv_heads,
         head_dim=None if head_size * heads == hidden else head_size,
         positions=source.integer(f"{of}context_length"),
         eps=source.number(f"{of}attention.layer_{eps}"),
@@ -144,8 +154,10 @@ def gguf_config(source: gguf.GGUFSource) -> LlamaConfig:
             "mlp_bias": "blk.0.ffn_up.bias" in specs,
             "activation": family.defaults.get("hidden_act", "silu"),
             "parallel": name == "stablelm" and "blk.0.ffn_norm.weight" not in specs,
+            "kinds": kinds,
+            "conv_taps": source.integer(f"{of}{_TAPS}") if kinds else None,
             **family.computes,
-            **_experts(source, of, name),
+            **_experts(source, of, name, kinds or ("full",) * layers),
         },
     )
     config = _with_multipliers(_with_windows(config, source, of), source, of)
@@ -158,12 +170,30 @@ def _proposing(source: gguf.GGUFSource, of: str) -> int:
     return source.metadata(key, 0) and source.integer(key)
 
 
-def _experts(source: gguf.GGUFSource, of: str, name: str) -> dict[str, Any]:
+def _of_layers(
+    source: gguf.GGUFSource, of: str, heads: int, layers: int
+) -> tuple[int, tuple[str, ...]]:
+    """Heads of keys and values, and `LlamaConfig.kinds`: of LFM2 a file has the former of each
+    layer, 0 where that is a convolution."""
+    key = f"{of}attention.head_count_kv"
+    if f"{of}{_TAPS}" not in source.metadata_keys():
+        return source.integer(key, heads), ()
+    of_layers = source.metadata(key)
+    sizes = {*of_layers} - {0} if isinstance(of_layers, list) else {}
+    if len(sizes) != 1 or len(of_layers) != layers:
+        raise UserError(
+            f"{source.name}: {key} is {str(of_layers)[:60]}, expected 0 or one other number for "
+            f"each of {layers} layers; convert the model again."
+        )
+    return sizes.pop(), tuple("full" if size else "conv" for size in of_layers)
+
+
+def _experts(source: gguf.GGUFSource, of: str, name: str, kinds: tuple[str, ...]) -> dict[str, Any]:
     """Fields of a mixture of experts."""
     if "num_experts_per_tok" not in FAMILIES[name].keys:
         return {}
     if FAMILIES[name].dense_first:
-        return _sigmoid_experts(source, of)
+        return _sigmoid_experts(source, of, name, kinds)
     width = "expert_feed_forward_length" if name == "qwen3_moe" else "feed_forward_length"
     return {
         "experts": source.integer(f"{of}expert_count"),
@@ -173,7 +203,9 @@ def _experts(source: gguf.GGUFSource, of: str, name: str) -> dict[str, Any]:
     }
 
 
-def _sigmoid_experts(source: gguf.GGUFSource, of: str) -> dict[str, Any]:
+def _sigmoid_experts(
+    source: gguf.GGUFSource, of: str, name: str, kinds: tuple[str, ...]
+) -> dict[str, Any]:
     """Those of a mixture that chooses by sigmoids, and whose first layers have one MLP."""
     gate = source.metadata(f"{of}expert_gating_func", _SIGMOID)
     if gate != _SIGMOID:
@@ -181,21 +213,23 @@ def _sigmoid_experts(source: gguf.GGUFSource, of: str) -> dict[str, Any]:
             f"{source.name}: {of}expert_gating_func is {gate!r}, expected {_SIGMOID} (sigmoids); "
             "use the safetensors files of this model."
         )
-    layers = source.integer(f"{of}block_count") - _proposing(source, of)
     dense = source.metadata(f"{of}leading_dense_block_count", 0)
     width = source.integer(f"{of}expert_feed_forward_length")
     shared = source.metadata(f"{of}expert_shared_count", 0)
-    has_norms = "blk.0.attn_q_norm.weight" in source.specs()
+    ends = {key.partition(".")[2].partition(".")[2] for key in source.specs()}  # of layers
+    kinds = plain_first(kinds, dense)
     return {
         "experts": source.integer(f"{of}expert_count"),
         "active_experts": source.integer(f"{of}expert_used_count"),
         "mlp": width,
-        "normed_experts": bool(source.metadata(f"{of}expert_weights_norm", False)),
+        # llama.cpp's code of LFM2 has no key for it.
+        "normed_experts": bool(source.metadata(f"{of}expert_weights_norm", "lfm2" in name)),
         "expert_weight": source.number(f"{of}expert_weights_scale", 1.0),
+        "choice_bias": "exp_probs_b.bias" in ends,
         "shared_expert": shared * width or None,
-        "kinds": ("plain",) * dense + ("full",) * (layers - dense) if dense else (),
+        "kinds": () if {*kinds} == {"full"} else kinds,
         "plain_mlp": source.integer(f"{of}feed_forward_length") if dense else None,
-        "qk_norm": "head" if has_norms else "none",
+        "qk_norm": "head" if "attn_q_norm.weight" in ends else "none",
     }
 
 
@@ -253,7 +287,7 @@ def _with_multipliers(config: LlamaConfig, source: gguf.GGUFSource, of: str) -> 
     for field, key in _MULTIPLIERS.items():
         if key in _FURTHER.get(architecture, ()) and f"{of}{key}" in source.metadata_keys():
             changes[field] = source.number(f"{of}{key}")
-    if FAMILIES[config.family].keys.get("logit_scale") and "logit_divisor" in changes:
+    if FAMILIES[config.family].logit_factor and "logit_divisor" in changes:
         changes["logit_divisor"] = 1 / changes["logit_divisor"]
     if architecture in _LARGEST:
         changes["activation"] = "gelu_pytorch_tanh"

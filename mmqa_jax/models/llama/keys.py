@@ -104,7 +104,7 @@ _COMPUTED = {  # tensors that the model computes
 def proposing(config: LlamaConfig) -> tuple[str, ...]:
     """The keys of layers that propose tokens, which are no part of the model."""
     if "num_nextn_predict_layers" in FAMILIES[config.family].harmless:
-        return (rf"^model\.layers\.{config.layers}\.",)
+        return (rf"^model\.layers\.{config.layers}\.", r"^mtp\.")
     return (r"^mtp\.",) if config.delta else ()
 
 
@@ -178,7 +178,8 @@ def _layer_rules(
             Rule(f"{layer}conv.{part}_proj.weight", f"{path}conv/{part}/kernel", TRANSPOSE)
             for part in CONV_LINEARS
         ]
-        rules.append(Rule(f"{layer}conv.conv.weight", f"{path}conv/taps", _TAPS))
+        taps = TRANSPOSE if layout == "gguf" else _TAPS
+        rules.append(Rule(f"{layer}conv.conv.weight", f"{path}conv/taps", taps))
     # llama.cpp keeps what is multiplied by.
     of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
     neighbours = FAMILIES[config.family].neighbours or layout == "meta"
@@ -189,6 +190,8 @@ def _layer_rules(
         turns = {"q": turned(config.heads, *sizes), "k": turned(config.kv_heads, *sizes)}
         if config.qk_norm == "head":
             turns |= {"q_norm": turned(1, *sizes), "k_norm": turned(1, *sizes)}
+        if config.qk_norm == "whole":
+            turns |= {"q_norm": turns["q"], "k_norm": turns["k"]}
     norms = () if config.norms == "after" else ("input_norm", "mlp_norm")[: 2 - config.parallel]
     norms += () if config.norms == "before" else ("out_norm", "down_norm")
     norms += (
@@ -588,6 +591,12 @@ def fused_rows(config: LlamaConfig) -> Fused:
             }
         ),
         "mlp.gate_up_proj": Parts({"mlp.gate_proj": config.mlp, "mlp.up_proj": config.mlp}),
+        "mlp.shared_expert.gate_up_proj": Parts(
+            dict.fromkeys(
+                (f"mlp.shared_expert.{part}_proj" for part in ("gate", "up")),
+                config.shared_expert or 0,
+            )
+        ),
         "self_attn.q_proj": Parts(
             {"self_attn.q_proj": size, "self_attn.gate_proj": size}, config.heads
         ),
@@ -630,6 +639,7 @@ def fused_gguf_rows(config: LlamaConfig) -> Fused:
     names = {
         "self_attn.qkv_proj": ("attn_qkv", "attn_q", "attn_k", "attn_v"),
         "mlp.gate_up_proj": ("ffn_up", "ffn_gate", "ffn_up"),
+        "conv.in_proj": ("conv.in_proj", *(f"conv.{part}_proj" for part in CONV_LINEARS[:3])),
     }
     fused: dict[str, Parts] = {}
     for theirs, parts in fused_rows(config).items():

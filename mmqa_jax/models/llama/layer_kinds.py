@@ -17,6 +17,12 @@ DELTA_LINEARS = ("q", "k", "v", "gate", "correction", "decay", "out")
 CONV_LINEARS = ("before", "after", "value", "out")
 
 
+def plain_first(kinds: tuple[str, ...], count: int) -> tuple[str, ...]:
+    """The kinds of layers of which the first have one MLP in the place of experts."""
+    plain = {"full": "plain", "conv": "plain_conv"}
+    return tuple(plain[kind] for kind in kinds[:count]) + kinds[count:]
+
+
 @dataclasses.dataclass(frozen=True)
 class DeltaConfig:
     """Sizes of the gated delta rule's heads, and of its convolutions in tokens."""

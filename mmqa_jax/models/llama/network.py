@@ -306,7 +306,8 @@ class LlamaLayer(nnx.Module):
                 self.v = linear(size, kv_width, ("embed", "heads"), use_bias="v" in biases)
             self.out = linear(width, size, ("heads", "embed"), use_bias="out" in biases)
         if config.gated and not config.recurrent:
-            self.out_gate = linear(size, width, ("embed", "heads"), use_bias="out_gate" in biases)
+            has_bias = "out_gate" in biases
+            self.out_gate = linear(size, config.gates, ("embed", "heads"), use_bias=has_bias)
         if config.norms == "after":
             self.down_norm = norm(size)
         elif not config.parallel:
@@ -412,10 +413,10 @@ class LlamaLayer(nnx.Module):
         self, x: jax.Array, attended: jax.Array, traits: LayerTraits = NO_TRAITS
     ) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
-        attended = merge_heads(attended)
         if self.config.gated:
-            attended = attended * jax.nn.sigmoid(self.out_gate(self.input_norm(x)))
-        return self.with_mlp(x, self.out(attended), traits)
+            gates = jax.nn.sigmoid(self.out_gate(self.input_norm(x)))
+            attended = attended * split_heads(gates, self.config.heads)  # of one number or all
+        return self.with_mlp(x, self.out(merge_heads(attended)), traits)
 
     def with_mlp(
         self, x: jax.Array, mixed: jax.Array, traits: LayerTraits = NO_TRAITS

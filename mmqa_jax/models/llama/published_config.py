@@ -12,7 +12,7 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.family import CONV, FULL, LINEAR, SLIDING, TEMPER, Family
-from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers, plain_first
 from mmqa_jax.models.llama.recurrent_families import DELTA_KEYS
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 
@@ -111,6 +111,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
     if family.local:
         rope, near = _both_ropes(published, rope)
     partial = rope.get("partial_rotary_factor", value("partial_rotary_factor"))
+    if partial is None and value("rotary_dim"):
+        partial = value("rotary_dim") / value("head_dim")
     if rope.get("rope_type") == "proportional":
         partial = None  # it is the scaling's
     if partial not in (None, 1.0) and not family.partial:
@@ -145,21 +147,29 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         width = int(value("block_ffn_dim_multiplier", 1.0) * int(2 * fields["mlp"] / 3))
         multiple = value("block_multiple_of", 256)
         fields["mlp"] = -(-width // multiple) * multiple
-    if "logit_scale" in read:
-        if not (scale := value("logit_scale")):
-            raise UserError(f"{where}: logit_scale is {scale}, expected more; repair the file.")
-        fields["logit_divisor"] = 1 / scale
-    if family.scaled:
+    if family.logit_factor:
+        factor = value(family.logit_factor, 1.0)
+        if not factor:
+            raise UserError(
+                f"{where}: {family.logit_factor} is {factor}, expected more; repair the file."
+            )
+        fields["logit_divisor"] = 1 / factor
+    if family.scaled or value("mup_enabled"):
         fields["embedding_scale"] = fields["hidden"] ** 0.5
     if "query_pre_attn_scalar" in read:
         fields["attention_scale"] = _scale(value("query_pre_attn_scalar"), head_dim)
     fields["rotated"] = _rotated(value, fields["layers"], where) if "no_rope_layers" in read else ()
+    if value("layer_rope_theta"):
+        fields |= _thetas(value("layer_rope_theta"), fields["layers"], where)
     if "attention_chunk_size" in read:
         fields |= _of_llama4(value, fields, where)
     elif "use_qk_norm" in read:
         fields["qk_norm"] = "head" if value("use_qk_norm", False) else "none"
-    if "n_shared_experts" in read:
-        fields["shared_expert"] = value("n_shared_experts", 1) * fields["mlp"] or None
+    shared = family.names.get("n_shared_experts", "n_shared_experts")
+    if shared in read:
+        fields["shared_expert"] = value(shared, 1) * fields["mlp"]
+    if "shared_expert" in fields:
+        fields["shared_expert"] = fields["shared_expert"] or None
     if family.dense_first:
         fields |= _dense_first(value, family, fields, where)
     if "sliding_window" in read:
@@ -172,6 +182,8 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
             fields["local"] = slides if any(slides) else ()
         if family.near_rotates and window and not all(slides):
             fields["rotated"] = slides
+    elif "layer_types" in read and not fields.get("kinds") and not fields.get("chunk"):
+        _slides(family, value, read, fields, where)  # which refuses windows
     if family.local:
         if scaling_from_hf(near, None, fields["positions"], where) is not None:
             raise UserError(
@@ -310,6 +322,18 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
     return () if all(rotated) else rotated
 
 
+def _thetas(thetas: list[Any], layers: int, where: str) -> dict[str, Any]:
+    """Fields of Granite's `layer_rope_theta`: one base for all layers that rotate, 0 for others."""
+    bases = {theta for theta in thetas if theta}
+    if len(thetas) != layers or len(bases) != 1 or isinstance(next(iter(bases)), str):
+        raise UserError(
+            f"{where}: layer_rope_theta is {thetas!r}, expected 0 or one other number for each of "
+            f"{layers} layers; use a checkpoint of these."
+        )
+    rotated = tuple(bool(theta) for theta in thetas)
+    return {"rope_theta": bases.pop(), "rotated": () if all(rotated) else rotated}
+
+
 def _layer_kinds(
     value: Any, fields: Mapping[str, Any], where: str, recurrent: str = LINEAR
 ) -> tuple[str, ...]:
@@ -321,10 +345,11 @@ def _layer_kinds(
     types = value("layer_types") or [
         FULL if number in attends else recurrent for number in range(layers)
     ]
-    names = {LINEAR: "linear", CONV: "conv", FULL: "full"}
-    if len(types) != layers or any(kind not in (recurrent, FULL) for kind in types):
+    names = {LINEAR: "linear", CONV: "conv", FULL: "full", SLIDING: "full"}
+    known = (recurrent, FULL, *([SLIDING] if value("sliding_window") else []))
+    if len(types) != layers or any(kind not in known for kind in types):
         raise UserError(
-            f"{where}: layer_types is {types!r}, expected {recurrent} or {FULL} for each of "
+            f"{where}: layer_types is {types!r}, expected {' or '.join(known)} for each of "
             f"{layers} layers; use a checkpoint of these."
         )
     return tuple(names[kind] for kind in types)
@@ -334,17 +359,23 @@ def _dense_first(
     value: Any, family: Family, fields: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     """The fields of a mixture whose first layers have one MLP in the place of experts."""
-    layers, count = fields["layers"], value(family.dense_first)
-    if not 0 <= count < layers:
+    layers, types = fields["layers"], value("mlp_layer_types")
+    key = family.dense_first if types is None else "mlp_layer_types"
+    count = value(family.dense_first, 0) if types is None else types.count("dense")
+    if types is not None and types != ["dense"] * count + ["sparse"] * (layers - count):
         raise UserError(
-            f"{where}: {family.dense_first} is {count}, expected less than the {layers} layers; "
-            "use a checkpoint of these."
+            f"{where}: {key} is {types!r}, expected dense for the first of {layers} layers and "
+            "sparse for the others; use a checkpoint of these."
         )
-    kinds = fields.get("kinds") or ("full",) * layers
-    plain = tuple("plain" if kind == "full" else f"plain_{kind}" for kind in kinds[:count])
-    return (
-        {"kinds": plain + kinds[count:], "plain_mlp": value("intermediate_size")} if plain else {}
-    )
+    if not 0 <= (count or 0) < layers:
+        raise UserError(
+            f"{where}: {key} is {count}, expected less than the {layers} layers; use a checkpoint "
+            "of these."
+        )
+    if not count:
+        return {}
+    kinds = plain_first(fields.get("kinds") or ("full",) * layers, count)
+    return {"kinds": kinds, "plain_mlp": value("intermediate_size")}
 
 
 def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -390,15 +421,17 @@ def _slides(
     if kinds is None:  # transformers' own choice
         slides = [True] * layers
         if family.full_every:
-            every = value("sliding_window_pattern", family.full_every)
-            slides = [(number + 1) % every != 0 for number in range(layers)]
+            pattern = family.names.get("sliding_window_pattern", "sliding_window_pattern")
+            every, offset = value(pattern, family.full_every), int(not family.full_first)
+            slides = [(number + offset) % every != 0 for number in range(layers)]
             slides[-1] &= "global_head_dim" not in read
         elif "max_window_layers" in read:
             slides = [number >= value("max_window_layers") for number in range(layers)]
         elif "no_rope_layers" in read:
             slides = [not rotated for rotated in fields["rotated"] or (True,) * layers]
     else:
-        if len(kinds) != layers or any(kind not in (SLIDING, FULL) for kind in kinds):
+        known = (SLIDING, FULL, *([CONV] if "conv_L_cache" in read else []))
+        if len(kinds) != layers or any(kind not in known for kind in kinds):
             raise UserError(
                 f"{where}: layer_types is {kinds!r}, expected {SLIDING} or {FULL} for each of "
                 f"{layers} layers; use a checkpoint of these."
@@ -450,25 +483,38 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     if "rope_scaling" in family.defaults and scaling is None:
         rope = {"rope_type": "default", "rope_theta": config.rope_theta}
         published["rope_scaling"] = published["rope_parameters"] = rope
-    if "logit_scale" in read:
-        published["logit_scale"] = 1 / config.logit_divisor
+    if family.logit_factor:
+        published[family.logit_factor] = 1 / config.logit_divisor
+    if "mup_enabled" in read:
+        published["mup_enabled"] = config.embedding_scale != 1
+    if "layer_rope_theta" in read:
+        rotated = config.rotated or (True,) * config.layers
+        published["layer_rope_theta"] = [config.rope_theta * rotates for rotates in rotated]
     if family.partial:
         published["partial_rotary_factor"] = config.rotary_fraction
+    if "rotary_dim" in read:
+        published["rotary_dim"] = config.rotary_size
     if "no_rope_layers" in read:
         rotated = config.rotated or (True,) * config.layers
         published["no_rope_layers"] = [int(flag) for flag in rotated]
     if config.delta:
         published |= {key: getattr(config.delta, ours) for ours, key in DELTA_KEYS.items()}
-    if "n_shared_experts" in read:
-        published["n_shared_experts"] = (config.shared_expert or 0) // config.mlp
+    shared = family.names.get("n_shared_experts", "n_shared_experts")
+    if shared in read:
+        published[shared] = (config.shared_expert or 0) // config.mlp
+    elif "shared_intermediate_size" in read:
+        published["shared_intermediate_size"] = config.shared_expert or 0
     if family.dense_first:
-        published[family.dense_first] = sum(kind.startswith("plain") for kind in config.kinds)
+        count = sum(kind.startswith("plain") for kind in config.kinds)
+        published[family.dense_first] = count
+        if "mlp_layer_types" in read:
+            types = ["dense"] * count + ["sparse"] * (config.layers - count)
+            published["mlp_layer_types"] = types
         published["intermediate_size"] = config.plain_mlp or config.mlp
     if "use_qk_norm" in read:
         published["use_qk_norm"] = config.qk_norm != "none"
     if config.recurrent:
-        types = {"linear": LINEAR, "conv": CONV, "plain_conv": CONV}
-        published["layer_types"] = [types.get(kind, FULL) for kind in config.kinds]
+        published["layer_types"] = _published_kinds(config)
     if "block_multiple_of" in read:
         published["block_auto_adjust_ff_dim"] = False
     if "attention_chunk_size" in read:
@@ -507,6 +553,12 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     return published
 
 
+def _published_kinds(config: Any) -> list[str]:
+    """`layer_types` without those that have a window."""
+    types = {"linear": LINEAR, "conv": CONV, "plain_conv": CONV}
+    return [types.get(kind, FULL) for kind in config.kinds or ("full",) * config.layers]
+
+
 def _local_to_hf(config: Any, scaling: Mapping[str, Any] | None) -> dict[str, Any]:
     """Writes the entry that `_both_ropes` reads."""
     far = {"rope_type": "default", "rope_theta": config.rope_theta, **(scaling or {})}
@@ -527,7 +579,10 @@ def _windows_to_hf(config: Any, read: Mapping[str, str]) -> dict[str, Any]:
         if FAMILIES[config.family].near_rotates:
             near = config.rotated
         near = near or (0,) * config.layers
-        published["layer_types"] = [SLIDING if slides else FULL for slides in near]
+        others = _published_kinds(config)
+        published["layer_types"] = [
+            SLIDING if slides else kind for slides, kind in zip(near, others, strict=True)
+        ]
         if any(near) and not sizes:  # it is no smaller than the positions
             published["sliding_window"] = (1 + config.bidirectional) * config.positions
     if "max_window_layers" in read:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from mmqa_jax.models.llama.family import BALANCING, Family
+from mmqa_jax.models.llama.family import BALANCING, FULL, SLIDING, WINDOW, Family
 from mmqa_jax.weights.config_json import kinds
 
 DELTA_KEYS = {  # of DeltaConfig
@@ -48,6 +48,7 @@ _HYBRID_FIXED = {
     "output_gate_type": ("sigmoid",),
     "mamba_ssm_dtype": ("float32",),
 }
+_GATE = "self_attn.gate_proj."
 _LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _LFM2 = Family(
     title="LFM2, without experts",
@@ -143,6 +144,47 @@ RECURRENT: Mapping[str, Family] = {
         fused=("q", "in_proj_qkvz", "in_proj_ba", "conv1d"),
     ),
     "lfm2": _LFM2,
+    "lfm3": Family(
+        title="LFM3",
+        architecture="Lfm3ForCausalLM",
+        keys={
+            **WINDOW,
+            **kinds(
+                number="norm_eps",
+                size="conv_L_cache",
+                flag="attention_bias",
+                list_or_null="layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 128000, "hidden_size": 2048, "intermediate_size": 7680},
+            **{"num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4},
+            **{"head_dim": 128, "max_position_embeddings": 128000, "norm_eps": 1e-5},
+            **{"tie_word_embeddings": True, "conv_L_cache": 7, "sliding_window": 256},
+            "rope_parameters": {
+                FULL: {
+                    **{"rope_type": "proportional", "rope_theta": 1e6},
+                    "partial_rotary_factor": 0.5,
+                },
+                SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        computes={"qk_norm": "head", "norms": "both", "gated": True, "head_gates": True},
+        fixed={
+            "conv_bias": (False,),
+            **dict.fromkeys(("use_sandwich_norm", "use_attention_gate"), (True,)),
+        },
+        fused=("in",),
+        names={"rms_norm_eps": "norm_eps"},
+        full_every=4,
+        local=True,
+        tensors={
+            **_LFM2.tensors,
+            **{"post_operator_norm.": "post_attention_layernorm."},
+            **{"post_ffn_norm.": "post_feedforward_layernorm."},
+            **{"ffn_norm.": "pre_feedforward_layernorm.", "self_attn.g_proj.": _GATE},
+        },
+    ),
     "lfm2_moe": dataclasses.replace(
         _LFM2,
         title="LFM2's mixtures of experts",

@@ -1,0 +1,435 @@
+"""Families whose layers have mixtures of experts in the place of MLPs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from mmqa_jax.models.llama.family import (
+    BALANCING,
+    FULL,
+    MULTIPLIERS,
+    SLIDING,
+    WINDOW,
+    WINDOWED_GRANITE,
+    Family,
+)
+from mmqa_jax.weights.config_json import kinds
+
+# DeepSeek-V3's router, and its expert that sees every token.
+_BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
+_SHARED = {"mlp.shared_experts.": "mlp.shared_expert."}
+_PROPOSING = ("num_nextn_predict_layers", "num_mtp_layers")
+_ROUTED = {"num_experts_per_tok": 8, "norm_topk_prob": True}
+_GLM4_MOE = Family(
+    title="GLM-4.5, 4.6 and 4.7",
+    architecture="Glm4MoeForCausalLM",
+    keys=kinds(
+        size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
+        integer="first_k_dense_replace n_shared_experts",
+        flag="attention_bias norm_topk_prob use_qk_norm",
+        number="routed_scaling_factor",
+    ),
+    defaults={
+        "vocab_size": 151552,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "moe_intermediate_size": 1408,
+        "num_experts_per_tok": 8,
+        "n_routed_experts": 128,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+    },
+    computes={**_BIASED_SIGMOIDS, "out_bias": False},
+    harmless=(*BALANCING, *_PROPOSING),
+    fixed={"n_group": (1,), "topk_group": (1,)},
+    names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
+    partial=True,
+    dense_first="first_k_dense_replace",
+    tensors=_SHARED,
+)
+_OLMOE = Family(
+    title="OLMoE",
+    architecture="OlmoeForCausalLM",
+    keys=kinds(flag="attention_bias norm_topk_prob", size="num_experts num_experts_per_tok"),
+    defaults={
+        "vocab_size": 50304,
+        "hidden_size": 2048,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+    },
+    computes={"qk_norm": "whole"},
+    harmless=BALANCING,
+    fixed={"clip_qkv": ()},
+)
+_GRANITE_MOE = Family(
+    title="Granite 3, mixtures of experts",
+    architecture="GraniteMoeForCausalLM",
+    keys={
+        **MULTIPLIERS,
+        **kinds(flag="attention_bias", size="num_local_experts num_experts_per_tok"),
+    },
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    computes={"normed_experts": True},
+    harmless=BALANCING,
+    names={"num_experts": "num_local_experts"},
+    scales_all=True,
+    tensors={
+        "block_sparse_moe.router.layer.": "mlp.gate.",
+        "block_sparse_moe.router.": "mlp.gate.",
+        "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+        "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+        "block_sparse_moe.experts.": "mlp.experts.",
+    },
+    experts_paired=True,
+)
+_GRANITE_MOE_SHARED = dataclasses.replace(
+    _GRANITE_MOE,
+    title="Granite, mixtures with an expert that sees every token",
+    architecture="GraniteMoeSharedForCausalLM",
+    keys={**_GRANITE_MOE.keys, **kinds(integer="shared_intermediate_size")},
+    defaults={**_GRANITE_MOE.defaults, "shared_intermediate_size": 0},
+    computes={**_GRANITE_MOE.computes, "shared_gate": False},
+    names={**_GRANITE_MOE.names, "shared_expert_intermediate_size": "shared_intermediate_size"},
+    fused=("shared_expert",),
+    tensors={
+        **_GRANITE_MOE.tensors,
+        "shared_mlp.input_linear.": "mlp.shared_expert.gate_up_proj.",
+        "shared_mlp.output_linear.": "mlp.shared_expert.down_proj.",
+    },
+)
+MIXTURES: Mapping[str, Family] = {
+    "qwen3_moe": Family(
+        title="Qwen3's mixtures of experts",
+        architecture="Qwen3MoeForCausalLM",
+        keys=kinds(
+            flag="attention_bias norm_topk_prob",
+            size="moe_intermediate_size num_experts num_experts_per_tok",
+        ),
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 24,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+        computes={"qk_norm": "head"},
+        # intermediate_size is that of layers without experts.
+        harmless=("intermediate_size", "sliding_window", "max_window_layers", *BALANCING),
+        fixed={
+            "mlp_only_layers": ([],),
+            "decoder_sparse_step": (1,),
+            "use_sliding_window": (False,),  # versions of transformers differ in its layers
+        },
+        names={"intermediate_size": "moe_intermediate_size"},
+        renamed={"num_experts": "num_local_experts"},
+    ),
+    "olmoe": _OLMOE,
+    "mixtral": Family(
+        title="Mixtral",
+        architecture="MixtralForCausalLM",
+        keys={**WINDOW, **kinds(size="num_local_experts num_experts_per_tok")},
+        defaults={
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1000000.0,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        computes={"normed_experts": True},
+        harmless=(*BALANCING, "router_jitter_noise"),
+        names={"num_experts": "num_local_experts"},
+        tensors={
+            **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
+            **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
+        },
+    ),
+    "granitemoe": _GRANITE_MOE,
+    "glm4_moe": _GLM4_MOE,
+    "dots1": Family(
+        title="dots.llm1",
+        architecture="Dots1ForCausalLM",
+        keys={
+            **WINDOW,
+            **kinds(
+                size="intermediate_size moe_intermediate_size n_routed_experts num_experts_per_tok",
+                integer="first_k_dense_replace max_window_layers n_shared_experts",
+                flag="attention_bias norm_topk_prob",
+                number="routed_scaling_factor",
+                list_or_null="layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 152064, "hidden_size": 4608, "intermediate_size": 10944},
+            **{"moe_intermediate_size": 1408, "num_hidden_layers": 62},
+            **{"first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
+        },
+        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
+        harmless=BALANCING,
+        fixed={"n_group": (1,), "topk_group": (1,)},
+        names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
+        dense_first="first_k_dense_replace",
+        tensors=_SHARED,
+    ),
+    "qwen2_moe": Family(
+        title="Qwen1.5's and Qwen2's mixtures of experts",
+        architecture="Qwen2MoeForCausalLM",
+        keys=kinds(
+            flag="norm_topk_prob qkv_bias",
+            size="moe_intermediate_size shared_expert_intermediate_size num_experts "
+            "num_experts_per_tok",
+            list_or_null="layer_types",
+        ),
+        defaults={
+            **{"vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 24},
+            **{"num_attention_heads": 16, "num_key_value_heads": 16},
+            **{"max_position_embeddings": 32768, "moe_intermediate_size": 1408},
+            **{"shared_expert_intermediate_size": 5632, "num_experts": 60},
+            **{"num_experts_per_tok": 4, "qkv_bias": True},
+        },
+        computes={"out_bias": False},
+        harmless=("intermediate_size", "sliding_window", "max_window_layers", *BALANCING),
+        fixed={
+            **{"mlp_only_layers": ([],), "decoder_sparse_step": (1,)},
+            "use_sliding_window": (False,),
+        },
+        names={"intermediate_size": "moe_intermediate_size", "attention_bias": "qkv_bias"},
+    ),
+    "mellum": Family(
+        title="Mellum 2",
+        architecture="MellumForCausalLM",
+        keys={
+            **WINDOW,
+            **kinds(
+                flag="attention_bias norm_topk_prob",
+                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
+                list_or_null="layer_types mlp_layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 98304, "hidden_size": 2304, "intermediate_size": 7168},
+            **{"num_hidden_layers": 28, "num_key_value_heads": 4, "head_dim": 128},
+            **{"max_position_embeddings": 131072, "sliding_window": 1024},
+            **{"moe_intermediate_size": 896, "num_experts": 64, **_ROUTED},
+            "rope_parameters": {
+                FULL: {"rope_type": "default", "rope_theta": 500000.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        computes={"qk_norm": "head"},
+        harmless=(*BALANCING, *_PROPOSING, "mtp_layer_types", "mtp_mlp_layer_types"),
+        fixed={"use_sliding_window": (True,)},
+        names={"intermediate_size": "moe_intermediate_size"},
+        renamed={"num_experts": "num_local_experts"},
+        local=True,
+        dense_first="mlp_layer_types",
+    ),
+    "flex_olmo": dataclasses.replace(
+        _OLMOE,
+        title="FlexOlmo",
+        architecture="FlexOlmoForCausalLM",
+        defaults={
+            **{"vocab_size": 100352, "max_position_embeddings": 4096, "rope_theta": 500000.0},
+            **{"num_experts": 7, "num_experts_per_tok": 5},
+        },
+        computes={"qk_norm": "whole", "norms": "after"},
+        fixed={},
+    ),
+    "minimax_m2": Family(
+        title="MiniMax M2",
+        architecture="MiniMaxM2ForCausalLM",
+        keys=kinds(size="num_local_experts num_experts_per_tok", size_or_null="rotary_dim"),
+        defaults={
+            **{"vocab_size": 200064, "hidden_size": 3072, "intermediate_size": 1536},
+            **{"num_hidden_layers": 62, "num_attention_heads": 48, "num_key_value_heads": 8},
+            **{"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0},
+            **{"num_local_experts": 256, "num_experts_per_tok": 8},
+        },
+        computes={**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "whole"},
+        harmless=(
+            *(*BALANCING, "router_jitter_noise", "num_mtp_modules", "use_mtp", "shared_moe_mode"),
+            *("mtp_transformer_layers", "attn_type_list", "mlp_intermediate_size"),
+            *(f"layernorm_{part}_beta" for part in ("full_attention", "linear_attention", "mlp")),
+        ),
+        fixed={
+            **{"scoring_func": ("sigmoid",), "use_routing_bias": (True,), "use_qk_norm": (True,)},
+            **{"qk_norm_type": ("per_layer",), "shared_intermediate_size": (0,)},
+        },
+        names={"num_experts": "num_local_experts"},
+        partial=True,
+        tensors={
+            "block_sparse_moe.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+            "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+            **{f"block_sparse_moe.{part}.": f"mlp.{part}." for part in ("gate", "experts")},
+            **{".w1.": ".gate_proj.", ".w3.": ".up_proj.", ".w2.": ".down_proj."},
+        },
+    ),
+    "solar_open": dataclasses.replace(
+        _GLM4_MOE,
+        title="Solar Open",
+        architecture="SolarOpenForCausalLM",
+        keys={
+            key: kind
+            for key, kind in _GLM4_MOE.keys.items()
+            if key not in ("intermediate_size", "first_k_dense_replace", "use_qk_norm")
+        },
+        defaults={
+            **{"vocab_size": 196608, "num_hidden_layers": 48, "num_attention_heads": 64},
+            **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072},
+            **{"rms_norm_eps": 1e-5, "rope_theta": 1000000.0, "moe_intermediate_size": 1280},
+            **{"n_routed_experts": 128, **_ROUTED},
+        },
+        harmless=(*_GLM4_MOE.harmless, "intermediate_size"),
+        fixed={**_GLM4_MOE.fixed, "first_k_dense_replace": (0,), "use_qk_norm": (False,)},
+        dense_first="",
+    ),
+    "hy_v3": Family(
+        title="Hy3",
+        architecture="HYV3ForCausalLM",
+        keys=kinds(
+            size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
+            integer="num_shared_experts first_k_dense_replace",
+            flag="attention_bias",
+            number="router_scaling_factor",
+            list_or_null="mlp_layer_types",
+        ),
+        defaults={
+            **{"vocab_size": 120832, "intermediate_size": 13312, "num_hidden_layers": 80},
+            **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
+            **{"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 11158840.0},
+            **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
+            **{"router_scaling_factor": 2.826, "first_k_dense_replace": 1},
+        },
+        computes={**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
+        harmless=(*BALANCING, *_PROPOSING, "enable_moe_fp32_combine", "expert_hidden_dim"),
+        fixed={"mlp_bias": (False,), "qk_norm": (True,)},
+        names={
+            **{"intermediate_size": "moe_intermediate_size"},
+            **{"routed_scaling_factor": "router_scaling_factor"},
+            "n_shared_experts": "num_shared_experts",
+        },
+        renamed={"num_experts": "num_local_experts"},
+        dense_first="first_k_dense_replace",
+        tensors={
+            "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+            **{"mlp.router.gate.": "mlp.gate.", "mlp.shared_mlp.": "mlp.shared_expert."},
+            # As transformers holds them.
+            "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+            **_SHARED,
+        },
+    ),
+    "exaone_moe": Family(
+        title="K-EXAONE",
+        architecture="ExaoneMoeForCausalLM",
+        keys={
+            **WINDOW,
+            **kinds(
+                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
+                integer="first_k_dense_replace num_shared_experts",
+                flag="norm_topk_prob",
+                number="routed_scaling_factor",
+                list_or_null="layer_types mlp_layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 102400, "intermediate_size": 16384, "num_key_value_heads": 32},
+            **{"rms_norm_eps": 1e-5, "sliding_window": 4096, "first_k_dense_replace": 1},
+            **{"moe_intermediate_size": 1024, "num_experts": 64, **_ROUTED},
+            "routed_scaling_factor": 2.5,
+        },
+        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
+        harmless=(*BALANCING, *_PROPOSING),
+        fixed={
+            **{"n_group": (1,), "topk_group": (1,)},
+            "sliding_window_pattern": (4, 0, "LLLG"),  # layer_types say it
+        },
+        names={
+            **{"intermediate_size": "moe_intermediate_size"},
+            "n_shared_experts": "num_shared_experts",
+        },
+        full_every=4,
+        near_rotates=True,
+        dense_first="first_k_dense_replace",
+        tensors={
+            "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
+            **_SHARED,
+        },
+    ),
+    "afmoe": Family(
+        title="Trinity",
+        architecture="AfmoeForCausalLM",
+        keys={
+            **WINDOW,
+            **kinds(
+                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok "
+                "global_attn_every_n_layers",
+                integer="num_dense_layers num_shared_experts",
+                flag="mup_enabled",
+                number="route_scale",
+                list_or_null="layer_types",
+            ),
+        },
+        defaults={
+            **{"vocab_size": 200192, "hidden_size": 2048, "intermediate_size": 6144},
+            **{"num_attention_heads": 16, "head_dim": 128, "max_position_embeddings": 16384},
+            **{"rms_norm_eps": 1e-5, "sliding_window": 1024, "num_dense_layers": 1},
+            **{"moe_intermediate_size": 1408, "num_experts": 64, "num_experts_per_tok": 6},
+            "num_shared_experts": 2,
+        },
+        computes={
+            **{**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
+            **{"norms": "both", "gated": True},
+        },
+        harmless=(*BALANCING, "use_grouped_mm", "load_balance_coeff"),
+        fixed={
+            **dict.fromkeys(("n_group", "topk_group", "num_expert_groups"), (1,)),
+            **{"num_limited_groups": (1,), "route_norm": (True,), "score_func": ("sigmoid",)},
+            "attention_bias": (False,),
+        },
+        names={
+            **{"intermediate_size": "moe_intermediate_size"},
+            **{"routed_scaling_factor": "route_scale", "n_shared_experts": "num_shared_experts"},
+            "sliding_window_pattern": "global_attn_every_n_layers",
+        },
+        full_every=4,
+        near_rotates=True,
+        dense_first="num_dense_layers",
+        tensors={
+            "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
+            **{"mlp.router.gate.": "mlp.gate.", **_SHARED},
+            **{"pre_mlp_layernorm": "pre_feedforward_layernorm"},
+            "post_mlp_layernorm": "post_feedforward_layernorm",
+        },
+    ),
+    "granitemoeshared": _GRANITE_MOE_SHARED,
+    "granitemoe_swa": dataclasses.replace(
+        _GRANITE_MOE_SHARED,
+        title="Granite with windows, mixtures of experts",
+        architecture="GraniteMoeSWAForCausalLM",
+        keys={**_GRANITE_MOE_SHARED.keys, **WINDOW, **WINDOWED_GRANITE},
+        computes={**_GRANITE_MOE_SHARED.computes, "sinks": True},
+        tensors={
+            theirs: ours
+            for theirs, ours in _GRANITE_MOE_SHARED.tensors.items()
+            if not theirs.startswith(("block_sparse_moe.router.layer", "block_sparse_moe.input"))
+            and not theirs.startswith("block_sparse_moe.output")
+        },
+        full_every=4,
+        full_first=True,
+    ),
+}
