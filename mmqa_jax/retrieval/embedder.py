@@ -101,6 +101,7 @@ class Embedder:
       resize, alpha: how pictures are to be made ready for it, see data/pictures/decode.py.
       prompts: before the texts of questions and of sources.
       recipe: what else decides a vector and is no parameter (config, pooling), for the fingerprint.
+      questions: what embeds the texts of questions, if they have parameters of their own.
 
     Attributes:
       serving: its devices and batches.
@@ -122,6 +123,7 @@ class Embedder:
         alpha: Alpha = "dropped",
         prompts: Prompts = _NO_PROMPTS,
         recipe: str = "",
+        questions: Embedder | None = None,
     ):
         if not buckets or buckets[0] < 3 or sorted(set(buckets)) != list(buckets):
             raise UserError(
@@ -130,7 +132,8 @@ class Embedder:
         self.tokenizer = tokenizer
         self.image_size, self.resize, self.alpha = image_size, resize, alpha
         self.buckets = tuple(buckets)
-        self.prompts, self._recipe = prompts, recipe
+        self.prompts, self._questions = prompts, questions
+        self._recipe = f"{recipe} {questions.fingerprint}" if questions else recipe
         self._given, self._cost = batch_size, cost
         self.text_of = text_of
         self._state = unstacked(state)
@@ -200,7 +203,7 @@ class Embedder:
           TypeError: one text in place of several.
         """
         pictures = one_picture_each(texts, pictures)
-        vectors = self.embed_texts(texts, self.prompts.question)
+        vectors = (self._questions or self).embed_texts(texts, self.prompts.question)
         pictured = np.array([i for i, picture in enumerate(pictures) if picture is not None], int)
         if len(pictured):
             both = vectors[pictured] + self.embed_pictures([pictures[i] for i in pictured])

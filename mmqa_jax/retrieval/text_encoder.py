@@ -35,6 +35,7 @@ from mmqa_jax.models.encoders.text_encoders import (
     load_dense,
     load_text_encoder,
     model_type_of,
+    retrieval_tasks,
 )
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
@@ -66,9 +67,10 @@ def load_text_embedder(
             f"{folder}: holds a language model without modules.json, which says how it makes one "
             "vector of a text; give an embedding model, such as Qwen3-Embedding."
         )
-    recipe = read_recipe(folder)
+    for_questions, for_sources = retrieval_tasks(folder)
+    recipe = read_recipe(folder, own=("custom_st.Transformer",) if for_sources else ())
     devices = loading_mesh(mesh)
-    encoder = load_text_encoder(folder, devices)
+    encoder = load_text_encoder(folder, devices, task=for_sources)
     config = encoder.config
     width = check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
     if recipe.truncate_dim is not None and recipe.truncate_dim > width:
@@ -84,8 +86,15 @@ def load_text_embedder(
     )
     check_padding(folder, tokenizer.pad_id)
     dense = [load_dense(layer) for layer in recipe.dense]
-    whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
-    return text_embedder(whole, recipe, tokenizer, devices, batch_size=batch_size)
+
+    def embedder_of(encoder: Any, **options: Any) -> embedder.Embedder:
+        whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
+        return text_embedder(whole, recipe, tokenizer, devices, batch_size=batch_size, **options)
+
+    if for_questions is None:
+        return embedder_of(encoder)
+    asking = load_text_encoder(folder, devices, task=for_questions)
+    return embedder_of(encoder, questions=embedder_of(asking))
 
 
 def text_embedder(

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 import safetensors.numpy
+import safetensors.torch
 import torch
 import transformers
 from compare import LAYER, WHOLE, alone, compiled
@@ -19,7 +20,7 @@ from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import cut_longest
 from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, rotary_config
-from mmqa_jax.models.encoders.text_encoders import load_text_encoder
+from mmqa_jax.models.encoders.text_encoders import load_text_encoder, retrieval_tasks
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.weights.bundled import minilm_path
 from tests.refusals import refuses
@@ -111,12 +112,98 @@ def test_the_authors_configs_of_rotary_berts():
         (NOMIC, {"rotary_scaling_factor": 2.0}, "rotary_scaling_factor is 2.0"),
         (GTE, {"layer_norm_type": "rms_norm"}, "layer_norm_type is 'rms_norm'"),
         (GTE, {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 1.0}}, "'mixed_b'"),
-        (JINA_V3, {"lora_rank": 4}, "'lora_rank'"),
+        (JINA_V3, {"emb_pooler": "cls"}, "emb_pooler is 'cls'"),
         (JINA_V3, {"hidden_size": 9, "num_attention_heads": 3}, "an even number"),
     ],
 )
 def test_rotary_berts_that_are_refused(family, change, message):
     refuses(message, rotary_config, family, change, "config.json")
+
+
+def with_adapters(folder, rank: int) -> None:
+    """The authors' layout of a checkpoint of transformers: additions of two tasks of each matrix."""
+    random = np.random.default_rng(3)
+    tensors = {}
+    for key, x in safetensors.numpy.load_file(folder / "model.safetensors").items():
+        if x.ndim != 2:
+            tensors[key] = x
+            continue
+        stem = f"{key.removesuffix('.weight')}.parametrizations.weight."
+        shapes = [(2, rank, x.shape[1]), (2, x.shape[0], rank)]
+        if "embeddings" in key:
+            shapes = [(2, x.shape[0], rank), (2, rank, x.shape[1])]
+        tensors[f"{stem}original"] = x
+        for part, shape in zip("AB", shapes, strict=True):
+            tensors[f"{stem}0.lora_{part}"] = random.normal(0, 0.2, shape).astype(np.float32)
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    prompts = {"retrieval.query": "find: ", "retrieval.passage": "text: "}
+    config = json.loads((folder / "config.json").read_text()) | {
+        **{"model_type": "xlm-roberta", "position_embedding_type": "rotary"},
+        **{"lora_adaptations": [*prompts], "lora_rank": rank, "lora_alpha": 3},
+        **{"rotary_emb_base": 30.0, "task_instructions": prompts, "load_trained_adapters": True},
+    }
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config))
+    types = ("custom_st.Transformer", "sentence_transformers.models.Pooling")
+    modules = [
+        {"idx": n, "name": str(n), "path": path, "type": kind}
+        for n, (kind, path) in enumerate(zip(types, ("", "1_Pooling"), strict=True))
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+
+
+@pytest.mark.parametrize("plain", ["jina_embeddings_v3"], indirect=True)
+def test_jinas_tasks_have_weights_of_their_own(plain):
+    """W + alpha / r B A in torch, as the authors' `lora_forward`; of tables A B."""
+    folder, theirs = plain
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    with_adapters(folder, rank=2)
+    ours = load_text_embedder(folder)
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    plain_weights = {key: value.clone() for key, value in theirs.state_dict().items()}
+    vectors = []
+    for task, prompt in enumerate(("find: ", "text: ")):
+        weights = {}
+        for key in [key for key in tensors if key.endswith(".original")]:
+            stem = key.removesuffix("original")
+            a, b = (tensors[f"{stem}0.lora_{part}"][task] for part in "AB")
+            added = a @ b if "embeddings" in key else b @ a
+            weights[stem.partition(".parametrizations")[0]] = 3 / 2 * added
+        moved = adapted_by(theirs, plain_weights, weights)
+        batch = tokenizer([prompt + text for text in few()], padding=True, return_tensors="pt")
+        batch.pop("token_type_ids", None)
+        with torch.no_grad():
+            states = moved(**batch).last_hidden_state
+        mask = batch["attention_mask"][..., None]
+        vectors.append(torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1)).numpy())
+    np.testing.assert_allclose(ours.embed_questions(few()), vectors[0], **WHOLE)
+    np.testing.assert_allclose(ours.embed_passages(few()), vectors[1], **WHOLE)
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.01
+
+
+def adapted_by(model, weights, additions):
+    """transformers' model with additions to its matrices, by their names in the authors' files."""
+    names = {"emb_ln": "embeddings.LayerNorm", "roberta.encoder.layers": "layers"}
+    changed = {key: value.clone() for key, value in weights.items()}
+    for key, added in additions.items():
+        for theirs, name in {**names, "roberta.": ""}.items():
+            key = key.replace(theirs, name)
+        if key.endswith("mixer.Wqkv"):
+            for part, rows in zip("qkv", added.chunk(3), strict=True):
+                changed[f"{key.removesuffix('mixer.Wqkv')}self_attn.{part}_proj.weight"] += rows
+        else:
+            changed[f"{key.replace('mixer.out_proj', 'self_attn.o_proj')}.weight"] += added
+    model.load_state_dict(changed)
+    return model.eval()
+
+
+def test_jinas_tasks_must_be_known(tmp_path):
+    config = {"model_type": "xlm-roberta", "lora_adaptations": ["text-matching"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refuses("expected retrieval.query and retrieval.passage", retrieval_tasks, tmp_path)
 
 
 def test_tokens(plain):

@@ -8,8 +8,11 @@ Originals: transformers models/nomic_bert, models/gte and models/jina_embeddings
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert import keys as bert_keys
@@ -17,8 +20,10 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.rope import scaling_from_hf
 from mmqa_jax.models.llama.keys import Fused, Parts
 from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.keymap import KeyMap, Rule, linear_rules, norm_rules
 
+ADAPTED = "lora_adaptations"  # a key of the authors' jina-embeddings-v3: its tasks
 _ATTENTION = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out"}
 _NORMS = {"post_attention_layernorm": "attention_norm", "post_mlp_layernorm": "mlp_norm"}
 _READ = kinds(
@@ -130,7 +135,55 @@ JINA_V3 = RotaryBert(
         (r"\.norm1\.", ".post_attention_layernorm."),
         (r"\.norm2\.", ".post_mlp_layernorm."),
     ),
+    renamed={"rotary_emb_base": "rope_theta"},
+    harmless=(
+        *(ADAPTED, "load_trained_adapters", "lora_alpha", "lora_dropout_p", "lora_rank"),
+        *("lora_main_params_trainable", "task_instructions", "matryoshka_dimensions"),
+        *("truncate_dim", "use_flash_attn", "use_reentrant"),
+    ),
+    fixed={"emb_pooler": ("mean",)},
 )
+
+
+def with_task(
+    source: TensorSource, published: Mapping[str, Any], task: str | None, where: str
+) -> TensorSource:
+    """The tensors of jina-embeddings-v3 as its authors publish them, with the additions of a task.
+
+    Every linear and every table has additions A and B of rank r of each task; what is used is
+    W + alpha / r B A, of a table W + alpha / r A B (their modeling_lora.py, `lora_forward`).
+
+    Args:
+      published: its config.json, which names the tasks.
+      task: one of them; None: none is added.
+    """
+    rank, alpha = published.get("lora_rank", 4), published.get("lora_alpha", 1)
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise UserError(
+            f"{where}: lora_rank is {rank!r} and lora_alpha {alpha!r}, numbers above 0 were "
+            "expected; fetch the file again."
+        )
+    number = None if task is None else published[ADAPTED].index(task)
+    tensors: dict[str, Any] = {}
+    for key, spec in source.specs().items():
+        stem, parametrized, part = key.rpartition(".parametrizations.weight.")
+        if not parametrized:
+            tensors[key] = spec, functools.partial(source.read, key)
+        elif part == "original":
+            read = functools.partial(_adapted, source, stem, number, alpha / rank)
+            tensors[f"{stem}.weight"] = spec, read
+    return DerivedSource(source.name, tensors)
+
+
+def _adapted(source: TensorSource, stem: str, number: int | None, factor: float) -> np.ndarray:
+    """The matrix of a linear or a table with the additions of a task."""
+    stem = f"{stem}.parametrizations.weight."
+    whole = source.read(f"{stem}original")
+    if number is None:
+        return whole
+    a, b = (source.read(f"{stem}0.lora_{part}")[number].astype(np.float32) for part in "AB")
+    added = b @ a if (b.shape[0], a.shape[1]) == whole.shape else a @ b
+    return (whole.astype(np.float32) + factor * added).astype(whole.dtype)
 
 
 def rotary_config(
@@ -148,7 +201,7 @@ def rotary_config(
         if theirs in published:
             published.setdefault(ours, published.pop(theirs))
             published.pop(theirs, None)
-    if published.get("position_embedding_type") == "rope":
+    if published.get("position_embedding_type") in ("rope", "rotary"):
         del published["position_embedding_type"]
     config = bert_keys.bert_config(
         {**family.defaults, **published},

@@ -70,7 +70,8 @@ _MEAN: Mapping[str, tuple[Any, ...]] = {
     **{switch: (mode == "mean",) for switch, mode in _SWITCHES.items()},
 }
 # The prompt of sources has one of these names, as in `SentenceTransformer.encode_document`.
-_OF_SOURCES = ("document", "passage", "corpus")
+_OF_SOURCES = ("document", "passage", "corpus", "retrieval.passage")
+_OF_QUESTIONS = ("query", "retrieval.query")
 _REMEDY = (
     "use a checkpoint whose sentences are means of their tokens, or move modules.json and the "
     "folders that it names away to take BERT's token states alone"
@@ -167,14 +168,18 @@ def has_recipe(folder: Path) -> bool:
     return (folder / MODULES).is_file() or (folder / POOLING).is_file()
 
 
-def read_recipe(folder: Path, processing: Sequence[Any] = ()) -> SentenceRecipe:
+def read_recipe(
+    folder: Path, processing: Sequence[Any] = (), own: Sequence[str] = ()
+) -> SentenceRecipe:
     """How a folder makes one vector of a text; a plain encoder's is the mean of its tokens.
 
     Vectors are of length 1 whether or not the folder has a layer for it: here they are compared by
-    cosine. `processing` are the values of `processing_kwargs` that say what the caller does anyway.
+    cosine. `processing` are the values of `processing_kwargs` that say what the caller does anyway,
+    `own` the folder's own classes of a Transformer that the caller is.
     """
     pooling, normalized, dense = "mean", False, []
     for kind, place in read_modules(folder):
+        kind = "Transformer" if kind in own else kind
         if kind not in (*_LAYERS, _DENSE):
             raise UserError(
                 f"{folder / MODULES}: holds the layer {kind!r}, which is not known here (only "
@@ -362,14 +367,15 @@ def _prompts(file: Path, normalized: bool) -> tuple[Prompts, int | None]:
         if not isinstance(text, str):
             raise UserError(f"{file}: the prompt {name!r} is {text!r}, a text was expected.")
     of_sources = next((name for name in _OF_SOURCES if name in named), None)
+    of_questions = next((name for name in _OF_QUESTIONS if name in named), None)
     default = named.get(content.get("default_prompt_name") or "", "")
-    if default and ("query" not in named or of_sources is None):
+    if default and (of_questions is None or of_sources is None):
         raise UserError(
             f"{file}: default_prompt_name puts {default!r} before every text, and versions of "
             "sentence-transformers differ in whether before questions and sources too; name "
             '"query" and "document" in its prompts.'
         )
-    prompts = Prompts(named.get("query", ""), named.get(of_sources, ""))
+    prompts = Prompts(named.get(of_questions, ""), named.get(of_sources, ""))
     return prompts, content.get("truncate_dim")
 
 

@@ -244,10 +244,35 @@ def check_padding(folder: Path, pad_id: int) -> None:
         )
 
 
-def load_text_encoder(folder: Path, mesh: Mesh | None = None, ignore: tuple[str, ...] = ()) -> Any:
+# Of jina-embeddings-v3, for questions and for what is searched.
+_RETRIEVAL = ("retrieval.query", "retrieval.passage")
+
+
+def retrieval_tasks(folder: Path) -> tuple[str | None, str | None]:
+    """The tasks whose additions encode questions and sources; None: the encoder has none."""
+    published, where = read_json(folder / CONFIG), folder / CONFIG
+    tasks = published.get(rotary.ADAPTED)
+    if tasks is None or published.get("load_trained_adapters") is False:
+        return None, None
+    if not isinstance(tasks, list) or not {*_RETRIEVAL} <= {*map(str, tasks)}:
+        raise UserError(
+            f"{where}: {rotary.ADAPTED} is {tasks!r}, expected {' and '.join(_RETRIEVAL)} among "
+            "its tasks; use a checkpoint that was trained to retrieve."
+        )
+    return _RETRIEVAL
+
+
+def load_text_encoder(
+    folder: Path,
+    mesh: Mesh | None = None,
+    ignore: tuple[str, ...] = (),
+    task: str | None = None,
+) -> Any:
     """The encoder of tokens in a published folder, of its family's `model`.
 
-    `ignore`: patterns of tensors that belong to another model in the same files.
+    Args:
+      ignore: patterns of tensors that belong to another model in the same files.
+      task: one of `retrieval_tasks`.
     """
     family, published, where = _family(folder)
     if is_classifier(folder):
@@ -260,7 +285,8 @@ def load_text_encoder(folder: Path, mesh: Mesh | None = None, ignore: tuple[str,
         whole = family.key_map(config)
         return dataclasses.replace(whole, ignore=(*whole.ignore, *ignore))
 
-    return _load(folder, family, family.config(published, where), family.model, key_map, mesh)
+    config = family.config(published, where)
+    return _load(folder, family, config, family.model, key_map, mesh, published, task)
 
 
 def published_tensors(
@@ -362,8 +388,12 @@ def _load(
     model: Callable[..., nnx.Module],
     key_map: Callable[[Any], KeyMap],
     mesh: Mesh | None,
+    published: Mapping[str, Any] | None = None,
+    task: str | None = None,
 ) -> Any:
     source: TensorSource = open_source(folder)
+    if published and rotary.ADAPTED in published:
+        source = rotary.with_task(source, published, task, str(folder / CONFIG))
     if fused := family.fused(config):
         source = apart(source, fused)
     checkpoint = Checkpoint(config, key_map, source, "transformers")
@@ -377,6 +407,8 @@ def _family(folder: Path) -> tuple[Family, Mapping[str, Any], str]:
     file = folder / CONFIG
     published = read_json(file)
     kind = published.get("model_type")
+    if rotary.ADAPTED in published:  # its authors call it "xlm-roberta"
+        kind = "jina_embeddings_v3"
     if kind not in FAMILIES:
         raise UserError(
             f"{file}: model_type is {kind!r}, which is not known as an encoder of texts; use "

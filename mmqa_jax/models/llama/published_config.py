@@ -91,6 +91,12 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         published, where, read=read, harmless=family.harmless, fixed={**_FIXED, **family.fixed}
     )
 
+    if "conv_L_cache" in read and "sliding_window" in read and not published.get("layer_types"):
+        turns = (CONV, CONV, FULL, CONV, SLIDING, CONV, FULL, CONV)  # LFM3's own choice
+        layers = published.get("num_hidden_layers", family.defaults["num_hidden_layers"])
+        published["layer_types"] = [
+            turns[number % 4 if number < 4 else 4 + number % 4] for number in range(layers)
+        ]
     if published.get("rope_parameters") is None and "rope_parameters" in family.defaults:
         published["rope_parameters"] = family.defaults["rope_parameters"]
 

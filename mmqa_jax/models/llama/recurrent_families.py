@@ -48,7 +48,6 @@ _HYBRID_FIXED = {
     "output_gate_type": ("sigmoid",),
     "mamba_ssm_dtype": ("float32",),
 }
-_GATE = "self_attn.gate_proj."
 _LINEARS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 _LFM2 = Family(
     title="LFM2, without experts",
@@ -176,13 +175,14 @@ RECURRENT: Mapping[str, Family] = {
         },
         fused=("in",),
         names={"rms_norm_eps": "norm_eps"},
-        full_every=4,
         local=True,
         tensors={
-            **_LFM2.tensors,
+            **{"model.embedding_norm.": "model.norm.", "operator_norm.": "input_layernorm."},
             **{"post_operator_norm.": "post_attention_layernorm."},
             **{"post_ffn_norm.": "post_feedforward_layernorm."},
-            **{"ffn_norm.": "pre_feedforward_layernorm.", "self_attn.g_proj.": _GATE},
+            **{"ffn_norm.": "pre_feedforward_layernorm."},
+            "self_attn.g_proj.": "self_attn.gate_proj.",
+            **{f"feed_forward.{theirs}.": f"mlp.{part}." for theirs, part in _LINEARS.items()},
         },
     ),
     "lfm2_moe": dataclasses.replace(
