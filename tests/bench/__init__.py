@@ -32,6 +32,7 @@ BENCHES = {
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "families": "models by family: deviation from transformers, memory, plan on v5e:2x4",
+    "lists": "which models of CiteVQA, tpu-inference and colpali_engine are read here",
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",

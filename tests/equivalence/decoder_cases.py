@@ -264,6 +264,13 @@ CASES = {
             **TOKENS,
         },
     ),
+    "llama4_text, Guard": Case(
+        "Llama4",
+        {
+            **{"moe_layers": [], "intermediate_size_mlp": 72, "attention_chunk_size": 300},
+            **{"head_dim": 12, "rope_parameters": THETA, **TOKENS},
+        },
+    ),
     "llama4_text, of long chunks": Case(
         "Llama4",
         {

@@ -125,6 +125,7 @@ def with_adapters(folder, rank: int) -> None:
     random = np.random.default_rng(3)
     tensors = {}
     for key, x in safetensors.numpy.load_file(folder / "model.safetensors").items():
+        key = f"roberta.{key}"
         if x.ndim != 2:
             tensors[key] = x
             continue
@@ -186,10 +187,10 @@ def test_jinas_tasks_have_weights_of_their_own(plain):
 
 def adapted_by(model, weights, additions):
     """transformers' model with additions to its matrices, by their names in the authors' files."""
-    names = {"emb_ln": "embeddings.LayerNorm", "roberta.encoder.layers": "layers"}
+    names = {"roberta.": "", "emb_ln": "embeddings.LayerNorm", "encoder.layers": "layers"}
     changed = {key: value.clone() for key, value in weights.items()}
     for key, added in additions.items():
-        for theirs, name in {**names, "roberta.": ""}.items():
+        for theirs, name in names.items():
             key = key.replace(theirs, name)
         if key.endswith("mixer.Wqkv"):
             for part, rows in zip("qkv", added.chunk(3), strict=True):

@@ -392,8 +392,8 @@ FAMILIES: Mapping[str, Family] = {
         title="Llama 4, its language model",
         architecture="Llama4ForCausalLM",
         keys=kinds(
-            size="attention_chunk_size floor_scale interleave_moe_layer_step intermediate_size_mlp "
-            "no_rope_layer_interval num_local_experts num_experts_per_tok",
+            size="attention_chunk_size floor_scale intermediate_size_mlp no_rope_layer_interval",
+            integer_or_null="interleave_moe_layer_step num_local_experts num_experts_per_tok",
             number="attn_scale",
             flag="attention_bias attn_temperature_tuning use_qk_norm",
             list_or_null="layer_types moe_layers no_rope_layers",

@@ -390,10 +390,11 @@ def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, A
     chunks = ["chunked_attention" if rotates else FULL for rotates in rotated or (True,) * layers]
     every = value("interleave_moe_layer_step", 1)
     mixtures = value("moe_layers")
-    mixtures = [*range(every - 1, layers, every)] if mixtures is None else mixtures
-    known = (
-        all(isinstance(number, int) and 0 <= number < layers for number in mixtures) and mixtures
-    )
+    is_dense = mixtures == []  # Llama Guard 4
+    if mixtures is None:
+        mixtures = [*range(every - 1, layers, every)] if every else []
+    known = all(isinstance(number, int) and 0 <= number < layers for number in mixtures)
+    known = known and (mixtures or is_dense)
     for key, right, wanted in (
         ("layer_types", value("layer_types") in (None, chunks), f"{chunks}"),
         ("moe_layers", known, f"numbers of layers below {layers}, one at least"),
@@ -405,12 +406,16 @@ def _of_llama4(value: Any, fields: Mapping[str, Any], where: str) -> dict[str, A
     kinds = tuple("full" if number in mixtures else "plain" for number in range(layers))
     plain = "plain" in kinds
     grows = value("attn_temperature_tuning", True) and rotated
+    dense = dict.fromkeys(("experts", "active_experts", "shared_expert"))
+    dense |= {"mlp": value("intermediate_size_mlp"), "weighted_input": False}
+    dense |= {"kinds": (), "plain_mlp": None}
     return {
         "qk_norm": "rotated" if value("use_qk_norm", True) else "none",
         "growth": (float(value("attn_scale")), value("floor_scale")) if grows else (),
         "shared_expert": fields["mlp"],
         "kinds": kinds if plain else (),
         "plain_mlp": value("intermediate_size_mlp") if plain else None,
+        **(dense if is_dense else {}),
     }
 
 
@@ -534,6 +539,8 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["moe_layers"] = [number for number, kind in enumerate(kinds) if kind == "full"]
         if config.plain_mlp:
             published["intermediate_size_mlp"] = config.plain_mlp
+        if not config.experts:
+            published |= {"moe_layers": [], "intermediate_size_mlp": config.mlp}
     if "sliding_window" in read:
         published |= _windows_to_hf(config, read)
     if "enable_moe_block" in read:
