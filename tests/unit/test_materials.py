@@ -41,6 +41,7 @@ CREDITS = {
     "vidore": ("Faysse et al. 2024",),
     "bright": ("Su et al., ICLR 2025", "CC BY 4.0"),
     "mmlongbench": ("Ma et al., NeurIPS 2024", "CC BY-NC 4.0"),
+    "citevqa": ("Ma et al., 2026", "MIT, its documents for research and no commerce"),
     "dynvqa": ("Li et al., ICLR 2025", "under their own licenses"),
     "mmsearch": ("Jiang et al., ICLR 2025", "under their own licenses"),
     "fvqa": ("Wu et al., 2025", "InfoSeek"),
