@@ -55,6 +55,18 @@ class TokenFormat:
         whole = np.clip(np.rint(vectors / scales.astype(np.float32)), -127, 127).astype(np.int8)
         return np.concatenate([whole.view(np.uint8), scales.view(np.uint8)], axis=1)
 
+    def decode(
+        self, codes: UInt8[np.ndarray, "T W"], dim: int
+    ) -> tuple[Float32[np.ndarray, "T D"], Float32[np.ndarray, "T 1"] | np.float32]:
+        """Vectors, and what each is to be multiplied by; those of signs get the length 1."""
+        if self.precision == "binary":
+            bits = np.unpackbits(codes, axis=1, count=dim)
+            return 2 * bits.astype(np.float32) - 1, np.float32(dim**-0.5)
+        if self.precision == "float16":
+            return codes.view("<f2").astype(np.float32), np.float32(1)
+        scales = np.ascontiguousarray(codes[:, dim:]).view("<f2").astype(np.float32)
+        return codes[:, :dim].view(np.int8).astype(np.float32), scales
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenVectors:
@@ -77,8 +89,11 @@ class TokenVectors:
 
     def rows(self, rows: Sequence[int]) -> list[UInt8[np.ndarray, "tokens W"]]:
         """The bytes of the tokens of the sources in these rows."""
-        starts = [int(self.ends[row - 1]) if row else 0 for row in rows]
-        return [self.codes[start : self.ends[row]] for start, row in zip(starts, rows, strict=True)]
+        codes = np.asarray(self.codes)  # slices of a memory map are slow
+        rows = np.asarray(rows, np.int64)
+        ends = self.ends[rows]
+        starts = np.where(rows > 0, self.ends[rows - 1], 0)
+        return [codes[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 class EncodedTokens:

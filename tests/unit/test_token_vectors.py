@@ -76,8 +76,10 @@ def test_binary_vectors_are_signs():
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8", "binary"])
-@pytest.mark.parametrize("mean", [False, True])
-def test_every_source_by_max_sim(precision, mean):
+@pytest.mark.parametrize(("mean", "one_cpu"), [(False, True), (True, True), (False, False)])
+def test_every_source_by_max_sim(precision, mean, one_cpu, monkeypatch):
+    """As one CPU computes it, and as other devices do."""
+    monkeypatch.setattr(max_sim, "_is_one_cpu", lambda: one_cpu)
     rng = np.random.default_rng(1)
     tokens, form = sources(rng), TokenFormat(precision)
     vectors = stored(tokens, form)

@@ -121,6 +121,8 @@ class MaxSimIndex:
 
     def _scores(self, query: np.ndarray, rows: Sequence[int]) -> np.ndarray:
         """MaxSim of a query's tokens [Q, D] and the sources in `rows`: float32 [rows]."""
+        if _is_one_cpu():
+            return self._flat_scores(query[None], rows)[0]
         scores = np.empty(len(rows), np.float32)
         for start in range(0, len(rows), _TOGETHER):
             codes, counts = _padded(self.tokens.rows(rows[start : start + _TOGETHER]), _TOGETHER)
@@ -137,10 +139,7 @@ class MaxSimIndex:
             result, top_k = top_k, _ROUNDED * top_k
         best = np.full((len(queries), 0), -1, np.int32)
         scores = np.zeros((len(queries), 0), np.float32)
-        for rows, codes, counts in self._all_blocks():
-            score = functools.partial(_rounded_scores, self._mesh) if on_tpu else _score
-            part = fetch(score(tokens, codes, counts, self.tokens.format, self.tokens.dim))
-            part = part[:, : len(rows)]
+        for rows, part in self._block_scores(tokens):
             if allowed is not None:
                 part = np.where(allowed[rows], part, -np.inf)
             best = np.concatenate([best, np.broadcast_to(rows, part.shape)], axis=1)
@@ -152,6 +151,33 @@ class MaxSimIndex:
             return best, scores
         allowed_rows = [row[score > -np.inf] for row, score in zip(best, scores, strict=True)]
         return self.search_within(queries, allowed_rows, result)
+
+    def _block_scores(self, tokens: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """All rows in blocks, and MaxSim of the queries' tokens [n, Q, D] and them: [n, rows]."""
+        if _is_one_cpu():
+            yield from ((rows, self._flat_scores(tokens, rows)) for rows in self._block_rows(1))
+            return
+        score = _score if platform() != "tpu" else functools.partial(_rounded_scores, self._mesh)
+        for rows, codes, counts in self._all_blocks():
+            part = fetch(score(tokens, codes, counts, self.tokens.format, self.tokens.dim))
+            yield rows, part[:, : len(rows)]
+
+    def _flat_scores(self, tokens: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+        """What `_score` computes of the sources in `rows`, without padding: float32 [n, rows].
+
+        Sources have any number of tokens, so that a CPU multiplies them one behind the other.
+        """
+        sources = self.tokens.rows(rows)
+        counts = np.array([len(codes) for codes in sources])
+        scores = np.full((len(tokens), len(rows)), np.finfo(np.float32).min, np.float32)
+        if not counts.any():
+            return scores
+        vectors, scales = self.tokens.format.decode(np.concatenate(sources), self.tokens.dim)
+        first = (np.cumsum(counts) - counts)[counts > 0]
+        for row, of_query in enumerate(tokens):
+            products = vectors @ of_query[of_query.any(axis=1)].T * scales  # [T, Q]
+            scores[row, counts > 0] = np.maximum.reduceat(products, first).sum(axis=1)
+        return scores
 
     def _all_blocks(self) -> Iterator[tuple[np.ndarray, jax.Array, jax.Array]]:
         """Rows of similar length, their tokens' bytes [B, L, W] split over all devices, and their
@@ -187,6 +213,10 @@ class MaxSimIndex:
             blocks.append(np.sort(order[start:stop]).astype(np.int32))
             start = stop
         return blocks
+
+
+def _is_one_cpu() -> bool:
+    return platform() == "cpu" and len(jax.devices()) == 1
 
 
 def _padded(
