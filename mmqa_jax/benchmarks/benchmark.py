@@ -45,19 +45,19 @@ class Board:
 
     Attributes:
       measure: what the figures measure.
-      scorer: our score that measures the same.
+      scorer: our score that measures the same; "": none does, and our rows do not stand there.
       systems: best first.
-      group: the questions that are scored, a group of the scorer's; "": all.
       sets: where figures are means over sets; a row of ours runs one of them (SYSTEM_SET).
       one_pool: whether a row of ours runs all sets, in one pool.
+      title: of the table, where a benchmark has several boards.
     """
 
     measure: str
     scorer: str
     systems: tuple[Published, ...]
-    group: str = ""
     sets: tuple[str, ...] = ()
     one_pool: bool = False
+    title: str = "board"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Benchmark:
       takes_file: whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
       reads_folders_alone: whether only their folder tells the files of questions, answers and
         captions apart.
+      boards: tables of the best published systems.
     """
 
     read: Callable[[Path], BenchmarkFiles]
@@ -111,7 +112,7 @@ class Benchmark:
     judged: bool = False
     takes_file: bool = False
     reads_folders_alone: bool = False
-    board: Board | None = None
+    boards: tuple[Board, ...] = ()
 
 
 def open_benchmark(name: str) -> Benchmark:

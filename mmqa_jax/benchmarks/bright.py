@@ -157,5 +157,5 @@ BENCHMARK = Benchmark(
     headline="bright",
     ranks=True,
     takes_file=True,
-    board=_BOARD,
+    boards=(_BOARD,),
 )

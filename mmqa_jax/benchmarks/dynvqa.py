@@ -193,5 +193,5 @@ BENCHMARK = Benchmark(
     headline="dynvqa",
     write_submission=write_dynvqa_results,
     submission="results.jsonl",
-    board=_BOARD,
+    boards=(_BOARD,),
 )

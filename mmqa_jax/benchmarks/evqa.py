@@ -291,5 +291,5 @@ BENCHMARK = Benchmark(
     headline="evqa",
     verdicts=("evqa/bem", "evqa/exact_match"),
     judged=True,
-    board=_BOARD,
+    boards=(_BOARD,),
 )

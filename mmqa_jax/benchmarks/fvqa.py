@@ -147,5 +147,5 @@ BENCHMARK = Benchmark(
     score=score_fvqa,
     headline="fvqa",
     verdicts=(EXACT,),
-    board=_BOARD,
+    boards=(_BOARD,),
 )

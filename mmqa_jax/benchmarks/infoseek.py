@@ -268,7 +268,10 @@ _BOARD = Board(
     "accuracy on the validation split",
     SCORER,
     (
+        Published("CC-VQA", 45.1, "arXiv 2602.23952, main results", "2026-02"),
         Published("Wiki-PRF", 42.8, "Hong et al., abstract", "2025-10"),
+        Published("ReflectiVA", 40.1, "Hong et al., main results", "2025-10"),
+        Published("MMKB-RAG", 36.4, "Hong et al., main results", "2025-10"),
         Published("EchoSight", 31.3, "Yan and Xie, abstract", "2024-07"),
     ),
 )
@@ -285,5 +288,5 @@ BENCHMARK = Benchmark(
     score=score_infoseek,
     headline="infoseek",
     write_submission=write_infoseek_submission,
-    board=_BOARD,
+    boards=(_BOARD,),
 )

@@ -138,5 +138,5 @@ BENCHMARK = Benchmark(
     score=score_livevqa,
     headline="livevqa",
     verdicts=(EXACT,),
-    board=_BOARD,
+    boards=(_BOARD,),
 )

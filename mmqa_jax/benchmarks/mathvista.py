@@ -274,5 +274,5 @@ BENCHMARK = Benchmark(
     headline="mathvista",
     write_submission=write_mathvista_submission,
     split_names={"testmini": "val"},
-    board=_BOARD,
+    boards=(_BOARD,),
 )

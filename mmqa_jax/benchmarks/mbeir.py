@@ -443,5 +443,5 @@ BENCHMARK = Benchmark(
     submission="mbeir_run.txt",
     ranks=True,
     analyze=first_errors,
-    board=_BOARD,
+    boards=(_BOARD,),
 )

@@ -285,5 +285,5 @@ BENCHMARK = Benchmark(
     verdicts=("mmmu/unparsed_wrong",),
     write_submission=write_mmmu_submission,
     split_names={"dev": "train", "validation": "val"},
-    board=_BOARD,
+    boards=(_BOARD,),
 )

@@ -109,5 +109,5 @@ BENCHMARK = Benchmark(
     has_reference=has_answers,
     score=score_mmsearch,
     headline="mmsearch",
-    board=_BOARD,
+    boards=(_BOARD,),
 )

@@ -224,5 +224,5 @@ BENCHMARK = Benchmark(
     headline="mragbench",
     write_submission=write_mragbench_submission,
     submission="submission.jsonl",
-    board=_BOARD,
+    boards=(_BOARD,),
 )

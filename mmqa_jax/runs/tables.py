@@ -39,7 +39,7 @@ PAPERS = {
     "mragbench": ("mragbench",),
     "mathvista": ("mathvista",),
     "bright": ("bright",),
-    **{name: (name,) for name in ("dynvqa", "mmsearch", "fvqa", "livevqa")},
+    **{name: (name,) for name in ("dynvqa", "mmsearch", "fvqa", "livevqa", "mmlongbench")},
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")
@@ -167,30 +167,25 @@ def board_tables(listed: Sequence[Mapping[str, Any]]) -> list[Table]:
     """
     tables = []
     for dataset in dict.fromkeys(figure["dataset"] for figure in listed):
-        board = open_benchmark(dataset).board if dataset in NAMES else None
-        if board is None:
-            continue
-        lines: list[tuple[float, list[Cell]]] = [
-            (
-                system.percent,
-                [system.system, system.percent / 100, None, system.source, system.date],
-            )
-            for system in board.systems
-        ]
         runs = {
             figure["config_row"]: Path(figure["workdir"])
             for figure in listed
             if figure["dataset"] == dataset and figure["workdir"]
         }
-        lines += _our_lines(board, runs)
-        lines.sort(key=lambda line: -line[0])
-        columns = ("system", board.measure, "n", "source", "date")
-        tables.append(Table(f"{dataset}, board", columns, [cells for _, cells in lines]))
+        for board in open_benchmark(dataset).boards if dataset in NAMES else ():
+            lines: list[list[Cell]] = [
+                [system.system, system.percent / 100, None, system.source, system.date]
+                for system in board.systems
+            ]
+            lines += _our_lines(board, runs)
+            lines.sort(key=lambda cells: -cells[1])
+            columns = ("system", board.measure, "n", "source", "date")
+            tables.append(Table(f"{dataset}, {board.title}", columns, lines))
     return tables
 
 
-def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[tuple[float, list[Cell]]]:
-    """The percents and the lines of a board's rows of ours, from the folders of their runs."""
+def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[list[Cell]]:
+    """The lines of a board's rows of ours, from the folders of their runs."""
     measured: dict[str, list[tuple[float, int]]] = {}
     for row, folder in runs.items():
         scores = read_json(folder / "scores.json")
@@ -199,17 +194,17 @@ def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[tuple[float, 
             continue
         system, means = row, [_mean_of_set(scores, board.scorer, name) for name in sets]
         if not board.sets:
-            means = [_measured(scores, board.scorer, board.group)]
+            means = [_measured(scores, board.scorer, "")]
         elif not board.one_pool:
             system = row.removesuffix(f"_{sets[0]}")
-        count = _certainty(scores, board.scorer, board.group)["n"] or scores["n"]
+        count = _certainty(scores, board.scorer, "")["n"] or scores["n"]
         if None not in means:
             measured.setdefault(system, []).extend((mean, count // len(means)) for mean in means)
     for system, scored in measured.items():
         means, counts = zip(*scored, strict=True)
         mean = sum(means) / len(means)
         part = f", {len(means)} of {len(board.sets)} sets" if board.sets else ""
-        yield 100 * mean, [system, mean, sum(counts), f"ours{part}", ""]
+        yield [system, mean, sum(counts), f"ours{part}", ""]
 
 
 def _mean_of_set(scores: Mapping[str, Any], scorer: str, name: str) -> float | None:

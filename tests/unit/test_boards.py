@@ -10,7 +10,7 @@ from mmqa_jax.benchmarks.benchmark import open_benchmark
 from mmqa_jax.benchmarks.mbeir import SETS
 from mmqa_jax.runs.tables import board_tables, list_rows
 
-BOARDS = [name for name in NAMES if open_benchmark(name).board is not None]
+BOARDS = [board for name in NAMES for board in open_benchmark(name).boards]
 
 
 def measured(folder, dataset, row, split, by_category, scorer, mean=0.5):
@@ -30,13 +30,11 @@ def measured(folder, dataset, row, split, by_category, scorer, mean=0.5):
 
 
 def board(dataset, folder):
-    (table,) = board_tables(list_rows(dataset, folder))
-    return table
+    return board_tables(list_rows(dataset, folder))[0]
 
 
-@pytest.mark.parametrize("name", BOARDS)
-def test_systems_are_dated_and_in_order(name):
-    board = open_benchmark(name).board
+@pytest.mark.parametrize("board", BOARDS, ids=lambda board: board.measure)
+def test_systems_are_dated_and_in_order(board):
     figures = [system.percent for system in board.systems]
     assert figures == sorted(figures, reverse=True)
     assert 2 <= len(figures) <= 5
@@ -81,8 +79,12 @@ def test_sets_that_one_row_ran_in_one_pool(tmp_path):
     assert ours == ["clip_sf_union", pytest.approx(0.075), 32, "ours, 16 of 16 sets", ""]
 
 
-def test_a_group_of_questions(tmp_path):
-    groups = {"multi-modal": 0.6, "single-modal": 0.9}
-    measured(tmp_path, "multimodalqa", "smollm2_oracle", "val", groups, "multimodalqa/list_f1")
-    rows = board("multimodalqa", tmp_path).rows
-    assert rows[1] == ["smollm2_oracle", 0.6, 2, "ours", ""]
+def test_a_board_of_pipelines_and_one_that_no_score_of_ours_measures(tmp_path):
+    measured(
+        tmp_path, "vidore", "bm25_vidore_v3_hr", "test", {"vidore_v3_hr": 0.5}, "vidore/official"
+    )
+    models, pipelines = board_tables(list_rows("vidore", tmp_path))
+    assert (models.title, pipelines.title) == ("vidore, board", "vidore, board of pipelines")
+    assert [row[0] for row in pipelines.rows].index("bm25") == 2
+    measured(tmp_path, "fvqa", "qwen3_vl", "test", {}, "fvqa/em", 0.9)
+    assert not any(row[3].startswith("ours") for row in board("fvqa", tmp_path).rows)

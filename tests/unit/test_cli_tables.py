@@ -523,6 +523,7 @@ def test_wrong_flags(refused):
         "mmsearch",
         "fvqa",
         "livevqa",
+        "mmlongbench",
     ],
 )
 def test_rows_of_the_benchmarks(dataset, everything):
