@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+EXIT_HANGING = 75  # of sysexits.h: a temporary failure, launchers try again
+
 
 class UserError(Exception):
     """The user's input is wrong (exit code 2).

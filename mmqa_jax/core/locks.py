@@ -21,8 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
 
-from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.hosts.watchdog import EXIT_HANGING
+from mmqa_jax.core.errors import EXIT_HANGING, UserError
 from mmqa_jax.core.paths import in_store
 
 LOCK = ".lock"  # the locked file of a folder

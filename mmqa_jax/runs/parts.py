@@ -19,7 +19,6 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
 from mmqa_jax.data.pictures.vectors import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
 from mmqa_jax.prompting.examples import side_files
@@ -734,8 +733,10 @@ class FactsSpec(Part):
     entities: str = ""
     answers: str = ""
 
-    def open(self, row: OpenedParts) -> KATKnowledge:
+    def open(self, row: OpenedParts) -> Any:
         """The knowledge; UserError for a file that is malformed."""
+        from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
+
         return KATKnowledge(self.entities, self.answers)
 
 

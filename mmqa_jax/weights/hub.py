@@ -14,8 +14,12 @@ from pathlib import Path
 from mmqa_jax.core.errors import RunError, UserError, first_names
 from mmqa_jax.core.terminal import libraries_bars
 from mmqa_jax.weights.formats.safetensors import SAFETENSORS, files_in
-from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, TORCH
-from mmqa_jax.weights.output_folder import COMPANIONS
+from mmqa_jax.weights.output_folder import (
+    COMPANIONS,
+    OPEN_CLIP_CONFIG,
+    OPEN_CLIP_WEIGHTS,
+    TORCH,
+)
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _CONFIG = "config.json"

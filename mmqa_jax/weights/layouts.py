@@ -19,14 +19,11 @@ from mmqa_jax.weights.config_json import ForeignModel, config_from_json, config_
 from mmqa_jax.weights.formats import safetensors
 from mmqa_jax.weights.formats.torch import TORCH_SUFFIXES, TorchSource
 from mmqa_jax.weights.keymap import KeyMap
+from mmqa_jax.weights.output_folder import TORCH
 from mmqa_jax.weights.quantization import read_rounding
 
 # Key in the config.json of an exported model that transformers does not have.
 OWN_CONFIG = "mmqa_jax"
-# A folder of open_clip on the hub: the config, and the tensors in the first of these that is there.
-OPEN_CLIP_CONFIG = "open_clip_config.json"
-OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 
@@ -235,9 +232,6 @@ def joined(name: str, *sources: safetensors.TensorSource) -> safetensors.TensorS
 
 
 # Checkpoints of any format, opened by what is at a path.
-
-
-TORCH = "pytorch_model.bin"
 
 
 def open_source(path: str | os.PathLike) -> safetensors.TensorSource:

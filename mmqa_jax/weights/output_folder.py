@@ -16,11 +16,15 @@ from mmqa_jax.core.files import no_empty_folders, read_json, remove_leftovers, u
 
 WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its folder
 
+# A folder of open_clip on the hub: the config, and the tensors in the first of these that is there.
+OPEN_CLIP_CONFIG = "open_clip_config.json"
+OPEN_CLIP_WEIGHTS = ("open_clip_model.safetensors", "open_clip_pytorch_model.bin")
+TORCH = "pytorch_model.bin"
 # Copied if they are beside the weights.
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.txt", "vocab.json", "merges.txt", "sentencepiece.bpe.model"),
-    *("spiece.model", "open_clip_config.json"),
+    *("spiece.model", OPEN_CLIP_CONFIG),
     "bpe_simple_vocab_16e6.txt.gz",
     *("chat_template.jinja", "chat_template.json", "generation_config.json"),
     *("preprocessor_config.json", "processor_config.json"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import TRAIN, curve, finish, launch, outcomes, tiny
 
-from mmqa_jax.core.hosts.watchdog import EXIT_HANGING
+from mmqa_jax.core.errors import EXIT_HANGING
 
 EXCHANGE = str(Path(__file__).with_name("exchange.py"))
 PROXY = "http://127.0.0.1:9"  # where nobody listens

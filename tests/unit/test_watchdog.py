@@ -3,7 +3,8 @@
 import threading
 import time
 
-from mmqa_jax.core.hosts.watchdog import EXIT_HANGING, Watchdog, last_seen
+from mmqa_jax.core.errors import EXIT_HANGING
+from mmqa_jax.core.hosts.watchdog import Watchdog, last_seen
 
 
 def test_a_run_that_moves_or_rests_goes_on():

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import EXIT_HANGING, UserError
 from mmqa_jax.core.hosts import distributed
 
-EXIT_HANGING = 75  # of sysexits.h: a temporary failure, try again
 DEFAULT_LIMIT_SECONDS = 1800
 _VARIABLE = "MMQA_HANG_SECONDS"
 _SHOWN = 8

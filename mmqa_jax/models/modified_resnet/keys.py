@@ -13,6 +13,7 @@ from mmqa_jax.models.two_towers.openai import head_width, open_clip_file
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import CONV, CONV_1X1, KeyMap, Rule, linear_rules, untied_source
+from mmqa_jax.weights.output_folder import OPEN_CLIP_CONFIG
 
 _TOWER = r"^(?=(?:conv\d|bn\d|layer\d|attnpool)\.)"  # keys of the image tower by itself
 # The rest of a whole CLIP; the last three are sizes that OpenAI's archives keep.
@@ -90,7 +91,7 @@ def open_modified_resnet(path: Path) -> layouts.Checkpoint:
         units = head_width(path.parent)
         if config.attention_pool and units != config.features // config.heads:
             raise UserError(
-                f"{path.parent / layouts.OPEN_CLIP_CONFIG}: head_width is {units}; only attention "
+                f"{path.parent / OPEN_CLIP_CONFIG}: head_width is {units}; only attention "
                 "pools with heads of 64 units are supported, leave the pool out with "
                 "`--set attention_pool=false`."
             )

@@ -33,7 +33,8 @@ from mmqa_jax.models.two_towers import config as sizes
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
-from mmqa_jax.weights.layouts import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS, Checkpoint, open_source
+from mmqa_jax.weights.layouts import Checkpoint, open_source
+from mmqa_jax.weights.output_folder import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
 
 UNIIR = "uniir"  # the layout of the record of a conversion
 _WRAPPER = "clip_model."

@@ -29,7 +29,6 @@ from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs import traces as row_traces
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
-from mmqa_jax.runs.status import finished_rows
 
 # What the scores that are shown large begin with, beside a benchmark's own.
 _HEADLINE = (
@@ -316,6 +315,8 @@ _OF_SOURCES = ("source_f1", "recall@", "mrr", "modality_")  # rows that answer n
 
 def report_rows(folder: Path) -> tuple[Path, list[Table]]:
     """Writes `folder`/report.html of all finished rows below it; returns its path and tables."""
+    from mmqa_jax.runs.status import finished_rows
+
     rows = finished_rows(folder)
     groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
     for name, scores in rows.items():
