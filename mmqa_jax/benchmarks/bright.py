@@ -26,14 +26,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
 from mmqa_jax.data.formats.parquet import parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import (
-    FORMATS,
-    as_trec_orders,
-    average_note,
-    has_positives,
-    read_found,
-    score_rankings,
-)
+from mmqa_jax.evaluation import retrieval
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 TASKS = (
@@ -116,18 +109,20 @@ def _question(task: str, row: Entry, sources: dict[str, Source]) -> Question:
 
 def score_bright(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """nDCG@10 by task, without each question's excluded documents."""
-    scored = scored_split(questions, predictions, has_positives, "gold documents")
+    scored = scored_split(questions, predictions, retrieval.has_positives, "gold documents")
     ranked = []
     for question, prediction in zip(scored.counted, scored.predictions, strict=True):
         excluded = set(question.extra.get(EXCLUDED, ()))
-        ranked.append([name for name in as_trec_orders(prediction) if name not in excluded])
+        ranked.append(
+            [name for name in retrieval.as_trec_orders(prediction) if name not in excluded]
+        )
     gold = [question.positives for question in scored.counted]
-    ndcg = score_rankings(gold, ranked, (_K,)).per_question[f"ndcg@{_K}"]
+    ndcg = retrieval.score_rankings(gold, ranked, (_K,)).per_question[f"ndcg@{_K}"]
     tasks = np.array([question.category for question in scored.counted])
     groups = {task: tasks == task for task in TASKS if task in tasks}
     evaluation = scored.evaluation({SCORER: ndcg}, groups)
     means = [ndcg[rows].mean() for rows in groups.values()]
-    evaluation.notes.append(average_note(means, f"{len(TASKS)} tasks", f"nDCG@{_K}"))
+    evaluation.notes.append(retrieval.average_note(means, f"{len(TASKS)} tasks", f"nDCG@{_K}"))
     return evaluation
 
 
@@ -150,9 +145,9 @@ BENCHMARK = Benchmark(
     read=read_bright,
     materials=MATERIALS,
     split="test",
-    formats=FORMATS,
-    read_predictions=read_found,
-    has_reference=has_positives,
+    formats=retrieval.FORMATS,
+    read_predictions=retrieval.read_found,
+    has_reference=retrieval.has_positives,
     score=score_bright,
     headline="bright",
     ranks=True,

@@ -40,14 +40,7 @@ from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import read_table
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question, Ranking, Source
-from mmqa_jax.evaluation.retrieval import (
-    FORMATS,
-    average_note,
-    first_errors_table,
-    has_positives,
-    read_found,
-    score_rankings,
-)
+from mmqa_jax.evaluation import retrieval
 from mmqa_jax.evaluation.scores import groups_by, paired
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.tables import Table
@@ -330,18 +323,18 @@ def official_k(name: str) -> int:
 
 def score_mbeir(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
     """recall@k by set and by task; a query without a ranking has found nothing."""
-    scored = scored_split(questions, predictions, has_positives, "positives")
+    scored = scored_split(questions, predictions, retrieval.has_positives, "positives")
     counted = scored.counted
     depth = max((len(ranking.sources) for ranking in scored.by_id.values()), default=0)
     ranked = [ranking.sources for ranking in scored.predictions]
-    hits = score_rankings([query.positives for query in counted], ranked, KS).per_question
+    hits = retrieval.score_rankings([query.positives for query in counted], ranked, KS).per_question
     official = [hits[f"hit_any@{official_k(q.category)}"][n] for n, q in enumerate(counted)]
     recall = {f"mbeir/recall@{k}": hits[f"hit_any@{k}"] for k in KS if k <= max(depth, _FASHION_K)}
     evaluation = scored.evaluation({OFFICIAL: np.array(official), **recall}, _groups(counted))
     (scores,) = evaluation.scored
     means = [scores.of_category(OFFICIAL, name).mean() for name in sets_of(counted)]
     measure = f"recall@{_USUAL_K} (Fashion200K, FashionIQ: @{_FASHION_K})"
-    evaluation.notes.append(average_note(means, f"{len(SETS)} sets", measure))
+    evaluation.notes.append(retrieval.average_note(means, f"{len(SETS)} sets", measure))
     if depth < _FASHION_K:
         evaluation.notes.append(f"the rankings hold {depth} candidates at most")
     return evaluation
@@ -366,7 +359,7 @@ def first_errors(
 
     kinds = ("wrong modality", "wrong domain", "other")
     pairs = paired(questions, predictions)
-    return first_errors_table("mbeir", corpus, pairs, sets_of(questions), kinds, kind_of)
+    return retrieval.first_errors_table("mbeir", corpus, pairs, sets_of(questions), kinds, kind_of)
 
 
 def wanted_modality(question: Question) -> str:
@@ -387,7 +380,7 @@ def read_mbeir_runs(path: Path, questions: Sequence[Question] = ()) -> list[Pred
         dataclasses.replace(
             ranking, question_id=query_ids.get(ranking.question_id, ranking.question_id)
         )
-        for ranking in read_found(path, questions)
+        for ranking in retrieval.read_found(path, questions)
     ]
 
 
@@ -434,9 +427,9 @@ BENCHMARK = Benchmark(
     materials=MATERIALS,
     takes_file=True,
     split="test",
-    formats=FORMATS,
+    formats=retrieval.FORMATS,
     read_predictions=read_mbeir_runs,
-    has_reference=has_positives,
+    has_reference=retrieval.has_positives,
     score=score_mbeir,
     headline="mbeir/official",
     write_submission=write_mbeir_run,

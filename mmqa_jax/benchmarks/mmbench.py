@@ -25,8 +25,9 @@ a JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three. LLaVA's 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,8 @@ from mmqa_jax.data.formats.tables import SUFFIXES, write_spreadsheet
 from mmqa_jax.data.formats.vlmeval import PREDICTION
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
+from mmqa_jax.evaluation import scores
 from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
-from mmqa_jax.evaluation.scores import (
-    groups_by,
-    paired,
-    predictions_by_question,
-    questions_that_count,
-)
 from mmqa_jax.evaluation.scoring import Evaluation, ScoredSplit
 
 PASS_STEP = 1_000_000
@@ -166,7 +162,10 @@ def _with_passes(
     for where, row in rows:
         row = vlmeval.named_row(row)
         turn = row.get("round_id", 0)
-        question = by_id.get(name := _known_id(row, by_id))
+        name = None
+        with contextlib.suppress(UserError):  # named with its line by the reader of all lines
+            name = id_of(row.get("question_id"), "", by_id)
+        question = by_id.get(name)
         if question is not None and turn != 0:
             count = len(question.choices)
             if type(turn) is not int or not 0 < turn < count:
@@ -178,14 +177,6 @@ def _with_passes(
             row = {**row, "question_id": _pass_of_round(question, turn, alike)}
         named.append((where, row))
     return named
-
-
-def _known_id(row: Row, known: Container[str]) -> str | None:
-    """The row's question_id, where it is one of a question."""
-    try:
-        return id_of(row.get("question_id"), "", known)
-    except UserError:  # named with its line by the reader of all lines
-        return None
 
 
 def _pass_of_round(question: Question, turn: int, passes: Sequence[Question]) -> str:
@@ -214,7 +205,7 @@ def write_mmbench_submission(
     columns = [c for c in _SPREADSHEET if c not in vlmeval.LETTERS[max(widest, 4) :]]
     answered = {prediction.question_id for prediction in predictions}
     rows = []
-    for question, prediction in paired(questions, predictions):
+    for question, prediction in scores.paired(questions, predictions):
         answer = question.answer_index
         cells: dict[str, Any] = {
             **question.extra,
@@ -237,7 +228,7 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     if all passes among `questions` are right, one without a prediction being wrong. Passes whose
     first pass is not among `questions` are left out, as in VLMEvalKit.
     """
-    by_id = predictions_by_question(questions, predictions)
+    by_id = scores.predictions_by_question(questions, predictions)
     firsts = [question for question in questions if question.extra.get(PASS, 0) == 0]
     if not firsts:
         raise UserError(
@@ -245,7 +236,7 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
             "a question is scored with its first pass; give the first passes too."
         )
     scored = ScoredSplit(
-        firsts, questions_that_count(firsts, rules.has_answer, "a published answer"), by_id
+        firsts, scores.questions_that_count(firsts, rules.has_answer, "a published answer"), by_id
     )
     passes = [question for question in questions if rules.has_answer(question)]
     first_passes = [question for question in passes if not question.extra.get(PASS, 0)]
@@ -272,8 +263,8 @@ def score_mmbench(questions: Sequence[Question], predictions: Sequence[Predictio
     if not rotated:
         notes.append("no prediction for any rotated pass, so mmbench/circular is not scored")
     groups = {
-        **groups_by(scored.counted, lambda q: q.extra.get(L2, ""), title=f"{L2}: {{}}"),
-        **groups_by(scored.counted, lambda q: q.category, title="category: {}"),
+        **scores.groups_by(scored.counted, lambda q: q.extra.get(L2, ""), title=f"{L2}: {{}}"),
+        **scores.groups_by(scored.counted, lambda q: q.category, title="category: {}"),
     }
     return scored.evaluation(per_question, groups, notes=notes, unparsed=unparsed)
 

@@ -31,13 +31,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    counts_of,
-    read_entries,
-)
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries, parquet_files
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
@@ -82,13 +76,13 @@ _PICTURES = tuple(f"image_{number}" for number in range(1, 8))
 _HIDDEN = "?"
 
 
-def read_mmmu(folder: Path) -> BenchmarkFiles:
+def read_mmmu(folder: Path) -> official.BenchmarkFiles:
     """Reads all Parquet files in a folder and in the subjects' folders below it.
 
     `Question.category` is the subject; the splits dev and validation are `train` and `val`. An open
     question has no `choices`, and all `answers` that count.
     """
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     tables = parquet_files(
         folder,
         remedy="put MMMU's folders of subjects there, such as "
@@ -98,7 +92,7 @@ def read_mmmu(folder: Path) -> BenchmarkFiles:
     files.read_files += tables
     pictures = PictureColumns(tables, "id", _PICTURES)
     rows = parquet_entries(tables, _NEEDED, _MORE)
-    questions = read_entries(rows, lambda row: _question(row, pictures), "id")
+    questions = official.read_entries(rows, lambda row: _question(row, pictures), "id")
     ordered = sorted(questions.values(), key=place_of)
     return files.content(ordered, _counts(ordered), PUBLISHED_COUNTS, pictures)
 
@@ -108,7 +102,7 @@ def place_of(question: Question) -> tuple[str, int]:
     return question.category, int(question.id.rpartition("_")[2])
 
 
-def _question(row: Entry, pictures: PictureColumns) -> Question:
+def _question(row: official.Entry, pictures: PictureColumns) -> Question:
     named = _ID.fullmatch(str(row["id"]))
     if named is None or named[2] not in SUBJECTS:
         raise row.wrong("id", "SPLIT_SUBJECT_NUMBER of one of MMMU's 30 subjects")
@@ -149,9 +143,9 @@ def _counts(questions: Sequence[Question]) -> dict[str, int]:
         "questions without a picture": lambda q: q.image is None,
         "questions without an answer": lambda q: not q.answers,
     }
-    counts = counts_of(questions, _SPLITS.values(), {})
+    counts = official.counts_of(questions, _SPLITS.values(), {})
     subjects = len({question.category for question in questions})
-    return {**counts, "subjects": subjects, **counts_of(questions, (), kinds)}
+    return {**counts, "subjects": subjects, **official.counts_of(questions, (), kinds)}
 
 
 OFFICIAL, STRICT, LETTER = "mmmu/official", "mmmu/unparsed_wrong", "mmmu/letter"

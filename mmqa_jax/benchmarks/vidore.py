@@ -29,68 +29,52 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.formats.official import (
-    BenchmarkFiles,
-    Entry,
-    OfficialFiles,
-    counts_of,
-    read_entries,
-)
-from mmqa_jax.data.formats.parquet import (
-    ParquetPictures,
-    parquet_columns,
-    parquet_entries,
-    parquet_files,
-    require_columns,
-)
+from mmqa_jax.data.formats import official, parquet
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.retrieval import (
-    FORMATS,
-    as_trec_orders,
-    average_note,
-    has_positives,
-    read_found,
-    score_rankings,
-)
+from mmqa_jax.evaluation import retrieval
 from mmqa_jax.evaluation.scores import Scores, groups_by
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 Pages = Literal["text", "pictures", "both"]
 
+
+def _tasks(before: str, **names: str) -> dict[str, str]:
+    return {name: f"{before}{task}Retrieval" for name, task in names.items()}
+
+
 # Set -> its task in MTEB, which has the leaderboards; the versions' main scores are nDCG@5, 5, 10.
-V1 = {
-    "arxivqa_test_subsampled_beir": "VidoreArxivQARetrieval",
-    "docvqa_test_subsampled_beir": "VidoreDocVQARetrieval",
-    "infovqa_test_subsampled_beir": "VidoreInfoVQARetrieval",
-    "tabfquad_test_subsampled_beir": "VidoreTabfquadRetrieval",
-    "tatdqa_test_beir": "VidoreTatdqaRetrieval",
-    "shiftproject_test_beir": "VidoreShiftProjectRetrieval",
-    "syntheticDocQA_artificial_intelligence_test_beir": "VidoreSyntheticDocQAAIRetrieval",
-    "syntheticDocQA_energy_test_beir": "VidoreSyntheticDocQAEnergyRetrieval",
-    "syntheticDocQA_government_reports_test_beir": (
-        "VidoreSyntheticDocQAGovernmentReportsRetrieval"
-    ),
-    "syntheticDocQA_healthcare_industry_test_beir": (
-        "VidoreSyntheticDocQAHealthcareIndustryRetrieval"
-    ),
-}
-V2 = {
-    "esg_reports_v2": "Vidore2ESGReportsRetrieval",
-    "economics_reports_v2": "Vidore2EconomicsReportsRetrieval",
-    "biomedical_lectures_v2": "Vidore2BioMedicalLecturesRetrieval",
-    "esg_reports_human_labeled_v2": "Vidore2ESGReportsHLRetrieval",
-}
-V3 = {  # telecom and nuclear are private
-    "vidore_v3_finance_en": "Vidore3FinanceEnRetrieval",
-    "vidore_v3_industrial": "Vidore3IndustrialRetrieval",
-    "vidore_v3_computer_science": "Vidore3ComputerScienceRetrieval",
-    "vidore_v3_pharmaceuticals": "Vidore3PharmaceuticalsRetrieval",
-    "vidore_v3_hr": "Vidore3HrRetrieval",
-    "vidore_v3_finance_fr": "Vidore3FinanceFrRetrieval",
-    "vidore_v3_physics": "Vidore3PhysicsRetrieval",
-    "vidore_v3_energy": "Vidore3EnergyRetrieval",
-}
+V1 = _tasks(
+    "Vidore",
+    arxivqa_test_subsampled_beir="ArxivQA",
+    docvqa_test_subsampled_beir="DocVQA",
+    infovqa_test_subsampled_beir="InfoVQA",
+    tabfquad_test_subsampled_beir="Tabfquad",
+    tatdqa_test_beir="Tatdqa",
+    shiftproject_test_beir="ShiftProject",
+    syntheticDocQA_artificial_intelligence_test_beir="SyntheticDocQAAI",
+    syntheticDocQA_energy_test_beir="SyntheticDocQAEnergy",
+    syntheticDocQA_government_reports_test_beir="SyntheticDocQAGovernmentReports",
+    syntheticDocQA_healthcare_industry_test_beir="SyntheticDocQAHealthcareIndustry",
+)
+V2 = _tasks(
+    "Vidore2",
+    esg_reports_v2="ESGReports",
+    economics_reports_v2="EconomicsReports",
+    biomedical_lectures_v2="BioMedicalLectures",
+    esg_reports_human_labeled_v2="ESGReportsHL",
+)
+V3 = _tasks(
+    "Vidore3",
+    vidore_v3_finance_en="FinanceEn",
+    vidore_v3_industrial="Industrial",
+    vidore_v3_computer_science="ComputerScience",
+    vidore_v3_pharmaceuticals="Pharmaceuticals",
+    vidore_v3_hr="Hr",
+    vidore_v3_finance_fr="FinanceFr",
+    vidore_v3_physics="Physics",
+    vidore_v3_energy="Energy",
+)  # telecom and nuclear are private
 TASKS = {**V1, **V2, **V3}
 # Keys of Question.extra: the language; the grades of `positives`, in their order.
 LANGUAGE, GRADES = "language", "grades"
@@ -100,7 +84,7 @@ _TEXTS = ("markdown", "text_description")
 _KEPT = ("query_types", "query_format", "content_type")
 
 
-def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
+def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFiles:
     """Reads one set; all questions are of the split `test`, `Question.category` is the set.
 
     Args:
@@ -109,38 +93,40 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> BenchmarkFiles:
     """
     name = _set_name(folder)
     corpus, queries, qrels = (
-        parquet_files(folder / part, remedy="fetch the set's folders corpus, queries and qrels")
+        parquet.parquet_files(
+            folder / part, remedy="fetch the set's folders corpus, queries and qrels"
+        )
         for part in ("corpus", "queries", "qrels")
     )
-    files = OfficialFiles(folder)
+    files = official.OfficialFiles(folder)
     files.read_files += [*corpus, *queries, *qrels]
     pages_key = _key(corpus[0], "corpus-id", "corpus_id")
-    texts = [column for column in _TEXTS if column in parquet_columns(corpus[0])][:1]
+    texts = [column for column in _TEXTS if column in parquet.parquet_columns(corpus[0])][:1]
     if pages != "pictures" and not texts:
         raise UserError(
             f"--pages={pages}: {folder} has no text of its pages (column {' or '.join(_TEXTS)}); "
             "give --pages=pictures."
         )
     for path in corpus if pages != "text" else ():
-        require_columns(path, ["image"])
+        parquet.require_columns(path, ["image"])
     texts = texts if pages != "pictures" else []
-    rows = parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
-    sources = read_entries(
+    rows = parquet.parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
+    sources = official.read_entries(
         rows, lambda row: _page(f"{name}/{_id(row, pages_key)}", row, texts, pages), pages_key
     )
     judged = _judgments(qrels, name, sources)
     key = _key(queries[0], "query-id", "query_id")
-    rows = parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
-    questions = read_entries(
+    rows = parquet.parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
+    questions = official.read_entries(
         rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
     )
     counts = {"pages": len(sources), "test questions": len(questions)}
-    counts |= counts_of(
+    counts |= official.counts_of(
         questions.values(), (), {"questions with relevant pages": lambda query: query.positives}
     )
     languages = Counter(map(_language, questions.values()))
     counts |= {f"{spoken} questions": n for spoken, n in sorted(languages.items()) if spoken}
-    pictures = ParquetPictures(corpus, pages_key, before=f"{name}/")
+    pictures = parquet.ParquetPictures(corpus, pages_key, before=f"{name}/")
     return files.content(questions.values(), counts, {}, pictures, [*sources.values()])
 
 
@@ -160,11 +146,11 @@ def _set_name(folder: Path) -> str:
 
 def _key(path: Path, *names: str) -> str:
     """The name that a column has in this version."""
-    columns = parquet_columns(path)
+    columns = parquet.parquet_columns(path)
     return next((name for name in names if name in columns), names[0])
 
 
-def _page(name: str, row: Entry, texts: Sequence[str], pages: Pages) -> Source:
+def _page(name: str, row: official.Entry, texts: Sequence[str], pages: Pages) -> Source:
     text = str(row[texts[0]] or "") if texts else ""
     extra = {
         key: row[column]
@@ -183,7 +169,7 @@ def _judgments(
     judged: dict[str, dict[str, int]] = {}
     query = _key(paths[0], "query-id", "query_id")
     page = _key(paths[0], "corpus-id", "corpus_id")
-    for row in parquet_entries(paths, (query, page, "score")):
+    for row in parquet.parquet_entries(paths, (query, page, "score")):
         judged_page, grade = f"{name}/{_id(row, page)}", row["score"]
         if judged_page not in sources:
             raise row.error(f"judges page {judged_page}, which corpus/ has not")
@@ -194,7 +180,9 @@ def _judgments(
     return judged
 
 
-def _question(name: str, row: Entry, category: str, judged: dict[str, dict[str, int]]) -> Question:
+def _question(
+    name: str, row: official.Entry, category: str, judged: dict[str, dict[str, int]]
+) -> Question:
     grades, answer = judged.get(name, {}), row.get("answer")
     row.text(LANGUAGE, "")  # refuses another value
     extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
@@ -209,7 +197,7 @@ def _question(name: str, row: Entry, category: str, judged: dict[str, dict[str, 
     )
 
 
-def _id(row: Entry, key: str) -> str:
+def _id(row: official.Entry, key: str) -> str:
     value = row[key]
     if whole_number(value) is None and (not isinstance(value, str) or not value):
         raise row.wrong(key, "a number or text")
@@ -220,14 +208,8 @@ OFFICIAL = "vidore/official"
 KS = (5, 10)
 _MAIN_K = {"v1": 5, "v2": 5, "v3": 10}
 _VERSIONS = {"v1": V1, "v2": V2, "v3": V3}
-_ISO = {
-    "english": "eng-Latn",
-    "french": "fra-Latn",
-    "german": "deu-Latn",
-    "italian": "ita-Latn",
-    "portuguese": "por-Latn",
-    "spanish": "spa-Latn",
-}
+_ISO = {"english": "eng", "french": "fra", "german": "deu"}
+_ISO |= {"italian": "ita", "portuguese": "por", "spanish": "spa"}
 _DIGITS = 5  # of MTEB's means
 
 
@@ -241,10 +223,12 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
 
     MTEB leaves questions without a ranking out of its means.
     """
-    scored = scored_split(questions, predictions, has_positives, "relevant pages")
+    scored = scored_split(questions, predictions, retrieval.has_positives, "relevant pages")
     counted = scored.counted
     gold = [dict(zip(query.positives, query.extra[GRADES], strict=True)) for query in counted]
-    ndcg = score_rankings(gold, list(map(as_trec_orders, scored.predictions)), KS).per_question
+    ndcg = retrieval.score_rankings(
+        gold, list(map(retrieval.as_trec_orders, scored.predictions)), KS
+    ).per_question
     main = [ndcg[f"ndcg@{_MAIN_K[version_of(q.category)]}"][n] for n, q in enumerate(counted)]
     per_question = {OFFICIAL: np.array(main), **{f"vidore/ndcg@{k}": ndcg[f"ndcg@{k}"] for k in KS}}
     evaluation = scored.evaluation(per_question, _groups(counted))
@@ -253,7 +237,7 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
         there = [name for name in sets if scores.counts.get(name)]
         if there:
             means = [set_score(scores, name) for name in there]
-            note = average_note(means, f"{len(sets)} sets", f"nDCG@{_MAIN_K[version]}")
+            note = retrieval.average_note(means, f"{len(sets)} sets", f"nDCG@{_MAIN_K[version]}")
             evaluation.notes.append(f"{version}, {note}")
     return evaluation
 
@@ -296,7 +280,7 @@ def _subset(scores: Scores, group: str, name: str) -> dict[str, Any]:
         **{f"ndcg_at_{k}": mean(f"vidore/ndcg@{k}") for k in KS},
         "main_score": mean(OFFICIAL),
         "hf_subset": name,
-        "languages": [_ISO.get(name, _ISO["english"])],
+        "languages": [f"{_ISO.get(name, 'eng')}-Latn"],
     }
 
 
@@ -350,9 +334,9 @@ BENCHMARK = Benchmark(
     read=read_vidore,
     materials=MATERIALS,
     split="test",
-    formats=FORMATS,
-    read_predictions=read_found,
-    has_reference=has_positives,
+    formats=retrieval.FORMATS,
+    read_predictions=retrieval.read_found,
+    has_reference=retrieval.has_positives,
     score=score_vidore,
     headline="vidore/official",
     write_submission=write_vidore_results,

@@ -11,14 +11,7 @@ import numpy as np
 
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, says_not_found
-from mmqa_jax.evaluation import webqa
-from mmqa_jax.evaluation.multiple_choice import (
-    Rule,
-    chosen_by,
-    has_answer,
-    right_choices,
-    unparsed_choices,
-)
+from mmqa_jax.evaluation import multiple_choice, webqa
 from mmqa_jax.evaluation.scores import (
     Scores,
     count_empty,
@@ -291,9 +284,9 @@ class ScoredSplit:
         predictions = ((question, self.by_id.get(question.id)) for question in self.counted)
         return np.array([0.0 if p is None else score(q, p) for q, p in predictions], float)
 
-    def choices(self, rule: Rule) -> list[int | None]:
+    def choices(self, rule: multiple_choice.Rule) -> list[int | None]:
         """Each counted question's choice by a rule; see `chosen_by`."""
-        return chosen_by(self.counted, self.by_id, rule)
+        return multiple_choice.chosen_by(self.counted, self.by_id, rule)
 
     @property
     def predictions(self) -> list[Prediction]:
@@ -317,9 +310,12 @@ class ScoredSplit:
         **more: Any,
     ) -> Evaluation:
         """The Evaluation of `chosen`, scorer -> the choice of each counted question."""
-        right = {name: right_choices(self.counted, choices) for name, choices in chosen.items()}
+        right = {
+            name: multiple_choice.right_choices(self.counted, choices)
+            for name, choices in chosen.items()
+        }
         unparsed = {
-            name: unparsed_choices(self.counted, self.by_id, choices)
+            name: multiple_choice.unparsed_choices(self.counted, self.by_id, choices)
             for name, choices in chosen.items()
         }
         return self.evaluation(right, groups, unparsed=unparsed, **more)
@@ -396,7 +392,7 @@ CHOICE_ACCURACY = "choice_accuracy/recorded_choice"
 
 def score_choices(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Scores:
     """Accuracy of the predictions' choices; a missing one is wrong."""
-    scored = scored_split(questions, predictions, has_answer, "a known choice")
+    scored = scored_split(questions, predictions, multiple_choice.has_answer, "a known choice")
     right = scored.values(lambda q, prediction: prediction.choice == q.answer_index)
     groups = None if any(question.category for question in scored.counted) else {}
     return scored.evaluation({CHOICE_ACCURACY: right}, groups).scored[0]

@@ -20,12 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from mmqa_jax.core.errors import check_several
-from mmqa_jax.data.answers import (
-    normalize_answer,
-    official_of_weight,
-    process_punctuation,
-    strip_whitespace,
-)
+from mmqa_jax.data import answers
 from mmqa_jax.data.formats.official import DIFFICULT, SOFT_LABELS
 from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Question
@@ -61,8 +56,8 @@ def prophet_accuracy(answer: str, references: Sequence[str]) -> float:
     """
     check_several(references, "the accuracy of an answer", "reference answers")
     if len(set(references)) > 1:
-        references = [process_punctuation(reference) for reference in references]
-    return _leaving_one_out(references.count(normalize_answer(answer)), len(references))
+        references = [answers.process_punctuation(reference) for reference in references]
+    return _leaving_one_out(references.count(answers.normalize_answer(answer)), len(references))
 
 
 def kat_accuracy(answer: str, references: Sequence[str]) -> float:
@@ -80,8 +75,10 @@ def soft_label_accuracy(answer: str, labels: Mapping[str, float]) -> float:
     Answer and labels are normalized by the official rules and compared as strings; labels that
     become the same string add up, to at most 1.
     """
-    normalized = normalize_answer(answer)
-    weights = [weight for label, weight in labels.items() if normalize_answer(label) == normalized]
+    normalized = answers.normalize_answer(answer)
+    weights = [
+        weight for label, weight in labels.items() if answers.normalize_answer(label) == normalized
+    ]
     return min(1.0, float(sum(weights)))
 
 
@@ -132,11 +129,11 @@ def _leaving_one_out(same: int, total: int) -> float:
 def _matches(answer: str, references: Sequence[str]) -> tuple[int, int]:
     """How many references equal the answer by the official rules, and how many there are."""
     check_several(references, "the accuracy of an answer", "reference answers")
-    normalized = strip_whitespace(answer)
-    expected = [strip_whitespace(reference) for reference in references]
+    normalized = answers.strip_whitespace(answer)
+    expected = [answers.strip_whitespace(reference) for reference in references]
     if len(set(expected)) > 1:
-        normalized = normalize_answer(normalized)
-        expected = [normalize_answer(reference) for reference in expected]
+        normalized = answers.normalize_answer(normalized)
+        expected = [answers.normalize_answer(reference) for reference in expected]
     return expected.count(normalized), len(expected)
 
 
@@ -218,4 +215,4 @@ def _accuracy(answer: str, question: Question) -> float:
     labels = question.extra.get(SOFT_LABELS)
     if labels is None:
         return official_accuracy(answer, question.answers)
-    return official_of_weight(soft_label_accuracy(answer, labels))
+    return answers.official_of_weight(soft_label_accuracy(answer, labels))
