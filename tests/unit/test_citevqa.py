@@ -95,8 +95,6 @@ def test_samples_and_results_are_read_and_scored(tmp_path):
     for wrong, words in [({"model_predict": 3}, "must be text"),
                          ({"model_predict": "", "rel_score": 6}, "from 0 to 5")]:  # fmt: skip
         results.write_text(json.dumps([{**SAMPLE, **wrong}, predicted[1]]))
-        with refuses(words):
-            read_results(results, questions)
+        refuses(words, read_results, results, questions)
     path.write_text(json.dumps([{**SAMPLE, "dataset_type": "Other"}]))
-    with refuses("dataset_type"):
-        read_citevqa(tmp_path)
+    refuses("dataset_type", read_citevqa, tmp_path)
