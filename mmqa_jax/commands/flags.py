@@ -258,6 +258,12 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
     parser.add_argument(
         "--max_new_tokens", type=int, metavar="N", help="with --data, tokens of an answer (64)"
     )
+    parser.add_argument(
+        "--citations",
+        choices=("asked", "cause"),
+        help="with --data, what an answer cites: passages that it names itself, or those without "
+        "which its sentences are less likely to the model (asked)",
+    )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
         "--reranker",
@@ -283,7 +289,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 # Flags of `add_reading` that are for a folder alone.
 READING = (
     *("model", "backend", "pictures", "encoder", "pages", "ocr", "top_k", "least_similarity"),
-    *("cache", "language", "stemming", "thinking", "max_new_tokens", "reranker"),
+    *("cache", "language", "stemming", "thinking", "max_new_tokens", "reranker", "citations"),
 )
 
 
@@ -391,7 +397,7 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
 
     retrieval = options_set("encoder", "top_k", "least_similarity", "reranker")
     asking = AskOptions(**retrieval, words=analyzer(arguments))
-    return asking, LLMReaderOptions(**options_set("pictures", "max_new_tokens"))
+    return asking, LLMReaderOptions(**options_set("pictures", "max_new_tokens", "citations"))
 
 
 def check_top_k(top_k: int) -> None:

@@ -8,6 +8,7 @@ sources; as in ALCE (Gao et al., EMNLP 2023) the numbers are the order of the pr
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
+from mmqa_jax.prompting.causes import SUPPORT, Answered, Ask, cited_by_cause
 from mmqa_jax.prompting.citations import read_citations
 
 READER = "reader"  # key of this reader's traces: how many sources each question came with
@@ -44,6 +46,9 @@ class LLMReaderOptions:
         them to a model in this process that sees, and to no server, which does not say whether it
         sees.
       uncited: what an answer without any [n] cites: no source, or `all` that the model was shown.
+      citations: what an answer cites: `asked` the sources that it names by [n], `cause` those
+        without which its sentences are less likely (prompting/causes.py), whatever it names.
+      support: of `cause`, nats that a sentence loses without a source that it cites.
       refuse_without_sources: answers NOT_FOUND without asking where a question has no sources, as
         after a threshold that none reached. Off where questions are asked without any on purpose.
       max_new_tokens: of an answer.
@@ -55,6 +60,8 @@ class LLMReaderOptions:
     chat: bool | None = None
     pictures: few_shot.Pictures = "auto"
     uncited: Literal["none", "all"] = "none"
+    citations: Literal["asked", "cause"] = "asked"
+    support: float = SUPPORT
     refuse_without_sources: bool = False
     max_new_tokens: int = at_least(1, 64)
 
@@ -72,6 +79,7 @@ class _Prompt(NamedTuple):
       sources: how many of the question's sources are in it, the first ones.
       trace: what was left out, and why.
       is_refused: there are no sources to answer from.
+      ask: its text and query with those of its sources in these places alone.
     """
 
     query: backends.Query | None
@@ -79,6 +87,7 @@ class _Prompt(NamedTuple):
     sources: int
     trace: dict[str, Any]
     is_refused: bool = False
+    ask: Ask | None = None
 
 
 class LLMReader:
@@ -95,6 +104,12 @@ class LLMReader:
         self._options = few_shot.load_template(self.options.options)
         self._shows_pictures = few_shot.shows_pictures(llm, self.options.pictures)
         self._is_chat = few_shot.is_chat(llm, self.options.chat)
+        is_server = llm.takes_pictures is None
+        if self.options.citations == "cause" and self._is_chat and is_server:
+            raise UserError(
+                "citations=cause: a server does not tell how likely an answer to a message is; "
+                "leave it out, or take a model of this process."
+            )
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers each question from its cited sources, best first: `sources` are those that the
@@ -108,10 +123,20 @@ class LLMReader:
         ]
         queries = [prompt.query for prompt in prompts if prompt.query is not None]
         answers = answer_all(self._llm, queries, "Reading", checked=True)
-        return [
+        predictions = [
             self._read(question, ranking, prompt, answers)
             for question, ranking, prompt in zip(questions, cited, prompts, strict=True)
         ]
+        if self.options.citations == "asked":
+            return predictions
+        answered = [
+            Answered(prediction, ranking.scores[: prompt.sources], prompt.ask)
+            for prediction, ranking, prompt in zip(predictions, cited, prompts, strict=True)
+            if prompt.ask is not None and prediction.answer and "not_found" not in prediction.trace
+        ]
+        by_cause = cited_by_cause(self._llm, answered, self.options.support)
+        by_id = {prediction.question_id: prediction for prediction in by_cause}
+        return [by_id.get(prediction.question_id, prediction) for prediction in predictions]
 
     def prompt(self, question: Question, ranking: Ranking) -> backends.Query:
         """The query by which a question is asked from the sources of its ranking; UserError where
@@ -182,7 +207,9 @@ class LLMReader:
             except Unanswerable as error:
                 return _Prompt(None, text, 0, {**trace, "failed": [str(error)]})
             else:
-                return _Prompt(query, text, len(quoted), trace | left_out)
+                shown = pictures[: len(quoted)]
+                ask = functools.partial(self._query, question, quoted, shown, own_pictures)
+                return _Prompt(query, text, len(quoted), trace | left_out, ask=ask)
         return _Prompt(None, "", 0, {**trace, "too_long": [reason]})
 
     def _query(
@@ -191,11 +218,22 @@ class LLMReader:
         texts: Sequence[str],
         pictures: Sequence[backends.Picture | None],
         own_pictures: Sequence[backends.Picture],
-    ) -> tuple[str, backends.Query]:
-        """The prompt's text, `<image>` where pictures are, and the query."""
+        which: Sequence[int] | None = None,
+    ) -> tuple[str, backends.Chat | backends.Completion]:
+        """The prompt's text, `<image>` where pictures are, and the query.
+
+        Args:
+          which: places of the sources that are in it, with the numbers that they have among all;
+            None: all.
+        """
+        which = range(len(texts)) if which is None else which
         quoted = [
-            {"number": str(number), "text": text, "picture": few_shot.mark_of(picture)}
-            for number, (text, picture) in enumerate(zip(texts, pictures, strict=True), start=1)
+            {
+                "number": str(place + 1),
+                "text": texts[place],
+                "picture": few_shot.mark_of(pictures[place]),
+            }
+            for place in which
         ]
         asked = {
             "question": question.question.replace(few_shot.MARK, " "),
@@ -204,7 +242,8 @@ class LLMReader:
         }
         template = self._template if texts else self._alone
         marked = template.render(quoted, asked).strip("\n")
-        attached = [*(picture for picture in pictures if picture is not None), *own_pictures]
+        shown = [pictures[place] for place in which if pictures[place] is not None]
+        attached = [*shown, *own_pictures]
         prompt, images = few_shot.as_prompt(marked, attached, chat=self._is_chat)
         most = self.options.max_new_tokens
         text = marked.replace(few_shot.MARK, few_shot.IMAGE)

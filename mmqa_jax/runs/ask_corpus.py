@@ -116,6 +116,11 @@ def answer_notes(prediction: Prediction) -> list[str]:
         notes.append(f"The first passage was cut to {words} words, which fit the context.")
     if wrong := trace.get("wrong_citations"):
         notes.append(f"Citations of passages that there are not: {wrong}.")
+    if bare := [text["text"] for text in trace.get("sentences", ()) if not text["sources"]]:
+        notes.append(f"No passage supports: {' '.join(bare)}")
+    if unfounded := trace.get("unfounded"):
+        numbers = ", ".join(f"[{number}]" for number in unfounded)
+        notes.append(f"The model cites {numbers}, on which no sentence rests.")
     reasons = (*trace.get("failed", ()), *trace.get("too_long", ()))
     if prediction.answer:
         notes += [f"Note: {reason}." for reason in trace.get("incomplete", ())]

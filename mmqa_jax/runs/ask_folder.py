@@ -53,7 +53,7 @@ from mmqa_jax.tasks.rerank import open_reranker
 if TYPE_CHECKING:
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 
-_THOUGHTS = ("thinking", "thinking_tokens", "cut")  # of a trace, in what `--json` prints
+_TOLD = ("thinking", "thinking_tokens", "cut", "sentences")  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
@@ -340,7 +340,7 @@ def ask_folder(
             for note in answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
             trace = answer.prediction.trace
-            rows.append({**row, **{key: trace[key] for key in _THOUGHTS if key in trace}})
+            rows.append({**row, **{key: trace[key] for key in _TOLD if key in trace}})
     finally:
         llm.close()
     return rows

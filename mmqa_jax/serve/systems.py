@@ -34,6 +34,7 @@ from mmqa_jax.prompting.backends import Around, Chat, Choices, Message, Query
 from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.prompting.backends.served import ServedBackend, ServedModel
 from mmqa_jax.prompting.backends.thinking import split_thoughts
+from mmqa_jax.prompting.causes import SENTENCES, marked
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import ranking_of
 from mmqa_jax.runs.ask import Answerer
@@ -275,7 +276,9 @@ class ReadPassages:
             rows = [{**row, "cited": row["number"] if row["id"] in cited else None} for row in rows]
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
-            if outputs and answered.found:
+            if sentences := prediction.trace.get(SENTENCES):
+                whole |= {"marked": marked(sentences), SENTENCES: sentences}
+            elif outputs and answered.found:
                 whole["marked"] = split_thoughts(outputs[0]["text"])[1]
             return {**whole, **_told_of(prediction, backend)}
 

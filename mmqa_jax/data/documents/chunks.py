@@ -145,7 +145,7 @@ def chunks(
 def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
     """Tells where the sentences of a paragraph begin and end; a row is one."""
     text, start = paragraph.text, 0
-    for end in [len(text)] if paragraph.is_row else _sentence_ends(text):
+    for end in [len(text)] if paragraph.is_row else sentence_ends(text):
         sentence = text[start:end]
         if content := sentence.strip():
             begin = start + sentence.index(content)
@@ -153,14 +153,15 @@ def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
         start = end
 
 
-def _sentence_ends(text: str) -> list[int]:
+def sentence_ends(text: str) -> list[int]:
+    """Returns where the sentences of a text end by Unicode's rules; the last one at its end."""
     return [*(match.end() for match in _SENTENCE_END.finditer(text)), len(text)]
 
 
 def possible_begins(text: str) -> list[int]:
     """Returns where chunks of a paragraph may begin: at sentences, and at words of long ones."""
     begins, start = [], 0
-    for end in _sentence_ends(text):
+    for end in sentence_ends(text):
         sentence = text[start:end]
         if max(_words(sentence), len(_SIGNS.findall(sentence))) <= _LONG_SENTENCE:
             begins.append(start)

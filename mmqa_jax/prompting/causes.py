@@ -1,0 +1,128 @@
+"""Citations by cause: which sources the sentences of a language model's answer rest on.
+
+ContextCite (Cohen-Wang et al., NeurIPS 2024) asks what an answer's log-probability loses when a
+source is taken away. Each sentence is scored behind the prompt with all sources and behind those
+that lack one; prompts that begin alike are read once as far as they do (decoding/ENGINE.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from mmqa_jax.data.documents.chunks import sentence_ends
+from mmqa_jax.data.schema import Prediction
+from mmqa_jax.decoding.requests import Scores
+from mmqa_jax.prompting.backends import Backend, Chat, Choices, Completion
+from mmqa_jax.prompting.backends.cache import answer_all
+
+SUPPORT = 0.5  # nats; chosen on val, see RESULTS.md
+SENTENCES = "sentences"  # key of a trace: of each sentence `text`, `sources` and `losses`
+
+
+Ask = Callable[[Sequence[int]], tuple[str, Chat | Completion]]
+
+
+class Answered(NamedTuple):
+    """An answer whose citations are to be found.
+
+    Attributes:
+      prediction: with all that the model `read`.
+      scores: of each source that it read.
+      ask: places of sources -> text and query of the prompt with these alone.
+    """
+
+    prediction: Prediction
+    scores: Sequence[float]
+    ask: Ask
+
+
+def cited_by_cause(
+    llm: Backend, answered: Sequence[Answered], support: float
+) -> Iterator[Prediction]:
+    """Predictions that cite what their sentences rest on; what could not be scored stays.
+
+    The trace has SENTENCES, whose `sources` are numbers from 1, the one that is needed most first,
+    () where none supports the sentence, and whose `losses` are nats, a source each; and
+    `unfounded`, the numbers of asked citations that support no sentence.
+
+    Args:
+      support: nats that a sentence loses without a source that it cites.
+    """
+    queries = []
+    for prediction, _, ask in answered:
+        texts = list(itertools.accumulate(sentences_of(prediction.answer), lambda a, b: f"{a} {b}"))
+        every = range(len(prediction.read))
+        for without in (None, *every):
+            _, query = ask([place for place in every if place != without])
+            queries.append(_scored((prediction.question_id, without), query, tuple(texts)))
+    scores = answer_all(llm, queries, "Citing").by_id
+    for prediction, of_sources, _ in answered:
+        keys = [(prediction.question_id, n) for n in (None, *range(len(prediction.read)))]
+        if all(isinstance(scores.get(key), Scores) for key in keys):
+            whole, *rest = (_of_sentences(scores[key]) for key in keys)
+            yield _cited(prediction, of_sources, whole, rest, support)
+
+
+def sentences_of(answer: str) -> list[str]:
+    """The sentences of an answer, without the white space around them."""
+    ends = itertools.pairwise([0, *sentence_ends(answer)])
+    return [text for begin, end in ends if (text := answer[begin:end].strip())]
+
+
+def _scored(
+    key: tuple[str, int | None], query: Chat | Completion, texts: tuple[str, ...]
+) -> Choices:
+    if isinstance(query, Chat):
+        return Choices(key, query.messages, texts)
+    return Choices(key, query.prompt, tuple(f" {text}" for text in texts), query.images)
+
+
+def _of_sentences(scores: Scores) -> list[float]:
+    """The log-probability of each sentence behind those before it."""
+    totals = [0.0, *(score.total for score in scores.scores)]
+    return [after - before for before, after in itertools.pairwise(totals)]
+
+
+def _cited(
+    prediction: Prediction,
+    of_sources: Sequence[float],
+    whole: Sequence[float],
+    rest: Sequence[Sequence[float]],
+    support: float,
+) -> Prediction:
+    """The prediction with its causes.
+
+    Args:
+      whole: of each sentence its log-probability with all sources.
+      rest: the same without each of them.
+    """
+    sentences = []
+    for place, text in enumerate(sentences_of(prediction.answer)):
+        losses = [whole[place] - without[place] for without in rest]
+        order = sorted(range(len(losses)), key=lambda n: -losses[n])
+        numbers = [number + 1 for number in order if losses[number] >= support]
+        rounded = [round(loss, 3) for loss in losses]
+        sentences.append({"text": text, "sources": numbers, "losses": rounded})
+    named = list(dict.fromkeys(n for sentence in sentences for n in sentence["sources"]))
+    unfounded = [
+        number
+        for number, name in enumerate(prediction.read, start=1)
+        if name in prediction.sources and number not in named
+    ]
+    return dataclasses.replace(
+        prediction,
+        sources=tuple(prediction.read[number - 1] for number in named),
+        source_scores=tuple(of_sources[number - 1] for number in named),
+        trace={**prediction.trace, SENTENCES: sentences, "unfounded": unfounded},
+    )
+
+
+def marked(sentences: Sequence[Mapping[str, Any]]) -> str:
+    """An answer of SENTENCES with its numbers behind each sentence."""
+    return " ".join(
+        sentence["text"] + "".join(f" [{number}]" for number in sentence["sources"])
+        for sentence in sentences
+    )
