@@ -30,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  of a text file, `cells` those of a sheet, `quote` text and place of what the answer\n"
         "  quotes of it; `cited` is the source's number beside the answer, or null\n"
         "  where the answer cites none of those that the model was shown, `score` the similarity;\n"
+        "  refusal, of a question too far from all passages: {nearest, similarity, least};\n"
         "  sentences, with --citations=cause, [{text, sources, losses}] of the answer: numbers of\n"
         "  what was read, the one that it needs most first, and nats that it loses without each;\n"
         "  thinking, thinking_tokens of a model that thought, cut where its tokens ran out;\n"

@@ -18,6 +18,10 @@ from mmqa_jax.data.documents.places import cited_place, shown_place
 from mmqa_jax.data.schema import Prediction, Question, Source
 from mmqa_jax.runs.originals import Originals
 
+# Key of a trace: why a question was refused before it was asked, `least` similarity, and place and
+# `similarity` of the `nearest` passage.
+REFUSED = "refusal"
+
 
 class AskedCorpus(Corpus):
     """A prepared corpus, and the pictures of the questions asked."""
@@ -105,6 +109,14 @@ def evidence(corpus: Corpus, prediction: Prediction) -> dict[str, Any]:
 def answer_notes(prediction: Prediction) -> list[str]:
     """Returns notes for an answer: sources that the model did not see, and failures."""
     trace, notes = prediction.trace, []
+    if reason := trace.get(REFUSED):
+        near = "No passage shares a word with the question."
+        if "nearest" in reason:
+            near = (
+                f"The nearest passage ({reason['nearest']}) has a similarity of "
+                f"{reason['similarity']:.3f}; at least {reason['least']:.3f} is needed to answer."
+            )
+        notes.append(f"{near} --least_similarity=-1 has every question answered.")
     if trace.get("picture_not_shown"):
         notes.append(
             "The model was not shown the question's picture: it reads texts alone, or is a "

@@ -24,6 +24,7 @@ from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.documents.chunks import TokenLimit
+from mmqa_jax.data.documents.places import shown_place
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.records import corpus_records
@@ -39,6 +40,7 @@ from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.retrieval.text_encoder import minilm_token_limit
 from mmqa_jax.runs.ask_corpus import (
+    REFUSED,
     AskedCorpus,
     ShownSource,
     answer_notes,
@@ -53,7 +55,13 @@ from mmqa_jax.tasks.rerank import open_reranker
 if TYPE_CHECKING:
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 
-_TOLD = ("thinking", "thinking_tokens", "cut", "sentences")  # of a trace, in what `--json` prints
+_TOLD = (
+    "thinking",
+    "thinking_tokens",
+    "cut",
+    "sentences",
+    REFUSED,
+)  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
@@ -240,12 +248,22 @@ class FolderAnswerer:
         """
         question, passages, is_refused = to_read
         if is_refused:
-            return FolderAnswer(NOT_FOUND, False, Prediction(question.id, NOT_FOUND), passages)
+            return FolderAnswer(NOT_FOUND, False, self.refusal(to_read), passages)
         reader = reader or self._reader
         assert reader is not None, "a question needs a reader"
         (prediction,) = reader.answer([question], [passages])
         answer = prediction.answer.strip()
         return FolderAnswer(answer, answer not in ("", NOT_FOUND), prediction, passages)
+
+    def refusal(self, to_read: ToRead) -> Prediction:
+        """The prediction of a refused question, whose trace has REFUSED."""
+        question, nearest, _ = to_read
+        reason: dict[str, Any] = {"least": round(self._threshold, 3)}
+        if nearest.sources:
+            source = self.corpus.sources[self.corpus.row[nearest.sources[0]]]
+            where = shown_place(source.extra) or source.id
+            reason |= {"nearest": where, "similarity": round(float(nearest.scores[0]), 3)}
+        return Prediction(question.id, NOT_FOUND, trace={REFUSED: reason})
 
     def _reranked(self, questions: Sequence[Question], ranked: Sequence[Found]) -> list[Found]:
         """The best `top_k` in the reranker's order; their scores stay the cosines."""

@@ -315,7 +315,10 @@ class FindPassages:
             tell("sources", rows)
             sentence = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
-            return answer_row(question, sentence, not to_read.is_refused, rows, seconds)
+            whole = answer_row(question, sentence, not to_read.is_refused, rows, seconds)
+            if to_read.is_refused:
+                whole["notes"] = answer_notes(self.answerer.refusal(to_read))
+            return whole
 
         return self.threads.start(answer)
 

@@ -15,6 +15,7 @@ from mmqa_jax.data.documents.chunks import TokenLimit
 from mmqa_jax.data.folder import FolderOptions
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Ranking
 from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.runs.ask_corpus import answer_notes
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from tests.refusals import refuses
 
@@ -131,6 +132,10 @@ def test_a_question_without_a_similar_passage_is_refused_unread(encoder, folder)
     (nearest,) = answer.sources_shown(asked.corpus)
     assert nearest.cited is None
     assert nearest.score < 0.3
+    (note,) = answer_notes(answer.prediction)
+    assert "at least 0.300 is needed" in note
+    assert f"similarity of {nearest.score:.3f}" in note
+    assert nearest.source.extra["file"] in note
     # None is refused by the similarity where a picture of its own may hold the answer.
     asked.answer("Who composed an opera?", picture("blue"))
     assert asked._reader.pictures == [picture("blue")]
