@@ -14,7 +14,14 @@ from mmqa_jax.core.config import config_beside
 
 _rows = config_beside(__file__, "rows.py")
 _BM25 = {"method": "bm25", "model": "", "index": "", "second_hop": False}
-ROWS = _rows.llm_rows(_rows.language_model("smollm2", length=2048), _BM25)
+_LLM = _rows.language_model("smollm2", length=2048)
+_SEARCHER = {"system": "search_r1", "parts": {"retriever": _BM25, "llm": _LLM}}
+ROWS = _rows.llm_rows(_LLM, _BM25) | {
+    # Of models that search by turns (PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo,
+    # lmms-lab/MMSearch-R1-7B): --config.parts.llm.model=ORG/NAME, and .engine.length of 8192.
+    "search_r1": {"setting": "search_r1", **_SEARCHER},
+    "mmsearch_r1": {"setting": "mmsearch_r1", **_SEARCHER},
+}
 MODES = tuple(ROWS)
 
 

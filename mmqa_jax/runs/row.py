@@ -361,6 +361,7 @@ BUILT_IN = {
     "mavl": "mmqa_jax.extensions.mavl_votes",  # the paper's setting, and other votes
     **{name: f"mmqa_jax.papers.{name}" for name in ("llava", "kat", "mmcot", "echosight")},
     **{name: f"mmqa_jax.papers.{name}" for name in ("mmmu", "mragbench", "mathvista")},
+    "search_r1": "mmqa_jax.papers.search_r1",
 }
 
 

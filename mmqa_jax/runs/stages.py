@@ -157,7 +157,8 @@ def keeping(
         llm = parts.get("llm")
         llms = [parts[name] for name in LLMS if name in parts]
         before = _work(llms)
-        recorded = {name: _Recorded(parts[name]) for name in _RANKS if name in parts}
+        names = [question.id for question in questions]
+        recorded = {name: _Recorded(parts[name], names) for name in _RANKS if name in parts}
         predictions = predict(questions, {**parts, **recorded})
         rankings = {_RANKS[name]: part.rankings for name, part in recorded.items()}
         rows = [
@@ -186,22 +187,27 @@ def _work(llms: Sequence[Any]) -> dict[str, int]:
 
 
 class _Recorded:
-    """A retriever or reranker that keeps the last rankings it returned, for retrieval scores."""
+    """A retriever or reranker that keeps the last rankings it returned, for retrieval scores.
 
-    def __init__(self, part: Any):
-        self._part = part
+    Rankings of other questions than these `names`, such as a model's own queries, are not kept.
+    """
+
+    def __init__(self, part: Any, names: Sequence[str]):
+        self._part, self._names = part, list(names)
         self.rankings: list[Ranking] = []
 
     def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
-        self.rankings = self._part.search(questions, top_k)
-        return self.rankings
+        return self._keep(self._part.search(questions, top_k))
 
     def search_within(
         self, questions: Sequence[Question], candidates: Sequence[Ranking]
     ) -> list[Ranking]:
-        self.rankings = self._part.search_within(questions, candidates)
-        return self.rankings
+        return self._keep(self._part.search_within(questions, candidates))
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
-        self.rankings = self._part.score(questions, candidates)
-        return self.rankings
+        return self._keep(self._part.score(questions, candidates))
+
+    def _keep(self, rankings: list[Ranking]) -> list[Ranking]:
+        if [ranking.question_id for ranking in rankings] == self._names:
+            self.rankings = rankings
+        return rankings

@@ -11,6 +11,7 @@ from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.evaluation.tables import Table
 from mmqa_jax.prompting.few_shot import lacks_caption
 from mmqa_jax.prompting.llm_reader import READER
+from mmqa_jax.prompting.search_loop import TURNS
 from mmqa_jax.runs.reports.agents import agent_tree
 from mmqa_jax.tasks.library import has_picture
 
@@ -41,6 +42,8 @@ _SHOWN = {
     "not_found": "questions that the model found no answer to in the sources",
     "uncited": "answers that cite no source",
     "wrong_citations": "citations of sources that there are not",
+    "searches": "searches that the model made",
+    "unanswered": "questions whose turns ended before an answer",
 }
 
 
@@ -96,6 +99,9 @@ def trace_counts(
         "empty_answers": sum(not p.answer.strip() for p in predictions if p.trace),
         "cut": _total(traces, "cut"),
     }
+    if any(TURNS in trace for trace in traces):
+        counts["searches"] = _total(traces, "searches")
+        counts["unanswered"] = sum(TURNS in t and "incomplete" in t for t in traces)
     if any("fallback" in trace for trace in traces):
         counts["answered_by_first_candidate"] = sum(
             bool(t["fallback"]) and not t.get("vote", True) for t in traces if "fallback" in t
@@ -162,10 +168,22 @@ def reference_rows(question: Question) -> list[tuple[str, str]]:
 
 
 def trace_tree(prediction: Prediction) -> list[TraceNode]:
-    """The agents of a prediction as a tree; [] of a system without agents."""
+    """The agents of a prediction, or the turns of a model that searches, as a tree; [] of another
+    system."""
+    if turns := prediction.trace.get(TURNS):
+        return [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
     if "agents" not in prediction.trace:
         return []
     return agent_tree(prediction.trace, prediction.answer)
+
+
+def _turn(number: int, turn: Mapping[str, Any]) -> TraceNode:
+    """A turn: its action, the whole text on request, and the sources that came back."""
+    action = turn["action"].replace("_", " ")
+    said = f": {turn['content']}" if "content" in turn else ""
+    sources = ", ".join(turn["sources"]) if "sources" in turn else ""
+    read = [TraceNode(f"sources: {sources or 'none'}")] if "sources" in turn else []
+    return TraceNode(f"turn {number}, {action}{said}", long=turn["text"], children=read)
 
 
 def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:

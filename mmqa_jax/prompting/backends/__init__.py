@@ -102,11 +102,12 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation whose next message is generated."""
+    """A conversation whose next message is generated, behind what of it has `begun`."""
 
     id: Hashable
     messages: tuple[Message, ...]
     decoding: Decoding = Decoding()
+    begun: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -253,6 +253,8 @@ def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = Tr
     parts: dict[str, Any] = {"kind": type(request).__name__}
     if isinstance(request, backends.Chat):
         parts["messages"] = _messages(request.messages)
+        if request.begun:
+            parts["begun"] = request.begun
     else:
         text = isinstance(request.prompt, str)
         parts["prompt"] = request.prompt if text else _messages(request.prompt)
@@ -481,4 +483,5 @@ def text_of(query: backends.Query) -> str:
     content = query.messages if isinstance(query, backends.Chat) else query.prompt
     if isinstance(content, str):
         return content
-    return "\n".join(message.text for message in content if isinstance(message, backends.Message))
+    texts = [message.text for message in content]
+    return "\n".join([*texts, query.begun] if isinstance(query, backends.Chat) else texts)

@@ -291,7 +291,7 @@ class EngineBackend:
 
     def _prompt(self, request: Query) -> _Prompt:
         if isinstance(request, Chat):
-            return self._conversation(request.id, request.messages)
+            return self._conversation(request.id, request.messages, request.begun)
         if not isinstance(request.prompt, str):
             return self._conversation(request.id, request.prompt)
         if self._pictures is None:
@@ -303,7 +303,9 @@ class EngineBackend:
             encode = self._encoder(request.id, text, request.images)
         return _Prompt(encode(text), request.images, encode, text, "")
 
-    def _conversation(self, request_id: Hashable, messages: Sequence[Message]) -> _Prompt:
+    def _conversation(
+        self, request_id: Hashable, messages: Sequence[Message], begun: str = ""
+    ) -> _Prompt:
         if self._chat_format is None:
             raise UserError(
                 f"request {request_id!r}: it has messages, but the model has no chat template; "
@@ -313,6 +315,8 @@ class EngineBackend:
         if self._pictures is None:
             self._no_pictures(request_id, pictures)
         text = self._chat_format.render(request_id, messages)
+        if begun:
+            text += self._chat_format.before_answer + self.tokenizer.shield(begun)
         if self._pictures is None:
             encode = self.tokenizer.encode_plain  # the template spells the special tokens
         else:

@@ -176,7 +176,12 @@ class OpenAIBackend:
         body: dict[str, Any]
         if isinstance(request, Chat):
             path, limit = "/chat/completions", self.config.max_tokens_key
-            body = {"messages": [openai_message(message) for message in request.messages]}
+            messages = request.messages
+            if request.begun:  # vLLM's and SGLang's keys
+                messages = (*messages, Message("assistant", (request.begun,)))
+            body = {"messages": [openai_message(message) for message in messages]}
+            if request.begun:
+                body |= {"continue_final_message": True, "add_generation_prompt": False}
         else:
             path, limit = "/completions", "max_tokens"
             body = {"prompt": request.prompt}
@@ -329,6 +334,7 @@ class PromptLengths:
             texts = [Message(message.role, message.text) for message in request.messages]
             body: dict[str, Any] = {"messages": [openai_message(message) for message in texts]}
             size = sum(len(message.text.encode()) for message in texts) + _TEMPLATE_TOKENS
+            size += len(request.begun.encode())
         else:
             longest = max(request.continuations, key=len) if isinstance(request, Choices) else ""
             body = {"prompt": f"{request.prompt}{longest}"}
