@@ -13,7 +13,7 @@ without what they take off for searches and wrong formats:
     fvqa/em        the answer is one of those that count, both normalized as SQuAD's
     fvqa/sub_em    one of those that count stands in the answer
 
-A response with <answer> ... </answer> is scored by the last of them. The paper's own figures are a
+A response with `<answer> ... </answer>` is scored by the last of them. The paper's own figures are a
 judgment by GPT-4o, which no rule gives.
 """
 
@@ -100,7 +100,7 @@ def _candidates(reward: official.Entry) -> Sequence[str]:
 
 
 def final_answer(response: str) -> str:
-    """What stands in a response's last <answer> ... </answer>; all of one without."""
+    """What stands in a response's last `<answer> ... </answer>`; all of one without."""
     answer, start = response, 0
     while (begin := response.find(_BEGIN, start)) >= 0:
         end = response.find(_END, begin)

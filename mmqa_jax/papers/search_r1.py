@@ -32,7 +32,7 @@ from mmqa_jax.retrieval.rankings import Retriever
 
 @dataclasses.dataclass(frozen=True)
 class SearchR1Style:
-    """Tags in one growing message: <think>, <search>, <information>, <answer>."""
+    """Tags in one growing message: `<think>`, `<search>`, `<information>`, `<answer>`."""
 
     corpus: Corpus
     decoding: Decoding
@@ -50,7 +50,7 @@ class SearchR1Style:
         return Chat(query_id, (Message("user", (prompt,)),), self.decoding, begun)
 
     def read(self, text: str, *, stopped: bool) -> tuple[str, Action]:
-        """The first of <search> and <answer> that is whole; an empty query is no action."""
+        """The first of `<search>` and `<answer>` that is whole; an empty query is no action."""
         if stopped and search_loop.first_tag(text, ("search", "answer")) is None:
             text += "</answer>" if text.rfind("<answer>") > text.rfind("<search>") else "</search>"
         match search_loop.first_tag(text, ("search", "answer")):
@@ -111,7 +111,7 @@ def answer_search_r1(
 
 @dataclasses.dataclass(frozen=True)
 class MMSearchR1Style:
-    """Turns as messages: <reason> with <search><img></search>, <text_search> or <answer>."""
+    """Turns as messages: `<reason>` with `<search><img></search>`, `<text_search>`, `<answer>`."""
 
     corpus: Corpus
     decoding: Decoding
@@ -127,7 +127,7 @@ class MMSearchR1Style:
         return Chat(query_id, tuple(messages), self.decoding)
 
     def read(self, text: str, *, stopped: bool) -> tuple[str, Action]:
-        """A search at the end of the turn, or else the last <answer>, "" without one."""
+        """A search at the end of the turn, or else the last `<answer>`, "" without one."""
         written = text.rstrip()
         if written.endswith("<search><img></search>"):
             return text, Action("search_picture")

@@ -105,9 +105,14 @@ def answers_of(system: str, name: str, said: str, **options: object) -> list[Pre
     """By a model that answers with `said`, plans all tools, and thinks every source helps."""
 
     def say(prompt: str) -> tuple[str, float]:
+        if system == "search_r1":
+            tag = "search" if name == "search_r1" else "text_search"
+            return f"<{tag}>capital</{tag}>", -1.0
         return ("Action_1, Action_2, Action_3" if " planner" in prompt else said), -1.0
 
     llm = FakeLLM(say, lambda prompt, option: (-0.1 if option.strip() == "Yes" else -3.0,))
+    if name == "mmsearch_r1":
+        llm.takes_pictures = None  # a server, which does not say
     setting, parts = SYSTEMS[system].SETTINGS[name], made_parts(llm)
     changes = {"similarity": "random", "shots": 1} if "library" in setting.parts() else {}
     options |= {key: value for key, value in changes.items() if key in setting.options({})}
