@@ -13,8 +13,8 @@ without what they take off for searches and wrong formats:
     fvqa/em        the answer is one of those that count, both normalized as SQuAD's
     fvqa/sub_em    one of those that count stands in the answer
 
-A response with `<answer> ... </answer>` is scored by the last of them. The paper's own figures are a
-judgment by GPT-4o, which no rule gives.
+A response with `<answer> ... </answer>` is scored by the last of them. The paper's own figures are
+a judgment by GPT-4o, which no rule gives.
 """
 
 from __future__ import annotations
