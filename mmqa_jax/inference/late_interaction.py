@@ -21,7 +21,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, source_text
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reranker import PairScorer, ScoredPairs
-from mmqa_jax.models.encoders.late_interaction import LateInteraction, TokenEncoder, max_sim
+from mmqa_jax.models.encoders.late_interaction import LateInteraction, TokenEncoder
+from mmqa_jax.models.encoders.sentence_pooling import max_sim
 from mmqa_jax.retrieval.late_interaction import Side, encoded, open_token_encoder, side_of
 from mmqa_jax.retrieval.text_encoder import encoder_cost
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -30,13 +31,15 @@ from mmqa_jax.models.qwen_vl.presets import qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.retrieval.embedder import (
     FULL_LENGTH,
-    TextEncoderConfig,
     make_encode_text,
     rows_of_length,
 )
 from mmqa_jax.retrieval.picture_batches import PicturePrompt, attended, prompt_batches
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
+
+if TYPE_CHECKING:
+    from mmqa_jax.retrieval.embedder import TextEncoderConfig
 
 TEXTS = "texts"  # the program
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,17 +29,20 @@ from mmqa_jax.data.pictures.resize import NaFlex, PictureShape, cut_patches
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Source, source_text
 from mmqa_jax.data.tokenizers import Tokenizer, special_tokens
-from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.common.array_layout import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
-from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.modernbert.network import ModernBertConfig
 from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.token_vectors import TokenFormat
 
+if TYPE_CHECKING:
+    from mmqa_jax.models.bert.network import BertConfig
+    from mmqa_jax.models.llama.config import LlamaConfig
+    from mmqa_jax.models.modernbert.network import ModernBertConfig
+
+    TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
+
 ReadPixels = Callable[[Sequence[int]], list[np.ndarray | None]]
-TextEncoderConfig = BertConfig | ModernBertConfig | LlamaConfig
 
 _SMALL_BATCH = 8  # a few questions (`mmqa ask`) should not cost a whole batch
 _ON_CPU = 8  # texts of a call: of 128 tokens, more do not fit a CPU's caches

@@ -33,7 +33,6 @@ from mmqa_jax.models.two_towers.config import SiglipTextConfig, TextConfig
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, make_encode_source
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, SigmoidObjective
@@ -328,6 +327,8 @@ class RetrievalEvaluation:
         self.embedder.use(model)
         vectors = self.embedder.embed_rows(self.pool, self.pictures, range(len(self.pool)))
         index = ExactIndex(Embeddings(vectors, "", self.pool.fingerprint))
+        from mmqa_jax.retrieval.late_interaction import dense_retriever  # of all kinds of encoders
+
         retriever = dense_retriever(self.pool, self.embedder, index, self.pictures)
         ranked = find_candidates(self.questions, retriever, max(RECALL_AT))
         gold = [question.positives for question in self.questions]

@@ -16,7 +16,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_sharding
-from mmqa_jax.models.encoders.late_interaction import max_sim
+from mmqa_jax.models.encoders.sentence_pooling import max_sim
 from mmqa_jax.models.two_towers.network import l2_normalize
 
 # (p questions, q sources) -> scores float32 [p, q].

@@ -17,7 +17,6 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.bert.keys import fill_bert
-from mmqa_jax.models.vlp.keys import init_vlp_from_bert, start_vlp
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_converted
@@ -110,6 +109,8 @@ def vlp_loader(
     by_clip = task.model.frontend == "clip"
     if task.init == "scratch" and not by_clip:
         return None
+
+    from mmqa_jax.models.vlp.keys import init_vlp_from_bert, start_vlp
 
     def load(vlp: Any) -> None:
         if task.init.endswith((".bin", ".safetensors")):

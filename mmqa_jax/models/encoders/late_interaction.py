@@ -353,23 +353,3 @@ def load_token_encoder(
     encoder = load_text_encoder(folder, mesh, ignore=(r"^linear\.weight$",))
     check_widths(recipe.dense, encoder.config.hidden)
     return TokenEncoder(encoder, [load_dense(layer) for layer in recipe.dense], recipe.normalized)
-
-
-def max_sim(
-    questions: jax.Array, asked: jax.Array, sources: jax.Array, scored: jax.Array
-) -> jax.Array:
-    """MaxSim of P pairs.
-
-    Args:
-      questions: float [P, Q, D], vectors of each pair's question.
-      asked: bool [P, Q], which of them are scored.
-      sources: float [P, L, D]; scored: bool [P, L], the same of its source.
-
-    Returns:
-      float32 [P]; a source of which nothing is scored has the smallest float32.
-    """
-    products = jnp.einsum("pqd,pld->pql", questions, sources, precision="highest")
-    least = jnp.finfo(jnp.float32).min
-    best = jnp.where(scored[:, None], products, least).max(-1)  # [P, Q]
-    total = jnp.where(asked, best, 0).sum(-1)
-    return jnp.where(scored.any(-1), total, least)

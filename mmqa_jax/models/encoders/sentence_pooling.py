@@ -96,6 +96,26 @@ def last_token(hidden: jax.Array, attention_mask: jax.Array) -> jax.Array:
     return jnp.take_along_axis(hidden, last[:, None, None], 1)[:, 0].astype(jnp.float32)
 
 
+def max_sim(
+    questions: jax.Array, asked: jax.Array, sources: jax.Array, scored: jax.Array
+) -> jax.Array:
+    """MaxSim of P pairs.
+
+    Args:
+      questions: float [P, Q, D], vectors of each pair's question.
+      asked: bool [P, Q], which of them are scored.
+      sources: float [P, L, D]; scored: bool [P, L], the same of its source.
+
+    Returns:
+      float32 [P]; a source of which nothing is scored has the smallest float32.
+    """
+    products = jnp.einsum("pqd,pld->pql", questions, sources, precision="highest")
+    least = jnp.finfo(jnp.float32).min
+    best = jnp.where(scored[:, None], products, least).max(-1)  # [P, Q]
+    total = jnp.where(asked, best, 0).sum(-1)
+    return jnp.where(scored.any(-1), total, least)
+
+
 # By the names of sentence-transformers.
 POOLINGS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "mean": mean_pool,
