@@ -68,7 +68,7 @@ def load_text_embedder(
             "vector of a text; give an embedding model, such as Qwen3-Embedding."
         )
     for_questions, for_sources = retrieval_tasks(folder)
-    recipe = read_recipe(folder, own=("custom_st.Transformer",) if for_sources else ())
+    recipe = read_recipe(folder, own_kinds=("custom_st.Transformer",) if for_sources else ())
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices, task=for_sources)
     config = encoder.config

@@ -275,12 +275,12 @@ def _held(tree: Any, dtype: str) -> Any:
     """The float32 and bfloat16 arrays of Variables in a dtype; what else an optimizer keeps, such
     as its counts, stays as it is."""
 
-    def one(leaf: Any) -> Any:
+    def held(leaf: Any) -> Any:
         if not isinstance(leaf, nnx.Variable):
             return leaf
         return jax.tree.map(lambda x: x.astype(dtype) if x.dtype in _HELD else x, leaf)
 
-    return jax.tree.map(one, tree, is_leaf=_is_variable)
+    return jax.tree.map(held, tree, is_leaf=_is_variable)
 
 
 def _is_variable(leaf: Any) -> bool:
@@ -294,7 +294,7 @@ def _rounded_like(tree: Any, old: Any, key: jax.Array) -> Any:
     """The arrays in the dtypes of `old`: from float32 to bfloat16 they are rounded at random."""
     leaves, structure = jax.tree.flatten(tree)
 
-    def one(number: int, x: jax.Array, dtype: Any) -> jax.Array:
+    def rounded(number: int, x: jax.Array, dtype: Any) -> jax.Array:
         if dtype == x.dtype:
             return x
         # A bfloat16 is the upper half of a float32.
@@ -305,7 +305,7 @@ def _rounded_like(tree: Any, old: Any, key: jax.Array) -> Any:
 
     dtypes = [leaf.dtype for leaf in jax.tree.leaves(old)]
     numbered = enumerate(zip(leaves, dtypes, strict=True))
-    return structure.unflatten([one(number, *pair) for number, pair in numbered])
+    return structure.unflatten([rounded(number, *pair) for number, pair in numbered])
 
 
 def _moved_like(tree: Any, old: Any) -> Any:

@@ -189,17 +189,17 @@ def has_recipe(folder: Path) -> bool:
 
 
 def read_recipe(
-    folder: Path, processing: Sequence[Any] = (), own: Sequence[str] = ()
+    folder: Path, processing: Sequence[Any] = (), own_kinds: Sequence[str] = ()
 ) -> SentenceRecipe:
     """How a folder makes one vector of a text; a plain encoder's is the mean of its tokens.
 
     Vectors are of length 1 whether or not the folder has a layer for it: here they are compared by
     cosine. `processing` are the values of `processing_kwargs` that say what the caller does anyway,
-    `own` the folder's own classes of a Transformer that the caller is.
+    `own_kinds` the folder's own classes of a Transformer that the caller is.
     """
     pooling, normalized, dense = "mean", False, []
     for kind, place in read_modules(folder):
-        kind = "Transformer" if kind in own else kind
+        kind = "Transformer" if kind in own_kinds else kind
         if kind not in (*_LAYERS, _DENSE):
             raise UserError(
                 f"{folder / MODULES}: holds the layer {kind!r}, which is not known here (only "

@@ -170,7 +170,7 @@ def open_backend(
                 "smaller model of the same family, or leave it out."
             )
     # Engine sizes change answers at most in their last bits; rounding changes more.
-    numerics = [dtype, sizing.given("cache_dtype"), sizing.given("weights"), platform()]
+    numerics = [dtype, sizing.setting("cache_dtype"), sizing.setting("weights"), platform()]
     parts = [kind, digest or weights_hash(path), text.fingerprint, [*numerics, __version__]]
 
     def make_engine(demand: Demand) -> Engine:
@@ -197,7 +197,9 @@ def open_backend(
     return EngineBackend(
         make_engine,
         text,
-        length=sizing.given("length") if sizing.given("length") != AUTO else llama.served_positions,
+        length=sizing.setting("length")
+        if sizing.setting("length") != AUTO
+        else llama.served_positions,
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         pictures=pictures,
         resize=resize,
@@ -260,7 +262,7 @@ class Sizing:
         self._beside = tower_bytes(llama, vision) + beside
         self._free: float | None = None
 
-    def given(self, name: str) -> Any:
+    def setting(self, name: str) -> Any:
         """A value of the settings, or EngineConfig's own."""
         return self._settings.get(name, getattr(EngineConfig, name))
 
