@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import ftfy
 import numpy as np
 from jaxtyping import Int
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -352,6 +351,8 @@ class Tokenizer:
 
 def _clean(text: str) -> str:
     """openai/CLIP clip/simple_tokenizer.py: basic_clean, whitespace_clean, lower."""
+    import ftfy  # a third of a second, for this alone
+
     text = html.unescape(html.unescape(ftfy.fix_text(text)))
     return re.sub(r"\s+", " ", text).strip().lower()
 
