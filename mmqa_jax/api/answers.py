@@ -310,6 +310,7 @@ def open_reader(
     pictures: Pictures = "auto",
     max_new_tokens: int = LLMReaderOptions.max_new_tokens,
     thinking: str = "off",
+    citations: Literal["asked", "cause"] = "asked",
 ) -> Reader:
     """A language model as a reader of a corpus.
 
@@ -321,9 +322,12 @@ def open_reader(
       pictures: how the model is shown pictures, see LLMReaderOptions.
       max_new_tokens: of an answer.
       thinking: see `open_llm`, which has said it of a model that it returned.
+      citations: what an answer cites, see LLMReaderOptions.
     """
     _check_corpus(corpus, "open_reader")
-    options = LLMReaderOptions(pictures=pictures, max_new_tokens=max_new_tokens)
+    options = LLMReaderOptions(
+        pictures=pictures, max_new_tokens=max_new_tokens, citations=citations
+    )
     if callable(model):
         return Reader(corpus, None, _ForeignReader(corpus, model), False)
     owns = isinstance(model, str | os.PathLike)

@@ -188,7 +188,7 @@ def passage_around(corpus: AskedCorpus, row: int) -> dict[str, Any]:
         "rows": [
             {"cell": place["name"], "text": source.text[place["start"] : place["end"]]}
             for place in source.extra.get("places", ())
-            if "!" in place.get("name", "")
+            if not place.get("name", "slide ").startswith("slide ")
         ],
         "original": corpus.originals is not None and source.extra.get("file") is not None,
         "before": [_described(before) for before in sources[first:row]],

@@ -48,6 +48,7 @@ def folder(tmp_path_factory):
     pages = [[(10, 700, "The pump is on the left.")], [(10, 700, "Wash the filter every week.")]]
     (folder / "manual.pdf").write_bytes(pdf(pages))
     (folder / "red filter.png").write_bytes(picture())
+    (folder / "fees.csv").write_text("item,fee\npump,3\nvalve,4\n")
     (folder / "a secret.txt").write_text(f"The filter of the boiler is secret. {ATTACK}")
     return folder
 
@@ -300,11 +301,21 @@ def test_clicks_in_a_browser(address):
         assert page.locator(".candidates img").count() == 1
         page.wait_for_selector(".candidates img[src]")
         page.locator(".candidates img").evaluate("image => image.decode()")
+        for question, place, words in [("Secret boiler", "#reader .lines li:has(mark)", ATTACK),
+                                       ("The fee of the valve", "#reader .cells tr:nth-child(3)", "A3:B3")]:  # fmt: skip
+            page.select_option("#system", "search")
+            page.fill("#question", question)
+            page.click("#send")
+            page.locator("article").last.locator(".candidates summary").click()
+            page.locator("article").last.locator(".candidates .source").first.click()
+            page.wait_for_selector(place)
+            assert words in page.inner_text(place)
+            page.keyboard.press("Escape")
         page.select_option("#system", "memory")
         page.fill("#question", "filter?")
         page.click("#send")
-        page.wait_for_selector("article:nth-child(2) .seconds:not(:empty)")
-        assert page.inner_text("article:nth-child(2) .said") == "By heart."
+        page.wait_for_selector("article:nth-child(4) .seconds:not(:empty)")
+        assert page.inner_text("article:nth-child(4) .said") == "By heart."
         width = page.evaluate("document.documentElement.scrollWidth")
         title = page.title()
         browser.close()

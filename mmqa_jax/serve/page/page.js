@@ -93,7 +93,7 @@ function place(source) {
   if (source.page) parts.push(`page ${source.page}`);
   const [first, last] = source.lines || [];
   if (first) parts.push(first === last ? `line ${first}` : `lines ${first}-${last}`);
-  const cells = (source.cells || []).filter((cell) => cell.includes("!"));
+  const cells = (source.cells || []).filter((cell) => !cell.startsWith("slide "));
   if (cells.length) parts.push(cells.length === 1 ? cells[0] : `${cells[0]} to ${cells.at(-1)}`);
   return parts.join(", ");
 }
