@@ -207,7 +207,7 @@ async function openSource(source) {
     if (found.original) parts.push(originalLink(found));
     const shown = found.original ? await inOriginal(found, source.quote).catch((error) => make("p", "bad", error.message)) : null;
     if (shown) parts.push(shown);
-    if (shown?.className !== "lines") {
+    if (!["lines", "cells"].includes(shown?.className)) {
       parts.push(...found.before.map((one) => make("p", "", one.text)));
       if (found.image) parts.push(pictureOf(found, ""));
       parts.push(marked(found.text, source.quote), ...found.after.map((one) => make("p", "", one.text)));
