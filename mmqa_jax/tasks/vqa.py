@@ -43,7 +43,6 @@ from mmqa_jax.models.bert.network import minilm_l6
 from mmqa_jax.models.mcan.network import MCAN, MCANConfig, MCANOpenVQA, MCANOpenVQAConfig
 from mmqa_jax.models.mcan.patches import CaptionMCAN, CaptionMCANConfig, PatchMCAN, PatchMCANConfig
 from mmqa_jax.models.mcan.sections import GridModel, VQAModelSection, vqa_model
-from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import Loader, bert_folder, bert_rows
 from mmqa_jax.training.state import OfLayers
@@ -535,6 +534,8 @@ def _start_head(head: Any, answers: AnswerVocabulary) -> None:
 
     So answers of few questions are scored by those of like meaning.
     """
+    from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
+
     vectors = load_minilm_embedder().embed_questions(list(answers.answers))  # [V, 384]
     # The latent has unit variance: its product with a vector of length 1 too.
     head.kernel.set_value(vectors.T.astype(head.kernel.dtype))
