@@ -75,8 +75,8 @@ def embed(
     texts = [source.text for source in corpus.sources]
     if pictured is None:
         return embedder.embed_questions(texts)
-    shown = [pictures.pixels(row) if corpus.sources[row].image else None for row in rows]
-    return embedder.embed_questions(texts, shown)
+    pixels = [pictures.pixels(row) if corpus.sources[row].image else None for row in rows]
+    return embedder.embed_questions(texts, pixels)
 
 
 class Scored(NamedTuple):
@@ -457,7 +457,7 @@ def _frame_rows(results: Any) -> Iterable[dict[str, Any]]:
 def _rows_of(result: Any, number: int) -> Iterable[dict[str, Any]]:
     match result:
         case Answer():
-            sources = [shown.source.id for shown in result.sources]
+            sources = [source.source.id for source in result.sources]
             return [{"answer": result.text, "found": result.found, "sources": sources}]
         case ShownSource():
             return [result.row()]
@@ -470,5 +470,5 @@ def _rows_of(result: Any, number: int) -> Iterable[dict[str, Any]]:
                 for rank, (name, score) in enumerate(pairs, start=1)
             ]
         case list():  # of search_many
-            return [{"query_number": number, **shown.row()} for shown in result]
+            return [{"query_number": number, **source.row()} for source in result]
     raise TypeError(f"to_frame: {type(result).__name__} is no result of mmqa_jax.")

@@ -155,8 +155,8 @@ class MMSearchR1Style:
             row = self.corpus.row[name]
             source, data = self.corpus.sources[row], self.corpus.picture(row)
             if by_picture:
-                shown = [] if data is None else [Picture(data, source.image or "")]
-                parts += [f"{number}. image: ", *shown, f"\ntitle: {source.title or source.text}\n"]
+                pixels = [] if data is None else [Picture(data, source.image or "")]
+                parts += [f"{number}. image: ", *pixels, f"\ntitle: {source.title or source.text}\n"]
             else:
                 parts.append(f"{number}. ({source.title or name}) {source.text}\n")
         return Message("user", (*parts, tail))

@@ -180,10 +180,10 @@ def trace_tree(prediction: Prediction) -> list[TraceNode]:
 def _turn(number: int, turn: Mapping[str, Any]) -> TraceNode:
     """A turn: its action, the whole text on request, and the sources that came back."""
     action = turn["action"].replace("_", " ")
-    said = f": {turn['content']}" if "content" in turn else ""
+    content = f": {turn['content']}" if "content" in turn else ""
     sources = ", ".join(turn["sources"]) if "sources" in turn else ""
     read = [TraceNode(f"sources: {sources or 'none'}")] if "sources" in turn else []
-    return TraceNode(f"turn {number}, {action}{said}", long=turn["text"], children=read)
+    return TraceNode(f"turn {number}, {action}{content}", long=turn["text"], children=read)
 
 
 def answer_rows(question: Question, prediction: Prediction) -> list[tuple[str, str]]:
