@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.commands import flags
 
-_OF_FILES = ("corpus", "folder", "chat", "cited", "hf", "webdataset")  # of any content
+_OF_FILES = ("corpus", "folder", "chat", "cited", "searched", "hf", "webdataset")  # of any content
 SUMMARY = "turn a benchmark's official files, or a folder of documents, into ArrayRecord."
 EXAMPLE = "mmqa prepare atlas --out=data/atlas"
 
@@ -28,6 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  of a file, or of train.jsonl, val.jsonl, test.jsonl in a folder; for training\n"
         "cited: a prepared corpus as conversations that teach a language model to cite: sources\n"
         "  and question as `mmqa ask` asks them, the answer with its [n]; for training\n"
+        "searched: a prepared corpus as conversations that teach one to search by turns\n"
         "hf, webdataset: Parquet files or a saved data set of Hugging Face, tar shards; --columns\n"
         "  says what their columns are\n"
         "wikipedia, kilt, dpr, infoseek_wiki: passages of a dump (pages-articles.xml.bz2), of\n"
@@ -38,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset",
         choices=("atlas", "webqa", *NAMES, *flags.KNOWLEDGE, *_OF_FILES),
-        help="atlas is built from installed packages; the last six read files of yours",
+        help="atlas is built from installed packages; the last seven read files of yours",
     )
     parser.add_argument(
         "--raw",

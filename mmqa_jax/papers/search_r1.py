@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
@@ -27,16 +27,24 @@ from mmqa_jax.prompting.few_shot import MARK, load_template
 from mmqa_jax.prompting.search_loop import Action, Budget, Episode
 from mmqa_jax.retrieval.rankings import Retriever
 
+ResultsBy = Literal["message", "user"]
+
 # Search-R1
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchR1Style:
-    """Tags in one growing message: `<think>`, `<search>`, `<information>`, `<answer>`."""
+    """Tags: `<think>`, `<search>`, `<information>`, `<answer>`.
+
+    Attributes:
+      results_by: what comes back continues the model's own `message`, as in the paper, or is one of
+        the `user`, as conversations are that any chat model trains on (ours).
+    """
 
     corpus: Corpus
     decoding: Decoding
     is_chat: bool
+    results_by: ResultsBy = "message"
 
     def query(self, episode: Episode, query_id: Any) -> Query:
         """The prompt and all turns so far, which the model continues."""
@@ -44,6 +52,12 @@ class SearchR1Style:
         asked = episode.question.question.strip()
         asked += "" if asked.endswith("?") else "?"
         prompt = template.render((), {"question": asked})
+        if self.is_chat and self.results_by == "user":
+            messages = [Message("user", (prompt,))]
+            for turn in episode.turns:
+                returned = self._returned(turn).strip()
+                messages += [Message("assistant", (turn.text,)), Message("user", (returned,))]
+            return Chat(query_id, tuple(messages), self.decoding)
         begun = "".join(turn.text + self._returned(turn) for turn in episode.turns)
         if not self.is_chat:
             return Completion(query_id, prompt + begun, self.decoding)
@@ -89,6 +103,7 @@ def answer_search_r1(
     max_new_tokens: Count = 500,
     temperature: float = 0.0,
     seed: Count = 0,
+    results_by: ResultsBy = "message",
 ) -> list[Prediction]:
     """Search-R1: the model searches until it answers.
 
@@ -97,10 +112,11 @@ def answer_search_r1(
       top_k: sources of a search.
       max_new_tokens: of a turn.
       temperature, seed: of the model's draws; 0: the likeliest tokens.
+      results_by: see SearchR1Style; `user` for a model trained on `mmqa prepare searched`.
     """
     stop = ("</search>", "</answer>")
     decoding = Decoding(max_new_tokens, temperature=temperature, seed=seed, stop=stop)
-    style = SearchR1Style(corpus, decoding, bool(llm.takes_messages))
+    style = SearchR1Style(corpus, decoding, bool(llm.takes_messages), results_by)
     budget = Budget(turns=turns, text_searches=turns, top_k=top_k)
     episodes = search_loop.run_episodes(questions, style, llm, retriever, budget)
     return [episode.prediction() for episode in episodes]
@@ -156,7 +172,11 @@ class MMSearchR1Style:
             source, data = self.corpus.sources[row], self.corpus.picture(row)
             if by_picture:
                 pixels = [] if data is None else [Picture(data, source.image or "")]
-                parts += [f"{number}. image: ", *pixels, f"\ntitle: {source.title or source.text}\n"]
+                parts += [
+                    f"{number}. image: ",
+                    *pixels,
+                    f"\ntitle: {source.title or source.text}\n",
+                ]
             else:
                 parts.append(f"{number}. ({source.title or name}) {source.text}\n")
         return Message("user", (*parts, tail))

@@ -51,6 +51,7 @@ from mmqa_jax.runs.corpora import KEPT, prepare
 from mmqa_jax.runs.originals import Originals
 from mmqa_jax.tasks.library import open_text_embedder
 from mmqa_jax.tasks.rerank import open_reranker
+from mmqa_jax.weights.hub import is_hub_name
 
 if TYPE_CHECKING:
     from mmqa_jax.prompting.llm_reader import LLMReaderOptions
@@ -468,6 +469,11 @@ def _open_encoder(encoder: str, corpus: Corpus) -> tuple[Any, PictureStore]:
 
 @functools.lru_cache(maxsize=1)  # its tokenizer is needed before there is a corpus
 def _loaded(encoder: str) -> tuple[Any, PictureStore]:
+    if encoder != MINILM and not is_hub_name(encoder) and not Path(encoder).exists():
+        raise UserError(
+            f"--encoder={encoder}: no such folder, nor {MINILM}, nor ORG/NAME of an encoder on the "
+            "Hugging Face hub; check the path."
+        )
     return open_text_embedder(encoder, Corpus([]))
 
 

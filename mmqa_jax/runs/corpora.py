@@ -61,8 +61,9 @@ def prepare(
 
     Args:
       dataset: `webqa`, `atlas`, `corpus` for an interchange folder, `folder` for one of documents
-        and pictures, `chat` for chat files, `cited` for a prepared corpus (cited.py), `hf` or
-        `webdataset` (row_files.py), a benchmark of benchmarks.NAMES, or knowledge of STREAMS.
+        and pictures, `chat` for chat files, `cited` or `searched` for a prepared corpus (cited.py,
+        searched.py), `hf` or `webdataset` (row_files.py), a benchmark of benchmarks.NAMES, or
+        knowledge of STREAMS.
       raw: folder with the files; of M-BEIR also the file of one pool, of STREAMS and `chat` the
         file itself; None for Atlas.
       overwrite: replace the corpus that is in `out`.
@@ -151,6 +152,10 @@ def prepare(
                 from mmqa_jax.runs.cited import CitedOptions, prepare_cited  # prompts take long
 
                 return prepare_cited(raw, out, cited or CitedOptions(), **options)
+            if dataset == "searched":
+                from mmqa_jax.runs.searched import SearchedOptions, prepare_searched
+
+                return prepare_searched(raw, out, SearchedOptions(), **options)
             if has_pages:
                 options["pages"] = folder.pages
             if dataset in NAMES:

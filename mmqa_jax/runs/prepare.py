@@ -23,6 +23,7 @@ _OWN = (
     "folder",
     "chat",
     "cited",
+    "searched",
     "hf",
     "webdataset",
 )  # whose corpora are named by their folders

@@ -123,6 +123,15 @@ def test_a_transcript_grows_as_the_authors_write_it(corpus):
         "If I want to give the final answer, I should put the answer between <answer> and </answer>. "
         "Let me try again.\n"
     )
+    llm = Script(*lines)
+    answer_search_r1([question()], corpus, llm, words, top_k=2, results_by="user")
+    texts = [message.text for message in llm.seen[1].messages]
+    assert texts == [
+        first.messages[0].text,
+        lines[0],
+        f"<information>{results.strip()}</information>",
+    ]
+    assert not llm.seen[1].begun
     llm = Script(*lines, takes_messages=False)
     answer_search_r1([question()], corpus, llm, words, top_k=2)
     assert isinstance(llm.seen[1], Completion)
