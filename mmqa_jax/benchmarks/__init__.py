@@ -4,5 +4,5 @@
 NAMES = (
     *("vqav2", "okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa"),
     *("infoseek", "evqa", "mbeir", "vidore", "mmmu", "mragbench", "mathvista"),
-    *("bright", "mmlongbench", "citevqa", "dynvqa", "mmsearch", "fvqa", "livevqa"),
+    *("bright", "mmlongbench", "citevqa", "dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb"),
 )

@@ -281,6 +281,7 @@ _NAMES = {
     "fvqa/sub_em": "answer within the response (FactualVQA)",
     "livevqa/em": "exact match (LiveVQA)",
     "livevqa/sub_em": "answer within the response (LiveVQA)",
+    "mmeb/hit@1": "hit@1 (MMEB)",
     "mbeir/official": "recall of any positive (M-BEIR)",
     "mmmu/official": "accuracy (MMMU, no letter is drawn)",
     "mmmu/unparsed_wrong": "accuracy (MMMU, no letter is wrong)",

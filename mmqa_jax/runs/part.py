@@ -173,6 +173,10 @@ class OpenedParts:
         self.serving |= {f"{name}.{key}": serving for key, serving in served.items()}
         return part
 
+    def once_opened(self) -> list[Any]:
+        """The parts of `once` that are open, without what keeps their results."""
+        return [getattr(part, "part", part) for part, _, _ in self._open.values()]
+
     def _store(self, kind: str, fingerprint: str) -> Store | None:
         """Opens the store of a part's finished results."""
         if self.journals is None:

@@ -39,7 +39,7 @@ PAPERS = {
     "mragbench": ("mragbench",),
     "mathvista": ("mathvista",),
     "bright": ("bright",),
-    **{name: (name,) for name in ("dynvqa", "mmsearch", "fvqa", "livevqa", "mmlongbench")},
+    **{name: (name,) for name in ("dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb", "mmlongbench")},
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

@@ -29,6 +29,7 @@ BENCHES = {
     "retrieval": "embedding, indexing and search against exact search",
     "neighbors": "ScaNN, FAISS's lists and its graph over MiniLM's vectors of 200,000 real texts",
     "late_interaction": "MaxSim of MiniLM's tokens over 100,000 documents, beside fast-plaid",
+    "harnesses": "SmolLM2 in lm-eval and MiniLM in MTEB, ours beside their own classes",
     "train": "the loop, checkpoints, and runs and jobs of several processes",
     "input": "reading and decoding pictures against Pillow alone; waiting for batches",
     "families": "models by family: deviation from transformers, memory, plan on v5e:2x4",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -25,8 +26,10 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from mmqa_jax.data.corpus import corpus_of_lists
+from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.retrieval.page_embedder import PageEmbedder
 from mmqa_jax.retrieval.page_matches import page_matches
+from mmqa_jax.runs.reports.matches import MATCHES, write_row_matches
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.pictures import encoded
 from tests.refusals import refuses
@@ -327,6 +330,22 @@ def test_matches_are_products_at_the_places_of_a_page(name, tmp_path):
         drawn = np.asarray(made.drawn_on(picture))
         assert drawn.shape == (picture.height, picture.width, 3)
         assert (drawn == (0, 0, 255)).all(-1).any()
+    # A row that retrieves with it has them beside its report.
+    retriever = types.SimpleNamespace(embedder=ours, pictures=pictures, corpus=corpus)
+    page = corpus.sources[2].id
+    row = (
+        [Question("q", "test", "a flag")],
+        [Prediction("q", sources=(page,), source_scores=(1.0,))],
+    )
+    write_row_matches(tmp_path, "row", *row, (), [object()])
+    assert not (tmp_path / MATCHES).exists()
+    found = [Ranking("q", (page,), (1.0,))]
+    for parts, candidates in (([retriever], ()), ([types.SimpleNamespace(dense=retriever)], found)):
+        write_row_matches(tmp_path, "row", *row, candidates, parts)
+        written = (tmp_path / MATCHES).read_text()
+        assert f"<p>{page}</p>" in written
+        assert "data:image" in written
+        (tmp_path / MATCHES).unlink()
 
 
 @pytest.mark.parametrize("name", ["ColPaliForRetrieval", "ColModernVBertForRetrieval"])

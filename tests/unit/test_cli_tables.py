@@ -523,6 +523,7 @@ def test_wrong_flags(refused):
         "mmsearch",
         "fvqa",
         "livevqa",
+        "mmeb",
         "mmlongbench",
     ],
 )

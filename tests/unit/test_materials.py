@@ -46,6 +46,7 @@ CREDITS = {
     "mmsearch": ("Jiang et al., ICLR 2025", "under their own licenses"),
     "fvqa": ("Wu et al., 2025", "InfoSeek"),
     "livevqa": ("Fu et al., 2025", "MIT"),
+    "mmeb": ("Jiang et al., ICLR 2025", "Apache-2.0"),
     "mmmu": ("Yue et al., CVPR 2024", "Apache-2.0"),
     "mragbench": ("Hu et al., ICLR 2025", "CC BY 4.0"),
     "mathvista": ("Lu et al., ICLR 2024", "CC BY-SA 4.0"),
@@ -102,7 +103,7 @@ def test_every_benchmark_keeps_its_credits(name, tmp_path, monkeypatch, capsys):
 
 
 def test_the_pools_of_a_benchmark_are_credited_once(tmp_path):
-    (name,) = {name for name in NAMES if open_benchmark(name).ranks} - {"vidore", "bright"}
+    (name,) = {name for name in NAMES if open_benchmark(name).ranks} - {"vidore", "bright", "mmeb"}
     for pool, notice in (("a", "A, CC0"), ("b", "B"), ("c", "A, CC0")):
         manifest = prepared(tmp_path / pool, notice, pool) / "corpus.json"
         manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "name": name}))

@@ -29,7 +29,7 @@ from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors
 
 KIND = "maxsim"
-_CANDIDATES = 200  # of fixed vectors, which MaxSim ranks
+_CANDIDATES = 800  # of fixed vectors, which MaxSim ranks
 _ENCODED = 32  # the same where nobody stored their tokens
 _TOGETHER = 64  # candidates of a program's call
 _LENGTHS, _QUERY_LENGTHS = 64, 32  # sources and queries are padded to multiples of them

@@ -13,12 +13,13 @@ from mmqa_jax.core.files import atomic_write
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.pictures.store import PictureStore
-from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation.report import picture_uri
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.page_embedder import PageTokenEmbedder
 from mmqa_jax.retrieval.page_matches import page_matches
 
+MATCHES = "matches.html"  # in a row's workdir
 _MOST = 20  # questions on a page
 _PIXELS = 900  # of a page's longer side
 _STYLE = """body{font:16px/1.4 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
@@ -83,6 +84,34 @@ def write_matches(
     with atomic_write(out) as file:
         file.write(page)
     return rows
+
+
+def write_row_matches(
+    folder: Path,
+    title: str,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    candidates: Sequence[Ranking],
+    parts: Sequence[Any],
+) -> None:
+    """Writes MATCHES into a row's workdir if one of its open parts retrieves pages by the vectors
+    of their tokens.
+
+    Args:
+      candidates: of the row's retriever; empty: the sources of its predictions are those.
+      parts: retrievers, alone or fused with BM25, and others.
+    """
+    for part in parts:
+        retriever = getattr(part, "dense", part)
+        if isinstance(getattr(retriever, "embedder", None), PageTokenEmbedder):
+            ranked = candidates or [
+                Ranking(prediction.question_id, prediction.sources, prediction.source_scores)
+                for prediction in predictions
+            ]
+            seen = {"embedder": retriever.embedder, "pictures": retriever.pictures}
+            out = folder / MATCHES
+            write_matches(out, title, questions, ranked, corpus=retriever.corpus, **seen)
+            return
 
 
 def _section(

@@ -28,6 +28,7 @@ from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs import traces as row_traces
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
+from mmqa_jax.runs.reports.matches import MATCHES
 from mmqa_jax.runs.row import Row, recorded_row
 
 # What the scores that are shown large begin with, beside a benchmark's own.
@@ -74,6 +75,9 @@ def write_row_report(folder: Path, run: RowRun) -> list[Table]:
     if "llm" in scores:
         tables.append(_cost_table(scores["llm"]))
     tables += losses_tables(scores)
+    if (folder / MATCHES).exists():
+        note = "What of their best pages the first questions matched, as maps."
+        tables.append(Table("Late interaction", ("page",), [[MATCHES]], note, links={0: MATCHES}))
     scorer = verdict_scorer(scores["dataset"], run.evaluation, run.predictions)
     recall = {
         int(name.partition("@")[2]): value
