@@ -20,12 +20,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--embeddings", default="", help="folder written by `mmqa embed`")
     parser.add_argument(
         "--kind",
-        choices=("auto", "scann", "exact", "mesh", "mesh_approx", "maxsim", "bm25"),
+        choices=("auto", "scann", "exact", "mesh", "mesh_approx", "maxsim", "tokens", "bm25"),
         default="auto",
         help="auto: ScaNN where it is available, exact otherwise; mesh: exact, the sources split "
         "over all devices; mesh_approx: the same with half the memory and TPU-KNN; maxsim: of a "
-        "late-interaction encoder, every source by MaxSim, on all devices; bm25: of the texts of "
-        "--data in --out, read from disk by `mmqa search --index`; killed, it goes on",
+        "late-interaction encoder, every source by MaxSim, on all devices; tokens: of one, sources "
+        "whose tokens are near to the question's, by MaxSim (auto from 20,000 sources); bm25: of the "
+        "texts of --data in --out, read from disk by `mmqa search --index`; killed, it goes on",
     )
     parser.add_argument(
         "--shard_rows",

@@ -37,8 +37,8 @@ def run(options: Options) -> dict[str, Any]:
 
 def _lm_eval() -> Case:
     import lm_eval
+    from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import ConfigurableTask
 
     from mmqa_jax.harness import lm_eval_model
     from mmqa_jax.runs.parts import LLMSpec, open_llm

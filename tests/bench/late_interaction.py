@@ -8,8 +8,8 @@ A row is a way to search. `ours` are queries a second of a processor and `wall` 
 all of them; `recall` is the share of the exact top 10 by MaxSim of vectors in float32 that it finds
 of every second query (`val_recall` of the others, by which defaults are chosen); `build_s` are the
 processor's seconds that building took, `mib` is what lies on the disk. `maxsim` scores every
-document. `candidates_N` ranks by MaxSim the N that ScaNN finds by MUVERA's fixed vectors (800 is
-what `mmqa search` does). `fast_plaid_N` is fast-plaid with N clusters probed a token (8 is its
+document. `tokens_N` ranks by MaxSim the N whose tokens ScaNN finds near to a query's (800 is what
+`mmqa search` does), `candidates_N` the N that ScaNN finds by MUVERA's fixed vectors. `fast_plaid_N` is fast-plaid with N clusters probed a token (8 is its
 default), where `MMQA_FAST_PLAID` names a Python that has it.
 
 Vectors are kept in the cache, block by block: a second run embeds nothing, an interrupted one what
@@ -51,6 +51,7 @@ _PROBES = (4, 8, 16, 32)
 _EXACT = "maxsim"
 ROWS = (
     _EXACT,
+    *(f"tokens_{count}" for count in _CANDIDATES),
     *(f"candidates_{count}" for count in _CANDIDATES),
     *(f"fast_plaid_{probes}" for probes in _PROBES),
 )
@@ -173,7 +174,7 @@ def _write_encoder(folder: Path, components: np.ndarray | None) -> None:
 def _cases(vectors: Vectors, wanted: tuple[str, ...], python: str | None) -> Iterator[Case]:
     from mmqa_jax.retrieval.embeddings import Embeddings
     from mmqa_jax.retrieval.indexes.exact import ExactIndex
-    from mmqa_jax.retrieval.indexes.index import ScannIndex, write_scann
+    from mmqa_jax.retrieval.indexes.index import ScannIndex, TokenIndex, write_scann
     from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
     from mmqa_jax.retrieval.token_vectors import TokenFormat, TokenVectors
 
@@ -191,6 +192,22 @@ def _cases(vectors: Vectors, wanted: tuple[str, ...], python: str | None) -> Ite
     facts = _facts(encoded_s, token_bytes)
     if _EXACT in wanted:
         yield _case(_EXACT, lambda: exhaustive.search(queries, _TOP_K)[0], expected, facts)
+    if counts := [count for count in _CANDIDATES if f"tokens_{count}" in wanted]:
+        began = time.process_time()
+        near = TokenIndex.build(embeddings)
+        seconds = time.process_time() - began + encoded_s
+        with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as temporary:
+            near.save(Path(temporary) / "index")
+            files = list((Path(temporary) / "index").iterdir())
+            size = sum(file.stat().st_size for file in files)
+        facts = _facts(seconds, size + token_bytes)
+        for count in counts:
+
+            def search(count: int = count) -> np.ndarray:
+                rows = near._find(*near._split(queries), count, None)
+                return near.search_within(queries, rows, _TOP_K)[0]
+
+            yield _case(f"tokens_{count}", search, expected, facts)
     if counts := [count for count in _CANDIDATES if f"candidates_{count}" in wanted]:
         began = time.process_time()
         scann = ScannIndex.build(embeddings)

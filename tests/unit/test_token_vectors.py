@@ -17,9 +17,10 @@ from mmqa_jax.retrieval.embeddings import (
     open_embeddings,
     write_embeddings,
 )
+from mmqa_jax.retrieval.indexes import index as index_room
 from mmqa_jax.retrieval.indexes import max_sim
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.indexes.index import build_index, load_index
+from mmqa_jax.retrieval.indexes.index import build_index, is_current, load_index
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors, pool_tokens
 from tests.refusals import refuses
@@ -283,3 +284,37 @@ def test_an_index_needs_tokens(tmp_path):
 @pytest.mark.parametrize("given", [{"precision": "int4"}, {"pool": 0}])
 def test_formats_that_are_refused(given):
     refuses(r"--(tokens=int4|pool=0)", TokenFormat, **given)
+
+
+def test_sources_of_near_tokens_are_candidates(tmp_path, monkeypatch):
+    rng = np.random.default_rng(7)
+    topics = unit(rng, 40, DIM)  # a source's tokens are near to some of them
+    tokens = [
+        unit(rng, count, DIM) / 4 + topics[rng.integers(0, 40, count)] for count in [0, *[6] * 799]
+    ]
+    tokens = [vectors / np.linalg.norm(vectors, axis=-1, keepdims=True) for vectors in tokens]
+    fixed = Embeddings(unit(rng, 800, FIXED), "m", "c", stored(tokens, TokenFormat()))
+    asked = [topics[rng.integers(0, 40, 5)] for _ in range(20)]
+    packed = pack_queries(unit(rng, 20, FIXED), asked, mean=False)
+    monkeypatch.setattr(index_room, "_MANY", 500)
+    monkeypatch.setattr(max_sim, "_CANDIDATES", 200)
+    made = build_index(fixed)
+    assert made.kind == "tokens"
+    best = build_index(fixed, "maxsim").search(packed, 10)[0]
+    found, scores = made.search(packed, 10)
+    assert np.mean([np.isin(*pair).mean() for pair in zip(found, best, strict=True)]) > 0.9
+    made.save(tmp_path)
+    assert is_current(tmp_path, fixed)
+    assert not is_current(tmp_path, fixed, "maxsim")
+    np.testing.assert_array_equal(load_index(tmp_path, fixed).search(packed, 10)[0], found)
+    few = np.arange(800) % 100 == 3  # too few are hit: all of them are ranked
+    assert {*made.search(packed, 8, few)[0].flat} == {*np.flatnonzero(few)}
+    within = made.search_within(packed, found, 10)
+    np.testing.assert_array_equal(within[0], found)
+    np.testing.assert_array_equal(within[1], scores)
+    refuses(
+        "--kind=tokens needs the vectors",
+        build_index,
+        Embeddings(fixed.vectors, "m", "c"),
+        "tokens",
+    )

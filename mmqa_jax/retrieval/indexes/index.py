@@ -43,9 +43,14 @@ from mmqa_jax.retrieval.indexes.mesh import MeshIndex
 from mmqa_jax.retrieval.indexes.milvus import FLAT_ROWS, GRAPH
 from mmqa_jax.retrieval.manifest import check_manifest, read_manifest, replace_folder
 
-Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx", "maxsim"]
+Kind = Literal["auto", "scann", "exact", "mesh", "mesh_approx", "maxsim", "tokens"]
 KINDS = get_args(Kind)
 _ON_MESH = ("mesh", "mesh_approx")
+TOKENS = "tokens"
+_HITS = 512  # tokens that are near to each of a query's
+_HIT = 1e-6  # so that the farthest hit counts too
+_FEWEST = 100  # hit sources, below which all are ranked
+_MANY, _MOST_HELD = 20_000, 4 << 30  # sources and bytes of float32: those that `auto` indexes so
 _VERB = "mmqa index"
 _REMEDY = f"delete the folder and run `{_VERB}` again"
 _QUERY_BATCH = 1024  # a top 2,000 of one modality needs about 7,000 results per query in memory
@@ -83,7 +88,7 @@ class ScannParameters:
         queries. More than 100 candidates find no more. k-means
         needs about a hundred rows per partition.
         """
-        if rows < 20_000:
+        if rows < _MANY:
             return cls()
         leaves = round(2 * math.sqrt(rows))
         return cls(
@@ -92,6 +97,16 @@ class ScannParameters:
             reorder=100,
             training_rows=min(rows, 100 * leaves),
         )
+
+    @classmethod
+    def for_tokens(cls, tokens: int) -> ScannParameters:
+        """For the vectors of all tokens: sqrt(tokens) partitions, of which a 64th is searched, at
+        least 16."""
+        if tokens < _MANY:
+            return cls(reorder=0, soar=0)
+        leaves = round(math.sqrt(tokens))
+        searched = min(leaves, max(leaves // 64, 16))
+        return cls(leaves, searched, reorder=0, training_rows=min(tokens, 60 * leaves), soar=0)
 
 
 class ScannIndex(DenseIndex):
@@ -179,6 +194,73 @@ class ScannIndex(DenseIndex):
         return rows.astype(np.int32), scores.astype(np.float32)
 
 
+class TokenIndex(MaxSimIndex):
+    """ScaNN over the vectors of all tokens: candidates of MaxSim are the sources of those that are
+    nearest to a query's tokens. Made by `build_index` and `load_index`.
+
+    A source's score as a candidate is the sum of its hits' products over the query's tokens, each
+    less that of the token's farthest hit, which stands for what was not found (XTR, Lee et al.
+    2023, "Rethinking the Role of Token Retrieval in Multi-Vector Retrieval").
+    """
+
+    def __init__(self, embeddings: Embeddings, searcher: Any, parameters: ScannParameters):
+        super().__init__(ExactIndex(embeddings), embeddings.tokens)
+        self.kind, self.parameters, self._searcher = TOKENS, parameters, searcher
+        self._source_of = np.repeat(
+            np.arange(len(embeddings.vectors), dtype=np.int32), self.tokens.counts()
+        )
+
+    @classmethod
+    def build(cls, embeddings: Embeddings, parameters: ScannParameters | None = None) -> TokenIndex:
+        """Builds the index, for which all vectors of tokens are in memory as float32."""
+        tokens = embeddings.tokens
+        vectors, scales = tokens.format.decode(np.asarray(tokens.codes), tokens.dim)
+        vectors *= scales
+        parameters = parameters or ScannParameters.for_tokens(len(vectors))
+        return cls(embeddings, scann_builder(vectors, parameters).build(), parameters)
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Writes what `load_index` opens."""
+        parameters = dataclasses.asdict(self.parameters)
+        with replace_folder(folder, index_manifest(self.embeddings, TOKENS, parameters)) as filled:
+            write_scann(self._searcher, filled)
+
+    def _find(
+        self, fixed: np.ndarray, tokens: np.ndarray, most: int, allowed: np.ndarray | None
+    ) -> list[np.ndarray]:
+        leaves = self.parameters.leaves_to_search
+        options = {"leaves_to_search": leaves} if leaves else {}
+        hits = min(_HITS, len(self._source_of))
+        rows = []
+        for query in tokens:
+            near, products = self._searcher.search_batched(
+                query[query.any(axis=1)], final_num_neighbors=hits, **options
+            )
+            rows.append(self._best_sources(near, products, most, allowed))
+        return rows
+
+    def _best_sources(
+        self, near: np.ndarray, products: np.ndarray, most: int, allowed: np.ndarray | None
+    ) -> np.ndarray:
+        """The rows of the best sources of a query's tokens' hits [Q, hits]; all that are allowed
+        where too few were hit."""
+        valid = np.isfinite(products)  # ScaNN pads with NaN where its partitions hold too few rows
+        gains = products - np.where(valid, products, np.inf).min(axis=1, keepdims=True)
+        gains = np.where(valid, gains, 0) + _HIT
+        sources = self._source_of[np.where(valid, near, 0)]
+        # Hits are in descending order: of a token's in one source the first is the best.
+        number = np.arange(len(sources))[:, None]
+        _, best = np.unique(sources + number * len(self), return_index=True)
+        gain = np.where(valid, gains, 0).ravel()[best]
+        total = np.bincount(sources.ravel()[best], weights=gain, minlength=len(self))
+        if allowed is not None:
+            total = np.where(allowed, total, 0)
+        found = np.flatnonzero(total)
+        if len(found) < min(most, _FEWEST):
+            return np.arange(len(self)) if allowed is None else np.flatnonzero(allowed)
+        return found[np.argsort(-total[found], kind="stable")[:most]]
+
+
 def build_index(
     embeddings: Embeddings, kind: Kind = "auto", parameters: ScannParameters | None = None
 ) -> DenseIndex:
@@ -188,23 +270,36 @@ def build_index(
     check_wrapped(embeddings)
     if kind not in KINDS:
         raise UserError(f"index: kind {kind!r} is not known; use one of {', '.join(KINDS)}.")
-    if kind == "scann" and not scann_available():
+    if kind in ("scann", TOKENS) and not scann_available():
         raise UserError(
             "index: ScaNN cannot be imported (it is Linux-only); install `scann` or use kind "
             "auto or exact."
         )
+    kind = _chosen(embeddings, kind)
     if kind in _ON_MESH:
         return MeshIndex(embeddings, approximate=kind == "mesh_approx")
+    if kind in (MAX_SIM, TOKENS) and embeddings.tokens is None:
+        raise UserError(
+            f"index: --kind={kind} needs the vectors of tokens; run `mmqa embed` with a "
+            "late-interaction encoder, and not with --tokens=none."
+        )
     if kind == MAX_SIM:
-        if embeddings.tokens is None:
-            raise UserError(
-                "index: --kind=maxsim needs the vectors of tokens; run `mmqa embed` with a "
-                "late-interaction encoder, and not with --tokens=none."
-            )
         return MaxSimIndex(ExactIndex(embeddings), embeddings.tokens, exhaustive=True)
+    if kind == TOKENS:
+        return TokenIndex.build(embeddings, parameters)
     if kind == "exact" or not scann_or_note(kind):
         return ExactIndex(embeddings)
     return ScannIndex.build(embeddings, parameters)
+
+
+def _chosen(embeddings: Embeddings, kind: Kind) -> Kind:
+    """The kind that is built: `auto` is `tokens` of a late-interaction encoder's many sources, if
+    the vectors of their tokens fit into memory."""
+    tokens, many = embeddings.tokens, len(embeddings.vectors) >= _MANY
+    if kind == "auto" and tokens is not None and many and scann_available():
+        held = 4 * tokens.dim * len(tokens.codes)
+        return TOKENS if held <= _MOST_HELD else kind
+    return kind
 
 
 def is_current(
@@ -214,10 +309,13 @@ def is_current(
     parameters: ScannParameters | None = None,
 ) -> bool:
     """Whether `folder` holds the index that `build_index` would build from these embeddings."""
+    kind = _chosen(embeddings, kind)
+    if parameters is None and kind == TOKENS and embeddings.tokens is not None:
+        parameters = ScannParameters.for_tokens(len(embeddings.tokens.codes))
     parameters = parameters or ScannParameters.for_rows(len(embeddings.vectors))
-    scann = kind == "scann" or (kind == "auto" and scann_available())
+    scann = kind in ("scann", TOKENS) or (kind == "auto" and scann_available())
     recorded = dataclasses.asdict(parameters) if scann else {}
-    built = "scann" if scann else "exact" if kind == "auto" else kind
+    built = kind if kind == TOKENS else "scann" if scann else "exact" if kind == "auto" else kind
     expected = index_manifest(embeddings, built, recorded)
     try:
         same = read_manifest(folder, INDEX_WHAT, _VERB) == expected
@@ -245,7 +343,8 @@ def load_index(
     if manifest["kind"] == "exact" or not scann_or_note("auto"):
         return ExactIndex(embeddings)
     parameters, searcher = load_scann(folder, manifest)
-    return ScannIndex(embeddings, searcher, parameters)
+    made = TokenIndex if manifest["kind"] == TOKENS else ScannIndex
+    return made(embeddings, searcher, parameters)
 
 
 def load_scann(folder: Path, manifest: Mapping[str, Any]) -> tuple[ScannParameters, Any]:

@@ -79,14 +79,20 @@ class MaxSimIndex:
     ) -> tuple[Int32[np.ndarray, "n k"], Float32[np.ndarray, "n k"]]:
         """See DenseIndex; queries are those of `pack_queries`."""
         check_top_k(top_k, len(self), allowed, "index")
-        fixed, _ = self._split(queries)
         if self.is_exact:
             return self._search_all(queries, top_k, allowed)
         available = len(self) if allowed is None else int(np.count_nonzero(allowed))
         usual = _CANDIDATES if isinstance(self.tokens, TokenVectors) else _ENCODED
         most = min(available, max(usual, 2 * top_k))
+        rows = self._find(*self._split(queries), most, allowed)
+        return self.search_within(queries, rows, top_k)
+
+    def _find(
+        self, fixed: np.ndarray, tokens: np.ndarray, most: int, allowed: np.ndarray | None
+    ) -> list[np.ndarray]:
+        """At most `most` candidate rows of each query."""
         rows, _ = self._candidates.search(fixed, most, allowed)
-        return self.search_within(queries, [row[row >= 0] for row in rows], top_k)
+        return [row[row >= 0] for row in rows]
 
     def search_within(
         self, queries: np.ndarray, rows: Sequence[Sequence[int]], top_k: int
