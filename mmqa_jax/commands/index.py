@@ -25,8 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="auto: ScaNN where it is available, exact otherwise; mesh: exact, the sources split "
         "over all devices; mesh_approx: the same with half the memory and TPU-KNN; maxsim: of a "
         "late-interaction encoder, every source by MaxSim, on all devices; tokens: of one, sources "
-        "whose tokens are near to the question's, by MaxSim (auto from 20,000 sources); bm25: of the "
-        "texts of --data in --out, read from disk by `mmqa search --index`; killed, it goes on",
+        "whose tokens are near to the question's, by MaxSim (auto from 20,000 sources); bm25: of "
+        "the texts of --data in --out, read from disk by `mmqa search --index`; killed, it goes on",
     )
     parser.add_argument(
         "--shard_rows",
