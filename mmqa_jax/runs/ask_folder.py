@@ -50,7 +50,6 @@ from mmqa_jax.runs.ask_corpus import (
 from mmqa_jax.runs.corpora import KEPT, prepare
 from mmqa_jax.runs.originals import Originals
 from mmqa_jax.tasks.library import open_text_embedder
-from mmqa_jax.tasks.rerank import open_reranker
 from mmqa_jax.weights.hub import is_hub_name
 
 if TYPE_CHECKING:
@@ -209,7 +208,11 @@ class FolderAnswerer:
             corpus, options.encoder, options.weight, options.words
         )
         self._threshold = options.threshold(len(corpus))
-        self.reranker = open_reranker(options.reranker, corpus) if options.reranker else None
+        self.reranker = None
+        if options.reranker:
+            from mmqa_jax.tasks.rerank import open_reranker
+
+            self.reranker = open_reranker(options.reranker, corpus)
 
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
         """Answers a question, citing the folder's sources.

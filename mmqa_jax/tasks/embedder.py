@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
@@ -17,14 +17,15 @@ from mmqa_jax.retrieval.page_embedder import load_page_embedder
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
-from mmqa_jax.tasks.contrastive import Contrastive, DualEncoderTask
-from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
-from mmqa_jax.tasks.retriever import Retriever
-from mmqa_jax.tasks.task import Options, read_run
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
 from mmqa_jax.weights.registry import architectures
+
+if TYPE_CHECKING:
+    from mmqa_jax.tasks.contrastive import DualEncoderTask
+    from mmqa_jax.tasks.retriever import Retriever
+    from mmqa_jax.tasks.task import Options
 
 
 def load_embedder(
@@ -35,6 +36,11 @@ def load_embedder(
     `options` stand in place of those in the run's section `inference`; `one_shape` is for a few
     texts, see DualEncoderTask.in_one_shape.
     """
+    from mmqa_jax.tasks.contrastive import Contrastive
+    from mmqa_jax.tasks.example_retrieval import ExampleRetrieval
+    from mmqa_jax.tasks.retriever import Retriever
+    from mmqa_jax.tasks.task import read_run
+
     task, tokenizer = read_run(folder, (Contrastive, ExampleRetrieval, Retriever), options)
     if isinstance(task, Retriever):
         return task.open(Path(folder), tokenizer), task

@@ -101,7 +101,7 @@ def test_a_reranker_orders_the_candidates_and_their_cosines_stay(encoder, folder
     question = "When to wash the filter?"
     with plain.corpus.asked(question) as asked:
         (found,) = plain.find([asked])
-    monkeypatch.setattr("mmqa_jax.runs.ask_folder.open_reranker", lambda model, corpus: Backwards())
+    monkeypatch.setattr("mmqa_jax.tasks.rerank.open_reranker", lambda model, corpus: Backwards())
     reranked = answerer(folder, top_k=2, candidates=3, reranker="any")
     with reranked.corpus.asked(question) as asked:
         (turned,) = reranked.find([asked])
