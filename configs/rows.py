@@ -193,6 +193,34 @@ def ranking_row(retriever: Mapping[str, Any], depth: int, data: str) -> dict[str
     }
 
 
+def encoder_inputs(
+    dataset: str, sets: Mapping[str, str], model: str, name: str
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Dense retrievers of a benchmark whose sets are corpora of their own.
+
+    Args:
+      sets: name of a set -> its files.
+      model: ORG/NAME of the encoder on the hub.
+      name: of its indexes' folder.
+
+    Returns:
+      Set -> the section `parts.retriever`; and where the corpora, the model and the indexes come
+      from.
+    """
+    place = f"downloads/{model.partition('/')[2]}"
+    made_by = {place: f"{model} of the Hugging Face hub"}
+    retrievers = {}
+    for of_set, raw in sets.items():
+        data, index = f"data/{dataset}/{of_set}", f"runs/{dataset}/{name}/{of_set}"
+        made_by |= {
+            data: f"mmqa prepare {dataset} --raw={raw} --out={data}",
+            index: f"mmqa embed --data={data} --model={place} --out={index}; "
+            f"mmqa index --embeddings={index} --kind=exact",
+        }
+        retrievers[of_set] = {"method": "dense", "model": place, "index": index}
+    return retrievers, made_by
+
+
 def make_row(
     name: str,
     row: Mapping[str, Any],

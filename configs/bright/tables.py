@@ -12,27 +12,17 @@ PAPER = "bright"
 DEPTH = 100
 
 _rows = config_beside(__file__, "../rows.py")
-_MODEL = "downloads/Qwen3-Embedding-0.6B"
-MADE_BY = {_MODEL: "Qwen/Qwen3-Embedding-0.6B of the Hugging Face hub"}
-for _task in TASKS:
-    _data, _index = f"data/bright/{_task}", f"runs/bright/qwen3_embedding/{_task}"
-    _raw = f"downloads/BRIGHT/documents/{_task}-00000-of-00001.parquet"
-    MADE_BY |= {
-        _data: f"mmqa prepare bright --raw={_raw} --out={_data}",
-        _index: f"mmqa embed --data={_data} --model={_MODEL} --out={_index}; "
-        f"mmqa index --embeddings={_index} --kind=exact",
-    }
+_DENSE, MADE_BY = _rows.encoder_inputs(
+    "bright",
+    {task: f"downloads/BRIGHT/documents/{task}-00000-of-00001.parquet" for task in TASKS},
+    "Qwen/Qwen3-Embedding-0.6B",
+    "qwen3_embedding",
+)
 
 ROWS = {
     f"{name}_{task}": _rows.ranking_row(retriever, DEPTH, f"data/bright/{task}")
     for task in TASKS
-    for name, retriever in (
-        ("bm25", {"method": "bm25"}),
-        (
-            "qwen3_embedding",
-            {"method": "dense", "model": _MODEL, "index": f"runs/bright/qwen3_embedding/{task}"},
-        ),
-    )
+    for name, retriever in (("bm25", {"method": "bm25"}), ("qwen3_embedding", _DENSE[task]))
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}

@@ -12,15 +12,12 @@ PAPER = "mmeb"
 DEPTH = 10
 
 _rows = config_beside(__file__, "../rows.py")
-_MODEL = "downloads/Qwen3-VL-Embedding-2B"
-MADE_BY = {_MODEL: "Qwen/Qwen3-VL-Embedding-2B of the Hugging Face hub"}
-for _task in TASKS:
-    _data, _index = f"data/mmeb/{_task}", f"runs/mmeb/qwen3_vl_embedding/{_task}"
-    MADE_BY |= {
-        _data: f"mmqa prepare mmeb --raw=downloads/MMEB/{_task} --out={_data}",
-        _index: f"mmqa embed --data={_data} --model={_MODEL} --out={_index}; "
-        f"mmqa index --embeddings={_index} --kind=exact",
-    }
+_DENSE, MADE_BY = _rows.encoder_inputs(
+    "mmeb",
+    {task: f"downloads/MMEB/{task}" for task in TASKS},
+    "Qwen/Qwen3-VL-Embedding-2B",
+    "qwen3_vl_embedding",
+)
 
 ROWS = {
     f"{name}_{task}": {
@@ -30,13 +27,7 @@ ROWS = {
         "data": f"data/mmeb/{task}",
     }
     for task in TASKS
-    for name, retriever in (
-        ("bm25", {"method": "bm25"}),
-        (
-            "qwen3_vl_embedding",
-            {"method": "dense", "model": _MODEL, "index": f"runs/mmeb/qwen3_vl_embedding/{task}"},
-        ),
-    )
+    for name, retriever in (("bm25", {"method": "bm25"}), ("qwen3_vl_embedding", _DENSE[task]))
 }
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}

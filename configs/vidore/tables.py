@@ -13,17 +13,18 @@ PAPER = "vidore"
 DEPTH = 100
 
 _rows = config_beside(__file__, "../rows.py")
-_MODEL = "downloads/Qwen3-VL-Embedding-2B"
-MADE_BY = {_MODEL: "Qwen/Qwen3-VL-Embedding-2B of the Hugging Face hub"}
-for _name in TASKS:
-    _data, _index = f"data/vidore/{_name}", f"runs/vidore/qwen3_vl_embedding/{_name}"
-    _prepare = f"mmqa prepare vidore --raw=downloads/{_name}"
-    MADE_BY |= {
-        _data: f"{_prepare} --out={_data}",
-        f"{_data}_text": f"{_prepare} --pages=text --out={_data}_text",
-        _index: f"mmqa embed --data={_data} --model={_MODEL} --out={_index}; "
-        f"mmqa index --embeddings={_index} --kind=exact",
-    }
+_DENSE, MADE_BY = _rows.encoder_inputs(
+    "vidore",
+    {name: f"downloads/{name}" for name in TASKS},
+    "Qwen/Qwen3-VL-Embedding-2B",
+    "qwen3_vl_embedding",
+)
+MADE_BY |= {
+    f"data/vidore/{name}_text": (
+        f"mmqa prepare vidore --raw=downloads/{name} --pages=text --out=data/vidore/{name}_text"
+    )
+    for name in TASKS
+}
 
 
 ROWS = {
@@ -32,15 +33,7 @@ ROWS = {
         for name in V3
     },
     **{
-        f"qwen3_vl_embedding_{name}": _rows.ranking_row(
-            {
-                "method": "dense",
-                "model": _MODEL,
-                "index": f"runs/vidore/qwen3_vl_embedding/{name}",
-            },
-            DEPTH,
-            f"data/vidore/{name}",
-        )
+        f"qwen3_vl_embedding_{name}": _rows.ranking_row(_DENSE[name], DEPTH, f"data/vidore/{name}")
         for name in TASKS
     },
 }

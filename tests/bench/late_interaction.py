@@ -36,7 +36,7 @@ from tests.bench import Options
 from tests.bench.neighbors import drawn, questions, texts
 from tests.bench.runner import Case, measure
 
-_SIZES = {"small": 10_000, "full": 100_000}  # documents
+_SIZES = {"small": 20_000, "full": 100_000}  # documents
 _QUERIES = 100
 _TOP_K = 10
 _DIM = 128
