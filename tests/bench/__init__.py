@@ -26,6 +26,7 @@ BENCHES = {
     "models": "forward and train step of CLIP, BERT, VLP, BART, LLaMA against transformers",
     "convert": "peak memory of `mmqa convert`, of its export, and of loading onto devices",
     "llm": "the generation engine against transformers' generate",
+    "cpu_profile": "where a processor's seconds of `mmqa prompt` go, by code and by operation",
     "retrieval": "embedding, indexing and search against exact search",
     "neighbors": "ScaNN, FAISS's lists and its graph over MiniLM's vectors of 200,000 real texts",
     "late_interaction": "MaxSim of MiniLM's tokens over 100,000 documents, beside fast-plaid",

@@ -42,11 +42,11 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
             llama_cpp.write_gguf(smollm2_path(), folder / f"{kind}.gguf", kind)
         peak = Peak(2048, "float32")
         for row in wanted:
-            _write_prompts(folder / f"{row}.txt", ROWS[row])
-            _ours(folder, row, batch)  # compiles what these lengths need
+            write_prompts(folder, row)
+            _python(*our_command(folder, row, batch))  # compiles what these lengths need
             sides: dict[str, list[Child]] = collections.defaultdict(list)
             for _ in range(rounds):
-                sides["ours"].append(_ours(folder, row, batch))
+                sides["ours"].append(_python(*our_command(folder, row, batch)))
                 sides["peer"].append(_peer(folder, row, batch))
                 for kind in llama_cpp.kinds():
                     sides[f"llama_cpp_{kind}"].append(_llama_cpp(folder, row, batch, kind))
@@ -76,15 +76,16 @@ def cases(wanted: Sequence[str], *, rounds: int, batch: int) -> Iterator[Case]:
             )
 
 
-def _write_prompts(file: Path, count: int) -> None:
-    """Pieces of the Python language reference, all different."""
+def write_prompts(folder: Path, row: str) -> None:
+    """The prompts of a row: pieces of the Python language reference, all different."""
     words = "\n".join(pydoc_data.topics.topics.values()).split()
-    lines = [" ".join(words[n * _WORDS : (n + 1) * _WORDS]) for n in range(count)]
-    file.write_text("\n".join(lines) + "\n")
+    lines = [" ".join(words[n * _WORDS : (n + 1) * _WORDS]) for n in range(ROWS[row])]
+    (folder / f"{row}.txt").write_text("\n".join(lines) + "\n")
 
 
-def _ours(folder: Path, name: str, batch: int) -> Child:
-    return _python(
+def our_command(folder: Path, name: str, batch: int) -> tuple[str, ...]:
+    """What Python runs to answer a row's prompts."""
+    return (
         *("-m", "mmqa_jax.cli", "prompt", "--raw", f"--model={folder / 'model'}", "--no_cache"),
         *(f"--prompts={folder / name}.txt", f"--out={folder / name}.ours.jsonl"),
         *(f"--config.engine.slots={batch}", "--config.engine.length=512"),
