@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.batches.packing import Example, RawExample, RawSource, SourceTokens, clean
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.decode import BrokenPictures
@@ -88,13 +86,8 @@ class SourceReader:
             ("without region features", getattr(self.regions, "missing", None)),
             ("that cannot be decoded", getattr(self.pictures, "broken", None)),
         ):
-            if counter is None or not counter.count:
-                continue
-            print(
-                f"pictures {kind}, read as their captions alone: {counter.count} "
-                f"({first_names(counter.names)}).",
-                file=sys.stderr,
-            )
+            if counter is not None:
+                counter.warn(f"pictures {kind}, read as their captions alone")
 
     def look_ahead(self, rows: Iterable[int]) -> None:
         """Called with the sources of a batch (-1: none) before they are read one by one."""

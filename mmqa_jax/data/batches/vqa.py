@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.batches.feed import (
     Batches,
@@ -272,12 +270,7 @@ class QuestionPictures:
 
     def warn_missing(self) -> None:
         """Says on stderr how many pictures could not be decoded."""
-        if self.missing.count:
-            print(
-                f"pictures that cannot be decoded, left out: {self.missing.count} "
-                f"({first_names(self.missing.names)}).",
-                file=sys.stderr,
-            )
+        self.missing.warn("pictures that cannot be decoded, left out")
 
     def _is_picture(self, row: int) -> bool:
         return self.store.corpus.sources[row].image is not None

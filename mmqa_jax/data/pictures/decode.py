@@ -29,6 +29,7 @@ import dataclasses
 import functools
 import io
 import os
+import sys
 from collections.abc import Callable
 from typing import Literal
 
@@ -87,6 +88,11 @@ class BrokenPictures:
     @property
     def count(self) -> int:
         return len(self.reasons)
+
+    def warn(self, what: str) -> None:
+        """Says on stderr how many pictures there are of a kind, such as `pictures left out`."""
+        if self.count:
+            print(f"{what}: {self.count} ({first_names(self.names)}).", file=sys.stderr)
 
     def add(self, name: str, reason: str) -> None:
         """Counts picture `name` once; raises RunError with the names above the limit."""

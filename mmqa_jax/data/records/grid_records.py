@@ -9,7 +9,6 @@ import abc
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 
 from mmqa_jax.core.array_pickle import read_npz
-from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import REGIONS, RegionRecords
@@ -185,12 +184,7 @@ class PictureFeatures(abc.ABC):
 
     def warn_missing(self) -> None:
         """Says on stderr how many pictures had no features."""
-        if self.missing.count:
-            print(
-                f"pictures without features, read as zeros: {self.missing.count} "
-                f"({first_names(self.missing.names)}).",
-                file=sys.stderr,
-            )
+        self.missing.warn("pictures without features, read as zeros")
 
     @abc.abstractmethod
     def _vectors(self, array: np.ndarray, where: str) -> Float32[np.ndarray, "n F"]:
