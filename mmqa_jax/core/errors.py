@@ -6,6 +6,7 @@ docstrings name other exceptions alone.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,6 +23,20 @@ class UserError(Exception):
 
 class RunError(Exception):
     """The run itself failed: non-finite loss, too many broken pictures (exit code 1)."""
+
+
+def import_optional(module: str, what: str, extra: str, package: str = "") -> Any:
+    """Imports a module that only `what` needs; UserError where its package is missing.
+
+    `extra`, of pyproject.toml, has the package, whose name may differ from the module's.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(
+            f"{what} needs the package {package or module.partition('.')[0]}; install it with "
+            f"`pip install 'mmqa-jax[{extra}]'`."
+        ) from error
 
 
 def first_names(names: Iterable[str], most: int = 5) -> str:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmqa_jax.core.checkpoints.checksums import SUMS, check_sums, write_sums
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.files import settle
 from mmqa_jax.data.schema import Source
 
@@ -61,14 +61,8 @@ class SourceRow(NamedTuple):
 
 def arrow() -> ModuleType:
     """pyarrow; UserError where it is not installed."""
-    try:
-        import pyarrow
-        import pyarrow.ipc
-    except ImportError as error:
-        raise UserError(
-            "sources on disk: need the package pyarrow; run `pip install 'mmqa-jax[wikipedia]'`."
-        ) from error
-    return pyarrow
+    import_optional("pyarrow.ipc", "sources on disk: reading them", "wikipedia")
+    return import_optional("pyarrow", "sources on disk: reading them", "wikipedia")
 
 
 def shard_name(number: int) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 import regex
 from jaxtyping import Int64
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 
 VERSION = 1  # of the words of a text; raised when they change, so that no index is of both
 _SEEN = "LMN"  # first letters of the categories whose characters words are made of
@@ -190,16 +190,10 @@ def stop_words(language: str, of_questions: bool = False) -> frozenset[str]:
 
 @functools.cache
 def _stemmer(language: str) -> Callable[[list[str]], list[str]]:
-    try:
-        import Stemmer
-    except ImportError as error:
-        raise UserError(
-            "--stemming: needs the package PyStemmer; install it with `pip install "
-            "'mmqa-jax[stemming]'`."
-        ) from error
-    if language not in Stemmer.algorithms():
+    stemmers = import_optional("Stemmer", "--stemming:", "stemming", "PyStemmer")
+    if language not in stemmers.algorithms():
         raise UserError(
             f"--language={language}: there is no stemmer of it; name one of "
-            f"{', '.join(Stemmer.algorithms())}, or leave --stemming out."
+            f"{', '.join(stemmers.algorithms())}, or leave --stemming out."
         )
-    return Stemmer.Stemmer(language).stemWords
+    return stemmers.Stemmer(language).stemWords

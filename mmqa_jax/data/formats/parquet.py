@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes, check_unpacked
 
@@ -236,16 +236,9 @@ def parquet_columns(path: Path) -> list[str]:
 
 
 def _open(path: Path, dictionaries: Sequence[str] = ()) -> Any:
+    parquet = import_optional("pyarrow.parquet", f"{path}: reading Parquet", "parquet")
     try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        raise UserError(
-            f"{path}: reading Parquet needs the package pyarrow; install it with "
-            "`pip install 'mmqa-jax[parquet]'`."
-        ) from error
-    try:
-        return pyarrow.parquet.ParquetFile(path, read_dictionary=list(dictionaries))
+        return parquet.ParquetFile(path, read_dictionary=list(dictionaries))
     except Exception as error:  # names of columns that are no UTF-8, beside Arrow's own errors
         raise _damaged(path, error) from error
 

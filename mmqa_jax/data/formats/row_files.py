@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.files import decode_text, parse_json
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.formats.chats import MESSAGES, TOOLS, conversation
@@ -273,13 +273,7 @@ class _Saved:
     """Opens what `datasets.Dataset.save_to_disk` wrote; its files are mapped into memory."""
 
     def __init__(self, raw: Path, columns: Mapping[str, str]):
-        try:
-            import datasets
-        except ImportError as error:
-            raise UserError(
-                f"{raw}: reading saved data sets needs the package datasets; run "
-                "`pip install 'mmqa-jax[hf]'`."
-            ) from error
+        datasets = import_optional("datasets", f"{raw}: reading saved data sets", "hf")
         try:
             opened = datasets.load_from_disk(str(raw))
         except Exception as error:  # the library raises all kinds for broken files

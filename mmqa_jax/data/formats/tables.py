@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.files import atomic_write, read_text
 
 SUFFIXES = (".tsv", ".xlsx")
@@ -58,7 +58,7 @@ def read_table(path: Path, needed: Sequence[str]) -> list[tuple[str, dict[str, s
 
 def write_spreadsheet(path: Path, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """Writes one sheet, the file whole or not at all; None is an empty cell."""
-    openpyxl = _openpyxl(path)
+    openpyxl = import_optional("openpyxl", f"{path}: a spreadsheet", "xlsx")
     from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 
     book = openpyxl.Workbook(write_only=True)
@@ -92,7 +92,7 @@ def _separated(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 
 def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
-    openpyxl = _openpyxl(path)
+    openpyxl = import_optional("openpyxl", f"{path}: a spreadsheet", "xlsx")
     try:
         with open(path, "rb") as file:
             book = openpyxl.load_workbook(file, read_only=True, data_only=True)
@@ -108,19 +108,6 @@ def _spreadsheet(path: Path) -> Iterator[tuple[int, list[str]]]:
             f"{path}: cannot be read as a spreadsheet ({' '.join(str(error).split()):.100}); save "
             "it as .xlsx, or as tab-separated .tsv."
         ) from error
-
-
-def _openpyxl(path: Path) -> Any:
-    """The module, or UserError with what installs it."""
-    try:
-        import openpyxl
-        import openpyxl.cell
-    except ImportError as error:
-        raise UserError(
-            f"{path}: a spreadsheet needs the package openpyxl; install it with "
-            "`pip install 'mmqa-jax[xlsx]'`."
-        ) from error
-    return openpyxl
 
 
 def _text(cell: Any) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import importlib.util
 import math
 import os
 import resource
@@ -23,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.paths import read_ranges, scheme_of
 
@@ -49,11 +48,7 @@ class RemoteRecords:
     """The records of several files in order, by number. Safe to share between threads."""
 
     def __init__(self, shards: Sequence[RemoteShard]):
-        if importlib.util.find_spec("zstandard") is None:
-            raise UserError(
-                f"{shards[0].name}: needs the package zstandard; install it with `pip install "
-                f"'mmqa-jax[{scheme_of(shards[0].name)}]'`."
-            )
+        import_optional("zstandard", f"{shards[0].name}:", scheme_of(shards[0].name) or "gs")
         self._shards = shards
         self._firsts = np.cumsum([0, *(shard.records for shard in shards)])
         self._most_bytes = _most_bytes()

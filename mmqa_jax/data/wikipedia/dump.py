@@ -12,7 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from types import ModuleType
 from typing import Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.data.articles import ENGLISH, Article, PassageOptions, Section, page_url
 from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.wikipedia.streams import LONGEST_LINE, InputFile, Item, Stream, article_item
@@ -211,14 +211,7 @@ _SWITCHES = re.compile(r"__[A-Z]+__")  # __NOTOC__
 
 def parser() -> ModuleType:
     """mwparserfromhell; UserError where it is not installed."""
-    try:
-        import mwparserfromhell
-    except ImportError as error:
-        raise UserError(
-            "wikipedia: reading a dump needs the package mwparserfromhell; run "
-            "`pip install 'mmqa-jax[wikipedia]'`."
-        ) from error
-    return mwparserfromhell
+    return import_optional("mwparserfromhell", "wikipedia: reading a dump", "wikipedia")
 
 
 def plain_sections(wikitext: str, not_text: Sequence[str]) -> list[Section]:

@@ -9,13 +9,11 @@ inner products are cosines. Questions have to be embedded by the encoder that ma
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import check_embeddings
@@ -26,7 +24,7 @@ _BLOCK = 65_536  # rows that are read from disk together
 
 def check_export(folder: Path, ids: Sequence[str]) -> None:
     """UserError if an export cannot be written there: before the vectors are read."""
-    _faiss()
+    import_optional("faiss", "--export=faiss:", "faiss", "faiss-cpu")
     check_out(folder, folder=True)
     for name in (IDS, INDEX):
         check_out(folder / name)
@@ -55,7 +53,7 @@ def export_faiss(folder: str | os.PathLike, embeddings: Embeddings, ids: Sequenc
             "embedded."
         )
     check_export(folder, ids)
-    faiss = _faiss()
+    faiss = import_optional("faiss", "--export=faiss:", "faiss", "faiss-cpu")
     index = faiss.IndexFlatIP(dim)
     for start in range(0, rows, _BLOCK):
         index.add(embeddings.vectors[start : start + _BLOCK])
@@ -63,12 +61,3 @@ def export_faiss(folder: str | os.PathLike, embeddings: Embeddings, ids: Sequenc
         file.writelines(f"{name}\n" for name in ids)
     with atomic_write(folder / INDEX, "wb") as file:
         faiss.write_index(index, faiss.PyCallbackIOWriter(file.write))
-
-
-def _faiss() -> Any:
-    try:
-        return importlib.import_module("faiss")
-    except ImportError as error:
-        raise UserError(
-            '--export=faiss: needs the package faiss-cpu; run `pip install "mmqa-jax[faiss]"`.'
-        ) from error
