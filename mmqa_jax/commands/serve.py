@@ -37,6 +37,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "folders of LoRA runs, or of PEFT; a batch mixes them",
     )
     flags.add_reading(parser, "a finished demo's workdir, or that of a row of `mmqa run`")
+    parser.add_argument(
+        "--also",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="FOLDER,...",
+        help="further folders beside --data: choices of the page, models `passages:NAME` and "
+        "`search:NAME` of the API",
+    )
     default = ServeOptions()
     parser.add_argument(
         "--host", default=default.host, help=f"address to listen at ({default.host})"
@@ -56,6 +64,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("http", "stdio"),
         help="tools over the sources for assistants (search, open_page, read, cite, ask), by the "
         "Model Context Protocol: at /mcp beside the page, or over stdin and stdout alone",
+    )
+    parser.add_argument(
+        "--follow_up",
+        choices=("joined", "rewritten", "alone"),
+        default=default.follow_up,
+        help="how the folder is searched for a question behind others: joined with the last of "
+        f"them, rewritten by the reader, or alone ({default.follow_up})",
     )
     parser.add_argument(
         "--origins",
@@ -135,6 +150,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
             name,
             options,
             data=flags.optional_path(arguments.data),
+            also=[Path(folder) for folder in arguments.also],
             workdir=flags.optional_path(arguments.workdir),
             cache=flags.optional_path(arguments.cache),
             folder=flags.folder_options(arguments),
@@ -173,10 +189,12 @@ def _adapters(arguments: argparse.Namespace) -> dict[str, str]:
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     flags.check_reading(arguments)
-    for flag in ("data", "workdir"):
-        value = getattr(arguments, flag)
+    named = [("data", arguments.data), ("workdir", arguments.workdir)]
+    for flag, value in [*named, *(("also", folder) for folder in arguments.also)]:
         if value is not None and not Path(value).is_dir():
             raise UserError(f"--{flag}={value}: no such folder; check the path.")
+    if arguments.also and arguments.data is None:
+        raise UserError("--also: names folders beside --data; give the first one as --data.")
     if arguments.backend == "openai" and arguments.data is None:
         raise UserError(
             "--backend=openai: reads the passages of --data=FOLDER; a server's own API is served "

@@ -41,7 +41,8 @@ from mmqa_jax.decoding.requests import (
     TooLong,
     check_end_ids,
 )
-from mmqa_jax.decoding.sampling import parameters_of
+from mmqa_jax.decoding.sampling import TopLogprobs, parameters_of
+from mmqa_jax.decoding.shaping import shaping_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, for_kinds, scans
 from mmqa_jax.models.llama.lora import Additions, add_adapters
@@ -147,6 +148,7 @@ class Engine:
     def _allocate(self, config: EngineConfig) -> None:
         model, whole = for_length(self._model, config.length), self._whole
         self.config = config = for_kinds(config, model.config)
+        self._vocab_size = model.config.vocab_size
         draft = self._draft and for_length(self._draft, config.length)
         self._runner = SlotRunner(model, config, self.mesh, draft)
         self._tokenizer = scheduler.RequestTokenizer(
@@ -547,7 +549,11 @@ class Engine:
             for row, sequence in begun.items():
                 prompt = sequence.request.prompt
                 text[row, : len(prompt)] = marked(prompt)
-        return self._runner.begin(hidden, lengths, rows, positions, parameters, shifts, text)
+        shaping = shaping_of(
+            count, {row: sequence.shape for row, sequence in begun.items()}, self._vocab_size
+        )
+        inputs = hidden, lengths, rows, positions, parameters, shifts, text, shaping
+        return self._runner.begin(*inputs)
 
     def _score(
         self,
@@ -566,38 +572,50 @@ class Engine:
     def _decode(self, active: dict[int, scheduler.GeneratedSequence]) -> list[AnySequence]:
         """Starts a step of all slots and reads the previous one; returns what that one finished.
 
-        The device then does not wait for the host. A slot whose sequence was finished by the
+        The device then does not wait for the host. Where an answer's shape depends on its last
+        token, the previous step is read first. A slot whose sequence was finished by the
         previous step decodes one token too many, which is not read; whoever gets its pages next
         writes them after that.
         """
         began = time.perf_counter()
+        finished = []
+        if any(sequence.shape for sequence in active.values()):
+            finished += self._read_step(active)
         # A sequence whose last token is still unread is not decoded further.
         rows = {slot: sequence for slot, sequence in active.items() if sequence.undecoded > 0}
-        unread = self._unread
-        self._unread = None
+        started = None
         if rows:
             mask = np.isin(np.arange(self.config.slots), list(rows))
             # As far as they come if this step and the unread one write all that they take.
             beyond = 2 * (self.config.speculate - 1)
             columns = max(sequence.columns for sequence in rows.values()) + beyond
             adapters = self._numbers(self.config.slots, rows)
-            self._unread = rows, self._runner.step(mask, columns, adapters)
+            shapes = {slot: sequence.shape for slot, sequence in rows.items()}
+            shaping = shaping_of(self.config.slots, shapes, self._vocab_size)
+            started = rows, self._runner.step(mask, columns, adapters, shaping)
             for sequence in rows.values():
                 sequence.undecoded -= 1
             self.throughput.steps += 1
-        finished = []
-        if unread is not None:
-            rows, output = unread
-            rows = {slot: sequence for slot, sequence in rows.items() if not sequence.finish}
-            before = sum(len(sequence.tokens) for sequence in rows.values())
-            finished = self._append_tokens(rows, *jax.device_get(output))
-            written = sum(len(sequence.tokens) for sequence in rows.values()) - before
-            self.throughput.decode_tokens += written
-            self.throughput.turns += len(rows)
+        finished += self._read_step(active)
+        self._unread = started
+        self.throughput.decode_seconds += time.perf_counter() - began
+        return finished
+
+    def _read_step(self, active: dict[int, scheduler.GeneratedSequence]) -> list[AnySequence]:
+        """Reads the step that is not read yet, if there is one; returns what it finished, which is
+        active no more."""
+        if self._unread is None:
+            return []
+        (rows, output), self._unread = self._unread, None
+        rows = {slot: sequence for slot, sequence in rows.items() if not sequence.finish}
+        before = sum(len(sequence.tokens) for sequence in rows.values())
+        finished = self._append_tokens(rows, *jax.device_get(output))
+        written = sum(len(sequence.tokens) for sequence in rows.values()) - before
+        self.throughput.decode_tokens += written
+        self.throughput.turns += len(rows)
         for sequence in finished:
             del active[sequence.slot]
             self._pool.release(sequence.slot)
-        self.throughput.decode_seconds += time.perf_counter() - began
         return finished
 
     def _numbers(self, count: int, rows: Mapping[int, AnySequence]) -> np.ndarray | None:
@@ -613,22 +631,25 @@ class Engine:
         self,
         rows: Mapping[int, scheduler.GeneratedSequence],
         tokens: np.ndarray,
-        logprobs: np.ndarray,
+        logprobs: np.ndarray | TopLogprobs,
     ) -> list[AnySequence]:
         """Gives every sequence the token, or tokens, of its row; returns those that it finished.
 
         Args:
           tokens: int [R], or [R, L] with -1 behind the last one.
-          logprobs: float, of each.
+          logprobs: float, of each, and of the likeliest in its place where some rows are shaped.
         """
         finished: list[AnySequence] = []
-        tokens, logprobs = (x.reshape(len(x), -1).tolist() for x in (tokens, logprobs))
+        top = logprobs if isinstance(logprobs, TopLogprobs) else None
+        chosen = logprobs if top is None else top.chosen
+        tokens, logprobs = (x.reshape(len(x), -1).tolist() for x in (tokens, chosen))
         for row, sequence in rows.items():
             for number, token in enumerate(tokens[row]):
                 if token < 0 or (number and sequence.finish):
                     break
                 sequence.undecoded -= number > 0  # the first is the one that was started
-                if sequence.append(token, logprobs[row][number]):
+                likeliest = _likeliest(top, row, number) if top and sequence.shape else ()
+                if sequence.append(token, logprobs[row][number], likeliest):
                     finished.append(sequence)
                 if self._on_token is not None and sequence.finish != scheduler.CANCELLED:
                     self._on_token(sequence)
@@ -656,6 +677,12 @@ def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
             f"engine.weights={config.weights}: the model holds no matrices in codes; open it by "
             "`load_in_codes` from a checkpoint that is published so, or set it to given."
         )
+
+
+def _likeliest(top: TopLogprobs, row: int, number: int) -> list[Likeliest]:
+    """The likeliest tokens in the place of a row's token; arrays are [R, K], or [R, L, K]."""
+    tokens, logprobs = (x.reshape(len(x), -1, x.shape[-1])[row, number].tolist() for x in top[1:])
+    return list(map(Likeliest, tokens, logprobs))
 
 
 def _is_cancelled(sequence: AnySequence) -> bool:

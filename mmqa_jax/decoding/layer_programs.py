@@ -21,6 +21,7 @@ from mmqa_jax.decoding.kv_cache import (
     seen_whole,
     tokens_in,
 )
+from mmqa_jax.decoding.sampling import Shaping
 from mmqa_jax.decoding.slots import Slots, step_ends, token_rows
 from mmqa_jax.decoding.speculation import proposals
 from mmqa_jax.models.llama.network import LayerTraits, Llama
@@ -56,8 +57,8 @@ def encode_and_step(
       traits: of its layers.
       speculate: tokens of a slot in a step, where nothing proposes them from outside.
       embed: (model, tokens, patches) -> [R, L, H], and what deepstack adds or None.
-      next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed) -> what
-        a step returns after its cache.
+      next_tokens: (model, slots, normed hidden states [R, 1, H], active, sampled, proposed,
+        shaping) -> what a step returns after its cache.
       options: of the compiler.
     """
     options = tuple(sorted((options or {}).items()))
@@ -79,6 +80,7 @@ def encode_and_step(
         _: int,
         sampled: bool | None,
         proposed: jax.Array | None = None,
+        shaping: Shaping | None = None,
     ):
         inputs = (of_slots, table, active, adapters, proposed)
         x, of_tokens, proposed = _enter_step(
@@ -86,7 +88,7 @@ def encode_and_step(
         )
         x, cache = run_layers(state.layers, x, cache, of_tokens, traits, program=layer)
         options = {"graphdef": graphdef, "next_tokens": next_tokens, "sampled": sampled}
-        return cache, *leave_step(state.outer, of_slots, x, active, proposed, **options)
+        return cache, *leave_step(state.outer, of_slots, x, active, proposed, shaping, **options)
 
     return encode, step
 
@@ -161,13 +163,14 @@ def _leave_step(
     x: jax.Array,
     active: jax.Array,
     proposed: jax.Array | None,
+    shaping: Shaping | None,
     *,
     graphdef: nnx.GraphDef,
     next_tokens: Callable,
     sampled: bool | None,
 ) -> Any:
     model = nnx.merge(graphdef, outer)
-    return next_tokens(model, of_slots, model.norm(x), active, sampled, proposed)
+    return next_tokens(model, of_slots, model.norm(x), active, sampled, proposed, shaping)
 
 
 @functools.cache

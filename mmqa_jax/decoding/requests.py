@@ -10,6 +10,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 
+MOST_TOP = 20  # likeliest tokens in a place, as many as OpenAI's API names
 MOST_DRAWS = 10_000  # continuations of one request, each of which has its own row of the cache
 _INT32 = 2**31 - 1  # the engine's arrays hold int32
 _LEAST = 1e-6  # a temperature; logits divided by less exceed float32
@@ -31,7 +32,8 @@ class Request:
 
     `temperature` 0 is greedy decoding; otherwise tokens are drawn from softmax(logits /
     temperature), of which `top_k` (0: all) and then `top_p` keep the most probable, including ties
-    (in transformers' order). `n` draws are independent; `beams` above 0 is beam search instead, of
+    (in transformers' order), and `min_p` those of at least this share of the likeliest one's
+    probability. `n` draws are independent; `beams` above 0 is beam search instead, of
     which the `n` best are returned. The answer depends only on this request and its `seed`: not
     on other requests, its slot or its order.
     """
@@ -52,6 +54,13 @@ class Request:
     images: Sequence[np.ndarray] = ()  # uint8 as the model takes them, one each; see
     # `PictureConfig.expected_pixels`
     adapter: str = ""  # one of the engine's adapters; "": the model alone
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens of prompt and answer, see `sampling.shaped`
+    presence_penalty: float = 0.0  # of tokens of the answer
+    frequency_penalty: float = 0.0  # of these, each time
+    logit_bias: Sequence[tuple[int, float]] = ()  # of tokens
+    top_logprobs: int = 0  # how many of the likeliest tokens the result has in each place
+    grammar: str = ""  # of the answer, in llguidance's Lark; "": any text
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -84,8 +93,45 @@ class Request:
             _refuse(self.id, "beams", self.beams, "0 with pictures")
         if self.beams and self.logprobs:
             _refuse(self.id, "logprobs", True, "False with beams; `score` gives them")
+        self._check_shape()
         if self.n > 1 and not self.beams and not self.temperature:
             _refuse(self.id, "n", self.n, "1 for greedy decoding; set a temperature or beams")
+
+    def _check_shape(self) -> None:
+        if not 0.0 <= self.min_p <= 1.0:
+            _refuse(self.id, "min_p", self.min_p, "a share from 0 to 1")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            _refuse(self.id, "repetition_penalty", self.repetition_penalty, "above 0, up to 100")
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -100.0 <= getattr(self, name) <= 100.0:
+                _refuse(self.id, name, getattr(self, name), "-100 to 100")
+        if not 0 <= self.top_logprobs <= MOST_TOP:
+            _refuse(self.id, "top_logprobs", self.top_logprobs, f"0 to {MOST_TOP}")
+        for token, bias in self.logit_bias:
+            if not (0 <= token <= _INT32 and -100.0 <= bias <= 100.0):
+                _refuse(self.id, "logit_bias", {token: bias}, "tokens' ids with -100 to 100 each")
+        if self.beams and self.is_shaped:
+            _refuse(self.id, "beams", self.beams, "0 with penalties, a bias, or a grammar")
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether its logits are changed, or looked at beside the chosen ones."""
+        return bool(
+            self.min_p
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.top_logprobs
+            or self.grammar
+        )
+
+
+class Likeliest(NamedTuple):
+    """A token that is likely in some place, and its log-probability."""
+
+    token: int
+    logprob: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +147,8 @@ class Candidate:
     finish: str  # "end" (end token), "stop" (stop string) or "length" (max_new_tokens)
     thinking: str = ""  # what a server gives apart from the text
     thinking_tokens: int | None = None  # before the answer; None: there are none, or not counted
+    # The likeliest tokens in the place of each of `tokens`, as many as the request names.
+    likeliest: tuple[tuple[Likeliest, ...], ...] = dataclasses.field(default=(), compare=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,13 +182,6 @@ class Scoring:
             _refuse(self.id, "continuations", "mixed", "all texts or all token ids, as the prompt")
         if not self.continuations:
             _refuse(self.id, "continuations", "empty", "at least one")
-
-
-class Likeliest(NamedTuple):
-    """The likeliest token in some place, and its log-probability."""
-
-    token: int
-    logprob: float
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.decoding.requests import Request
+from mmqa_jax.decoding.requests import MOST_TOP, Request
 
 
 @flax.struct.dataclass
@@ -21,6 +22,33 @@ class SamplingParameters:
     top_k: jax.Array  # int32; 0 keeps all
     top_p: jax.Array  # float32 in (0, 1]
     key: jax.Array  # uint32 [S, 2]: a row's seed, see `draw_key`
+
+
+@flax.struct.dataclass
+class Shaping:
+    """What changes the logits of rows before a token is chosen, [S, ...] each.
+
+    A row that asks for nothing has zeros, ones as `repetition` and in all bits of `allowed`.
+    """
+
+    bias: jax.Array  # float32 [S, V]: added
+    seen: (
+        jax.Array
+    )  # int32 [S, V]: 0 of tokens that the text lacks, else 1 + times they were written
+    allowed: jax.Array  # uint32 [S, ceil(V / 32)]: bits of the tokens that may come next
+    repetition: jax.Array  # float32 [S]
+    presence: jax.Array  # float32 [S]
+    frequency: jax.Array  # float32 [S]
+    min_p: jax.Array  # float32 [S]: of the likeliest token's probability
+    is_shaped: jax.Array  # bool [S]
+
+
+class TopLogprobs(NamedTuple):
+    """Log-probabilities under softmax(logits), which no shaping has changed."""
+
+    chosen: jax.Array  # float32 [S]
+    tokens: jax.Array  # int32 [S, MOST_TOP]: the likeliest
+    of_tokens: jax.Array  # float32 [S, MOST_TOP]: theirs
 
 
 def draw_key(seed: int, draw: int) -> np.ndarray:
@@ -50,7 +78,8 @@ def choose(
     count: jax.Array,
     active: jax.Array,
     sampled: bool | None = None,
-) -> tuple[jax.Array, jax.Array]:
+    shaping: Shaping | None = None,
+) -> tuple[jax.Array, jax.Array | TopLogprobs]:
     """The next token of every row.
 
     Args:
@@ -60,24 +89,58 @@ def choose(
       active: bool [S], rows whose result is used (the others' may be anything).
       sampled: whether some active row is not greedy; None: found out on the device, which does no
         more than the rows ask for.
+      shaping: of the rows; None: none of them has any.
 
     Returns:
-      Tokens int32 [S], and their log-probabilities float32 [S] under softmax(logits).
+      Tokens int32 [S], and their log-probabilities float32 [S] under softmax(logits), with those of
+      the likeliest tokens where there is shaping.
     """
+    plain, min_p = logits, None
+    if shaping is not None:
+        logits, min_p = shaped(logits, shaping), shaping.min_p
     greedy = logits.argmax(-1)
     samples = active & (parameters.temperature > 0)
 
     def draw(_):
         noise = jax.vmap(_gumbel, (0, 0, None))(parameters.key, count, logits.shape[-1])
-        noisy = _kept(logits, parameters, samples, branch=sampled is None) + noise
+        kept = _kept(logits, parameters, samples, branch=sampled is None)
+        if min_p is not None:
+            kept = jnp.where(
+                kept >= kept.max(-1, keepdims=True) + jnp.log(min_p)[:, None], kept, -jnp.inf
+            )
+        noisy = kept + noise
         return jnp.where(samples, noisy.argmax(-1), greedy)
 
     if sampled is None:
         tokens = jax.lax.cond(samples.any(), draw, lambda _: greedy, None)
     else:
         tokens = draw(None) if sampled else greedy
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return tokens.astype(jnp.int32), chosen - jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(plain, tokens[:, None], axis=1)[:, 0]
+    total = jax.nn.logsumexp(plain, axis=-1)
+    logprobs = chosen - total
+    if shaping is not None:
+        values, likeliest = jax.lax.top_k(plain, min(MOST_TOP, plain.shape[-1]))
+        logprobs = TopLogprobs(logprobs, likeliest, values - total[:, None])
+    return tokens.astype(jnp.int32), logprobs
+
+
+def shaped(logits: jax.Array, shaping: Shaping) -> jax.Array:
+    """Logits [S, V] as vLLM changes them, in its order: tokens that may come, bias, penalties.
+
+    A repeated token's logit is divided by the repetition penalty where it is positive, multiplied
+    where it is not (Keskar et al. 2019); what the model wrote costs its presence once, and its
+    frequency each time.
+    """
+    bit = jnp.arange(32, dtype=jnp.uint32)
+    bits = (shaping.allowed[:, :, None] >> bit) & 1  # [S, W, 32]
+    allowed = bits.reshape(len(logits), -1)[:, : logits.shape[-1]] > 0
+    scores = logits + shaping.bias
+    repetition = jnp.where(shaping.seen > 0, shaping.repetition[:, None], 1.0)
+    scores = jnp.where(scores > 0, scores / repetition, scores * repetition)
+    written = jnp.maximum(shaping.seen - 1, 0)
+    scores = scores - shaping.frequency[:, None] * written
+    scores = scores - shaping.presence[:, None] * (written > 0)
+    return jnp.where(allowed, scores, -jnp.inf)
 
 
 def _kept(

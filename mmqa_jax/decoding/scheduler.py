@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.chunks import Buckets, Chunk, split
 from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.page_pool import Prefix
+from mmqa_jax.decoding.shaping import Grammars, ShapedAnswer
 from mmqa_jax.weights.registry import nouns
 
 Pictures = Mapping[int, np.ndarray]  # by number, see PatchIds
@@ -89,6 +90,8 @@ class GeneratedSequence(SlotSequence):
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.finish = ""  # "end", "stop", "length" or CANCELLED
+        self.shape = request.shaped()
+        self.likeliest: list[tuple[requests.Likeliest, ...]] = []
         stops = request.original.stop
         self._stop_detector = requests.StopDetector(request.tokenizer, stops) if stops else None
 
@@ -102,10 +105,15 @@ class GeneratedSequence(SlotSequence):
         """Columns of its slot that are in use after the next decode step to be started."""
         return self.chunks[-1].end + self.request.original.max_new_tokens - self.undecoded
 
-    def append(self, token: int, logprob: float) -> bool:
-        """Adds the next token; true if it was the last."""
+    def append(
+        self, token: int, logprob: float, likeliest: Sequence[requests.Likeliest] = ()
+    ) -> bool:
+        """Adds the next token, and the likeliest in its place; true if it was the last."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        if self.shape is not None:
+            self.shape.push(token)
+            self.likeliest.append(tuple(likeliest[: self.request.original.top_logprobs]))
         if self.finish == CANCELLED:
             return True
         if token in self.request.end_ids:
@@ -131,8 +139,9 @@ class TokenizedRequest:
         shifts: np.ndarray | None = None,
         adapter: int = 0,
         sight: str = "causal",
+        shaped: Callable[[], ShapedAnswer | None] = lambda: None,
     ):
-        self.adapter = adapter
+        self.adapter, self.shaped = adapter, shaped
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
         chunks = split(prompt, buckets, adapter=adapter, sight=sight, prompt=len(prompt))
@@ -150,7 +159,10 @@ class TokenizedRequest:
         text, count = self._text(sequence.tokens, sequence.finish)
         logprobs = tuple(sequence.logprobs) if self.original.logprobs else None
         total = math.fsum(sequence.logprobs[:count])
-        return requests.Candidate(text, tuple(sequence.tokens), total, logprobs, sequence.finish)
+        return requests.Candidate(
+            text, tuple(sequence.tokens), total, logprobs, sequence.finish,
+            likeliest=tuple(sequence.likeliest),
+        )  # fmt: skip
 
     def _text(self, tokens: Sequence[int], finish: str) -> tuple[str | None, int]:
         """The text without end token and stop string, and how many tokens make it."""
@@ -335,6 +347,7 @@ class RequestTokenizer:
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
         self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
         self._sight = "causal" if patches is None else patches.sight
+        self._grammars = Grammars(tokenizer, end_ids)
 
     def tokenize(
         self, request: requests.Request | requests.Scoring
@@ -367,7 +380,25 @@ class RequestTokenizer:
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
         sizes = self._tokenizer, self._end_ids, self._buckets
-        return TokenizedRequest(request, prompt, pictures, *sizes, shifts, adapter, self._sight)
+        rest = shifts, adapter, self._sight, self._shaped(request, prompt)
+        return TokenizedRequest(request, prompt, pictures, *sizes, *rest)
+
+    def _shaped(
+        self, request: requests.Request, prompt: Sequence[int]
+    ) -> Callable[[], ShapedAnswer | None]:
+        """Makes the shapes of the draws of a request, which is checked here."""
+        if not request.is_shaped:
+            return lambda: None
+        for token, _ in request.logit_bias:
+            if token >= self._vocab_size:
+                raise UserError(
+                    f"request {request.id!r}: logit_bias has the token {token}, expected 0 to "
+                    f"{self._vocab_size - 1}; use the model's own ids."
+                )
+        matcher = self._grammars.matcher(request.grammar) if request.grammar else None
+        return lambda: ShapedAnswer(
+            request, prompt, self._vocab_size, matcher and matcher.deep_copy()
+        )
 
     def _scoring(self, request: requests.Scoring, adapter: int) -> TokenizedScoring:
         if isinstance(request.prompt, str):

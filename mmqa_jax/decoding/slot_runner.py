@@ -22,7 +22,7 @@ from mmqa_jax.decoding import kv_cache, layered_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
-from mmqa_jax.decoding.sampling import SamplingParameters, choose
+from mmqa_jax.decoding.sampling import SamplingParameters, Shaping, TopLogprobs, choose
 from mmqa_jax.decoding.slots import (
     Slots,
     of_active,
@@ -346,18 +346,23 @@ class Programs:
             return forward(model, embedded, cache, ends=ends, rows=rows, **of_chunk)
 
         def begin(
-            state, slots, hidden, lengths, rows, positions, parameters, shifts, text, sampled
-        ):
+            state, slots, hidden, lengths, rows, positions, parameters, shifts, text, sampled,
+            shaping=None,
+        ):  # fmt: skip
             logits = nnx.merge(graphdef, state).logits(last_token(hidden, lengths))
             zeros = jnp.zeros_like(rows)
-            token, logprob = choose(logits, parameters, zeros, rows < config.slots, sampled)
+            begun = rows < config.slots
+            token, logprob = choose(logits, parameters, zeros, begun, sampled, shaping)
             if text is not None:
                 text = jnp.where(jnp.arange(columns) == positions[:, None], token[:, None], text)
             fresh = Slots(token, positions, zeros + 1, parameters, shifts, text)
             slots = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), slots, fresh)
             return slots, token, logprob
 
-        def step(state, cache, slots, table, active, adapters, limit, sampled, proposed=None):
+        def step(
+            state, cache, slots, table, active, adapters, limit, sampled, proposed=None,
+            shaping=None,
+        ):  # fmt: skip
             model = nnx.merge(graphdef, state)
             proposed = proposals(slots, config.speculate) if proposed is None else proposed
             if self.of_rows:
@@ -394,7 +399,7 @@ class Programs:
                     implementation=of_step,
                     mesh=mesh,
                 )
-            return cache, *next_tokens(model, slots, hidden, active, sampled, proposed)
+            return cache, *next_tokens(model, slots, hidden, active, sampled, proposed, shaping)
 
         def score(state, hidden, rows, offsets, targets):
             predicting = by_rows(hidden[rows, offsets])  # each device some of them
@@ -482,17 +487,18 @@ def next_tokens(
     active: jax.Array,
     sampled: bool | None,
     proposed: jax.Array | None = None,
-) -> tuple[Slots, jax.Array, jax.Array]:
+    shaping: Shaping | None = None,
+) -> tuple[Slots, jax.Array, jax.Array | TopLogprobs]:
     """The slots after a step, their tokens [S] and log-probabilities; hidden is [S, 1, H].
 
     With proposals [S, L - 1] it is [S * L, 1, H] or [S, L, H], and the rest as `kept_tokens` gives
-    it. sampled: see `choose`.
+    it. sampled, shaping: see `choose`.
     """
     if proposed is not None:
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        return kept_tokens(model, slots, hidden, proposed, active, sampled)
+        return kept_tokens(model, slots, hidden, proposed, active, sampled, shaping)
     logits = model.logits(hidden[:, 0])
-    token, logprob = choose(logits, slots.parameters, slots.count, active, sampled)
+    token, logprob = choose(logits, slots.parameters, slots.count, active, sampled, shaping)
     slots = slots.replace(token=token, position=slots.position + 1, count=slots.count + 1)
     return slots, token, logprob
 
@@ -590,7 +596,8 @@ class SlotRunner:
         parameters: SamplingParameters,
         shifts: np.ndarray | None = None,
         text: np.ndarray | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        shaping: Shaping | None = None,
+    ) -> tuple[jax.Array, jax.Array | TopLogprobs]:
         """Draws the first tokens after encoded prompts; their slots are then ready for `step`.
 
         Args:
@@ -601,6 +608,7 @@ class SlotRunner:
           parameters: of the R requests.
           shifts: int32 [R], by how much rotary positions differ from these, with M-RoPE.
           text: int32 [R, T], the prompts by column, where the slots hold it (`text_columns`).
+          shaping: of the R requests; None (another program): none has any.
 
         Returns:
           Tokens [R] and their log-probabilities.
@@ -609,14 +617,19 @@ class SlotRunner:
         self._temperatures[rows[begun]] = parameters.temperature[begun]
         sampled = self._programs.sampled(parameters.temperature[begun])
         inputs = self._put_rows((lengths, rows, positions, parameters, shifts, text))
+        shapings = [] if shaping is None else [self._put_rows(shaping)]
         self._slots, token, logprob = self._run(
-            self._programs.begin, self._outer, self._slots, hidden, *inputs, sampled
+            self._programs.begin, self._outer, self._slots, hidden, *inputs, sampled, *shapings
         )
         return token, logprob
 
     def step(
-        self, active: np.ndarray, columns: int, adapters: np.ndarray | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+        self,
+        active: np.ndarray,
+        columns: int,
+        adapters: np.ndarray | None = None,
+        shaping: Shaping | None = None,
+    ) -> tuple[jax.Array, jax.Array | TopLogprobs]:
         """The next token of every active slot (bool [S]) and its log-probability, [S] each; [S, L]
         with speculation, see `kept_tokens`.
 
@@ -624,17 +637,18 @@ class SlotRunner:
           is one program for each number of pages that is a power of two, and one for all where each
           slot's own columns are read.
         adapters: int32 [S, 1], of the slots, as in `encode`.
+        shaping: of the slots, as in `begin`.
         """
         if self._placed_table is None:
             self._placed_table = self._put_rows(self._table[:-1].copy())
         sampled = self._programs.sampled(self._temperatures[active])
-        active, adapters = self.put((active, adapters))
+        active, adapters, shaping = self.put((active, adapters, shaping))
         proposed = None
         if self._draft is not None:
             of_slots = (self._slots, self._placed_table, active)
             proposed = self._draft.propose(*of_slots, columns, sampled)
         token, logprob = self._step(
-            self._placed_table, active, adapters, columns, sampled, proposed
+            self._placed_table, active, adapters, columns, sampled, proposed, shaping
         )
         return token, logprob
 
@@ -661,11 +675,15 @@ class SlotRunner:
         columns: int,
         sampled: bool | None,
         proposed: jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
+        shaping: Shaping | None = None,
+    ) -> tuple[jax.Array, jax.Array | TopLogprobs]:
         programs = self._programs
         limit = programs.columns if programs.reads_own else programs.read(columns)
         inputs = [self._state, self.cache, self._slots, table, active, adapters, limit, sampled]
-        inputs += [] if proposed is None else [proposed]
+        if shaping is not None:
+            inputs += [proposed, shaping]
+        elif proposed is not None:
+            inputs += [proposed]
         self.cache, self._slots, token, logprob = self._run(programs.step, *inputs)
         return token, logprob
 

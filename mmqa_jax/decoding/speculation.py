@@ -13,7 +13,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from mmqa_jax.decoding.sampling import choose
+from mmqa_jax.decoding.sampling import Shaping, TopLogprobs, choose
 from mmqa_jax.decoding.slots import Slots
 from mmqa_jax.models.llama.network import Llama
 
@@ -62,14 +62,16 @@ def kept_tokens(
     proposed: jax.Array,
     active: jax.Array,
     sampled: bool | None,
-) -> tuple[Slots, jax.Array, jax.Array]:
+    shaping: Shaping | None = None,
+) -> tuple[Slots, jax.Array, jax.Array | TopLogprobs]:
     """The slots after a step of L tokens each, and what it wrote.
 
     Args:
       slots: all slots, S.
       hidden: normed states [S * L, H] of each slot's last token and of those proposed.
       proposed: int32 [S, L - 1].
-      active, sampled: see `sampling.choose`.
+      active, sampled, shaping: see `sampling.choose`; a row that is shaped keeps one token, since
+        the next ones' shape depends on it.
 
     Returns:
       Slots, tokens int32 [S, L], -1 behind the last one that is the model's own, and their
@@ -81,11 +83,13 @@ def kept_tokens(
     def of_tokens(x: jax.Array) -> jax.Array:
         return jnp.repeat(x, length, axis=0)
 
-    parameters = jax.tree.map(of_tokens, slots.parameters)
+    parameters, of_rows = jax.tree.map(of_tokens, (slots.parameters, shaping))
     numbers = (slots.count[:, None] + each).reshape(-1)
-    drawn = choose(model.logits(hidden), parameters, numbers, of_tokens(active), sampled)
-    tokens, logprobs = (x.reshape(count, length) for x in drawn)
+    drawn = choose(model.logits(hidden), parameters, numbers, of_tokens(active), sampled, of_rows)
+    tokens, logprobs = jax.tree.map(lambda x: x.reshape(count, length, *x.shape[1:]), drawn)
     right = jnp.cumprod(tokens[:, :-1] == proposed, axis=1).sum(1)  # [S], how many were right
+    if shaping is not None:
+        right = jnp.where(shaping.is_shaped, 0, right)
     text = slots.text
     if text is not None:
         column = jnp.arange(text.shape[1]) - slots.position[:, None] - 1

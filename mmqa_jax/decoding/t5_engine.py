@@ -143,10 +143,10 @@ class T5Engine:
         """Rejects what cannot be served.
 
         Raises:
-          TooLong, Unanswerable, UserError: as `check_lengths` and `check_one_end`, or a token that
+          TooLong, Unanswerable, UserError: as `check_servable` and `check_one_end`, or a token that
             the model lacks.
         """
-        check_lengths(request, self.config.length)
+        check_servable(request, self.config.length)
         check_one_end(request, self._end_ids)
         answers = request.continuations if isinstance(request, Scoring) else ()
         for ids in (request.prompt, *answers):
@@ -321,13 +321,19 @@ class T5Engine:
         return "end" if tokens[-1] in self._end_ids else "length"
 
 
-def check_lengths(request: Request | Scoring, length: int) -> None:
-    """Rejects a request whose prompt or answer is empty or has more than `length` tokens.
+def check_servable(request: Request | Scoring, length: int) -> None:
+    """Rejects a request whose prompt or answer is empty or has more than `length` tokens, and one
+    whose logits were to be changed.
 
     Raises:
       TooLong: the prompt has more.
       Unanswerable: the prompt, or a continuation, has none.
     """
+    if isinstance(request, Request) and request.is_shaped:
+        raise UserError(
+            f"request {request.id!r}: a T5 has neither min_p, penalties, logit_bias, forms of "
+            "answers nor likeliest tokens but at temperature 0; leave them out, or use a decoder."
+        )
     if not len(request.prompt):
         raise Unanswerable(f"request {request.id!r}: its prompt is empty; give some text.")
     if len(request.prompt) > length:

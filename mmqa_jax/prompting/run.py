@@ -28,7 +28,8 @@ from mmqa_jax.decoding.requests import Candidate, Result, Scores
 from mmqa_jax.prompting import backends
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, answer_all, request_key
 from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
-from mmqa_jax.prompting.backends.openai_requests import Fields, read_chat
+from mmqa_jax.prompting.backends.json_fields import Fields
+from mmqa_jax.prompting.backends.openai_requests import read_chat
 from mmqa_jax.prompting.backends.thinking import (
     WithRoom,
     read_thinking,
@@ -298,6 +299,10 @@ _DECODING = {
     "temperature": _NUMBER,
     "top_k": _INTEGER,
     "top_p": _NUMBER,
+    "min_p": _NUMBER,
+    "repetition_penalty": _NUMBER,
+    "presence_penalty": _NUMBER,
+    "frequency_penalty": _NUMBER,
     "stop": _STRINGS,
     "n": _INTEGER,
     "seed": _INTEGER,

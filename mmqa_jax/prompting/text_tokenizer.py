@@ -88,6 +88,11 @@ class TextTokenizer(MarkedTokenizer):
         """The text of token ids, special tokens spelled out."""
         return self.published.decode(list(ids), skip_special_tokens=False)
 
+    @property
+    def control_ids(self) -> list[int]:
+        """Special tokens, which are no text."""
+        return [n for n, token in self._added.items() if token.special]
+
     def token_bytes(self, token: int) -> bytes:
         """The UTF-8 bytes of a token, which may be a part of a character."""
         spelled = self.published.id_to_token(token) or ""

@@ -24,16 +24,19 @@ class ServeOptions:
       header: seconds in which the header of a request has to arrive.
       upload: seconds in which a body has to arrive; each 64 KiB that arrive add one.
       mcp: whether an assistant finds tools over the sources at /mcp.
+      follow_up: how a folder is searched for a question behind others: joined with the last of
+        them, rewritten by the reader, or alone.
       origins: of pages that may ask, such as https://chat.example.org; "*": of all.
     """
 
     host: str = "127.0.0.1"
     port: int = 8321
     key: str = ""
-    queue: int = 64
+    queue: int = 128
     timeout: float = 120.0
     body: float = 16.0
     header: float = 10.0
     upload: float = 10.0
     mcp: bool = False
+    follow_up: str = "joined"
     origins: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.decoding.requests import TooLong
-from mmqa_jax.prompting.backends.openai_requests import Fields, WrongField
+from mmqa_jax.prompting.backends.json_fields import Fields, WrongField
 from mmqa_jax.serve import LOOPBACK, ServeOptions
 
 _CLIENT_LEFT = 499  # nginx's status; nobody reads it but the metrics

@@ -22,18 +22,29 @@ from mmqa_jax.decoding.online import Pending, TextStream
 from mmqa_jax.decoding.requests import Candidate, Result, Scores, Scoring
 from mmqa_jax.decoding.requests import Request as EngineRequest
 from mmqa_jax.decoding.scheduler import GeneratedSequence
-from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Query, openai_requests
-from mmqa_jax.prompting.backends.openai_requests import Fields
+from mmqa_jax.prompting.backends import (
+    Chat,
+    Completion,
+    Decoding,
+    Message,
+    Query,
+    openai_requests,
+)
+from mmqa_jax.prompting.backends.json_fields import Fields, token_ids
 from mmqa_jax.prompting.backends.served import ServedModel
-from mmqa_jax.prompting.backends.thinking import ThoughtStream, with_thinking_tokens
+from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
 from mmqa_jax.serve import door, responses
 from mmqa_jax.serve.replies import (
     Envelope,
+    MessageReader,
     Token,
+    chat_choice,
     chat_logprobs,
+    choice_piece,
     completion_logprobs,
     embedding,
     finish_of,
+    text_choice,
     tokens_of,
     usage_of,
 )
@@ -91,7 +102,7 @@ class OpenAIApi:
                     logprobs = completion_logprobs(tokens, tokenizer, top=asked.form.top)
                 index, answer = number * len(candidates) + draw, begin + (candidate.text or "")
                 finish = finish_of(candidate.finish)
-                choices.append(_text_choice(index, answer, finish, logprobs=logprobs))
+                choices.append(text_choice(index, answer, finish, logprobs=logprobs))
         self._metrics.tokens(prompt_tokens, new_tokens)
         envelope = Envelope("text_completion", asked.model)
         return JSONResponse(envelope.whole(choices, usage_of(prompt_tokens, new_tokens)))
@@ -122,7 +133,7 @@ class OpenAIApi:
         query = await asyncio.to_thread(_sized, model, asked)
         if asked.form.stream:
             return await self._streamed(
-                query, model, query.decoding, asked.form, asked.model, visit
+                query, model, query.decoding, asked.form, asked.model, visit, calls=asked.calls
             )
         pending = await asyncio.to_thread(lambda: visit.works(model.submit(query)))
         result = await asyncio.wrap_future(pending.future)
@@ -133,8 +144,9 @@ class OpenAIApi:
             if asked.form.logprobs:
                 tokens = tokens_of(candidate, top=asked.form.top)
                 logprobs = chat_logprobs(tokens, model.backend.tokenizer)
-            split = _thought_stream(model).push(candidate.text or "", is_last=True)
-            choices.append(_chat_choice(draw, *split, candidate.finish, logprobs))
+            reader = MessageReader(model.backend.tokenizer.template, calls=asked.calls)
+            message = reader.push(candidate.text or "", candidate.finish)
+            choices.append(chat_choice(draw, message, logprobs))
         new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
         self._metrics.tokens(result.prompt_tokens, new_tokens)
         usage = usage_of(result.prompt_tokens, new_tokens, _thinking_tokens(result))
@@ -204,9 +216,7 @@ class OpenAIApi:
         name, tokens = fields.take("model", str), fields.take("tokens", list)
         fields.end()
         tokenizer = self._llm(name).backend.tokenizer
-        if not openai_requests.token_ids(tokens) or not all(
-            0 <= token < tokenizer.vocab_size for token in tokens
-        ):
+        if not token_ids(tokens) or not all(0 <= token < tokenizer.vocab_size for token in tokens):
             raise door.ApiError(
                 400,
                 f"tokens: ids from 0 to {tokenizer.vocab_size - 1:,} were expected.",
@@ -263,10 +273,13 @@ class OpenAIApi:
         visit.works(asking)
         envelope = Envelope("chat.completion", asked.model)
         if asked.form.stream:
-            parts = _system_pieces(asking, pieces, envelope, visit, notes, asked.form)
+            parts = _system_pieces(asking, pieces, envelope, visit, notes, asked)
             return StreamingResponse(parts, media_type="text/event-stream")
         row = await asyncio.wrap_future(asking.future)
-        choice = _chat_choice(0, "", row["answer"], "length" if row.get("cut") else "end", None)
+        text, refusal = _said(row, has_form=bool(asked.decoding.grammar))
+        reader = MessageReader(None, calls=asked.calls, thinks=False)
+        message = reader.push(text, "length" if row.get("cut") else "end")
+        choice = chat_choice(0, message, None, refusal)
         notes = [*notes, *row["notes"]]
         return JSONResponse(
             envelope.whole([choice], _usage_of_row(row), sources=row["sources"], notes=notes)
@@ -283,6 +296,12 @@ class OpenAIApi:
                 )
         if asked.decoding.n > 1:
             raise door.ApiError(400, f"{asked.model} gives one answer; leave n out.", param="n")
+        if asked.decoding.grammar and not system.takes_directions:
+            raise door.ApiError(
+                400,
+                f"{asked.model} answers as it is set up; leave response_format and tools out.",
+                param="response_format",
+            )
         keys = sorted(named & _DECODING_FIELDS.keys())
         decoding = {
             _DECODING_FIELDS[key]: getattr(asked.decoding, _DECODING_FIELDS[key])
@@ -291,19 +310,25 @@ class OpenAIApi:
         }
         if decoding.get("temperature"):
             decoding["seed"] = asked.decoding.seed
+        if asked.decoding.grammar:
+            decoding["grammar"] = asked.decoding.grammar
         if asked.most is not None:
             # Sources need room in the context: clients send limits that fill it.
             room = asked.most if self._parts.llm is None else self._parts.llm.backend.length // 2
             decoding["max_new_tokens"] = min(asked.most, room)
         system_texts = [message.text for message in asked.messages if message.role == "system"]
-        directions = Directions("\n\n".join(system_texts), decoding)
+        earlier = [message for message in asked.messages[:-1] if message.role != "system"]
+        history = tuple(Message(message.role, (message.text,)) for message in earlier)
+        directions = Directions("\n\n".join(system_texts), decoding, history)
         notes = []
-        if len(asked.messages) > len(system_texts) + 1:
+        if history and not system.takes_history:
             notes.append("Earlier messages were not read: only the last one is the question.")
-        if not system.takes_directions and directions != Directions():
+        if not system.takes_directions and (system_texts or decoding):
             keys += ["the system prompt"] if system_texts else []
             notes.append(f"{system.name} answers as it is set up, without {', '.join(keys)}.")
-            directions = Directions()
+            directions = Directions(history=history)
+        if any(message.pictures for message in earlier):
+            notes.append("Pictures of earlier messages were not read: only the last one's are.")
         return directions, notes
 
     async def _streamed(
@@ -314,18 +339,19 @@ class OpenAIApi:
         form: openai_requests.Form,
         name: str,
         visit: door.Visit,
+        *,
+        calls: bool = False,
     ) -> StreamingResponse:
         """An answer in pieces."""
         pieces = door.Pieces()
-        listener = _listener(model, decoding, pieces)
+        listener = _listener(model, decoding, form, pieces)
         pending = await asyncio.to_thread(lambda: visit.works(model.submit(query, listener)))
         is_chat = isinstance(query, Chat)
         envelope = Envelope("chat.completion" if is_chat else "text_completion", name)
-        choice = _delta if is_chat else _text_choice
         tokenizer = model.backend.tokenizer
 
         async def events() -> AsyncIterator[str]:
-            begun: dict[int, ThoughtStream] = {}
+            begun: dict[int, MessageReader] = {}
             try:
                 async for draw, text, token, finish in pieces.of(pending, visit):
                     logprobs = None
@@ -333,18 +359,24 @@ class OpenAIApi:
                         logprobs = chat_logprobs([token], tokenizer)
                     elif form.logprobs:
                         logprobs = completion_logprobs([token], tokenizer, top=form.top)
-                    if is_chat and draw not in begun:
-                        begun[draw] = _thought_stream(model)
-                        yield _event(envelope.piece([_delta(draw, "", role="assistant")]))
-                    thoughts = {}
-                    if is_chat:
-                        thought, text = begun[draw].push(text, is_last=bool(finish))
-                        thoughts = {"thoughts": thought} if thought else {}
-                    if text or thoughts or logprobs:
-                        piece = choice(draw, text, logprobs=logprobs, **thoughts)
+                    if not is_chat:
+                        if text or logprobs:
+                            piece = text_choice(draw, text, logprobs=logprobs)
+                            yield _event(envelope.piece([piece]))
+                        if finish:
+                            last = text_choice(draw, "", finish_of(finish))
+                            yield _event(envelope.piece([last]))
+                        continue
+                    if draw not in begun:
+                        begun[draw] = MessageReader(model.backend.tokenizer.template, calls=calls)
+                        head = choice_piece(draw, {"role": "assistant", "content": ""})
+                        yield _event(envelope.piece([head]))
+                    message = begun[draw].push(text, finish)
+                    if (delta := message.delta()) or logprobs:
+                        piece = choice_piece(draw, delta, logprobs=logprobs)
                         yield _event(envelope.piece([piece]))
                     if finish:
-                        last = choice(draw, None if is_chat else "", finish_of(finish))
+                        last = choice_piece(draw, {}, message.finish)
                         yield _event(envelope.piece([last]))
                 result = await asyncio.wrap_future(pending.future)
                 new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
@@ -389,7 +421,21 @@ _LONGEST_TEXT = 100_000  # characters of a text that is embedded
 _DONE = "data: [DONE]\n\n"
 # Keys of a chat that say how a language model decodes, and the fields of Decoding that they set.
 _DECODING_FIELDS = {
-    **{name: name for name in ("temperature", "top_p", "top_k", "stop", "seed")},
+    **{
+        name: name
+        for name in (
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "stop",
+            "seed",
+            "logit_bias",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
     **{"max_tokens": "max_new_tokens", "max_completion_tokens": "max_new_tokens"},
 }
 
@@ -400,25 +446,38 @@ async def _system_pieces(
     envelope: Envelope,
     visit: door.Visit,
     notes: Sequence[str],
-    form: openai_requests.Form,
+    asked: openai_requests.ChatRequest,
 ) -> AsyncIterator[str]:
-    sent = False
+    has_form, is_written = bool(asked.decoding.grammar), False
+    reader = MessageReader(None, calls=asked.calls, thinks=False)
     try:
+        yield _event(envelope.piece([choice_piece(0, {"role": "assistant", "content": ""})]))
         async for kind, value in pieces.of(asking, visit):
             if kind == "text" and value:
-                sent = True
-                yield _event(envelope.piece([_delta(0, value)]))
+                is_written = True
+                if delta := reader.push(value).delta():
+                    yield _event(envelope.piece([choice_piece(0, delta)]))
         row = await asyncio.wrap_future(asking.future)
-        if not sent:  # nothing was decoded: the question was refused
-            yield _event(envelope.piece([_delta(0, row["answer"])]))
-        finish = finish_of("length" if row.get("cut") else "end")
+        text, refusal = ("", None) if is_written else _said(row, has_form=has_form)
+        message = reader.push(text, "length" if row.get("cut") else "end")
+        delta = message.delta() | ({"refusal": refusal} if refusal else {})
+        if delta:
+            yield _event(envelope.piece([choice_piece(0, delta)]))
         more = {"sources": row["sources"], "notes": [*notes, *row["notes"]]}
-        yield _event(envelope.piece([_delta(0, None, finish)], **more))
-        if form.usage and (usage := _usage_of_row(row)) is not None:
+        yield _event(envelope.piece([choice_piece(0, {}, message.finish)], **more))
+        if asked.form.usage and (usage := _usage_of_row(row)) is not None:
             yield _event(envelope.piece([], usage))
         yield _DONE
     except Exception as error:
         yield _event(door.refusal(error).to_json())
+
+
+def _said(row: Mapping[str, Any], *, has_form: bool) -> tuple[str, str | None]:
+    """The text of a system's answer, and its refusal: in a form that a client asks for, the model's
+    own words are the answer, and nothing else is."""
+    if not has_form:
+        return row["answer"], None
+    return (row["written"], None) if row.get("written") is not None else ("", row["answer"])
 
 
 def _usage_of_row(row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -522,11 +581,11 @@ def _echoed(model: ServedModel, prompt: openai_requests.Prompt, scores: Scores) 
     first, *rest = _prompt_tokens(model, prompt)
     (score,) = scores.scores
     rows = zip(rest, score.logprobs, score.likeliest, strict=True)
-    return [Token(first, None, None), *(Token(*row) for row in rows)]
+    return [Token(first, None, ()), *(Token(*row, [likeliest]) for *row, likeliest in rows)]
 
 
 def _listener(
-    model: ServedModel, decoding: Decoding, pieces: door.Pieces
+    model: ServedModel, decoding: Decoding, form: openai_requests.Form, pieces: door.Pieces
 ) -> Callable[[GeneratedSequence], None]:
     """Puts (draw, text, token, finish) for each token."""
     streams: dict[int, TextStream] = {}
@@ -535,54 +594,13 @@ def _listener(
         draw = sequence.draw
         if draw not in streams:
             streams[draw] = TextStream(model.backend.tokenizer, decoding.stop)
-        token, logprob = sequence.tokens[-1], sequence.logprobs[-1]
-        text = streams[draw].push(token, sequence.finish)
-        pieces.put((draw, text, Token(token, logprob, (token, logprob)), sequence.finish))
+        pair = sequence.tokens[-1], sequence.logprobs[-1]
+        text = streams[draw].push(pair[0], sequence.finish)
+        likeliest = sequence.likeliest[-1] if sequence.shape else [pair] * form.top
+        pieces.put((draw, text, Token(*pair, likeliest), sequence.finish))
 
     return on_token
 
 
-def _thought_stream(model: ServedModel) -> ThoughtStream:
-    template = model.backend.tokenizer.template
-    return ThoughtStream(**({} if template is None else template.thought_marks))
-
-
 def _thinking_tokens(result: Result) -> int:
     return sum(candidate.thinking_tokens or 0 for candidate in result.candidates)
-
-
-def _chat_choice(
-    index: int, thoughts: str, text: str, finish: str, logprobs: dict[str, Any] | None
-) -> dict[str, Any]:
-    """A message as vLLM's reasoning parsers write it: thoughts apart, no content without answer."""
-    content = {"content": text or None, "reasoning_content": thoughts}
-    content = content if thoughts else {"content": text}
-    return {
-        "index": index,
-        "message": {"role": "assistant", **content, "refusal": None},
-        "logprobs": logprobs,
-        "finish_reason": finish_of(finish),
-    }
-
-
-def _delta(
-    index: int,
-    text: str | None,
-    finish: str | None = None,
-    *,
-    role: str | None = None,
-    logprobs: dict[str, Any] | None = None,
-    thoughts: str = "",
-) -> dict[str, Any]:
-    delta: dict[str, Any] = {} if role is None else {"role": role}
-    if thoughts:
-        delta["reasoning_content"] = thoughts
-    if text is not None and (text or not thoughts):
-        delta["content"] = text
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-
-
-def _text_choice(
-    index: int, text: str, finish: str | None = None, *, logprobs: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}

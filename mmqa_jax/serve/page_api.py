@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 import urllib.parse
 from collections.abc import AsyncIterator, Callable
@@ -16,15 +17,23 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.documents.places import LINED, place_of
 from mmqa_jax.data.documents.read import ending_of
 from mmqa_jax.data.schema import Source
-from mmqa_jax.prompting.backends import Picture
+from mmqa_jax.prompting.backends import Message, Picture
+from mmqa_jax.prompting.backends.json_fields import strings, wrong
 from mmqa_jax.prompting.backends.openai_requests import read_picture
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.originals import Originals
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.serve import door
-from mmqa_jax.serve.systems import Parts
+from mmqa_jax.serve.marked_text import elements_of
+from mmqa_jax.serve.systems import Directions, Parts
 
-_FILES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_FILES = {
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "chat.js": "text/javascript",
+    "icon.svg": "image/svg+xml",
+}
+_MOST_FILES = 1_000  # that the page lists
 # What browsers show without running anything of it; other files are saved.
 _SHOWN = {
     ".pdf": "application/pdf", ".png": "image/png", ".jpg": "image/jpeg", ".jpeg": "image/jpeg",
@@ -68,14 +77,21 @@ class PageApi:
             }
             for system in parts.systems.values()
         ]
-        corpus = parts.corpus
+        corpora, files, unread = parts.corpora, dict[str, int](), list[str]()
+        for folder, corpus in corpora.items():
+            begin = f"{folder}/" if folder else ""
+            files |= {f"{begin}{file}": count for file, count in files_read(corpus).items()}
+            notes = folder_notes(corpus.manifest.get("origin", {}))
+            unread += [f"{folder}: {note}" if folder else note for note in notes]
+        credits = (str(material) for corpus in corpora.values() for material in corpus.materials)
         return JSONResponse(
             {
                 "title": parts.title,
                 "systems": systems,
-                "sources": 0 if corpus is None else len(corpus),
-                "credits": [] if corpus is None else list(map(str, corpus.materials)),
-                "unread": [] if corpus is None else folder_notes(corpus.manifest.get("origin", {})),
+                "sources": sum(map(len, corpora.values())),
+                "credits": list(dict.fromkeys(credits)),
+                "files": files,
+                "unread": unread,
             }
         )
 
@@ -85,6 +101,7 @@ class PageApi:
         fields = await visit.fields()
         question, name = fields.take("question", str), fields.take("system", str)
         url = fields.take("image", str, "")
+        history = _history(fields.take("history", list, []))
         fields.end()
         if name not in self._parts.systems:
             known = ", ".join(self._parts.systems)
@@ -93,14 +110,20 @@ class PageApi:
         picture = (await asyncio.to_thread(read_picture, url, "image")).data if url else None
         if picture is not None and not system.takes_pictures:
             raise door.ApiError(400, f"{system.label} takes no pictures; remove it.", param="image")
-        asking = system.ask(question, picture, lambda kind, value: pieces.put((kind, value)))
+
+        def tell(kind: str, value: Any) -> None:
+            pieces.put((kind, value))
+
+        asking = system.ask(question, picture, tell, Directions(history=history))
         visit.works(asking)
 
         async def events() -> AsyncIterator[str]:
             try:
                 async for kind, value in pieces.of(asking, visit):
                     yield _sent_event(kind, value)
-                yield _sent_event("answer", await asyncio.wrap_future(asking.future))
+                row = await asyncio.wrap_future(asking.future)
+                elements = elements_of(row["marked"] or row["answer"])
+                yield _sent_event("answer", {**row, "elements": elements})
             except Exception as error:
                 yield _sent_event("error", door.refusal(error).to_json()["error"])
 
@@ -108,15 +131,12 @@ class PageApi:
 
     async def source(self, request: Request) -> Response:
         """A source, with what stands before and after it in the same document."""
-        row = self._row(request.path_params["name"])
-        assert self._parts.corpus is not None
-        return JSONResponse(passage_around(self._parts.corpus, row))
+        return JSONResponse(passage_around(*self._place(request)))
 
     async def picture(self, request: Request) -> Response:
         """A source's picture, as it is encoded."""
-        row = self._row(request.path_params["name"])
-        assert self._parts.corpus is not None
-        data = await asyncio.to_thread(self._parts.corpus.picture, row)
+        corpus, row = self._place(request)
+        data = await asyncio.to_thread(corpus.picture, row)
         if data is None:
             raise door.ApiError(404, "this source has no picture.")
         try:
@@ -153,18 +173,25 @@ class PageApi:
         return Response(data, media_type=kind or "application/octet-stream", headers=headers)
 
     def _original(self, request: Request) -> tuple[Originals, Source]:
-        corpus = self._parts.corpus
-        row = self._row(request.path_params["name"])
-        if corpus is None or corpus.originals is None or not corpus.sources[row].extra.get("file"):
+        corpus, row = self._place(request)
+        if corpus.originals is None or not corpus.sources[row].extra.get("file"):
             raise door.ApiError(404, "this source has no file that can be opened.")
         return corpus.originals, corpus.sources[row]
 
-    def _row(self, name: str) -> int:
-        """A source is looked up by its id in the corpus: no path reaches the file system."""
-        corpus = self._parts.corpus
+    def _place(self, request: Request) -> tuple[AskedCorpus, int]:
+        """Looks a source up by its id in its folder's corpus: no path reaches the file system."""
+        corpus = self._parts.corpora.get(request.query_params.get("folder", ""))
+        name = request.path_params["name"]
         if corpus is None or name not in corpus.row:
             raise door.ApiError(404, "no such source.")
-        return corpus.row[name]
+        return corpus, corpus.row[name]
+
+
+def files_read(corpus: AskedCorpus) -> dict[str, int]:
+    """How many sources each file gave, of the first files of a folder; none of another corpus."""
+    files = [source.extra.get("file") for source in corpus.sources]
+    counts = collections.Counter(file for file in files if isinstance(file, str))
+    return dict(sorted(counts.items())[:_MOST_FILES])
 
 
 async def _read(read: Callable[..., Any], *where: Any) -> Any:
@@ -211,6 +238,17 @@ def _described(source: Source) -> dict[str, Any]:
         "image": source.image is not None,
         **place_of(source.extra),
     }
+
+
+def _history(rows: list[Any]) -> tuple[Message, ...]:
+    """Messages of the questions before one, and of their answers, as the page kept them."""
+    messages: list[Message] = []
+    for number, row in enumerate(rows):
+        texts = [row.get(key) for key in ("question", "answer")] if isinstance(row, dict) else []
+        if len(texts) != 2 or not strings(texts):
+            raise wrong(f"history[{number}]", row, "expected a question and its answer")
+        messages += [Message("user", (texts[0],)), Message("assistant", (texts[1],))]
+    return tuple(messages)
 
 
 def _sent_event(kind: str, value: Any) -> str:

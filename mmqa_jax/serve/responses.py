@@ -9,10 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from mmqa_jax.prompting.backends.openai_requests import Fields, wrong
+from mmqa_jax.prompting.backends.json_fields import Fields, wrong
 
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "input_image": "image_url"}
 
@@ -35,12 +35,13 @@ def chat_body(fields: Fields) -> dict[str, Any]:
     body["response_format"] = form.take("format", dict, None)
     form.ignore("verbosity")
     form.end()
-    fields.only("tools", [], why="are not called here")
-    fields.only("tool_choice", "none", "auto")
+    body["tools"] = fields.take("tools", list, None)
+    body["tool_choice"] = fields.take("tool_choice", (str, dict), None)
+    body["parallel_tool_calls"] = fields.take("parallel_tool_calls", bool, None)
     fields.only("previous_response_id", why="is not kept here: send the messages as input")
     fields.only("conversation", why="is not kept here: send the messages as input")
     fields.only("background", False)
-    fields.ignore("store", "metadata", "user", "truncation", "parallel_tool_calls", "include")
+    fields.ignore("store", "metadata", "user", "truncation", "include")
     fields.ignore("reasoning", "service_tier", "safety_identifier", "prompt_cache_key")
     fields.end()
     return {key: value for key, value in body.items() if value is not None}
@@ -48,6 +49,12 @@ def chat_body(fields: Fields) -> dict[str, Any]:
 
 def _message(row: Any, key: str) -> dict[str, Any]:
     """A message of a chat from an item of the input."""
+    kind = row.get("type") if isinstance(row, dict) else None
+    if kind == "function_call":
+        function = {"name": row.get("name"), "arguments": row.get("arguments")}
+        return {"role": "assistant", "tool_calls": [{"function": function}]}
+    if kind == "function_call_output":
+        return {"role": "tool", "content": row.get("output")}
     if not isinstance(row, dict) or row.get("type", "message") != "message":
         raise wrong(key, row, "expected a message with role and content")
     fields = Fields(row)
@@ -69,13 +76,18 @@ def response_of(chat: Mapping[str, Any]) -> dict[str, Any]:
     """The response that a whole reply to a chat is."""
     (choice,) = chat["choices"]
     return _Response(chat).whole(
-        choice["message"]["content"] or "", choice["finish_reason"], chat, chat["usage"]
+        choice["message"]["content"] or "",
+        choice["finish_reason"],
+        chat,
+        chat["usage"],
+        choice["message"].get("tool_calls", ()),
     )
 
 
 async def response_events(chat_events: AsyncIterator[str]) -> AsyncIterator[str]:
     """The events of a response from those of a chat's reply, which end with its usage."""
     numbers, response, text, finish, last, usage = itertools.count(), None, "", "stop", {}, None
+    calls: list[Mapping[str, Any]] = []
 
     def event(kind: str, **fields: Any) -> str:
         value = {"type": kind, "sequence_number": next(numbers), **fields}
@@ -94,6 +106,7 @@ async def response_events(chat_events: AsyncIterator[str]) -> AsyncIterator[str]
             yield event("response.content_part.added", **response.place, part=_text_part("", ()))
         usage = line.get("usage") or usage
         for choice in line["choices"]:
+            calls += choice["delta"].get("tool_calls", ())
             if piece := choice["delta"].get("content"):
                 text += piece
                 yield event(
@@ -102,11 +115,18 @@ async def response_events(chat_events: AsyncIterator[str]) -> AsyncIterator[str]
             if choice["finish_reason"]:
                 finish, last = choice["finish_reason"], line
     if response is not None:
-        whole = response.whole(text, finish, last, usage)
+        whole = response.whole(text, finish, last, usage, calls)
         message = whole["output"][0]
         yield event("response.output_text.done", **response.place, text=text, logprobs=[])
         yield event("response.content_part.done", **response.place, part=message["content"][0])
         yield event("response.output_item.done", output_index=0, item=message)
+        for number, item in enumerate(whole["output"][1:], start=1):
+            place = {"item_id": item["id"], "output_index": number}
+            begun = {**item, "arguments": "", "status": "in_progress"}
+            yield event("response.output_item.added", output_index=number, item=begun)
+            more = {"name": item["name"], "arguments": item["arguments"]}
+            yield event("response.function_call_arguments.done", **place, **more)
+            yield event("response.output_item.done", output_index=number, item=item)
         yield event(f"response.{whole['status']}", response=whole)
 
 
@@ -170,7 +190,12 @@ class _Response:
         return {**head, "role": "assistant", "content": content}
 
     def whole(
-        self, text: str, finish: str, last: Mapping[str, Any], usage: Mapping[str, Any] | None
+        self,
+        text: str,
+        finish: str,
+        last: Mapping[str, Any],
+        usage: Mapping[str, Any] | None,
+        calls: Sequence[Mapping[str, Any]] = (),
     ) -> dict[str, Any]:
         """The finished response.
 
@@ -178,13 +203,24 @@ class _Response:
           finish: the chat's finish_reason.
           last: the reply, or its last piece, which has the sources of an answer from sources.
           usage: the chat's.
+          calls: of functions, as a chat's message has them.
         """
         status = "incomplete" if finish == "length" else "completed"
         reason = {"reason": "max_output_tokens"} if finish == "length" else None
         message = self.message(text, status, last.get("sources", ()))
         more = {key: last[key] for key in ("sources", "notes") if key in last}
         made = {**self.begun(), **more, "status": status, "incomplete_details": reason}
-        return {**made, "output": [message], "usage": usage and _usage(usage)}
+        items = [
+            {
+                "type": "function_call",
+                "id": f"fc_{uuid.uuid4().hex}",
+                "call_id": call["id"],
+                "status": "completed",
+                **call["function"],
+            }
+            for call in calls
+        ]
+        return {**made, "output": [message, *items], "usage": usage and _usage(usage)}
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

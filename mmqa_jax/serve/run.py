@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import os
 import resource
@@ -42,6 +43,7 @@ from mmqa_jax.serve.systems import (
     RowSystem,
     System,
     Threads,
+    examples_of,
 )
 from mmqa_jax.tasks.library import open_text_embedder
 from mmqa_jax.tasks.rerank import open_reranker
@@ -72,6 +74,7 @@ def open_parts(
     options: ServeOptions,
     *,
     data: Path | None = None,
+    also: Sequence[Path] = (),
     workdir: Path | None = None,
     cache: Path | None = None,
     folder: FolderOptions | None = None,
@@ -85,8 +88,9 @@ def open_parts(
       open_model: opens the language model: one of this process, which is then served, or a
         server's, which reads passages alone; None: there is none.
       data: a folder of documents or a prepared corpus.
+      also: further ones, each with systems of its own.
       workdir: a finished demo, or a row of `mmqa run`.
-      cache: where what was read of the documents is kept.
+      cache: where what was read of the documents of `data` is kept.
       folder: how documents become sources; None: the defaults.
       adapters: names of those that the model was opened with.
     """
@@ -96,18 +100,22 @@ def open_parts(
     embedder: Any = None
     embedder_name, title = asking.encoder, model_name
     systems: list[System] = []
+    answerers: dict[str, FolderAnswerer] = {}
     answerer: FolderAnswerer | None = None
     if data is not None:
-        corpus = open_folder(data, cache, folder, encoder=asking.encoder)
+        answerer = answerers[""] = _answerer(data, cache, folder, asking)
+        corpus, embedder = answerer.corpus, answerer.embedder
         title = data.resolve().name
-        for line in folder_notes(corpus.manifest["origin"]):
-            print(line, file=sys.stderr)
-        answerer = FolderAnswerer(corpus, None, asking)
-        embedder = answerer.embedder
-        with corpus.asked("What is this?") as question:
-            for several in (1, 2):  # compiles what one user needs, and what some at once need
-                answerer.find([question] * several)
-        systems.append(FindPassages(answerer, threads))
+        for path in also:
+            name = path.resolve().name
+            if name in (*answerers, title):
+                raise UserError(
+                    f"--also={path}: another folder is called {name} already; rename one of them."
+                )
+            answerers[name] = _answerer(path, None, folder, asking)
+        for name, of_folder in answerers.items():
+            examples = examples_of(of_folder.corpus)
+            systems.append(_named(FindPassages(of_folder, threads, examples), name))
     elif workdir is not None:
         title = workdir.resolve().name
         corpus, demo, systems = _of_workdir(workdir, threads)
@@ -132,15 +140,47 @@ def open_parts(
         session: Callable[[Callable[[str], None]], Any] = (
             (lambda on_text: backend) if llm is None else llm.session
         )
-        if answerer is not None:
-            systems.insert(0, ReadPassages(answerer, session, reading, threads))
+        systems[:0] = [
+            _named(
+                ReadPassages(
+                    of_folder, session, reading, threads, options.follow_up,
+                    examples_of(of_folder.corpus),
+                ),
+                name,
+            )
+            for name, of_folder in answerers.items()
+        ]  # fmt: skip
         memory = corpus if corpus is not None else AskedCorpus(Corpus([]))
         systems.append(FromMemory(memory, session, reading, threads))
+    further = {name: of_folder.corpus for name, of_folder in answerers.items() if name}
     return Parts(
         title, llm, model_name, embedder, embedder_name,
         {system.name: system for system in systems}, corpus, threads, tuple(adapters),
-        reranker, asking.reranker,
+        reranker, asking.reranker, further,
     )  # fmt: skip
+
+
+def _answerer(
+    data: Path, cache: Path | None, folder: FolderOptions | None, asking: AskOptions
+) -> FolderAnswerer:
+    """A folder's answerer, whose programs are compiled."""
+    corpus = open_folder(data, cache, folder, encoder=asking.encoder)
+    for line in folder_notes(corpus.manifest["origin"]):
+        print(line, file=sys.stderr)
+    answerer = FolderAnswerer(corpus, None, asking)
+    with corpus.asked("What is this?") as question:
+        for several in (1, 2):  # compiles what one user needs, and what some at once need
+            answerer.find([question] * several)
+    return answerer
+
+
+def _named(system: ReadPassages | FindPassages, folder: str) -> ReadPassages | FindPassages:
+    """A system of a folder beside the first one, which is named after it."""
+    if not folder:
+        return system
+    label = f"{folder}: {system.label[0].lower()}{system.label[1:]}"
+    name = f"{system.name}:{folder}"
+    return dataclasses.replace(system, folder=folder, name=name, label=label)
 
 
 def serve(parts: Parts, listening: socket.socket, options: ServeOptions) -> None:

@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, prediction_of
 from mmqa_jax.decoding.requests import Result, Scores
 from mmqa_jax.evaluation.report import TraceNode
@@ -44,6 +45,8 @@ from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.reports.agents import agent_tree
 from mmqa_jax.runs.row import Row
 from mmqa_jax.runs.stages import open_parts
+from mmqa_jax.serve import follow_up
+from mmqa_jax.serve.follow_up import recent
 
 Tell = Callable[[str, Any], None]  # called in another thread
 AnswerRow = dict[str, Any]
@@ -72,10 +75,12 @@ class Directions:
     Attributes:
       instructions: its system prompt; "": it has none.
       decoding: values of Decoding's fields that it names.
+      history: messages of user and assistant before the question, the oldest first.
     """
 
     instructions: str = ""
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    history: tuple[Message, ...] = ()
 
 
 _NO_DIRECTIONS = Directions()
@@ -90,6 +95,7 @@ class System(Protocol):
       about: one sentence for the page.
       takes_pictures: whether a question may come with one.
       takes_directions: whether a client's directions change the answer.
+      takes_history: whether its history does.
       examples: questions to begin with.
     """
 
@@ -98,6 +104,7 @@ class System(Protocol):
     about: str
     takes_pictures: bool
     takes_directions: bool
+    takes_history: bool
     examples: Sequence[str]
 
     def ask(
@@ -133,12 +140,12 @@ class Directed(Around):
         if "stop" in changes:
             changes["stop"] = (*query.decoding.stop, *changes["stop"])
         query = dataclasses.replace(query, decoding=dataclasses.replace(query.decoding, **changes))
-        instructions = self._directions.instructions
+        instructions, earlier = self._directions.instructions, recent(self._directions.history)
+        if isinstance(query, Chat):
+            first = (Message("system", (instructions,)),) if instructions else ()
+            return dataclasses.replace(query, messages=(*first, *earlier, *query.messages))
         if not instructions:
             return query
-        if isinstance(query, Chat):
-            messages = (Message("system", (instructions,)), *query.messages)
-            return dataclasses.replace(query, messages=messages)
         return dataclasses.replace(query, prompt=f"{instructions}\n\n{query.prompt}")
 
 
@@ -238,17 +245,21 @@ class ReadPassages:
     """Passages of a corpus, found by encoder and BM25 and read by a language model: `backend_of`
     gives it to one user, who is told of the pieces of its text."""
 
-    name, label = "passages", "Answer from the passages"
+    takes_history = True
     about = (
         "Passages are found by meaning and by words; a language model reads them and cites them."
     )
     takes_pictures = takes_directions = True
-    examples = ()
 
     answerer: FolderAnswerer
     backend_of: Callable[[Callable[[str], None]], Any]
     options: LLMReaderOptions
     threads: Threads
+    follow_up: str = "joined"  # of follow_up.WAYS
+    examples: Sequence[str] = ()
+    folder: str = ""  # of several that are served
+    name: str = "passages"
+    label: str = "Answer from the passages"
 
     def ask(
         self,
@@ -260,42 +271,55 @@ class ReadPassages:
         """See System."""
         check_question(question)
         backend = self.backend_of(lambda piece: tell("text", piece))
-        reading = Directed(backend, directions)
+        rewriter = self.backend_of(lambda piece: None)
+        if self.follow_up == "rewritten":  # into a question that needs no history
+            reading = Directed(backend, dataclasses.replace(directions, history=()))
+        else:
+            reading = Directed(backend, directions)
 
         def answer(turn: Turn) -> AnswerRow:
             began, corpus = time.perf_counter(), self.answerer.corpus
-            with corpus.asked(question, picture) as asked:
-                tell("queries", [question])
+            searched = follow_up.searched(question, directions.history, self.follow_up, rewriter)
+            with corpus.asked(searched, picture) as asked:
+                tell("queries", list(dict.fromkeys([question, searched])))
                 to_read = self.threads.together(self.answerer.find, asked, turn)
-                tell("sources", source_rows(corpus, to_read.passages))
+                if self.follow_up != "rewritten":
+                    meant = dataclasses.replace(asked, question=question)
+                    to_read = to_read._replace(question=meant)
+                tell("sources", source_rows(corpus, to_read.passages, folder=self.folder))
                 reader = LLMReader(corpus, reading, self.options)
                 answered = self.answerer.read(to_read, reader)
-            prediction, outputs = answered.prediction, answered.prediction.trace.get("outputs")
+            prediction = answered.prediction
             cited = set(prediction.sources)
-            rows = source_rows(corpus, to_read.passages, answered.text if answered.found else "")
+            quoting = answered.text if answered.found else ""
+            rows = source_rows(corpus, to_read.passages, quoting, folder=self.folder)
             rows = [{**row, "cited": row["number"] if row["id"] in cited else None} for row in rows]
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
+            told = _told_of(prediction, backend)
             if sentences := prediction.trace.get(SENTENCES):
                 whole |= {"marked": marked(sentences), SENTENCES: sentences}
-            elif outputs and answered.found:
-                whole["marked"] = split_thoughts(outputs[0]["text"])[1]
-            return {**whole, **_told_of(prediction, backend)}
+            elif told["written"] is not None and answered.found:
+                whole["marked"] = told["written"]
+            return {**whole, **told}
 
-        return self.threads.start(answer, cancel_of(backend))
+        return self.threads.start(answer, cancel_of(backend, rewriter))
 
 
 @dataclasses.dataclass(frozen=True)
 class FindPassages:
     """The passages alone, without a language model."""
 
-    name, label = "search", "Find passages"
+    takes_history = True
     about = "Passages are found by meaning and by words; nothing is written."
     takes_pictures = takes_directions = False
-    examples = ()
 
     answerer: FolderAnswerer
     threads: Threads
+    examples: Sequence[str] = ()
+    folder: str = ""
+    name: str = "search"
+    label: str = "Find passages"
 
     def ask(
         self,
@@ -309,9 +333,11 @@ class FindPassages:
 
         def answer(turn: Turn) -> AnswerRow:
             began = time.perf_counter()
-            with self.answerer.corpus.asked(question) as asked:
+            searched = follow_up.searched(question, directions.history, "joined", None)
+            tell("queries", list(dict.fromkeys([question, searched])))
+            with self.answerer.corpus.asked(searched) as asked:
                 to_read = self.threads.together(self.answerer.find, asked, turn)
-            rows = source_rows(self.answerer.corpus, to_read.passages)
+            rows = source_rows(self.answerer.corpus, to_read.passages, folder=self.folder)
             tell("sources", rows)
             sentence = NOT_FOUND if to_read.is_refused else "The nearest passages:"
             seconds = time.perf_counter() - began
@@ -327,7 +353,7 @@ class FindPassages:
 class FromMemory:
     """The language model alone: what it knows without sources."""
 
-    name, label = "memory", "Without sources"
+    name, label, takes_history = "memory", "Without sources", True
     about = "The language model answers from what it learned: nothing is looked up or cited."
     takes_directions = True
     examples = ()
@@ -372,7 +398,7 @@ class DemoChain:
 
     name, label = "demo", "Retriever, reranker and reader of the demo"
     about = "A trained encoder finds sources in up to two hops, VLP selects among them and answers."
-    takes_pictures, takes_directions = True, False
+    takes_pictures, takes_directions, takes_history = True, False, False
 
     answerer: Answerer
     threads: Threads
@@ -413,6 +439,17 @@ class DemoChain:
         return self.threads.start(answer)
 
 
+def examples_of(corpus: Corpus) -> list[str]:
+    """Questions to begin with, on headings of a folder's documents, each of another file."""
+    headings = {}
+    for source in corpus.sources:
+        file, heading = source.extra.get("file"), source.extra.get("heading")
+        if file and heading and " > " in heading:
+            headings.setdefault(file, heading.rpartition(" > ")[2])
+    texts = list(dict.fromkeys(headings.values()))
+    return [f"What do the documents say about “{text}”?" for text in texts[:_EXAMPLES]]
+
+
 def check_question(question: str) -> None:
     """UserError for an empty or endless question."""
     if not question.strip():
@@ -421,11 +458,14 @@ def check_question(question: str) -> None:
         raise UserError(f"the question has more than {_LONGEST:,} characters; shorten it.")
 
 
-def source_rows(corpus: AskedCorpus, ranking: Ranking, answer: str = "") -> list[AnswerRow]:
+def source_rows(
+    corpus: AskedCorpus, ranking: Ranking, answer: str = "", *, folder: str = ""
+) -> list[AnswerRow]:
     """Sources as rows, numbered from 1 in their order; none is cited yet.
 
     Args:
       answer: whose quotes have places of their own.
+      folder: of the corpus, among several.
     """
     rows = []
     for number, (name, score) in enumerate(
@@ -433,7 +473,7 @@ def source_rows(corpus: AskedCorpus, ranking: Ranking, answer: str = "") -> list
     ):
         source = corpus.sources[corpus.row[name]]
         row = ShownSource(source, None if score is None else float(score), None).row(answer)
-        rows.append({"number": number, "title": source.title, **row})
+        rows.append({"number": number, "title": source.title, **row, "folder": folder})
     return rows
 
 
@@ -450,15 +490,24 @@ def cited_first(corpus: AskedCorpus, ranking: Ranking, prediction: Prediction) -
     return rows
 
 
-def cancel_of(backend: Any) -> Callable[[], None] | None:
+def cancel_of(*backends: Any) -> Callable[[], None]:
     """Returns what ends a served model's work for one user; a server's own work is not ended."""
-    return backend.cancel if isinstance(backend, ServedBackend) else None
+
+    def cancel() -> None:
+        for backend in backends:
+            if isinstance(backend, ServedBackend):
+                backend.cancel()
+
+    return cancel
 
 
 def _told_of(prediction: Prediction, backend: Any) -> AnswerRow:
-    """Notes on an answer, whether its tokens ran out, and how many a user's session took (a
-    server's model counts those of all its users together)."""
-    row = {"notes": answer_notes(prediction), "cut": bool(prediction.trace.get("cut"))}
+    """Notes on an answer, what the model wrote (None: nothing), whether its tokens ran out, and how
+    many a user's session took (a server's model counts those of all its users together)."""
+    outputs = prediction.trace.get("outputs")
+    written = split_thoughts(outputs[0]["text"])[1] if outputs else None
+    row: AnswerRow = {"notes": answer_notes(prediction), "written": written}
+    row["cut"] = bool(prediction.trace.get("cut"))
     if not isinstance(backend, ServedBackend):
         return row
     counts = backend.usage.prompt_tokens, backend.usage.completion_tokens
@@ -488,7 +537,7 @@ class RowSystem:
     all rows over this corpus. A row whose parts know its own questions alone (candidates, captions,
     gold sources) answers those; others answer any."""
 
-    takes_pictures, takes_directions = True, False
+    takes_pictures, takes_directions, takes_history = True, False, False
 
     def __init__(self, row: Row, corpus: AskedCorpus, opened: OpenedParts, threads: Threads):
         self.name, self.label = row.row, f"{row.row} ({row.system})"
@@ -599,6 +648,7 @@ class Parts:
       threads: in which the systems answer.
       adapters: of the language model, which answer under their names.
       reranker: scores pairs of a query and a text, and its name; None: the encoder's cosines do.
+      also: corpora of further folders, by name.
     """
 
     title: str
@@ -612,6 +662,12 @@ class Parts:
     adapters: Sequence[str] = ()
     reranker: CrossEncoderReranker | None = None
     reranker_path: str = ""
+    also: Mapping[str, AskedCorpus] = dataclasses.field(default_factory=dict)
+
+    @property
+    def corpora(self) -> dict[str, AskedCorpus]:
+        """All corpora by folder; "" is the first one."""
+        return {**({} if self.corpus is None else {"": self.corpus}), **self.also}
 
     @property
     def reranker_name(self) -> str:

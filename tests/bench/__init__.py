@@ -45,7 +45,8 @@ BENCHES = {
     "rectangles": "whether passages of the PDFs in --data stand in the rectangles that they state",
     "folders": "passages found in five folders of --data, against docling, bm25s, sentence-transformers",
     "speculation": "steps of several tokens against steps of one, of SmolLM2 reading OpenStax",
-    "serve": "20 users of `mmqa serve` at once against the same asked one by one",
+    "follow_ups": "ways to search for the second question of a conversation, on Atlas in --data",
+    "serve": "20 and 80 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
 _ON_DATA = (
@@ -53,6 +54,7 @@ _ON_DATA = (
     "rectangles",
     "refusals",
     "folders",
+    "follow_ups",
 )  # benches that can measure on a user's corpus
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 

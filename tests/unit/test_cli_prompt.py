@@ -139,7 +139,7 @@ def test_lines_of_openais_batch_files(tmp_path):
     assert (message.content[0], message.content[1].data) == ("What?", flag().data)
     for change, words in [
         ({"url": "/v1/embeddings"}, "url is not /v1/chat/completions"),
-        ({"body": {**body, "tools": [1]}}, "tools are not called here"),
+        ({"body": {**body, "tools": [1]}}, "tools.0. is 1, expected"),
         ({"body": {**body, "stream": True}}, "stream has no meaning in a file"),
         ({"body": {**body, "messages": []}}, "messages is"),
         ({"more": 1}, "more is no key"),

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import shutil
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -23,7 +24,10 @@ from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
+from mmqa_jax.serve.marked_text import elements_of
+from mmqa_jax.serve.run import open_parts
 from mmqa_jax.serve.systems import FindPassages, FromMemory, Parts, ReadPassages, Threads
+from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 BROWSER = next(
@@ -186,15 +190,99 @@ def test_what_a_client_asks_of_an_answer_takes_effect(folder, tmp_path, monkeypa
     decoding = query.decoding
     assert (decoding.temperature, decoding.top_p, decoding.max_new_tokens) == (0.5, 0.9, 7)
     assert (decoding.seed, tuple(decoding.stop)) == (3, ("\n\n",))
-    assert (query.messages[0].role, query.messages[0].text) == ("system", "Answer in verse.")
-    assert "Wash the filter when?" in query.messages[1].text
-    unread = "Earlier messages were not read: only the last one is the question."
-    assert read["notes"] == [unread]
+    texts = [message.text for message in query.messages]
+    assert texts[:3] == ["Answer in verse.", "Hi", "Hello"]
+    assert "Wash the filter when?" in texts[3]
+    assert read["notes"] == []
     assert searched["notes"] == [
-        unread,
         "search answers as it is set up, without max_tokens, seed, stop, temperature, top_p, the "
         "system prompt.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("way", "searched"),
+    [
+        ("joined", "Where is the pump? And when is it washed?"),
+        ("rewritten", "When to wash the filter?"),
+        ("alone", "And when is it washed?"),
+    ],
+)
+def test_a_follow_up_question(folder, tmp_path, monkeypatch, way, searched):
+    """Of the page and of the API: what is searched for, and what the reader sees of what was said."""
+    install(monkeypatch, tmp_path)
+    answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=1, least_similarity=-1.0))
+
+    def say(prompt):
+        return (
+            "When to wash the filter?" if "Rewritten question" in prompt else "Weekly [1]."
+        ), -1.0
+
+    llm = FakeLLM(say)
+    system = ReadPassages(answerer, lambda on_text: llm, LLMReaderOptions(), Threads(2), way)
+    parts = Parts("manuals", None, "tiny", answerer.embedder, "words", {"passages": system}, answerer.corpus, system.threads)  # fmt: skip
+    turns = [{"question": "Where is the pump?", "answer": "On the left."}]
+    with serving(make_app(parts, OPTIONS)) as at:
+        events = asked(at, "And when is it washed?", history=turns)
+        said = [
+            {"role": "user", "content": "Where is the pump?"},
+            {"role": "assistant", "content": "On the left."},
+        ]
+        body = {
+            "model": "passages",
+            "messages": [*said, {"role": "user", "content": "And when is it washed?"}],
+        }
+        reply = HTTP.post(f"{at}/v1/chat/completions", json=body).json()
+        wrong = HTTP.post(
+            f"{at}/api/ask",
+            json={"question": "a", "system": "passages", "history": [{"question": 1}]},
+        )
+    assert events["queries"][-1] == searched
+    assert reply["choices"][0]["message"]["content"] == events["answer"]["answer"]
+    shown = [message.text for message in llm.seen[-1].messages]
+    assert shown[:-1] == ([] if way == "rewritten" else ["Where is the pump?", "On the left."])
+    assert (searched if way == "rewritten" else "And when is it washed?") in shown[-1]
+    assert "history[0] is" in wrong.json()["error"]["message"]
+
+
+def test_several_folders(folder, tmp_path, monkeypatch):
+    """Each has systems of its own, and sources under its name."""
+    install(monkeypatch, tmp_path)
+    other = tmp_path / "reports"
+    other.mkdir()
+    (other / "manual.pdf").write_bytes(pdf([[(10, 700, "Sales of pumps rose.")]]))
+    parts = open_parts(None, "", OPTIONS, data=folder, also=[other])
+    with serving(make_app(parts, OPTIONS)) as at:
+        about = HTTP.get(f"{at}/api/about").json()
+        rows = asked(at, "Sales of pumps", system="search:reports")["answer"]["sources"]
+        found = HTTP.get(f"{at}/api/source/manual.pdf%231?folder=reports").json()
+        assert HTTP.get(f"{at}/api/source/manual.pdf%231?folder=x").status_code == 404
+        assert "pump" in HTTP.get(f"{at}/api/source/manual.pdf%231").json()["text"]
+    assert [one["label"] for one in about["systems"]] == ["Find passages", "reports: find passages"]
+    assert about["files"]["reports/manual.pdf"] == 1
+    assert [(row["id"], row["folder"]) for row in rows] == [("manual.pdf#1", "reports")]
+    assert found["text"] == "Sales of pumps rose."
+    (tmp_path / "x" / "manuals").mkdir(parents=True)
+    refuses(
+        "another folder is called manuals",
+        open_parts,
+        None,
+        "",
+        OPTIONS,
+        data=folder,
+        also=[tmp_path / "x" / "manuals"],
+    )
+
+
+def test_markdown_is_elements_without_html():
+    found = elements_of(
+        f"**Every** `week` {ATTACK}\n\n- [a](javascript:x) [b](http://b.org)\n\n![c](http://c)"
+    )
+    paragraph, items, described = found
+    assert paragraph[1][0] == ["strong", ["Every"]]
+    assert "".join(part for part in paragraph[1] if isinstance(part, str)).endswith(ATTACK)
+    assert items == ["ul", [["li", [["span", ["a"]], " ", ["a", ["b"], "http://b.org"]]]]]
+    assert described == ["p", [["span", ["c"]]]]
 
 
 def test_tools_of_an_assistant(folder, tmp_path, monkeypatch):
@@ -301,6 +389,28 @@ def test_clicks_in_a_browser(address):
         assert page.locator(".candidates img").count() == 1
         page.wait_for_selector(".candidates img[src]")
         page.locator(".candidates img").evaluate("image => image.decode()")
+        assert page.inner_text("#read summary") == "What was read (4 files)"
+        page.select_option("#system", "memory")
+        page.fill("#question", "filter?")
+        page.click("#send")
+        page.wait_for_selector("article:nth-child(2) .seconds:not(:empty)")
+        assert page.inner_text("article:nth-child(2) .said") == "By heart."
+        page.reload()  # the conversation stays
+        page.wait_for_selector("article:nth-child(2) .seconds:not(:empty)")
+        assert ATTACK in page.inner_text("article:nth-child(1) .said")
+        with page.expect_download() as saved:
+            page.click("#export")
+        text = Path(saved.value.path()).read_text("utf-8")
+        assert text.startswith("# manuals\n\n## When to wash the filter?\n\nEvery week [")
+        assert text.endswith("## filter?\n\nBy heart.\n")
+        page.context.set_offline(True)
+        page.fill("#question", "And now?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("article:nth-child(3) .state.bad")
+        assert "The server cannot be reached" in page.inner_text("article:nth-child(3) .state")
+        page.click("#new")
+        assert (page.locator("article").count(), page.is_visible("#empty")) == (0, True)
+        page.context.set_offline(False)
         for question, place, words in [("Secret boiler", "#reader .lines li:has(mark)", ATTACK),
                                        ("The fee of the valve", "#reader .cells tr:nth-child(3)", "A3:B3")]:  # fmt: skip
             page.select_option("#system", "search")
@@ -311,11 +421,7 @@ def test_clicks_in_a_browser(address):
             page.wait_for_selector(place)
             assert words in page.inner_text(place)
             page.keyboard.press("Escape")
-        page.select_option("#system", "memory")
-        page.fill("#question", "filter?")
-        page.click("#send")
-        page.wait_for_selector("article:nth-child(4) .seconds:not(:empty)")
-        assert page.inner_text("article:nth-child(4) .said") == "By heart."
+            page.click("#new")  # the next question is on something else
         width = page.evaluate("document.documentElement.scrollWidth")
         title = page.title()
         browser.close()

@@ -118,3 +118,6 @@ def test_what_it_cannot_do_is_refused_with_the_reason(client):
     refused("a token that the model lacks", complete, prompt=[3, VOCABULARY + EXTRA])
     refused("its prompt is empty", complete, prompt=" ")
     refused("temperature 0", complete, prompt="stone", temperature=1.0, logprobs=1)
+    refused("neither min_p", complete, prompt="stone", presence_penalty=1.0)
+    form = {"type": "json_object"}
+    refused("forms of answers", chat, messages=asked, response_format=form)

@@ -82,6 +82,13 @@ class Decoding:
     logprobs: bool = False
     beams: int = 0
     length_penalty: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Sequence[tuple[int, float]] = ()
+    top_logprobs: int = 0
+    grammar: str = ""
 
     def request(
         self, request_id: Hashable, prompt: Sequence[int] = (0,), images: Sequence[Any] = ()

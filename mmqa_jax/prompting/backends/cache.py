@@ -247,6 +247,13 @@ class Cached(backends.Around):
                 yield result
 
 
+_PLAIN = backends.Decoding()
+_SHAPE = (
+    "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
+    "top_logprobs", "grammar",
+)  # fmt: skip
+
+
 def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = True) -> str:
     """Makes the SHA-256 of all that an answer depends on. Without `of_text` it is the key of older
     caches, whose totals hold an end token's or a stop string's log-probability as well."""
@@ -264,6 +271,9 @@ def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = Tr
     else:
         decoding = dataclasses.asdict(request.decoding)
         decoding["stop"] = list(decoding["stop"])
+        for name in _SHAPE:  # which older caches have no key for
+            if decoding[name] == getattr(_PLAIN, name):
+                del decoding[name]
         if not decoding["temperature"]:  # greedy: nothing is drawn
             for name in ("top_k", "top_p", "seed"):
                 del decoding[name]
@@ -375,7 +385,7 @@ def _result(request: backends.Query, value: dict[str, Any]) -> Result:
     _check(value.keys() == {"candidates", "prompt_tokens"}, "its keys")
     _check(_is_count(value["prompt_tokens"]), "its tokens")
     _check(isinstance(value["candidates"], list) and value["candidates"] != [], "no candidates")
-    fields = {field.name for field in dataclasses.fields(Candidate)}
+    fields = {field.name for field in dataclasses.fields(Candidate)} - {"likeliest"}
     candidates = []
     for row in value["candidates"]:
         row = {"thinking": "", "thinking_tokens": None, **row}  # which older versions did not keep

@@ -26,6 +26,7 @@ from mmqa_jax.prompting.backends import (
     Chat,
     Choices,
     Completion,
+    Decoding,
     Failure,
     Message,
     Picture,
@@ -119,6 +120,11 @@ class OpenAIBackend:
                 raise Unanswerable(f"{where}: its prompt is empty; give some text.")
             return
         request.decoding.request(request.id)
+        if request.decoding.grammar or request.decoding.top_logprobs:
+            raise UserError(
+                f"{where}: a form of answers and top_logprobs are not passed on to a server; leave "
+                f"them out, or use {ENGINE}."
+            )
         if request.decoding.beams:
             raise UserError(
                 f"{where}: beams is {request.decoding.beams}, a server has no beam search; use 0, "
@@ -197,6 +203,12 @@ class OpenAIBackend:
             body["stop"] = list(decoding.stop)
         if decoding.n > 1:
             body["n"] = decoding.n
+        plain = Decoding()
+        for name in ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if (value := getattr(decoding, name)) != getattr(plain, name):
+                body[name] = value
+        if decoding.logit_bias:
+            body["logit_bias"] = {str(token): bias for token, bias in decoding.logit_bias}
 
         def read(answer):
             return openai_replies.read_candidates(

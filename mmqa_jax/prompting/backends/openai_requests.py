@@ -9,15 +9,21 @@ from __future__ import annotations
 import base64
 import binascii
 import dataclasses
-import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures import decode as images
 from mmqa_jax.data.pictures.bounds import PictureError
+from mmqa_jax.decoding.requests import MOST_TOP
 from mmqa_jax.prompting.backends import Decoding, Message, Picture
+from mmqa_jax.prompting.backends.answer_forms import (
+    calls_text,
+    read_form,
+    response_text,
+)
+from mmqa_jax.prompting.backends.json_fields import Fields, WrongField, strings, token_ids, wrong
 
 _MOST_TOKENS = 2**20
 _MOST_STOPS = 16
@@ -38,14 +44,14 @@ class Form:
       stream: in pieces, as they are decoded.
       usage: the stream ends with the numbers of tokens.
       logprobs: of the tokens.
-      top: also the likeliest token in the place of each.
+      top: also so many of the likeliest tokens in the place of each.
       echo: the prompt comes first.
     """
 
     stream: bool = False
     usage: bool = False
     logprobs: bool = False
-    top: bool = False
+    top: int = 0
     echo: bool = False
 
 
@@ -74,6 +80,7 @@ class ChatRequest:
     Attributes:
       decoding: `max_new_tokens` stands for `most`.
       most: new tokens; None: as many as the model's context holds.
+      calls: whether functions may be called.
     """
 
     model: str
@@ -81,6 +88,7 @@ class ChatRequest:
     decoding: Decoding
     form: Form
     most: int | None
+    calls: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,19 +127,22 @@ def read_completion(fields: Fields) -> CompletionRequest:
     model, prompts = fields.take("model", str), fields.take("prompt", (str, list))
     prompts = _texts_or_tokens(prompts, "prompt", _MOST_PROMPTS)
     most = fields.whole("max_tokens", _DEFAULT_TOKENS, 0, _MOST_TOKENS)
-    top = fields.whole("logprobs", None, 0, 1)
+    top = fields.whole("logprobs", None, 0, MOST_TOP)
     echo = fields.take("echo", bool, False)
+    if echo and (top or 0) > 1:
+        raise WrongField(
+            f"logprobs is {top}; of an echoed prompt only the likeliest token is known: at most 1.",
+            param="logprobs",
+        )
     if most == 0 and not echo:
         raise WrongField("max_tokens is 0; without echo at least 1.", param="max_tokens")
-    decoding, form = _decoding(fields, max(most, 1), None, logprobs=top is not None)
-    form = dataclasses.replace(form, top=top == 1, echo=echo)
+    decoding, form = _decoding(fields, max(most, 1), None, top)
+    form = dataclasses.replace(form, echo=echo)
     if form.stream and (echo or len(prompts) > 1):
         raise WrongField("stream is for one prompt without echo.", param="stream")
     fields.only("best_of", 1)
     fields.only("suffix", "")
     fields.end()
-    if most:
-        _check_top(form, decoding)
     return CompletionRequest(model, prompts, decoding, form, is_only_scored=most == 0)
 
 
@@ -143,21 +154,27 @@ def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
     older = fields.whole("max_tokens", None, 1, _MOST_TOKENS)
     most = fields.whole("max_completion_tokens", older, 1, _MOST_TOKENS)
     logprobs = fields.take("logprobs", bool, False)
-    top = fields.whole("top_logprobs", 0, 0, 1)
-    decoding, form = _decoding(fields, 1, default, logprobs=logprobs)
-    form = dataclasses.replace(form, top=logprobs and top == 1)
-    kind = fields.take("response_format", dict, {"type": "text"})
-    if kind != {"type": "text"}:
-        raise WrongField("response_format: only text is written here.", param="response_format")
-    fields.only("tools", [], why="are not called here")
-    fields.only("functions", [], why="are not called here")
-    fields.only("tool_choice", "none", "auto")
-    fields.only("parallel_tool_calls", True, False)
+    top = fields.whole("top_logprobs", 0, 0, MOST_TOP)
+    decoding, form = _decoding(fields, 1, default, top if logprobs else None)
+    answer = read_form(fields)
+    if answer.grammar:
+        decoding = dataclasses.replace(decoding, grammar=answer.grammar, top_logprobs=form.top)
+    if answer.instructions:
+        messages = _instructed(messages, answer.instructions)
+    fields.only("functions", [], why="are tools by now: give them as these")
+    fields.only("function_call", "none", "auto")
     fields.only("modalities", ["text"])
     fields.only("reasoning_effort", "none")
     fields.end()
-    _check_top(form, decoding)
-    return ChatRequest(model, messages, decoding, form, most)
+    return ChatRequest(model, messages, decoding, form, most, answer.calls)
+
+
+def _instructed(messages: tuple[Message, ...], instructions: str) -> tuple[Message, ...]:
+    """The messages with instructions at the end of their system prompt."""
+    if messages[0].role != "system":
+        return (Message("system", (instructions,)), *messages)
+    first = Message("system", (*messages[0].content, f"\n\n{instructions}"))
+    return (first, *messages[1:])
 
 
 def read_embedding(fields: Fields) -> EmbeddingRequest:
@@ -221,9 +238,10 @@ def read_rerank(fields: Fields) -> RerankRequest:
 
 
 def _decoding(
-    fields: Fields, most: int, default: Decoding | None, *, logprobs: bool
+    fields: Fields, most: int, default: Decoding | None, top: int | None
 ) -> tuple[Decoding, Form]:
-    """What completions and chats have in common."""
+    """What completions and chats have in common; `top`: likeliest tokens in each place, None: no
+    log-probabilities."""
     if default is None:  # in OpenAI's API each request without a seed draws otherwise
         default = Decoding(temperature=1.0, seed=random.getrandbits(62))
     temperature = fields.number("temperature", default.temperature, 0.0, 2.0)
@@ -243,29 +261,37 @@ def _decoding(
         stop=tuple(stop),
         n=n,
         seed=default.seed if seed is None else seed % 2**63,
-        logprobs=logprobs,
+        logprobs=top is not None,
+        min_p=fields.number("min_p", default.min_p, 0.0, 1.0),
+        repetition_penalty=fields.number(
+            "repetition_penalty", default.repetition_penalty, 1e-2, 100.0
+        ),
+        presence_penalty=fields.number("presence_penalty", default.presence_penalty, -2.0, 2.0),
+        frequency_penalty=fields.number("frequency_penalty", default.frequency_penalty, -2.0, 2.0),
+        logit_bias=_bias(fields.take("logit_bias", dict, {})),
     )
+    # A greedy answer's tokens are the likeliest themselves.
+    if top and not (top == 1 and not temperature and not decoding.request(0).is_shaped):
+        decoding = dataclasses.replace(decoding, top_logprobs=top)
     stream = fields.take("stream", bool, False)
     options = Fields(fields.take("stream_options", dict, {}))
-    form = Form(stream, options.take("include_usage", bool, False), logprobs)
-    options.ignore("include_obfuscation")
+    form = Form(stream, options.take("include_usage", bool, False), top is not None, top or 0)
+    options.ignore("include_obfuscation", "continuous_usage_stats")
     options.end()
-    for penalty in ("presence_penalty", "frequency_penalty"):
-        fields.only(penalty, 0, 0.0)
-    fields.only("logit_bias", {})
     fields.ignore("user", "metadata", "store", "service_tier", "safety_identifier")
     fields.ignore("prompt_cache_key")
     return decoding, form
 
 
-def _check_top(form: Form, decoding: Decoding) -> None:
-    if form.top and decoding.temperature:
-        raise WrongField(
-            "the likeliest tokens beside those that were drawn are not kept: ask for them at "
-            "temperature 0, or for the log-probabilities of the drawn ones alone (logprobs: 0, "
-            "top_logprobs: 0).",
-            param="logprobs",
-        )
+def _bias(rows: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    """`logit_bias`, whose keys are ids of tokens in words."""
+    for key, value in rows.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and is_number):
+            raise wrong("logit_bias", rows, "expected ids of tokens with numbers from -100 to 100")
+        if not -100 <= value <= 100:
+            raise wrong("logit_bias", rows, "expected numbers from -100 to 100")
+    return tuple(sorted((int(key), float(value)) for key, value in rows.items()))
 
 
 def _texts_or_tokens(value: Any, key: str, most: int) -> tuple[Prompt, ...]:
@@ -294,12 +320,21 @@ def _messages(rows: list[Any]) -> tuple[Message, ...]:
         if not isinstance(row, dict):
             raise wrong(key, row, "expected an object")
         fields = Fields(row)
-        role, content = fields.take("role", str), fields.take("content", (str, list))
-        fields.ignore("name", "refusal", "annotations", "audio")
-        fields.only("tool_calls", [], why="are not called here")
+        role, calls = fields.take("role", str), fields.take("tool_calls", list, [])
+        no_text: Any = {"default": ""} if calls else {}
+        content = _content(fields.take("content", (str, list), **no_text), key)
+        fields.ignore("name", "refusal", "annotations", "audio", "reasoning_content", "reasoning")
+        fields.ignore("tool_call_id", "function_call")
         fields.end()
+        if calls:
+            content = (*filter(None, content), calls_text(calls, f"{key}.tool_calls"))
+        if role == "tool":
+            result = response_text(Message("user", content).text)
+            if number and rows[number - 1].get("role") == "tool":  # of calls side by side
+                result = f"{messages.pop().text}\n{result}"
+            role, content = "user", (result,)
         try:
-            messages.append(Message(_ROLES.get(role, role), _content(content, key)))
+            messages.append(Message(_ROLES.get(role, role), content))
         except UserError as error:
             raise WrongField(str(error), param=f"{key}.role") from error
     return tuple(messages)
@@ -319,92 +354,6 @@ def _content(content: str | list[Any], key: str) -> tuple[str | Picture, ...]:
             raise wrong(name, part, 'expected {"type": "text" or "image_url", ...}')
         parts.append(value if kind == "text" else read_picture(value, f"{name}.image_url"))
     return tuple(parts)
-
-
-# A JSON body of OpenAI's API, read key by key: what is wrong or unknown is refused by name.
-
-
-_REQUIRED: Any = object()
-_SHOWN = 60  # characters of a wrong value in a message
-
-
-class WrongField(UserError):
-    """A body that cannot be served, and the key that is wrong in it; None: no single one is."""
-
-    def __init__(self, message: str, *, param: str | None = None):
-        super().__init__(message)
-        self.param = param
-
-
-class Fields:
-    """The keys of a body, each of which is taken once."""
-
-    def __init__(self, body: Mapping[str, Any]):
-        self._left = dict(body)
-
-    def names(self) -> set[str]:
-        """The keys that were given, with another value than null."""
-        return {key for key, value in self._left.items() if value is not None}
-
-    def take(self, key: str, kinds: type | tuple[type, ...], default: Any = _REQUIRED) -> Any:
-        """A value of one of some types (a bool is no number); null, or none, is the default."""
-        value = self._left.pop(key, None)
-        if value is None:
-            if default is _REQUIRED:
-                raise WrongField(f"{key} is missing; give it.", param=key)
-            return default
-        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            names = " or ".join(kind.__name__ for kind in kinds)
-            raise wrong(key, value, f"expected {names}")
-        return value
-
-    def number(self, key: str, default: float, least: float, most: float) -> float:
-        """A number within bounds."""
-        value = self.take(key, (int, float), default)
-        if not least <= value <= most:
-            raise wrong(key, value, f"expected {least:g} to {most:g}")
-        return float(value)
-
-    def whole(self, key: str, default: Any, least: int, most: int) -> Any:
-        """An integer within bounds, or the default."""
-        value = self.take(key, int, default)
-        if value is not default and not least <= value <= most:
-            raise wrong(key, value, f"expected {least:,} to {most:,}")
-        return value
-
-    def only(self, key: str, *values: Any, why: str = "is not supported here") -> None:
-        """A key that may be given, but changes nothing: one of these values, or none."""
-        value = self._left.pop(key, None)
-        if value is not None and value not in values:
-            raise WrongField(f"{key} {why}; leave it out.", param=key)
-
-    def ignore(self, *keys: str) -> None:
-        """Keys that say nothing about the answer."""
-        for key in keys:
-            self._left.pop(key, None)
-
-    def end(self) -> None:
-        """WrongField for a key that nobody took."""
-        for key in self._left:
-            raise WrongField(f"{key} is no key that is known here; leave it out.", param=key)
-
-
-def wrong(key: str, value: Any, expected: str) -> WrongField:
-    """The refusal of a key's value."""
-    quoted = json.dumps(value, default=str)
-    quoted = quoted if len(quoted) <= _SHOWN else f"{quoted[:_SHOWN]}..."
-    return WrongField(f"{key} is {quoted}, {expected}.", param=key)
-
-
-def strings(value: Any) -> bool:
-    """Whether a value is a list of strings."""
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def token_ids(value: Any) -> bool:
-    """Whether a value is a list of token ids."""
-    return isinstance(value, list) and all(type(item) is int for item in value)
 
 
 def data_url(picture: bytes) -> str | None:

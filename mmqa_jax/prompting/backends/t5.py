@@ -20,7 +20,7 @@ from mmqa_jax.core.mesh import MESH_AXES, make_mesh, platform
 from mmqa_jax.core.serving import AUTO
 from mmqa_jax.decoding.requests import Request, Result, Scores, Scoring, Unanswerable, check_one_end
 from mmqa_jax.decoding.slot_runner import EngineConfig
-from mmqa_jax.decoding.t5_engine import T5Arrivals, T5Engine, T5EngineConfig, check_lengths
+from mmqa_jax.decoding.t5_engine import T5Arrivals, T5Engine, T5EngineConfig, check_servable
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Query, Usage
@@ -91,7 +91,7 @@ class T5Backend:
         if not self.tokenizer.encode_plain(text):
             raise Unanswerable(f"request {query.id!r}: its prompt is empty; give some text.")
         request = self.engine_request(query)
-        check_lengths(request, self.length)
+        check_servable(request, self.length)
         check_one_end(request, self.tokenizer.end_ids)
 
     def answer(self, queries: Iterable[Query]) -> Iterator[Result | Scores]:

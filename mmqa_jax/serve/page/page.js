@@ -49,10 +49,18 @@ async function begin() {
     option.value = one.name;
     system.append(option);
   }
+  const files = Object.entries(about.files);
+  $("read").hidden = !files.length;
+  $("read").querySelector("summary").textContent = `What was read (${files.length.toLocaleString("en")} files)`;
+  $("read").querySelector("ul").replaceChildren(...files.map(([file, count]) =>
+    make("li", "", `${file}: ${count.toLocaleString("en")} ${count === 1 ? "source" : "sources"}`)));
   $("unread").hidden = !about.unread.length;
   $("unread").querySelector("ul").replaceChildren(...about.unread.map((line) => make("li", "", line)));
   $("credits").replaceChildren(...about.credits.map((line) => make("p", "", line)));
   choose();
+  for (const turn of conversation.open(about.title)) card(turn.question, null).answer(turn.row);
+  if (conversation.turns.length) $("answers").lastElementChild.scrollIntoView();
+  showTools();
 }
 
 function choose() {
@@ -70,22 +78,28 @@ function choose() {
   if (!one.pictures) forget();
 }
 
+function showTools() {
+  $("tools").hidden = !conversation.turns.length;
+}
+
 function forget() {
   chosen = null;
   picture.value = "";
   $("chosen").hidden = true;
 }
 
-picture.addEventListener("change", () => {
+picture.addEventListener("change", async () => {
   const file = picture.files[0];
   if (!file) return;
-  const reader = new FileReader();
-  reader.onload = () => {
-    chosen = reader.result;
+  $("refused").textContent = "";
+  try {
+    chosen = await readPicture(file);
     $("preview").src = chosen;
     $("chosen").hidden = false;
-  };
-  reader.readAsDataURL(file);
+  } catch (error) {
+    forget();
+    $("refused").textContent = error.message;
+  }
 });
 
 function place(source) {
@@ -102,7 +116,7 @@ function pictureOf(source, className) {
   const image = make("img", className);
   image.alt = source.title || source.text.slice(0, 80);
   image.loading = "lazy";
-  call(`/api/picture/${encodeURIComponent(source.id)}`)
+  call(addressOf("picture", source))
     .then((reply) => reply.blob())
     .then((blob) => { image.src = URL.createObjectURL(blob); })
     .catch(() => image.remove());
@@ -135,9 +149,8 @@ function marked(text, quote) {
 
 // Where a source stands in its own file: the page of a PDF, the rows of a sheet, the lines of a text.
 async function inOriginal(source, quote) {
-  const path = encodeURIComponent(source.id);
-  if (/\.pdf$/i.test(source.file) && source.page) {
-    const reply = await call(`/api/page/${path}`);
+    if (/\.pdf$/i.test(source.file) && source.page) {
+    const reply = await call(addressOf("page", source));
     const [width, height] = reply.headers.get("X-Page-Size").split(" ").map(Number);
     const sheet = make("div", "sheet"), image = make("img");
     image.alt = `Page ${source.page} of ${source.file}, with the passage marked`;
@@ -166,7 +179,7 @@ async function inOriginal(source, quote) {
     return table;
   }
   if (!source.lines) return null;
-  const lines = (await (await call(`/api/original/${path}`)).text()).split("\n");
+  const lines = (await (await call(addressOf("original", source))).text()).split("\n");
   const [first, last] = source.lines, begin = Math.max(1, first - 12);
   const list = make("ol", "lines");
   list.start = begin;
@@ -181,7 +194,7 @@ async function inOriginal(source, quote) {
 
 function originalLink(source) {
   const link = make("a", "original", "Open the original file");
-  link.href = `/api/original/${encodeURIComponent(source.id)}${source.page ? `#page=${source.page}` : ""}`;
+  link.href = addressOf("original", source) + (source.page ? `#page=${source.page}` : "");
   link.target = "_blank";
   link.rel = "noopener";
   link.addEventListener("click", async (event) => {
@@ -202,7 +215,7 @@ async function openSource(source) {
   body.replaceChildren(make("p", "", "Opening ..."));
   $("reader").showModal();
   try {
-    const found = await (await call(`/api/source/${encodeURIComponent(source.id)}`)).json();
+    const found = { ...(await (await call(addressOf("source", source))).json()), folder: source.folder };
     const parts = [];
     if (found.original) parts.push(originalLink(found));
     const shown = found.original ? await inOriginal(found, source.quote).catch((error) => make("p", "bad", error.message)) : null;
@@ -298,7 +311,11 @@ function card(text, image) {
       this.state("");
       sources = row.sources;
       part("said").classList.toggle("none", !row.found);
-      part("said").replaceChildren(...withCitations(row.marked || row.answer || "(no answer)", sources));
+      const cite = (text) => withCitations(text, sources);
+      part("said").classList.add("whole");
+      part("said").replaceChildren(...nodesOf(row.elements?.length ? row.elements : [row.answer || "(no answer)"], cite));
+      part("copy").hidden = false;
+      part("copy").onclick = () => copyTurn({ question: text, row }, part("copy"));
       part("notes").replaceChildren(...row.notes.map((one) => make("li", "", one)));
       const cited = sources.filter((one) => one.cited !== null);
       part("sources").replaceChildren(...cited.map((one) => sourceButton(one, false)));
@@ -338,7 +355,8 @@ async function* events(reply) {
 async function ask() {
   const text = question.value.trim();
   if (!text || running) return;
-  const body = { question: text, system: system.value, ...(chosen ? { image: chosen } : {}) };
+  const body = { question: text, system: system.value, history: conversation.told() };
+  if (chosen) body.image = chosen;
   const shown = card(text, chosen);
   shown.state("Searching ...");
   shown.node.scrollIntoView({ block: "start", behavior: "smooth" });
@@ -346,6 +364,7 @@ async function ask() {
   grow();
   forget();
   running = new AbortController();
+  let isAnswering = false;
   $("stop").hidden = false;
   $("send").disabled = true;
   try {
@@ -356,14 +375,18 @@ async function ask() {
       signal: running.signal,
     });
     let ended = false;
+    isAnswering = true;
     for await (const [kind, value] of events(reply)) {
       if (kind === "error") throw new Error(value.message);
-      if (kind === "answer") ended = true;
       shown[kind]?.(value);
+      if (kind !== "answer") continue;
+      ended = true;
+      conversation.add({ question: text, row: value });
+      showTools();
     }
     if (!ended) throw new Error("The server ended the answer early; ask again.");
   } catch (error) {
-    shown.state(error.name === "AbortError" ? "Stopped." : error.message, error.name !== "AbortError");
+    shown.state(sentenceOf(error, isAnswering), error.name !== "AbortError");
   } finally {
     running = null;
     $("stop").hidden = true;
@@ -396,5 +419,14 @@ $("remove").addEventListener("click", forget);
 $("stop").addEventListener("click", () => running?.abort());
 $("close").addEventListener("click", () => $("reader").close());
 $("reader").addEventListener("click", (event) => { if (event.target === $("reader")) $("reader").close(); });
-begin().catch((error) => { $("about").textContent = error.message; });
+$("export").addEventListener("click", exportConversation);
+$("new").addEventListener("click", () => {
+  running?.abort();
+  conversation.clear();
+  $("answers").replaceChildren();
+  $("empty").hidden = false;
+  showTools();
+  question.focus();
+});
+begin().catch((error) => { $("about").textContent = sentenceOf(error, false); });
 question.focus();
