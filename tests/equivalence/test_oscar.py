@@ -19,7 +19,7 @@ from compare import (
 )
 from flax import nnx
 from oscar_pair import DROPOUT, LAYOUT, make_pair, pictures, real, torch_inputs
-from oscar_torch import MASK, Tensorizer
+from oscar_torch import Tensorizer
 from safetensors.torch import load_file
 
 from mmqa_jax.core.errors import UserError
@@ -98,29 +98,6 @@ def test_every_layer_and_the_whole_model(pair):
     np.testing.assert_allclose(each[:, rows], np.stack(outputs)[:, rows], **LAYER)
     np.testing.assert_allclose(hidden[rows], outputs[-1][rows], **WHOLE)
     np.testing.assert_allclose(logits[rows], words[rows], **WHOLE)
-
-
-def test_tagging_sees_everything(other, encode):
-    """Pre-training's layout: one contiguous pair of texts, and a mask of columns alone."""
-    captions, labels, regions = pictures()
-    labels = [[MASK if n % 2 else word for n, word in enumerate(tags)] for tags in labels]
-    captions[0] = []
-    inputs = LAYOUT.tagging(captions, labels, regions)
-    cls, sep, pad = LAYOUT.cls_id, LAYOUT.sep_id, LAYOUT.pad_id
-    for row, (caption, tags) in enumerate(zip(captions, labels, strict=True)):
-        if tags:  # _truncate_seq_pair
-            caption, tags = list(caption), list(tags)
-            while len(caption) + len(tags) > LAYOUT.text - 3:
-                (caption if len(caption) > len(tags) else tags).pop()
-        text = [cls, *caption, sep, *tags, *([sep] if tags else [])]
-        padding = [pad] * (LAYOUT.text - len(text))
-        assert inputs.input_ids[row].tolist() == text + padding
-        types = [0] * (2 + len(caption)) + [1] * (len(text) - 2 - len(caption))
-        assert inputs.token_type_ids[row].tolist() == types + [0] * len(padding)
-    rows = real(inputs)
-    with torch.no_grad():
-        expected = other.theirs(*torch_inputs(inputs), torch.tensor(rows).long())
-    np.testing.assert_allclose(encode(inputs)[rows], expected[rows], **WHOLE)
 
 
 @pytest.mark.parametrize(

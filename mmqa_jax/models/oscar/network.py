@@ -1,10 +1,7 @@
 """Oscar and Oscar+ (Li et al. 2020, Zhang et al. 2021): BERT over text, object tags and regions.
 
-Sequence: caption, labels (the tags), regions. Two layouts share the weights (`OscarLayout`):
-
-* captioning: a caption sees itself causally, all labels and regions; these see each other and
-  never the caption;
-* tagging: everything sees everything, as in pre-training; [MASK]ed tags are read by the same head.
+Sequence: caption, labels (the tags), regions (`OscarLayout`). A caption sees itself causally, all
+labels and regions; these see each other and never the caption.
 
 Original: microsoft/Oscar oscar/modeling/modeling_bert.py (BertImgModel, BertForImageCaptioning,
 BertCaptioningLoss), oscar/run_captioning.py (CaptionTensorizer).
@@ -80,7 +77,7 @@ class OscarInputs:
     input_ids: jax.Array  # [B, T] int
     token_type_ids: jax.Array  # [B, T] int
     position_ids: jax.Array  # [B, T] int
-    context_mask: jax.Array  # [B, T] bool: columns every row sees (labels; in tagging all text)
+    context_mask: jax.Array  # [B, T] bool: columns every row sees, of labels
     caption_mask: jax.Array  # [B, T] bool: caption columns, causal among themselves
     region_features: jax.Array  # [B, R, F]
     region_mask: jax.Array  # [B, R] bool
@@ -170,8 +167,7 @@ class Oscar(nnx.Module):
 
 # Captions, labels and regions in columns, as Oscar was trained on them.
 #
-# Original: microsoft/Oscar oscar/run_captioning.py (CaptionTensorizer) for captioning and
-# oscar/datasets/oscar_tsv.py (convert_example_to_features) for tagging.
+# Original: microsoft/Oscar oscar/run_captioning.py (CaptionTensorizer).
 
 
 Tokens = Sequence[int]
@@ -244,32 +240,6 @@ class OscarLayout:
             self._put_labels(arrays, row, 1, tags)
         positions = np.concatenate([[0], np.arange(self.caption, self.text)])
         return self._inputs(arrays, positions, regions)
-
-    def tagging(
-        self,
-        captions: Sequence[Tokens],
-        labels: Sequence[Tokens],
-        regions: Sequence[np.ndarray],
-    ) -> OscarInputs:
-        """Pre-training's layout, everything seen by everything: [CLS] caption [SEP] labels [SEP].
-
-        Labels that are to be predicted are [MASK]s; where their token type is 1 they are read. An
-        empty caption leaves [CLS] [SEP] in front. A pair that is too long loses tokens of its
-        longer part (of the labels where both are equally long).
-        """
-        rows = self._rows(captions, labels, regions)
-        arrays = self._empty(rows, self.text)
-        for row, (caption, tags) in enumerate(zip(captions, labels, strict=True)):
-            room = self.text - (3 if len(tags) else 2)
-            first = min(len(caption), max(room - len(tags), (room + 1) // 2))
-            if len(tags) == 0:
-                first = min(len(caption), room)
-            second = min(len(tags), room - first)
-            tokens = [self.cls_id, *caption[:first], self.sep_id]
-            arrays["input_ids"][row, : len(tokens)] = tokens
-            arrays["context_mask"][row, : len(tokens)] = True
-            self._put_labels(arrays, row, len(tokens), tags[:second])
-        return self._inputs(arrays, np.arange(self.text), regions)
 
     def _rows(self, captions, labels, regions) -> int:
         if not len(captions) == len(labels) == len(regions):
