@@ -8,16 +8,25 @@ utils/save_and_load.py) is turned into such a folder, and written from one, by `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
-from mmqa_jax.weights.formats.safetensors import SafetensorsSource, TensorSource, write_safetensors
+from mmqa_jax.weights.formats.safetensors import (
+    DerivedSource,
+    SafetensorsSource,
+    TensorSource,
+    write_safetensors,
+)
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change what an adapter computes, with the values that are read.
@@ -107,7 +116,21 @@ def open_peft(folder: Path, linears: Mapping[str, str]) -> tuple[Adapter, Tensor
 
     linears: names of projections there -> here.
     """
-    file = folder / PEFT_CONFIG
+    base, rank, alpha = read_peft_config(folder / PEFT_CONFIG)
+    source = SafetensorsSource(folder / PEFT_WEIGHTS)
+    names = {key.split(".")[-3] for key in source.specs()}
+    if unknown := sorted(names - linears.keys()):
+        raise UserError(
+            f"{folder / PEFT_WEIGHTS}: changes {', '.join(unknown)}, and LoRA of "
+            f"{', '.join(linears)} is read; merge the adapter with PEFT's merge_and_unload, and "
+            "convert the model."
+        )
+    targets = tuple(linear for name, linear in linears.items() if name in names)
+    return Adapter(base, "", rank, alpha, targets), source
+
+
+def read_peft_config(file: Path) -> tuple[str, int, float]:
+    """The base, the rank and alpha of an adapter_config.json of plain LoRA."""
     config = read_json(file)
     if not isinstance(config, dict):
         raise UserError(f"{file}: is not an object; fetch the file again.")
@@ -126,16 +149,58 @@ def open_peft(folder: Path, linears: Mapping[str, str]) -> tuple[Adapter, Tensor
         )
     if config.get("use_rslora"):  # its factor is alpha / sqrt(r)
         alpha = alpha * math.sqrt(rank)
-    source = SafetensorsSource(folder / PEFT_WEIGHTS)
-    names = {key.split(".")[-3] for key in source.specs()}
-    if unknown := sorted(names - linears.keys()):
-        raise UserError(
-            f"{folder / PEFT_WEIGHTS}: changes {', '.join(unknown)}, and LoRA of "
-            f"{', '.join(linears)} is read; merge the adapter with PEFT's merge_and_unload, and "
-            "convert the model."
+    return base, rank, float(alpha)
+
+
+_OF_TASK = re.compile(
+    r"base_model\.model\.(.{1,200})\.lora_([AB])\.(?:default\.)?(\w{1,40}|text-matching)\.weight"
+)
+
+
+def with_task(source: TensorSource, folder: Path, task: str) -> TensorSource:
+    """A checkpoint's tensors with the additions of one task of an adapter that has several
+    (jina-embeddings-v4's `custom_lora_module.py`): W + alpha / r B A.
+
+    Args:
+      source: of the base.
+      folder: of adapter_config.json and adapter_model.safetensors.
+      task: the name behind `lora_A` and `lora_B` in its keys.
+    """
+    _, rank, alpha = read_peft_config(folder / PEFT_CONFIG)
+    added = SafetensorsSource(folder / PEFT_WEIGHTS)
+    keys: dict[str, dict[str, str]] = {}  # of a linear: A and B
+    for key in added.specs():
+        match = _OF_TASK.fullmatch(key)
+        if match and match[3] == task:
+            keys.setdefault(_plain_name(match[1]), {})[match[2]] = key
+    tensors: dict[str, Any] = {}
+    for key, spec in source.specs().items():
+        pair = keys.pop(_plain_name(key.removesuffix(".weight")), None)
+        tensors[key] = (
+            spec,
+            functools.partial(_with_addition, source, key, added, pair, alpha / rank),
         )
-    targets = tuple(linear for name, linear in linears.items() if name in names)
-    return Adapter(base, "", rank, float(alpha), targets), source
+    if keys or not tensors:
+        raise UserError(
+            f"{folder / PEFT_WEIGHTS}: changes {', '.join(sorted(keys)[:3])}, which its base does "
+            "not have; fetch both again."
+        )
+    return DerivedSource(source.name, tensors)
+
+
+def _plain_name(key: str) -> str:
+    """A linear's name in every version of transformers."""
+    return key.removeprefix("model.").removeprefix("language_model.").removeprefix("model.")
+
+
+def _with_addition(
+    source: TensorSource, key: str, added: TensorSource, pair: Mapping[str, str] | None, by: float
+) -> np.ndarray:
+    whole = source.read(key)
+    if pair is None:
+        return whole
+    a, b = (added.read(pair[part]).astype(np.float32) for part in "AB")
+    return (whole.astype(np.float32) + by * (b @ a)).astype(whole.dtype)
 
 
 def write_peft(

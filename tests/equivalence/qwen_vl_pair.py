@@ -47,7 +47,7 @@ You are a helpful assistant.<|im_end|>
 LENGTH = 560  # short prompts hide mistakes in positions
 UNIT = 8
 
-_VISION = {
+VISION = {
     "depth": 3,
     "hidden_size": 32,
     "num_heads": 2,
@@ -55,7 +55,7 @@ _VISION = {
     "rope_parameters": {"rope_type": "axial", "rope_theta": 321.0},
 }
 _SINCE_2_5 = {"intermediate_size": 44, "out_hidden_size": 48}
-_TEXT = {
+TEXT = {
     "vocab_size": WORDS,
     "hidden_size": 48,
     "intermediate_size": 80,
@@ -219,8 +219,8 @@ def save_torch(
     name, vision, text, both = CASES[case]
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(
-        vision_config={key: x for key, x in (_VISION | vision).items() if x is not None},
-        text_config=_TEXT | text | dict(more or {}),
+        vision_config={key: x for key, x in (VISION | vision).items() if x is not None},
+        text_config=TEXT | text | dict(more or {}),
         attn_implementation="eager",
         **both,
         **tokens,

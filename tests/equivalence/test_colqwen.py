@@ -1,4 +1,4 @@
-"""ColQwen 2, 2.5 and 3 beside transformers' Qwen-VLs and a linear layer, float32.
+"""ColQwen 2, 2.5 and 3, and jina-embeddings-v4, beside transformers' Qwen-VLs and a linear layer, float32.
 
 transformers' own ColQwen2 gives the tokens of pictures the positions of text, unlike the model
 that was trained; here it is handed those of its Qwen2-VL.
@@ -43,6 +43,7 @@ CASES = [
     ("qwen2_5_vl", "ColQwen2_5"),
     ("qwen3_vl", "ColQwen3"),
     ("qwen3_5", "ColQwen3_5"),
+    ("qwen2_5_vl", "JinaEmbeddingsV4Model"),
 ]
 QUERIES = ["which flag?", " a\n", texts(400)[-1][:560]]
 
@@ -61,6 +62,7 @@ class Theirs:
         torch.manual_seed(3)
         self.linear = torch.nn.Linear(48, DIM)
         self.of_transformers = name.endswith("Retrieval")
+        self.of_jina = name.startswith("Jina")
         if self.of_transformers:
             config = transformers.ColQwen2Config(vlm_config=whole.config, embedding_dim=DIM)
             self.col = transformers.ColQwen2ForRetrieval(config).eval()
@@ -73,7 +75,40 @@ class Theirs:
             save_file(tensors | linear, folder / "model.safetensors", metadata={"format": "pt"})
             config = json.loads((folder / "config.json").read_text())
             (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
+        if self.of_jina:
+            self.with_adapters(folder)
         self.tokenizer.save_pretrained(folder)
+
+    def with_adapters(self, folder):
+        """The layout of jina-embeddings-v4; torch's linears get W + alpha / r B A of one task."""
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"single_vector_pool_strategy": "mean", "task_names": ["retrieval", "code"]}
+        (folder / "config.json").write_text(json.dumps(config))
+        tensors = load_file(folder / "model.safetensors")
+        for part in ("weight", "bias"):
+            linear = tensors.pop(f"custom_text_proj.{part}")
+            tensors[f"multi_vector_projector.{part}"] = linear
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        ends, rank, added = ("q_proj", "v_proj", "down_proj"), 2, {}
+        linears = dict(self.model.named_modules()) | {"multi_vector_projector": self.linear}
+        for name, linear in linears.items():
+            if not name.endswith((*ends, "projector")):
+                continue
+            for task in ("retrieval", "code"):
+                a = torch.randn(rank, linear.in_features) * 0.2
+                b = torch.randn(linear.out_features, rank) * 0.2
+                within = name if name.endswith("projector") else f"model.{name}"
+                stem = f"base_model.model.{within}.lora_"
+                added |= {f"{stem}A.{task}.weight": a, f"{stem}B.{task}.weight": b}
+                if task == "retrieval":
+                    linear.weight.data += 3 / rank * (b @ a)
+        (folder / "adapters").mkdir()
+        save_file(added, folder / "adapters" / "adapter_model.safetensors")
+        (folder / "adapters" / "adapter_config.json").write_text(
+            json.dumps(
+                {"peft_type": "LORA", "r": rank, "lora_alpha": 3, "base_model_name_or_path": "b"}
+            )
+        )
 
     def vectors(self, text, picture=None) -> np.ndarray:
         given = {}
@@ -81,6 +116,8 @@ class Theirs:
             given = dict(self.processor(images=[picture.convert("RGB")], return_tensors="pt"))
             count = int(given["image_grid_thw"].prod(-1)) // 4
             text = PAGE.format("<|image_pad|>" * count)
+            if self.of_jina:
+                text = text.replace("<|endoftext|>", "\n")
         ids = torch.tensor([self.tokenizer(text)["input_ids"]])
         kinds = (ids == self.image).int()
         self.model.rope_deltas = None
@@ -104,6 +141,8 @@ class Theirs:
         return made.numpy()
 
     def question(self, text) -> np.ndarray:
+        if self.of_jina:
+            return self.vectors(f"Query: {text}")
         text = f"Query: {text}" if self.of_transformers else text
         ending = "\n" if self.of_transformers else ""
         return self.vectors(f"{text}{'<|endoftext|>' * 10}{ending}")
@@ -140,7 +179,7 @@ def test_tokens_of_questions_and_pages(theirs, tmp_path):
             pages.append(theirs.vectors(None, small_pictures()[len(pages)]))
             vectors = pages[-1]
         else:
-            vectors = theirs.vectors(source.text)
+            vectors = theirs.vectors(f"Passage: {source.text}" if theirs.of_jina else source.text)
         got = decoded(ours._stored_tokens[0], codes, DIM)
         np.testing.assert_allclose(got, vectors, atol=4e-4)  # float16
     for stored in (embeddings, dataclasses.replace(embeddings, tokens=None)):

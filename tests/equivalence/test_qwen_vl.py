@@ -6,17 +6,24 @@ import json
 import jax
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers
-from compare import WHOLE, compiled, copied
+from compare import WHOLE, compiled, copied, randomize
 from flax import nnx
 from PIL import Image
 from qwen_vl_pair import (
     ANSWERED,
     CASES,
+    END,
     IMAGE,
     LENGTH,
+    SIZE,
+    START,
     TEMPLATE,
+    TEXT,
+    TOKEN_IDS,
+    VISION,
     Pair,
     letters,
     make_pair,
@@ -24,6 +31,7 @@ from qwen_vl_pair import (
     rewritten,
     torch_inputs,
 )
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from vlm_checks import export_is_read_by_both
 
 from mmqa_jax.core.errors import UserError
@@ -42,10 +50,12 @@ from mmqa_jax.models.qwen_vl.network import (
     grid_of,
     lay_out,
 )
+from mmqa_jax.models.qwen_vl.omni import thinker
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message, Picture
 from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.weights.config_json import replace_fields
+from mmqa_jax.weights.published import load_published
 from tests.pictures import encoded
 from tests.refusals import refuses
 
@@ -211,6 +221,56 @@ def test_logits(pair, pixels, torch_pixels, tower):
     for number, mask in enumerate(made.mask):
         want = torch_logits(pair, torch_pixels, number)
         np.testing.assert_allclose(np.asarray(got)[number, mask], want, **WHOLE)
+
+
+def test_the_thinker_of_qwen3_omni_reads_texts_and_pictures(tmp_path, caplog):
+    """As on the hub, within the whole model, whose sound is left out."""
+    _, tower, text, _ = CASES["qwen3_vl_moe"]
+    text = text | {"attention_bias": False, "norm_topk_prob": True}
+    config = transformers.Qwen3OmniMoeThinkerConfig(
+        text_config=TEXT | text,
+        vision_config=VISION | tower,
+        audio_config={
+            **{"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2},
+            **{"encoder_ffn_dim": 16, "downsample_hidden_size": 8, "output_dim": 48},
+        },
+        attn_implementation="eager",
+        **{**TOKEN_IDS, "audio_token_id": 95, "audio_start_token_id": 96},
+    )
+    kind = transformers.Qwen3OmniMoeThinkerForConditionalGeneration
+    theirs = randomize(kind(config), 0, 0.05)
+    theirs.save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors = {f"thinker.{key}": x for key, x in tensors.items()} | {"talker.x": torch.ones(2)}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    inner = json.loads((tmp_path / "config.json").read_text())
+    published = {"model_type": "qwen3_omni_moe", "thinker_config": inner, "talker_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    processor = Qwen2VLImageProcessorPil(size=SIZE, patch_size=4)
+    processor.save_pretrained(tmp_path)
+    ours = load_published("qwen_vl", tmp_path, unroll=1)
+    assert "its audio_tower and talker are left out" in caplog.text
+    given = processor(images=pictures(), return_tensors="pt")
+    words = np.random.default_rng(1).integers(3, IMAGE, LENGTH).tolist()
+    row = [*words[:17], START, IMAGE, END, *words[17:380], START, IMAGE, END, *words[380:]]
+    vision = ours.config.vision
+    sizes = PictureSizes(vision.unit, vision.min_pixels, vision.max_pixels)
+    shown = [qwen_pixels(pictures()[n], sizes) for n in (0, 2)]
+    grids = [grid_of(one.shape, vision) for one in shown]
+    batch = lay_out(shown, vision, max(bucket_of(grid, vision) for grid in grids))
+    rows = compiled(ours, lambda model, batch: model.encode_images(batch))(batch)
+    features = np.concatenate(
+        [of_one[: grid.units] for of_one, grid in zip(rows, grids, strict=True)]
+    )
+    made = expand_pictures([row], [[one.shape for one in shown]], ours.config)
+    got = compiled(ours, lambda model, *given: model(*given[:3], positions=given[3]))(
+        made.input_ids, features, made.rows, made.positions
+    )
+    inputs = torch_inputs(given, row, (0, 2))
+    del inputs["mm_token_type_ids"]
+    with torch.no_grad():
+        want = theirs(**inputs).logits.numpy()
+    np.testing.assert_allclose(got, want, **WHOLE)
 
 
 def _copy(model: nnx.Module) -> nnx.Module:
@@ -468,3 +528,17 @@ def test_the_config_of_the_hub(pair, tmp_path):
         if (pair.folder / file).exists():
             (folder / file).write_bytes((pair.folder / file).read_bytes())
     assert replace_fields(open_qwen_vl(folder).config, unroll=1) == pair.ours.config
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"sound": 1}, "key 'sound'"),
+        ({"text_config": {"norm_topk_prob": False}}, "norm_topk_prob is False"),
+        ({"text_config": {"model_type": "qwen3_moe"}}, "model_type is 'qwen3_moe'"),
+        ({"vision_config": {"apply_vit_abs_pos_embed": False}}, "apply_vit_abs_pos_embed is Fal"),
+    ],
+)
+def test_a_bad_qwen3_omni_is_refused_by_name(changes, match):
+    published = {"text_config": {}, "vision_config": {}} | changes
+    refuses(match, thinker, {"thinker_config": published}, "config.json")

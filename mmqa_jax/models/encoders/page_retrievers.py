@@ -30,6 +30,7 @@ from mmqa_jax.models.modernvbert import keys as modernvbert
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.keys import PUBLISHED as QWEN_VL
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl
+from mmqa_jax.weights.adapters import with_task
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules
 from mmqa_jax.weights.layouts import Checkpoint
@@ -50,6 +51,8 @@ class PageRetriever:
       around: whether the tokenizer's own tokens stand around a prompt, too.
       strips: whether the text loses the blanks at its end.
       optional: marks that are plain text where the tokenizer has no such token.
+      task: whose additions in the folder `adapters` are put into its linears; "": there are none.
+      harmless: keys of its config.json beside those of the model that reads.
     """
 
     title: str
@@ -61,6 +64,8 @@ class PageRetriever:
     around: bool = True
     strips: bool = False
     optional: tuple[str, ...] = ()
+    task: str = ""
+    harmless: tuple[str, ...] = ()
 
 
 def _single(retriever: PageRetriever, title: str, **changes: Any) -> PageRetriever:
@@ -103,6 +108,19 @@ _GEMMA3 = PageRetriever(
     source=f"<bos><start_of_turn>user\nQuery: {TEXT}<end_of_turn>\n",
     strips=True,
 )
+_JINA_V4 = PageRetriever(
+    title="jina-embeddings-v4",
+    page=f"<|im_start|>user\n<|vision_start|>{PICTURE}<|vision_end|>"
+    "Describe the image.<|im_end|>\n",
+    question=f"Query: {TEXT}",
+    source=f"Passage: {TEXT}",
+    projection="multi_vector_projector",
+    task="retrieval",
+    harmless=(
+        *("single_vector_pool_strategy", "multi_vector_projector_dim", "matryoshka_dims"),
+        *("pretrained_peft_model_name_or_path", "verbosity", "task_names", "truncate_dim"),
+    ),
+)
 _OF_TRANSFORMERS = "embedding_proj_layer"
 # By an entry of `architectures` in config.json.
 RETRIEVERS: Mapping[str, PageRetriever] = {
@@ -129,6 +147,7 @@ RETRIEVERS: Mapping[str, PageRetriever] = {
         projection=_OF_TRANSFORMERS,
     ),
     **dict.fromkeys(("BiQwen2", "BiQwen2_5", "BiQwen3", "BiQwen3_5"), _single(_QWEN, "BiQwen")),
+    "JinaEmbeddingsV4Model": _JINA_V4,
     "ColGemma3": _GEMMA3,
     "BiGemma3": _single(
         _GEMMA3,
@@ -224,6 +243,8 @@ def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | Non
             raise UserError(f"{where}: lacks its vlm_config; fetch the file again.")
         if "text_config" in of_vlm:  # transformers writes the size there, too
             of_vlm = {key: x for key, x in of_vlm.items() if key != "vocab_size"}
+    if retriever.harmless:
+        of_vlm = {key: x for key, x in published.items() if key not in retriever.harmless}
     kind = (published if of_vlm is None else of_vlm).get("model_type")
     reader = next((reader for names, reader in _READERS if kind in names), None)
     if reader is None:
@@ -232,6 +253,9 @@ def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | Non
             "checkpoint as it was published."
         )
     checkpoint = reader.open(folder, of_vlm)
+    if retriever.task:
+        source = with_task(checkpoint.source, folder / "adapters", retriever.task)
+        checkpoint = checkpoint._replace(source=source)
     name, layer = retriever.projection, {}
     if name:
         weight = checkpoint.source.specs().get(f"{name}.weight")

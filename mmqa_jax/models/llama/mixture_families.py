@@ -21,6 +21,15 @@ _BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": Fal
 _SHARED = {"mlp.shared_experts.": "mlp.shared_expert."}
 _PROPOSING = ("num_nextn_predict_layers", "num_mtp_layers")
 _ROUTED = {"num_experts_per_tok": 8, "norm_topk_prob": True}
+_ROUTED_KEYS = kinds(size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok")
+_DENSE_FIRST = kinds(
+    integer="num_shared_experts first_k_dense_replace", list_or_null="mlp_layer_types"
+)
+_ROUTED_NAMES = {
+    **{"intermediate_size": "moe_intermediate_size"},
+    "n_shared_experts": "num_shared_experts",
+}
+_ONE_GROUP = {"n_group": (1,), "topk_group": (1,)}
 _GLM4_MOE = Family(
     title="GLM-4.5, 4.6 and 4.7",
     architecture="Glm4MoeForCausalLM",
@@ -47,7 +56,7 @@ _GLM4_MOE = Family(
     },
     computes={**_BIASED_SIGMOIDS, "out_bias": False},
     harmless=(*BALANCING, *_PROPOSING),
-    fixed={"n_group": (1,), "topk_group": (1,)},
+    fixed=_ONE_GROUP,
     names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
     partial=True,
     dense_first="first_k_dense_replace",
@@ -181,7 +190,7 @@ MIXTURES: Mapping[str, Family] = {
         },
         computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
         harmless=BALANCING,
-        fixed={"n_group": (1,), "topk_group": (1,)},
+        fixed=_ONE_GROUP,
         names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
         dense_first="first_k_dense_replace",
         tensors=_SHARED,
@@ -215,10 +224,9 @@ MIXTURES: Mapping[str, Family] = {
         architecture="MellumForCausalLM",
         keys={
             **WINDOW,
+            **_ROUTED_KEYS,
             **kinds(
-                flag="attention_bias norm_topk_prob",
-                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
-                list_or_null="layer_types mlp_layer_types",
+                flag="attention_bias norm_topk_prob", list_or_null="layer_types mlp_layer_types"
             ),
         },
         defaults={
@@ -301,13 +309,10 @@ MIXTURES: Mapping[str, Family] = {
     "hy_v3": Family(
         title="Hy3",
         architecture="HYV3ForCausalLM",
-        keys=kinds(
-            size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
-            integer="num_shared_experts first_k_dense_replace",
-            flag="attention_bias",
-            number="router_scaling_factor",
-            list_or_null="mlp_layer_types",
-        ),
+        keys={
+            **{**_ROUTED_KEYS, **_DENSE_FIRST},
+            **kinds(flag="attention_bias", number="router_scaling_factor"),
+        },
         defaults={
             **{"vocab_size": 120832, "intermediate_size": 13312, "num_hidden_layers": 80},
             **{"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128},
@@ -318,11 +323,7 @@ MIXTURES: Mapping[str, Family] = {
         computes={**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
         harmless=(*BALANCING, *_PROPOSING, "enable_moe_fp32_combine", "expert_hidden_dim"),
         fixed={"mlp_bias": (False,), "qk_norm": (True,)},
-        names={
-            **{"intermediate_size": "moe_intermediate_size"},
-            **{"routed_scaling_factor": "router_scaling_factor"},
-            "n_shared_experts": "num_shared_experts",
-        },
+        names={**_ROUTED_NAMES, "routed_scaling_factor": "router_scaling_factor"},
         renamed={"num_experts": "num_local_experts"},
         dense_first="first_k_dense_replace",
         tensors={
@@ -338,12 +339,9 @@ MIXTURES: Mapping[str, Family] = {
         architecture="ExaoneMoeForCausalLM",
         keys={
             **WINDOW,
+            **{**_ROUTED_KEYS, **_DENSE_FIRST},
             **kinds(
-                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok",
-                integer="first_k_dense_replace num_shared_experts",
-                flag="norm_topk_prob",
-                number="routed_scaling_factor",
-                list_or_null="layer_types mlp_layer_types",
+                flag="norm_topk_prob", number="routed_scaling_factor", list_or_null="layer_types"
             ),
         },
         defaults={
@@ -355,13 +353,10 @@ MIXTURES: Mapping[str, Family] = {
         computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
         harmless=(*BALANCING, *_PROPOSING),
         fixed={
-            **{"n_group": (1,), "topk_group": (1,)},
+            **_ONE_GROUP,
             "sliding_window_pattern": (4, 0, "LLLG"),  # layer_types say it
         },
-        names={
-            **{"intermediate_size": "moe_intermediate_size"},
-            "n_shared_experts": "num_shared_experts",
-        },
+        names=_ROUTED_NAMES,
         full_every=4,
         near_rotates=True,
         dense_first="first_k_dense_replace",
@@ -375,9 +370,9 @@ MIXTURES: Mapping[str, Family] = {
         architecture="AfmoeForCausalLM",
         keys={
             **WINDOW,
+            **_ROUTED_KEYS,
             **kinds(
-                size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok "
-                "global_attn_every_n_layers",
+                size="global_attn_every_n_layers",
                 integer="num_dense_layers num_shared_experts",
                 flag="mup_enabled",
                 number="route_scale",
@@ -397,13 +392,12 @@ MIXTURES: Mapping[str, Family] = {
         },
         harmless=(*BALANCING, "use_grouped_mm", "load_balance_coeff"),
         fixed={
-            **dict.fromkeys(("n_group", "topk_group", "num_expert_groups"), (1,)),
-            **{"num_limited_groups": (1,), "route_norm": (True,), "score_func": ("sigmoid",)},
+            **{**_ONE_GROUP, "num_expert_groups": (1,), "num_limited_groups": (1,)},
+            **{"route_norm": (True,), "score_func": ("sigmoid",)},
             "attention_bias": (False,),
         },
         names={
-            **{"intermediate_size": "moe_intermediate_size"},
-            **{"routed_scaling_factor": "route_scale", "n_shared_experts": "num_shared_experts"},
+            **{**_ROUTED_NAMES, "routed_scaling_factor": "route_scale"},
             "sliding_window_pattern": "global_attn_every_n_layers",
         },
         full_every=4,

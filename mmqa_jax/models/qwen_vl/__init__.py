@@ -5,8 +5,8 @@ from mmqa_jax.weights.registry import HF_FOLDER, Architecture
 FAMILIES = (
     Architecture(
         name="qwen_vl",
-        model_types=("qwen_vl.keys.PUBLISHED",),
-        title="Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5 and 3.6, GLM-4.xV, PaddleOCR-VL",
+        model_types=("qwen_vl.keys.PUBLISHED", "qwen_vl.omni.MODEL_TYPES"),
+        title="Qwen2-VL, 2.5-VL, 3-VL, Qwen3.5 and 3.6, Qwen3-Omni, GLM-4.xV, PaddleOCR-VL",
         model="qwen_vl.network.QwenVL",
         config="qwen_vl.network.QwenVLConfig",
         layouts=(HF_FOLDER,),

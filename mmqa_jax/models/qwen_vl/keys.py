@@ -36,6 +36,7 @@ from mmqa_jax.models.llama.keys import (
 )
 from mmqa_jax.models.llama.network import added
 from mmqa_jax.models.qwen_vl import network as qwen_vl
+from mmqa_jax.models.qwen_vl import omni
 from mmqa_jax.models.two_towers.processor import close
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
@@ -292,11 +293,16 @@ def open_qwen_vl(path: Path, published: Mapping[str, Any] | None = None) -> layo
     """
     file = layouts.config_file(path)
     if published is None:
-        published = layouts.read_hf_config(path, *PUBLISHED)
+        published = layouts.read_hf_config(path, *PUBLISHED, *omni.MODEL_TYPES)
     published, make_whole = layouts.read_rounding(published, str(file))
+    is_omni = published["model_type"] in omni.MODEL_TYPES
+    if is_omni:
+        published = omni.thinker(published, str(file))
     config = qwen_vl_config(published, str(file))  # refused before the tensors are opened
     config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
     source = make_whole(layouts.open_source(path))
+    if is_omni:
+        source = omni.thinker_tensors(source)
     if config.llama.experts:
         source = _experts_turned(source, (config.llama.hidden, 2 * config.llama.mlp))
     if config.vision.family == "paddleocr_vl":
