@@ -35,10 +35,10 @@ _TEXT = {
 _TOWER = {"apply_vit_abs_pos_embed": (True,), "image_size": None}
 _LEFT_OUT = re.compile(r"(talker|code2wav|audio_tower)\.")
 _NAMES = (
-    (r"\.merger_list\.", ".deepstack_merger_list."),
-    (r"(merger(?:_list\.\d{1,4})?)\.ln_q\.", r"\1.norm."),
-    (r"(merger(?:_list\.\d{1,4})?)\.mlp\.0\.", r"\1.linear_fc1."),
-    (r"(merger(?:_list\.\d{1,4})?)\.mlp\.2\.", r"\1.linear_fc2."),
+    (re.compile(r"\.merger_list\."), ".deepstack_merger_list."),
+    (re.compile(r"(merger(?:_list\.\d{1,4})?)\.ln_q\."), r"\1.norm."),
+    (re.compile(r"(merger(?:_list\.\d{1,4})?)\.mlp\.0\."), r"\1.linear_fc1."),
+    (re.compile(r"(merger(?:_list\.\d{1,4})?)\.mlp\.2\."), r"\1.linear_fc2."),
 )
 
 
@@ -85,7 +85,7 @@ def thinker_tensors(source: TensorSource) -> TensorSource:
             left_out.add(match[1])
             continue
         for theirs, ours in _NAMES:
-            name = re.sub(theirs, ours, name)
+            name = theirs.sub(ours, name)
         tensors[name] = spec, functools.partial(source.read, key)
     if left_out:
         logging.getLogger(__name__).warning(
