@@ -164,12 +164,19 @@ def with_task(
             "expected; fetch the file again."
         )
     number = None if task is None else published[ADAPTED].index(task)
+    specs, sizes = source.specs(), (len(published[ADAPTED]), rank)
     tensors: dict[str, Any] = {}
-    for key, spec in source.specs().items():
+    for key, spec in specs.items():
         stem, parametrized, part = key.rpartition(".parametrizations.weight.")
         if not parametrized:
             tensors[key] = spec, functools.partial(source.read, key)
         elif part == "original":
+            added = (specs.get(f"{stem}{parametrized}0.lora_{letter}") for letter in "AB")
+            if not all(x and len(x.shape) == 3 and {*sizes} <= {*x.shape} for x in added):
+                raise UserError(
+                    f"{source.name}: the additions to {stem} are not there, or not of {sizes[0]} "
+                    f"tasks and rank {rank}; fetch the file again."
+                )
             read = functools.partial(_adapted, source, stem, number, alpha / rank)
             tensors[f"{stem}.weight"] = spec, read
     return DerivedSource(source.name, tensors)

@@ -330,8 +330,9 @@ def _rotated(value: Any, layers: int, where: str) -> tuple[bool, ...]:
 
 def _thetas(thetas: list[Any], layers: int, where: str) -> dict[str, Any]:
     """Fields of Granite's `layer_rope_theta`: one base for all layers that rotate, 0 for others."""
-    bases = {theta for theta in thetas if theta}
-    if len(thetas) != layers or len(bases) != 1 or isinstance(next(iter(bases)), str):
+    are_numbers = all(isinstance(theta, int | float) for theta in thetas)
+    bases = {theta for theta in thetas if theta} if are_numbers else set()
+    if len(thetas) != layers or len(bases) != 1:
         raise UserError(
             f"{where}: layer_rope_theta is {thetas!r}, expected 0 or one other number for each of "
             f"{layers} layers; use a checkpoint of these."
