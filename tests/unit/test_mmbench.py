@@ -15,9 +15,12 @@ from mmqa_jax.benchmarks.mmbench import (
     read_mmbench,
     read_mmbench_predictions,
     score_mmbench,
+    write_mmbench_submission,
 )
 from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.formats.official import Entry
 from mmqa_jax.data.formats.tables import read_table, write_spreadsheet
+from mmqa_jax.data.formats.vlmeval import TablePictures
 from mmqa_jax.data.schema import Prediction, Question
 from tests.refusals import refuses
 
@@ -402,6 +405,20 @@ def test_broken_prediction_tables(raw, ours, tmp_path, refused):
     )
     out = f"--submission={tmp_path / 'out.csv'}"
     refused(*flags, f"--predictions={ours}", out, message=r"name a file \.xlsx")
+
+
+def test_a_submission_has_columns_for_the_longest_choices(tmp_path):
+    questions = [Question(str(n), "val", "?", choices=("x",) * n) for n in (2, 5)]
+    write_mmbench_submission(questions, [], tmp_path / "out.xlsx")
+    (header, *_) = openpyxl.load_workbook(tmp_path / "out.xlsx").active.iter_rows(values_only=True)
+    assert [name for name in header if name in "ABCDEFGH"] == [*"ABCDE"]
+
+
+def test_other_pictures_of_a_table_are_other_inputs():
+    """So that records of earlier pictures are not taken for theirs."""
+    rows = [Entry("row 1", {"index": "1", "image": encoded(number)}) for number in (1, 1, 2)]
+    first, same, other = (TablePictures([row]).signature() for row in rows)
+    assert first == same != other
 
 
 def test_cells_survive_a_spreadsheet(tmp_path):
