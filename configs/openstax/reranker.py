@@ -19,9 +19,9 @@ def get_config(mode: str = "") -> ConfigDict:
     config.data.update({"examples": "", "teacher": ""})
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = ""  # that of `init`
-    config.init = "minilm"  # or a cross-encoder, an encoder, or a Qwen3-Reranker
+    config.init = "minilm"  # or a cross-encoder, an encoder, a Qwen3-Reranker, a Qwen3-VL-Reranker
     config.model = {"changes": {"dtype": "float32"}}
-    config.loss = "listwise"  # pointwise, lambda; margin_mse with data.teacher
+    config.loss = "listwise"  # pointwise, lambda; margin_mse and divergence with data.teacher
     config.batches = {"batch_size": 8, "length": 160, "num_negatives": 3, "threads": 2}
     config.train = {
         "steps": 200,
@@ -38,6 +38,14 @@ def get_config(mode: str = "") -> ConfigDict:
         "evaluate_every": 0,
         "accumulate": 1,
         "keep": 1,
+    }
+    # With train.evaluate_every above 0. rankings: a file of `mmqa search --split=val`.
+    config.validate = {
+        "split": "val",
+        "questions": 200,
+        "rankings": "",
+        "top_k": 20,
+        "metric": "mrr",
     }
     config.inference = {"batch_size": auto()}
 

@@ -1,6 +1,7 @@
 """OpenStax: MiniLM tuned on links from a paragraph to the figure that it speaks of, by its caption.
 
-`token`: a vector for each token (late interaction). The hard negatives are what BM25 finds
+`token`: a vector for each token (late interaction). `pages`: figures as they look, by a Qwen-VL
+that becomes a ColQwen, by LoRA; `towers`: by a CLIP. The hard negatives are what BM25 finds
 (`data.negatives`, files of `mmqa search --split=train`) or, with `mining.every`, what the model
 itself finds.
 """
@@ -9,7 +10,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import auto
 
-MODES = ("runlocal", "token")
+MODES = ("runlocal", "token", "pages", "towers")
 
 
 def get_config(mode: str = "") -> ConfigDict:
@@ -60,6 +61,21 @@ def get_config(mode: str = "") -> ConfigDict:
     if mode == "token":
         config.model.vectors = "token"
         config.loss.scale = 1.0
+    if mode == "pages":
+        config.init = "Qwen/Qwen3-VL-2B-Instruct"  # in the Hugging Face cache
+        config.model.update({"vectors": "token", "dim": 128, "tower": "frozen"})
+        config.model.lora = {"rank": 32, "alpha": 32.0, "targets": (), "base": "bfloat16"}
+        config.model.changes = {"dtype": "bfloat16", "remat": "full"}
+        config.pictures = {"max_pixels": 768 * 32 * 32}  # so many tokens
+        config.batches.source_lengths = (1024,)
+        config.loss.update({"scale": 50.0, "mean": True})  # as ColPali is trained
+        config.train.optimizer.learning_rate = 2e-4
+    if mode == "towers":
+        config.init = "openai/clip-vit-base-patch32"
+        config.model.vectors = ""
+        config.batches.update({"query_length": 77, "source_lengths": (77,)})
+        config.loss.update({"scale": 100.0, "symmetric": True})
+        config.train.optimizer.learning_rate = 1e-5
     if mode == "runlocal":
         config.batches.update({"batch_size": 4, "query_length": 32, "source_lengths": (32,)})
         config.train.update({"steps": 2, "log_every": 1, "checkpoint_every": 1})

@@ -38,10 +38,12 @@ from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.retrieval.embedder import batches_by_length
 from mmqa_jax.retrieval.picture_batches import (
     HELD,
     PicturePrompt,
+    SeeingConfig,
     beyond_placeholders,
     prompt_batches,
 )
@@ -212,9 +214,7 @@ class VLMReranker(PairScorer):
         self.corpus = corpus
         self._chat, self._config, self._pad = chat, model.config, pad_token
         self._lengths = tuple(lengths)
-        vision = model.config.vision
-        sizes, largest = picture_sizes(vision), math.isqrt(vision.max_pixels)
-        self._pictures = PictureStore(corpus, largest, sizes, alpha="white")
+        self._pictures = reranked_pictures(corpus, model.config)
         cost = encoder_cost(model.config.llama, self._lengths[-1], "pairs")
         super().__init__(model, batch_size, cost)
         graphdef = self._graphdef
@@ -260,27 +260,39 @@ class VLMReranker(PairScorer):
         return Side(source_text(self.corpus.sources[row]), self._pictures.pixels(row))
 
     def _prompts(self, pairs: Sequence[tuple[Side, Side]]) -> list[PicturePrompt]:
-        made: list[PicturePrompt] = [PicturePrompt(())] * len(pairs)
-        frames = [(*_parts(asked, 0), "\n<Document>:", *_parts(source, 1))
-                  for asked, source in pairs]  # fmt: skip
-        for frame in set(frames):
-            members = [number for number, other in enumerate(frames) if other == frame]
-            pictures = [
-                tuple(side.picture for side in pairs[n] if side.picture is not None)
-                for n in members
-            ]
-            tokens = self._chat.encode(
-                SYSTEM,
-                [f"<Instruct>: {INSTRUCTION}", "<Query>:", *frame],
-                [[side.text for side in pairs[n]] for n in members],
-                [
-                    self._lengths[-1] - beyond_placeholders(of_pair, self._config)
-                    for of_pair in pictures
-                ],
-            )
-            for number, ids, of_pair in zip(members, tokens, pictures, strict=True):
-                made[number] = PicturePrompt(ids, of_pair)
-        return made
+        return pair_prompts(self._chat, self._config, pairs, longest=self._lengths[-1])
+
+
+def reranked_pictures(corpus: Corpus, config: QwenVLConfig) -> PictureStore:
+    """A corpus's pictures as a Qwen3-VL-Reranker takes them."""
+    largest = math.isqrt(config.vision.max_pixels)
+    return PictureStore(corpus, largest, picture_sizes(config.vision), alpha="white")
+
+
+def pair_prompts(
+    chat: PictureChat,
+    config: SeeingConfig,
+    pairs: Sequence[tuple[Side, Side]],
+    *,
+    longest: int,
+) -> list[PicturePrompt]:
+    """What a Qwen3-VL-Reranker is asked of pairs, in at most `longest` tokens each."""
+    made: list[PicturePrompt] = [PicturePrompt(())] * len(pairs)
+    frames = [(*_parts(asked, 0), "\n<Document>:", *_parts(source, 1)) for asked, source in pairs]
+    for frame in set(frames):
+        members = [number for number, other in enumerate(frames) if other == frame]
+        pictures = [
+            tuple(side.picture for side in pairs[n] if side.picture is not None) for n in members
+        ]
+        tokens = chat.encode(
+            SYSTEM,
+            [f"<Instruct>: {INSTRUCTION}", "<Query>:", *frame],
+            [[side.text for side in pairs[n]] for n in members],
+            [longest - beyond_placeholders(of_pair, config) for of_pair in pictures],
+        )
+        for number, ids, of_pair in zip(members, tokens, pictures, strict=True):
+            made[number] = PicturePrompt(ids, of_pair)
+    return made
 
 
 def _parts(side: Side, number: int) -> list[str | None]:

@@ -226,12 +226,14 @@ class OnevisionFormat(LlavaFormat):
 
     def tokens(self, shown_picture: Shown) -> int:
         """See PictureFormat."""
+        return self._config.picture_tokens(self.shape(shown_picture))
+
+    def shape(self, shown_picture: Shown) -> tuple[int, int, int, int]:
+        """`TiledPicture.shape` of a picture, by its header; raises PictureError."""
         width, height = decode.upright_size_of(
             shown_picture.picture.data, shown_picture.picture.name
         )
-        return self._config.picture_tokens(
-            (self._tiles((height, width), shown_picture), height, width, 3)
-        )
+        return self._tiles((height, width), shown_picture), height, width, 3
 
     def read(self, shown_picture: Shown) -> TiledPicture:
         """See PictureFormat."""

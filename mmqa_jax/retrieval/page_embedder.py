@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import split_over
@@ -232,21 +233,38 @@ def load_page_embedder(
     """
     devices = loading_mesh(mesh)
     model = load_page_retriever(folder, retriever, devices)
+    tokenizer = load_encoder_tokenizer(folder, _text(model.config).vocab_size, pairs=False)
+    buckets = prompt_lengths(folder, model.config, LONGEST)
+    return page_embedder(
+        model, retriever, tokenizer, devices, buckets=buckets, batch_size=batch_size
+    )
+
+
+def page_embedder(
+    model: Any,
+    retriever: PageRetriever,
+    tokenizer: Tokenizer,
+    devices: Mesh | None,
+    *,
+    buckets: Sequence[int],
+    **options: Any,
+) -> PageTokenEmbedder | PageEmbedder:
+    """The embedder of a page retriever's model; `options`: of Embedder, such as `batch_size`."""
     config = model.config
-    text = config.text if isinstance(config, ModernVBertConfig) else config.llama
-    tokenizer = load_encoder_tokenizer(folder, text.vocab_size, pairs=False)
-    buckets = prompt_lengths(folder, config, LONGEST)
     writer = PageWriter(retriever, config, tokenizer, buckets[-1])
     graphdef, state = split_over(model, devices)
-    kind = PageEmbedder if retriever.pooling else PageTokenEmbedder
-    return kind(
+    return (PageEmbedder if retriever.pooling else PageTokenEmbedder)(
         graphdef,
         state,
         tokenizer,
         config,
         writer,
         buckets=buckets,
-        batch_size=batch_size,
-        cost=encoder_cost(text, buckets[-1], "sources"),
+        cost=encoder_cost(_text(config), buckets[-1], "sources"),
         recipe=f"{config} {retriever}",
+        **options,
     )
+
+
+def _text(config: SeeingConfig) -> Any:
+    return config.text if isinstance(config, ModernVBertConfig) else config.llama

@@ -8,7 +8,7 @@ one program for each bucket, length and number of pictures, whatever pictures co
 from __future__ import annotations
 
 import collections
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -80,7 +80,7 @@ def prompt_batches(
             size = min(serving.size_for(len(chunk)), most)
             padded = [chunk[min(row, len(chunk) - 1)] for row in serving.placement.rows(size)]
             rows_of_batch = [prompts[number] for number in padded]
-            yield np.array(chunk), _batch(rows_of_batch, config, count, bucket, length, pad_token)
+            yield np.array(chunk), batch_of(rows_of_batch, config, count, bucket, length, pad_token)
 
 
 def beyond_placeholders(pictures: Sequence[np.ndarray], config: SeeingConfig) -> int:
@@ -93,7 +93,7 @@ def attended(config: qwen_vl.QwenVLConfig, bucket: int, length: int) -> int:
     return max(length, bucket * config.vision.merge**2)
 
 
-def _batch(
+def batch_of(
     prompts: Sequence[PicturePrompt],
     config: SeeingConfig,
     count: int,
@@ -101,17 +101,31 @@ def _batch(
     length: int,
     pad_token: int,
 ) -> PromptBatch:
-    pictures = [pixels for prompt in prompts for pixels in prompt.pictures]
-    if not isinstance(config, qwen_vl.QwenVLConfig):
-        tokens, counts = [prompt.tokens for prompt in prompts], [count] * len(prompts)
-        squares = np.stack(pictures).reshape(-1, count, *pictures[0].shape) if count else None
+    """One batch of prompts with at most `count` pictures each, behind which are black ones.
+
+    Args:
+      bucket: units of a Qwen-VL's pictures.
+      length, pad_token: as of `prompt_batches`.
+    """
+    is_qwen = isinstance(config, qwen_vl.QwenVLConfig)
+    side = config.vision.unit if is_qwen else config.vision.image_size
+    black = np.zeros((side, side, 3), np.uint8)
+    pictures = [
+        prompt.pictures[slot] if slot < len(prompt.pictures) else black
+        for prompt in prompts
+        for slot in range(count)
+    ]
+    tokens = [prompt.tokens for prompt in prompts]
+    if not is_qwen:
+        counts = [len(prompt.pictures) for prompt in prompts]
+        squares = np.stack(pictures).reshape(-1, count, *black.shape) if count else None
         expanded = expand_images(tokens, counts, config, length=length, pad_token=pad_token)
         return PromptBatch(*expanded, squares)
     made = qwen_vl.expand_pictures(
-        [prompt.tokens for prompt in prompts],
+        tokens,
         [[pixels.shape for pixels in prompt.pictures] for prompt in prompts],
         config,
-        first_rows=itertools.cycle(range(0, count * bucket, bucket)) if count else None,
+        first_rows=(slot * bucket for prompt in prompts for slot in range(len(prompt.pictures))),
         length=length,
         pad_token=pad_token,
     )
@@ -120,3 +134,37 @@ def _batch(
     laid = qwen_vl.lay_out(pictures, config.vision, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
     return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)
+
+
+class Slots(NamedTuple):
+    """Room for pictures in each prompt of a batch: how many, of how many units of a Qwen-VL."""
+
+    count: int
+    bucket: int
+
+
+def slots_of(config: SeeingConfig) -> Slots:
+    """Room for one picture of any size."""
+    if not isinstance(config, qwen_vl.QwenVLConfig):
+        return Slots(config.most_squares, 0)
+    vision, side = config.vision, math.isqrt(config.vision.most_units)
+    return Slots(1, qwen_vl.bucket_of(qwen_vl.Grid(side, side), vision))
+
+
+def prompt_arrays(
+    prompts: Sequence[PicturePrompt],
+    config: SeeingConfig,
+    slots: Slots,
+    length: int,
+    pad_token: int,
+) -> dict[str, np.ndarray]:
+    """The arrays of one batch by name, as the records of `models.encoders.trained_pictured` read
+    them: ids, mask, and of pictures squares, or the fields of a PatchBatch, features (the rows of
+    tokens) and positions."""
+    batch = batch_of(prompts, config, *slots, length, pad_token)
+    arrays = {"ids": batch.input_ids, "mask": batch.mask}
+    if batch.rows is not None:
+        arrays |= {**vars(batch.pictures), "features": batch.rows, "positions": batch.positions}
+    elif batch.pictures is not None:
+        arrays["squares"] = batch.pictures
+    return arrays

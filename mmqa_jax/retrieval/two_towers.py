@@ -28,7 +28,12 @@ from mmqa_jax.data.pictures.resize import NaFlex, Resize
 from mmqa_jax.data.published_tokenizers import load_clip_tokenizer, load_siglip_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, of_towers
-from mmqa_jax.models.two_towers.config import SiglipVisionConfig
+from mmqa_jax.models.two_towers.config import (
+    CLIPConfig,
+    SiglipConfig,
+    SiglipTextConfig,
+    SiglipVisionConfig,
+)
 from mmqa_jax.models.two_towers.network import TwoTowers
 from mmqa_jax.models.two_towers.openai import UNIIR, squashes
 from mmqa_jax.models.two_towers.processor import read_preparation
@@ -92,21 +97,41 @@ def load_two_towers(
         if record is None
         else load_converted(folder, mesh=devices)
     )
-    config, options = model.config, {}
     if tokenizer is None:
-        tokenizer = load_siglip_tokenizer(folder, config.text.vocab_size)
-        resize = _siglip_resize(folder, config.vision)
+        tokenizer = load_siglip_tokenizer(folder, model.config.text.vocab_size)
+    else:
+        _check_ids(tokenizer, model.config.text.vocab_size, folder)
+    sums = record is not None and record.record.get("layout") == UNIIR
+    dual_config = of_towers(model.config, fusion="sum" if sums else "image")
+    graphdef, state = as_dual_encoder(model, dual_config, devices)
+    return towers_embedder(
+        graphdef, state, model.config, tokenizer, folder, sums=sums, batch_size=batch_size
+    )
+
+
+def towers_embedder(
+    graphdef: nnx.GraphDef,
+    state: Any,
+    config: CLIPConfig | SiglipConfig,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    sums: bool = False,
+    batch_size: BatchSize,
+) -> Embedder:
+    """The embedder of a CLIP or SigLIP as a dual encoder.
+
+    Args:
+      folder: whose files say how pictures are prepared.
+      sums: see ScoreFusionEmbedder.
+    """
+    resize, options = towers_resize(config, tokenizer, folder), {}
+    dual_config = of_towers(config, fusion="sum" if sums else "image")
+    if isinstance(config.text, SiglipTextConfig):
         options = {"alpha": "white", "recipe": f"{config} {resize}"}
         buckets: tuple[int, ...] = (config.text.length,)
     else:
-        _check_ids(tokenizer, config.text.vocab_size, folder)
-        resize = "crop"
-        if tokenizer.preprocessing == "openai":
-            resize = "squash" if squashes(folder) else "crop_openai"
         buckets = tuple(sorted({min(size, config.text.length) for size in _BUCKETS}))
-    sums = record is not None and record.record.get("layout") == UNIIR
-    dual_config = of_towers(config, fusion="sum" if sums else "image")
-    graphdef, state = as_dual_encoder(model, dual_config, devices)
     return (ScoreFusionEmbedder if sums else Embedder)(
         graphdef,
         state,
@@ -119,6 +144,17 @@ def load_two_towers(
         resize=resize,
         **({"recipe": dual_config.fusion} if sums else options),
     )
+
+
+def towers_resize(
+    config: CLIPConfig | SiglipConfig, tokenizer: Tokenizer, folder: Path
+) -> Resize | NaFlex:
+    """How pictures are made ready for a CLIP or SigLIP."""
+    if isinstance(config.vision, SiglipVisionConfig):
+        return _siglip_resize(folder, config.vision)
+    if tokenizer.preprocessing == "openai":
+        return "squash" if squashes(folder) else "crop_openai"
+    return "crop"
 
 
 def _check_ids(tokenizer: Tokenizer, vocab_size: int, folder: Path) -> None:

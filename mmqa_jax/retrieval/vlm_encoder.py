@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError, check_several
@@ -25,8 +26,10 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
 from mmqa_jax.data.pictures.resize import Canvas, PictureSizes
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.common.array_layout import restacked
-from mmqa_jax.models.encoders.sentence_pooling import has_recipe, read_recipe
+from mmqa_jax.models.encoders.heads import QwenVLEncoder
+from mmqa_jax.models.encoders.sentence_pooling import Prompts, has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
@@ -45,7 +48,7 @@ from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
 LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH
 _ANSWER_BEGINS = {"chat_template": {"add_generation_prompt": True}}  # as is done in any case
-_AROUND = 128  # tokens around a picture, with room
+AROUND = 128  # tokens around a picture, with room
 
 
 @functools.lru_cache(maxsize=8)  # encoders of one config share their programs
@@ -127,7 +130,7 @@ class VLMEmbedder(Embedder):
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str
     ) -> Iterator[tuple[np.ndarray, jax.Array]]:
         """Encoded batches of texts with their pictures, and their places among the texts."""
-        prompts = self._prompts(texts, pictures, instruction or INSTRUCTION)
+        prompts = self._prompts(texts, pictures, instruction)
         batches = prompt_batches(
             prompts, self._config, self.serving, self.buckets, self.tokenizer.pad_id
         )
@@ -138,25 +141,40 @@ class VLMEmbedder(Embedder):
     def _prompts(
         self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str
     ) -> list[PicturePrompt]:
-        made: list[PicturePrompt] = [PicturePrompt(())] * len(texts)
-        # Of one frame each: what has a picture, and what has a text. A text may be empty alone.
-        kinds = [
-            (picture is not None, bool(text) or picture is None)
-            for text, picture in zip(texts, pictures, strict=True)
-        ]
-        for kind in set(kinds):
-            has_picture, has_text = kind
-            members = [number for number, other in enumerate(kinds) if other == kind]
-            of_prompts = [[pictures[n]] if has_picture else [] for n in members]
-            tokens = self._chat.encode(
-                instruction,
-                [None] * has_picture + [MARKS[0]] * has_text,
-                [[texts[n]] for n in members],
-                [self.buckets[-1] - beyond_placeholders(p, self._config) for p in of_prompts],
-            )
-            for number, ids, in_prompt in zip(members, tokens, of_prompts, strict=True):
-                made[number] = PicturePrompt(ids, tuple(in_prompt))
-        return made
+        return chat_prompts(
+            self._chat, self._config, texts, pictures, instruction, longest=self.buckets[-1]
+        )
+
+
+def chat_prompts(
+    chat: PictureChat,
+    config: SeeingConfig,
+    texts: Sequence[str],
+    pictures: Sequence[np.ndarray | None],
+    instruction: str,
+    *,
+    longest: int,
+) -> list[PicturePrompt]:
+    """Prompts of at most `longest` tokens, one for each text and its picture."""
+    made: list[PicturePrompt] = [PicturePrompt(())] * len(texts)
+    # Of one frame each: what has a picture, and what has a text. A text may be empty alone.
+    kinds = [
+        (picture is not None, bool(text) or picture is None)
+        for text, picture in zip(texts, pictures, strict=True)
+    ]
+    for kind in set(kinds):
+        has_picture, has_text = kind
+        members = [number for number, other in enumerate(kinds) if other == kind]
+        of_prompts = [[pictures[n]] if has_picture else [] for n in members]
+        tokens = chat.encode(
+            instruction or INSTRUCTION,
+            [None] * has_picture + [MARKS[0]] * has_text,
+            [[texts[n]] for n in members],
+            [longest - beyond_placeholders(p, config) for p in of_prompts],
+        )
+        for number, ids, in_prompt in zip(members, tokens, of_prompts, strict=True):
+            made[number] = PicturePrompt(ids, tuple(in_prompt))
+    return made
 
 
 def picture_options(config: SeeingConfig) -> dict[str, Any]:
@@ -212,9 +230,25 @@ def load_vlm_embedder(
     devices = loading_mesh(mesh)
     encoder = load_vlm_encoder(folder, recipe.truncate_dim, devices)
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
-    buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
     chat = PictureChat(folder, tokenizer, config.image_token)
-    graphdef, state = split_over(encoder, devices)
+    buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
+    options = {"buckets": buckets, "batch_size": batch_size}
+    return vlm_embedder(encoder, config, chat, tokenizer, recipe.prompts, devices, **options)
+
+
+def vlm_embedder(
+    model: QwenVLEncoder,
+    config: QwenVLConfig,
+    chat: PictureChat,
+    tokenizer: Tokenizer,
+    prompts: Prompts,
+    devices: Mesh | None,
+    *,
+    buckets: Sequence[int],
+    **options: Any,
+) -> VLMEmbedder:
+    """The embedder of a Qwen3-VL-Embedding; `options`: of Embedder, such as `batch_size`."""
+    graphdef, state = split_over(model, devices)
     return VLMEmbedder(
         graphdef,
         state,
@@ -222,10 +256,10 @@ def load_vlm_embedder(
         config,
         tokenizer=tokenizer,
         buckets=buckets,
-        batch_size=batch_size,
         cost=encoder_cost(config.llama, buckets[-1], "sources"),
-        prompts=recipe.prompts,
-        recipe=f"{config} {recipe.truncate_dim} {INSTRUCTION} {chat.source}",
+        prompts=prompts,
+        recipe=f"{config} {model.truncate_dim} {INSTRUCTION} {chat.source}",
+        **options,
     )
 
 
@@ -237,7 +271,7 @@ def prompt_lengths(folder: str | os.PathLike, config: SeeingConfig, longest: int
         most = config.vision.most_units
     else:
         most = config.most_squares * config.features
-    if buckets[-1] < most + _AROUND:
+    if buckets[-1] < most + AROUND:
         raise UserError(
             f"{folder}: reads prompts of {buckets[-1]} tokens, and a picture may have {most}; use "
             "a checkpoint that reads longer ones."

@@ -37,6 +37,12 @@ def _base(kind: str) -> Base:
     return architecture(kind).part("base")
 
 
+def kind_of_base(name: str) -> str:
+    """The architecture that `init` names, of a folder that is there; "": it is not known."""
+    path = find_model(name, "config key init") if is_hub_name(name) else Path(name)
+    return (model_of(path) or "") if path.exists() else ""
+
+
 def base_path(name: str, kind: str = "llama") -> Path:
     """Folder or file of the published, converted or trained model that `init` names.
 

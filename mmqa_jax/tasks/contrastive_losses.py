@@ -48,6 +48,13 @@ def max_sims(
     return jax.lax.map(jax.checkpoint(of_question), questions)
 
 
+def mean_max_sims(
+    questions: tuple[jax.Array, jax.Array], sources: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """`max_sims` divided by the number of each question's tokens."""
+    return max_sims(questions, sources) / questions[1].sum(1)[:, None]
+
+
 def own_scores(similarity: Similarity, questions: Any, sources: Any) -> jax.Array:
     """Scores of B questions and their own G sources each, B * G in order: float32 [B, G]."""
     count = len(jax.tree.leaves(questions)[0])

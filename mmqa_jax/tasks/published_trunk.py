@@ -1,4 +1,4 @@
-"""What the tasks `retriever` and `reranker` share: a published model of texts, trained further."""
+"""What the tasks `retriever` and `reranker` share: a published model, trained further."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,20 +16,25 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
+from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches import retriever as rows
+from mmqa_jax.data.batches.example_retrieval import FILE as JUDGED
+from mmqa_jax.data.batches.example_retrieval import ExampleScores, read_example_scores
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
-from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizer_files import SETTINGS
+from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.models.encoders.text_encoders import check_padding, published_folder
+from mmqa_jax.models.encoders.text_encoders import (
+    FAMILIES,
+    check_padding,
+    published_folder,
+    published_kind,
+)
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.weights.bundled import minilm_path
-from mmqa_jax.weights.record import RECORD, is_converted, read_metadata
+from mmqa_jax.weights.record import RECORD, RUN_FILES, is_converted, read_metadata
 
 _COMPUTE = ("dtype", "remat", "attention", "unroll")
-_TOKENIZER = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,8 @@ class TaughtData(tasks.MixedData):
     Attributes:
       examples: file of questions with their sources, see data.batches.retriever.read_examples; "":
         the corpus's questions of `split`.
-      teacher: file of `mmqa rerank` or `mmqa search` that ranks them, whose scores are learned.
+      teacher: file of `mmqa rerank` or `mmqa search` that ranks them, whose scores are learned; or
+        folder of `mmqa judge`: then the sources are the solved questions that it judged.
     """
 
     examples: str = ""
@@ -47,8 +53,23 @@ class TaughtData(tasks.MixedData):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SeenPictures:
+    """The section `pictures`, of encoders that see them.
+
+    Attributes:
+      max_pixels: what larger pictures of a Qwen-VL are resized to, in training and in the trained
+        model's use; 0: as `init` says.
+    """
+
+    max_pixels: int = at_least(0, 0)
+
+
+AS_PUBLISHED = SeenPictures(max_pixels=0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PublishedTrunk(tasks.Task):
-    """A task on a published model of texts.
+    """A task on a published model.
 
     Attributes:
       init: folder of a published model, ORG/NAME in the Hugging Face cache, or `minilm`.
@@ -66,7 +87,7 @@ class PublishedTrunk(tasks.Task):
         folder = None if is_converted(path) else published_folder(path, "config key init")
         if folder is None:
             raise UserError(
-                f"config key init={self.init}: a published encoder or reranker of texts was "
+                f"config key init={self.init}: a published encoder or reranker was "
                 "expected, its folder, ORG/NAME in the Hugging Face cache, or minilm; name one."
             )
         return folder
@@ -107,21 +128,43 @@ class PublishedTrunk(tasks.Task):
                 f"config key tokenizer={self.tokenizer}: the model reads the tokens of "
                 f"init={self.init}; set it to ''."
             )
-        if jax.process_index() == 0 and not (folder / _TOKENIZER).exists():
+        if jax.process_index() == 0 and not any((folder / name).exists() for name in RUN_FILES):
             folder.mkdir(parents=True, exist_ok=True)
-            _copy_tokenizer(self.start, folder)
+            _copy_small(self.start, folder)
         distributed.barrier("tokenizer")
         tokenizer = self.open_tokenizer(folder)
-        check_padding(self.start, tokenizer.pad_id)
+        if published_kind(self.start) in FAMILIES:
+            check_padding(self.start, tokenizer.pad_id)
         return tokenizer
-
-    def read_tokenizer(self, folder: Path, *, lowercase: bool, pairs: bool) -> Tokenizer:
-        """The tokenizer in a folder; the arguments are those of `load_encoder_tokenizer`."""
-        size = self.record.config.vocab_size
-        return load_encoder_tokenizer(folder, size, lowercase=lowercase, pairs=pairs)
 
     def tokenizer_kind(self) -> tuple[str, str]:
         return "published", "the model's own"
+
+    @functools.cached_property
+    def judged(self) -> list[ExampleScores] | None:
+        """What a language model's scores are, where `data.teacher` is of `mmqa judge`."""
+        file = Path(self.data.teacher)
+        if not self.data.teacher or not (file.name == JUDGED or (file / JUDGED).is_file()):
+            return None
+        return read_example_scores(file)
+
+    def recipe(self, corpus: Corpus, tokenizer: Any) -> tasks.Recipe:
+        return super().recipe(self._with_examples(corpus), tokenizer)
+
+    def _with_examples(self, corpus: Corpus) -> Corpus:
+        """The corpus, whose sources are the solved questions that a teacher judged, if one did."""
+        if self.judged is None:
+            return corpus
+        questions = {question.id: question for question in corpus.questions()}
+        names = dict.fromkeys(name for row in self.judged for name in row.candidates)
+        for name in (*names, *(row.question_id for row in self.judged)):
+            if name not in questions:
+                raise UserError(
+                    f"config key data.teacher={self.data.teacher}: names the question {name!r}, "
+                    f"which {self.place} does not hold; judge the examples of this data."
+                )
+        sources = [Source(name, "text", _solved(questions[name])) for name in names]
+        return Corpus(sources, list(questions.values()), fingerprint=corpus.fingerprint)
 
     def training_questions(self, corpus: Corpus) -> list[Question]:
         if self.data.examples:
@@ -129,6 +172,14 @@ class PublishedTrunk(tasks.Task):
         questions = super().training_questions(corpus)
         if not self.data.teacher:
             return questions
+        if self.judged is not None:
+            scored = {row.question_id: dict(zip(row.candidates, row.scores, strict=True))
+                      for row in self.judged}  # fmt: skip
+            return [
+                _taught(question, max(scores, key=scores.__getitem__), scores)
+                for question in questions
+                if (scores := scored.get(question.id))
+            ]
         names = [question.id for question in questions]
         rankings = read_rankings(self.data.teacher, names, corpus.row)
         return [
@@ -160,16 +211,33 @@ class PublishedTrunk(tasks.Task):
         return self.load(folder, _build, self.in_folder(folder).record, mesh)
 
     def export(self, folder: Path, out: Path) -> None:
-        """Writes the trained model of the run in a folder as sentence-transformers has it."""
+        """Writes the trained model of the run in a folder as it is published."""
         self.in_folder(folder).record.write(out, self.trained_model(folder))
-        _copy_tokenizer(folder, out)
+        _copy_small(folder, out)
+
+
+def _solved(question: Question) -> str:
+    """What a solved question says: itself and its answer."""
+    answer = question.answers[0] if question.answers else ""
+    if question.answer_index is not None:
+        answer = question.choices[question.answer_index]
+    return f"{question.question} {answer}".strip()
+
+
+def _taught(question: Question, best: str, scores: Mapping[str, float]) -> Question:
+    """A question with a teacher's scores, by which its best source is the gold one."""
+    negatives = tuple(name for name in scores if name != best)
+    return dataclasses.replace(
+        question, positives=(best,), negatives=negatives, extra={rows.SCORES: dict(scores)}
+    )
 
 
 def _build(record: Any, *, rngs: nnx.Rngs) -> Any:
     return record.build(rngs=rngs)
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
-    for name in (SETTINGS, _TOKENIZER):
+def _copy_small(source: Path, folder: Path) -> None:
+    """Copies the files of a tokenizer, of prompts and of how pictures are prepared."""
+    for name in RUN_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)

@@ -1,11 +1,11 @@
-"""The reranker of texts: a published cross-encoder, encoder or yes/no decoder, trained further."""
+"""The reranker: a published cross-encoder, encoder, yes/no decoder or VLM, trained further."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -28,16 +28,36 @@ from mmqa_jax.data.batches.feed import (
     mixed,
 )
 from mmqa_jax.data.batches.packing import Bucket, Packed
+from mmqa_jax.data.chat_template import PictureChat
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.inference.cross_encoder import CrossEncoderReranker, YesNoPairs, read_yes_no
+from mmqa_jax.evaluation.retrieval import score_rankings
+from mmqa_jax.inference.cross_encoder import (
+    CrossEncoderReranker,
+    VLMReranker,
+    YesNoPairs,
+    pair_prompts,
+    read_yes_no,
+    reranked_pictures,
+    token_of,
+)
+from mmqa_jax.inference.cross_encoder import Side as PairSide
 from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders.trained_pictured import SeeingReranker, read_seeing_reranker
 from mmqa_jax.models.encoders.trained_reranker import RerankerRecord, cross_encoder_record
+from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
+from mmqa_jax.models.encoders.vlm_keys import read_vlm_config
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig
+from mmqa_jax.retrieval.picture_batches import PicturePrompt, Slots, prompt_arrays, slots_of
+from mmqa_jax.retrieval.rankings import read_rankings, restricted_candidates
+from mmqa_jax.retrieval.text_encoder import length_buckets
+from mmqa_jax.retrieval.vlm_encoder import AROUND
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.published_trunk import PublishedTrunk
+from mmqa_jax.tasks.contrastive_losses import teacher_divergence
+from mmqa_jax.tasks.published_trunk import AS_PUBLISHED, PublishedTrunk, SeenPictures
 from mmqa_jax.tasks.ranking_losses import RANKING_LOSSES
 from mmqa_jax.weights.folder import weights_hash
 
@@ -53,12 +73,18 @@ class RerankerObjective:
       kind: of the loss.
       group: sources of a question.
       lora: only these additions to a decoder are trained; None: everything.
+      dropout: a cross-encoder of BERT's kind has its published dropout.
+      temperature: of `divergence`, the teacher's scores are divided by it.
+      tower: the tower that sees pictures is trained, too.
     """
 
-    config: RerankerRecord
+    config: RerankerRecord | SeeingReranker
     kind: str
     group: int
     lora: LoraConfig | None = None
+    dropout: bool = True
+    temperature: float = 1.0
+    tower: bool = True
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model."""
@@ -71,26 +97,35 @@ class RerankerObjective:
     @property
     def trained(self) -> str | None:
         """Regular expression over the names of the parameters that are trained; None: all."""
-        return None if self.lora is None else ADDED
+        if self.lora is not None:
+            return ADDED + ("|^vision/" if self.tower and self.config.kind == "pages" else "")
+        return None if self.tower else "^llama/"
 
     def loss(
         self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of B questions with G sources each, and how often the best one is first."""
-        logits = model(batch["pair_ids"], batch["pair_mask"], batch["pair_types"]).reshape(
-            -1, self.group
-        )
+        logits = self.config.logits(model, batch, dropout_key if self.dropout else None)
+        logits = logits.reshape(-1, self.group)
         labels = batch["labels"]  # [B, G]
         best = jnp.take_along_axis(labels, logits.argmax(axis=1)[:, None], axis=1)[:, 0]
         accuracy = (best == labels.max(axis=1)).astype(jnp.float32).mean()
+        if self.kind == "divergence":
+            return teacher_divergence(logits, labels, self.temperature), {"accuracy": accuracy}
         return RANKING_LOSSES[self.kind](logits, labels), {"accuracy": accuracy}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerankerModel:
-    """The section `model`; `lora` and `changes`: see tasks.retriever.RetrieverModel."""
+    """The section `model`; `lora`, `tower` and `changes`: see tasks.retriever.RetrieverModel.
+
+    Attributes:
+      dropout: `published`: that of the config of `init`, of BERT kinds; `none`.
+    """
 
     lora: LoraConfig | None = None
+    tower: Literal["trained", "frozen"] = "trained"
+    dropout: Literal["published", "none"] = "published"
     changes: Mapping[str, Any] = mapping(dict)
 
 
@@ -108,13 +143,35 @@ class RerankerBatches(BatchesSection):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ValidateReranking:
+    """The section `validate`: how a question's candidates are ranked.
+
+    Attributes:
+      split: the questions', of those with gold sources.
+      questions: how many, evenly over the split; 0: all.
+      rankings: file of `mmqa search` that ranks the questions of the split; "": the candidates are
+        a question's own gold and hard negative sources.
+      top_k: candidates of a question.
+      metric: decides on the best step.
+    """
+
+    split: str
+    questions: int = at_least(0)
+    rankings: str = ""
+    top_k: int = at_least(1, 20)
+    metric: Literal["mrr", "ndcg@10", "recall@1", "recall@10"] = "mrr"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reranker(PublishedTrunk):
     """Questions with a gold source and hard negatives each, read together.
 
     Attributes:
-      loss: `pointwise` (binary cross-entropy), `listwise` (ListNet), `lambda` (LambdaLoss) or
-        `margin_mse`. Labels are 1 of gold sources and 0 of others, or the scores of `data.teacher`
-        or `data.examples`.
+      loss: `pointwise` (binary cross-entropy), `listwise` (ListNet), `lambda` (LambdaLoss),
+        `margin_mse` or `divergence` (KL of a teacher's softmax). Labels are 1 of gold sources and 0
+        of others, or the scores of `data.teacher` or `data.examples`.
+      teacher_temperature: the teacher's scores are divided by it, of `divergence`.
+      pictures: see tasks.retriever.SeenPictures.
     """
 
     name: ClassVar[str] = "reranker"
@@ -124,13 +181,29 @@ class Reranker(PublishedTrunk):
     model: RerankerModel
     batches: RerankerBatches
     inference: tasks.ServingSection
-    loss: Literal["pointwise", "listwise", "lambda", "margin_mse"] = "pointwise"
+    loss: Literal["pointwise", "listwise", "lambda", "margin_mse", "divergence"] = "pointwise"
+    teacher_temperature: float = at_least(1e-6, 1.0)
+    pictures: SeenPictures = AS_PUBLISHED
+    validate: ValidateReranking | None = None
 
     @functools.cached_property
-    def record(self) -> RerankerRecord:
+    def record(self) -> RerankerRecord | SeeingReranker:
         """The reranker: of the run if its weights are there, else of `init`."""
-        if described := self.described(_RECORD):
+        most = self.pictures.max_pixels
+        if (described := self.described(_RECORD)) and "kind" in described:
+            record: Any = SeeingReranker.from_json(described, Path(self.folder))
+        elif described:
             record = RerankerRecord.from_json(described)
+        elif text_encoders.model_type_of(self.start) == VLM:
+            size = read_vlm_config(self.start).llama.vocab_size
+            tokenizer = load_encoder_tokenizer(self.start, size, pairs=False)
+            ids = (token_of(tokenizer, word, self.start) for word in ("yes", "no"))
+            record = read_seeing_reranker(self.start, *ids, max_pixels=most)
+        elif most or self.model.tower == "frozen":
+            raise UserError(
+                f"config keys pictures.max_pixels={most} and model.tower={self.model.tower}: "
+                f"init={self.init} sees no pictures; leave both out."
+            )
         elif self._is_decoder:
             prompt = self._prompt(self._decoder_tokenizer())
             published = (self.start / text_encoders.CONFIG).read_text(encoding="utf-8")
@@ -153,37 +226,65 @@ class Reranker(PublishedTrunk):
 
     def _check(self, files: bool) -> None:
         self.check_changes()
-        config = self.record.config
-        if self.batches.length > config.positions:
+        config, length = self.record.config, self.batches.length
+        positions = config.llama.positions if self.sees else config.positions
+        if length > positions:
             raise UserError(
-                f"config key batches.length={self.batches.length}: the model reads at most "
-                f"{config.positions} tokens; use fewer."
+                f"config key batches.length={length}: the model reads at most {positions} tokens; "
+                "use fewer."
+            )
+        if self.sees and length < (least := slots_of(config).bucket + AROUND):
+            raise UserError(
+                f"config key batches.length={length}: a picture and the prompt around it take "
+                f"{least} tokens; use as many or more, or a smaller pictures.max_pixels."
             )
         if self.model.lora is not None and self.record.yes_no is None:
             raise UserError(
                 "config key model.lora: only decoders take additions here; set it to none to train "
                 "the whole model."
             )
-        if self.loss == "margin_mse" and not self.is_taught:
+        if self.loss in ("margin_mse", "divergence") and not self.is_taught:
             raise UserError(
-                "config key loss=margin_mse: learns a teacher's scores, but data.teacher and "
+                f"config key loss={self.loss}: learns a teacher's scores, but data.teacher and "
                 "data.examples name none; name a file of `mmqa rerank`."
             )
 
+    @property
+    def sees(self) -> bool:
+        """Whether the model sees pictures."""
+        return isinstance(self.record, SeeingReranker)
+
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> RerankerObjective:
-        group = 1 + self.batches.num_negatives
-        return RerankerObjective(self.record, self.loss, group, self.model.lora)
+        model = self.model
+        return RerankerObjective(
+            self.record,
+            self.loss,
+            1 + self.batches.num_negatives,
+            model.lora,
+            dropout=model.dropout == "published",
+            temperature=self.teacher_temperature,
+            tower=model.tower == "trained",
+        )
 
     def batch(self) -> dict[str, Any]:
         batches = self.batches
         group = 1 + batches.num_negatives
-        shape = batches.batch_size * group, batches.length
-        return {
-            "pair_ids": tasks.ints(*shape),
-            "pair_mask": tasks.bools(*shape),
-            "pair_types": tasks.ints(*shape),
-            "labels": tasks.floats(batches.batch_size, group),
-        }
+        rows_of_batch, length = batches.batch_size * group, batches.length
+        shapes = {"labels": tasks.floats(batches.batch_size, group)}
+        if self.sees:
+            of_pair = prompt_arrays([PicturePrompt(())], self.record.config, self._slots, length, 0)
+            for key, x in of_pair.items():
+                shapes[f"pair_{key}"] = tasks.Struct((rows_of_batch, *x.shape[1:]), x.dtype)
+            return shapes
+        ids = tasks.ints(rows_of_batch, length)
+        mask = tasks.bools(rows_of_batch, length)
+        return shapes | {"pair_ids": ids, "pair_mask": mask, "pair_types": ids}
+
+    @property
+    def _slots(self) -> Slots:
+        """Room for a picture of the question, and one of the source."""
+        one_picture = slots_of(self.record.config)
+        return one_picture._replace(count=2 * one_picture.count)
 
     def read_pairs(self, tokenizer: Tokenizer) -> Tokenizer | YesNoPairs:
         """What makes tokens of pairs."""
@@ -193,53 +294,121 @@ class Reranker(PublishedTrunk):
 
     def open_tokenizer(self, folder: Path) -> Tokenizer:
         task = self.in_folder(folder)
-        return task.read_tokenizer(folder, lowercase=False, pairs=task.record.yes_no is None)
+        record = task.record
+        size = record.config.llama.vocab_size if task.sees else record.config.vocab_size
+        return load_encoder_tokenizer(folder, size, pairs=record.yes_no is None)
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         questions = self.data.chosen(questions, corpus)
         examples = self.examples(questions, corpus, scored=self.is_taught)
-        pairs, lora = self.read_pairs(tokenizer), self.model.lora
-        made = _PairRows(self, corpus, questions, examples, pairs)
-        mesh = make_mesh(self.mesh)
+        lora, mesh, pictures = self.model.lora, make_mesh(self.mesh), None
+        if self.sees:
+            pictures = reranked_pictures(corpus, self.record.config)
+            chat = PictureChat(self.record.folder, tokenizer, self.record.config.image_token)
+            pairs: Any = _SeenPairs(self, corpus, chat, tokenizer.pad_id, pictures)
+        else:
+            pairs = _TextPairs(self, corpus, self.read_pairs(tokenizer))
+        made = _PairRows(self, len(corpus), questions, examples, pairs)
         return tasks.Recipe(
             self.objective(tokenizer.vocab_size, mesh),
             made.batches(self.data.members(questions)),
             functools.partial(self.record.load, folder=self.start, mesh=mesh, lora=lora),
+            pictures,
             finish=self.record.finish if lora is not None else None,
             metadata={_RECORD: self.record.as_json(), "base": weights_hash(self.start)},
         )
 
-    def open(self, folder: Path, corpus: Corpus, tokenizer: Tokenizer) -> CrossEncoderReranker:
-        """The trained reranker of the run in a folder, over a corpus."""
-        model = self.trained_model(folder, self.serving_mesh())
-        size = self.inference.batch_size
-        pairs = self.read_pairs(tokenizer)
-        return CrossEncoderReranker(
-            corpus, model, pairs, longest=self.batches.length, batch_size=size
+    def reranker(
+        self, corpus: Corpus, tokenizer: Tokenizer, model: Any
+    ) -> CrossEncoderReranker | VLMReranker:
+        """The reranker of a run's model, which may be abstract, over a corpus."""
+        size, longest = self.inference.batch_size, self.batches.length
+        if not self.sees:
+            pairs = self.read_pairs(tokenizer)
+            return CrossEncoderReranker(corpus, model, pairs, longest=longest, batch_size=size)
+        record = self.record
+        return VLMReranker(
+            corpus,
+            model,
+            PictureChat(record.folder, tokenizer, record.config.image_token),
+            pad_token=tokenizer.pad_id,
+            lengths=length_buckets(longest, longest),
+            batch_size=size,
         )
+
+    def open(
+        self, folder: Path, corpus: Corpus, tokenizer: Tokenizer
+    ) -> CrossEncoderReranker | VLMReranker:
+        """The trained reranker of the run in a folder, over a corpus."""
+        return self.reranker(corpus, tokenizer, self.trained_model(folder, self.serving_mesh()))
+
+    def evaluation(
+        self, corpus: Corpus, tokenizer: Any, model: nnx.Module
+    ) -> Callable[[nnx.Module], Mapping[str, float]]:
+        return RerankingEvaluation(self, corpus, tokenizer, model)
 
     def export(self, folder: Path, out: Path) -> None:
         """Writes the trained model of the run in a folder as transformers has it."""
         super().export(folder, out)
-        if self.record.yes_no is not None:  # what a decoder is asked
+        if self.record.yes_no is not None and not self.sees:  # what a decoder is asked
             for file in (*self.start.glob("*.json"), *self.start.glob("*.jinja")):
                 if not (out / file.name).exists() and "index" not in file.name:
                     shutil.copyfile(file, out / file.name)
 
 
+class RerankingEvaluation:
+    """How a reranker orders the candidates of the section `validate`.
+
+    Attributes:
+      questions: that are judged.
+      reranker: scores them.
+    """
+
+    def __init__(self, task: Reranker, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
+        section = task.validate
+        assert section is not None
+        self.questions = tasks.scored_questions(
+            task, corpus, lambda q: bool(q.positives), "gold sources"
+        )
+        if section.rankings:
+            split = [question.id for question in corpus.questions(section.split)]
+            ranked = {x.question_id: x for x in read_rankings(section.rankings, split, corpus.row)}
+            candidates = [ranked[question.id] for question in self.questions]
+        else:
+            candidates = restricted_candidates(self.questions, corpus)
+        self._candidates = [
+            Ranking(x.question_id, x.sources[: section.top_k], x.scores[: section.top_k])
+            for x in candidates
+        ]
+        pool = [corpus.row[name] for x in self._candidates for name in x.sources]
+        self.reranker = task.reranker(tasks.part_of(corpus, pool), tokenizer, model)
+
+    def __call__(self, model: nnx.Module) -> dict[str, float]:
+        self.reranker.use(model)
+        ranked = self.reranker.score(self.questions, self._candidates)
+        gold = [question.positives for question in self.questions]
+        scores = score_rankings(gold, [x.sources for x in ranked], (1, 10)).scores
+        return {name: scores[name] for name in ("mrr", "ndcg@10", "recall@1", "recall@10")}
+
+
 class _PairRows:
-    """Makes batches of pairs: pair_ids and pair_types int32, pair_mask bool [B * G, L], labels
-    float32 [B, G]; index and truncated as of `RetrieverRows`."""
+    """Makes batches of pairs: those of `pairs`, and labels float32 [B, G]; index and truncated as
+    of `RetrieverRows`.
+
+    Args:
+      sources: how many there are.
+      pairs: makes the arrays of pairs (question, row of the corpus), and counts tokens lost.
+    """
 
     def __init__(
         self,
         task: Reranker,
-        corpus: Corpus,
+        sources: int,
         questions: Sequence[Question],
         examples: Mapping[int, rows.RetrievalExample],
-        pairs: Tokenizer | YesNoPairs,
+        pairs: _TextPairs | _SeenPairs,
     ):
-        self._task, self._corpus, self._questions = task, corpus, questions
+        self._task, self._sources, self._questions = task, sources, questions
         self._examples, self._pairs = examples, pairs
         self._numbers = np.array(list(examples))
 
@@ -252,19 +421,44 @@ class _PairRows:
         rng = np.random.default_rng((33, self._task.seed, epoch))
         count, taught = self._task.batches.num_negatives, self._task.is_taught
         drawn = [
-            rows.draw_sources(rng, self._examples[n], count, len(self._corpus), scored=taught)
+            rows.draw_sources(rng, self._examples[n], count, self._sources, scored=taught)
             for n in self._numbers
         ]
         buckets = np.zeros(len(drawn), np.int64)
         return {"question": self._numbers, "rows": np.stack(drawn), "bucket": buckets}
 
     def _make(self, planned: PlannedBatch, table: Table) -> Packed:
-        data, length = self._task.data, self._task.batches.length
         count, group = table["rows"].shape
+        asked = [self._questions[number] for number in table["question"] for _ in range(group)]
+        arrays, lost = self._pairs.arrays(asked, table["rows"].ravel())
+        labels = np.zeros((count, group), np.float32)
+        for row, number in enumerate(table["question"]):
+            example = self._examples[number]
+            if self._task.is_taught:
+                labels[row] = [example.scores[source] for source in table["rows"][row]]
+            else:
+                labels[row] = np.isin(table["rows"][row], example.golds)
+        return {
+            **{f"pair_{key}": array for key, array in arrays.items()},
+            "labels": labels,
+            "index": table["question"].astype(np.int32),
+            "truncated": lost.reshape(count, group).sum(axis=1, dtype=np.int32),
+        }
+
+
+class _TextPairs:
+    """Pairs of texts: ids and types int32, mask bool [N, L]."""
+
+    def __init__(self, task: Reranker, corpus: Corpus, pairs: Tokenizer | YesNoPairs):
+        self._task, self._corpus, self._pairs = task, corpus, pairs
+
+    def arrays(
+        self, asked: Sequence[Question], sources: Sequence[int]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        data, length = self._task.data, self._task.batches.length
         texts = [
-            (self._questions[number].question, data.text_of(self._corpus.sources[row]))
-            for number, of_question in zip(table["question"], table["rows"], strict=True)
-            for row in of_question
+            (question.question, data.text_of(self._corpus.sources[row]))
+            for question, row in zip(asked, sources, strict=True)
         ]
         ids = np.full((len(texts), length), self._pairs.pad_id, np.int32)
         mask, types = np.zeros((len(texts), length), bool), np.zeros((len(texts), length), np.int32)
@@ -274,18 +468,35 @@ class _PairRows:
             ids[row, : len(pair)], mask[row, : len(pair)] = pair, True
             types[row, : len(pair)] = of_type
             lost[row] = self._pairs.pair_length(*map(len, tokens)) - len(pair)
-        labels = np.zeros((count, group), np.float32)
-        for row, number in enumerate(table["question"]):
-            example = self._examples[number]
-            if self._task.is_taught:
-                labels[row] = [example.scores[source] for source in table["rows"][row]]
-            else:
-                labels[row] = np.isin(table["rows"][row], example.golds)
-        return {
-            "pair_ids": ids,
-            "pair_mask": mask,
-            "pair_types": types,
-            "labels": labels,
-            "index": table["question"].astype(np.int32),
-            "truncated": lost.reshape(count, group).sum(axis=1, dtype=np.int32),
-        }
+        return {"ids": ids, "mask": mask, "types": types}, lost
+
+
+@dataclasses.dataclass
+class _SeenPairs:
+    """Prompts of pairs with the pictures of both (`prompt_arrays`)."""
+
+    task: Reranker
+    corpus: Corpus
+    chat: PictureChat
+    pad: int
+    pictures: PictureStore
+
+    def arrays(
+        self, asked: Sequence[Question], sources: Sequence[int]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        task, config = self.task, self.task.record.config
+        length, text_of = task.batches.length, task.data.text_of
+        self.pictures.look_ahead(sources)
+        pairs = [
+            (
+                PairSide(question.question, self.pictures.question_pixels(question)),
+                PairSide(text_of(self.corpus.sources[row]), self.pictures.pixels(row)),
+            )
+            for question, row in zip(asked, sources, strict=True)
+        ]
+        prompts, whole = (
+            pair_prompts(self.chat, config, pairs, longest=longest) for longest in (length, 1 << 30)
+        )
+        lost = [len(x.tokens) - len(y.tokens) for x, y in zip(whole, prompts, strict=True)]
+        arrays = prompt_arrays(prompts, config, task._slots, length, self.pad)
+        return arrays, np.array(lost, np.int32)

@@ -1,4 +1,4 @@
-"""The retriever of texts: any published encoder, with one vector or many, trained further.
+"""The retriever: any published encoder, with one vector or many, trained further.
 
 The negatives may be the sources that the model itself finds in the corpus, found anew while it is
 trained (ANCE, Xiong et al. 2020, "Approximate Nearest Neighbor Negative Contrastive Learning").
@@ -29,26 +29,21 @@ from mmqa_jax.data.batches.packing import Packed
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, special_tokens
+from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
-from mmqa_jax.models.encoders.trained import EncoderRecord, Vectors, is_decoder, read_encoder_record
+from mmqa_jax.models.encoders.trained import EncoderRecord, Vectors, read_encoder_record
+from mmqa_jax.models.encoders.trained_pictured import PicturedRecord, read_pictured_record
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.retrieval.embedder import Embedder, make_encode_text
+from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.late_interaction import (
-    Side,
-    dense_retriever,
-    late_interaction_embedder,
-    rows_of,
-    side_of,
-)
+from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import find_candidates
-from mmqa_jax.retrieval.text_encoder import encoder_cost, text_embedder
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.contrastive import GOLD_SOURCES, RetrievalEvaluation, ValidateRetrieval
-from mmqa_jax.tasks.published_trunk import PublishedTrunk
+from mmqa_jax.tasks.published_trunk import AS_PUBLISHED, PublishedTrunk, SeenPictures
 from mmqa_jax.tasks.retriever_objective import RetrieverLoss, RetrieverObjective
+from mmqa_jax.tasks.retriever_trunks import Trunk, record_from_json, trunk_of
 from mmqa_jax.weights.folder import weights_hash
 
 _RECORD = "encoder"  # key of model.json
@@ -59,12 +54,14 @@ class RetrieverModel:
     """The section `model`.
 
     Attributes:
-      vectors: `text`, one vector of a text, `token`, one of each token (late interaction), or
-        empty, as `init` has them.
+      vectors: `text`, one vector of a text or page, `token`, one of each token (late interaction),
+        or empty, as `init` has them.
       dim: values of a token's vector, by a new linear layer; 0: as `init` has them.
       prompts: before a question and before a source, such as the task's instruction; (): those of
-        `init`.
-      lora: additions to a decoder, of which alone it is trained; None: all is.
+        `init`. Of a Qwen3-VL-Embedding, its instructions.
+      lora: additions to a decoder, of which alone (and of a new linear layer) it is trained; None:
+        all is.
+      tower: whether the tower that sees pictures is trained, too; of LoRA's runs as well.
       changes: of how the encoder is computed: dtype, remat, attention, unroll.
     """
 
@@ -72,6 +69,7 @@ class RetrieverModel:
     dim: int = at_least(0, 0)
     prompts: tuple[str, ...] = ()
     lora: LoraConfig | None = None
+    tower: Literal["trained", "frozen"] = "trained"
     changes: Mapping[str, Any] = mapping(dict)
 
 
@@ -90,9 +88,10 @@ class MiningSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retriever(PublishedTrunk):
-    """Questions against their gold sources, by texts.
+    """Questions against their gold sources.
 
     Attributes:
+      pictures: see SeenPictures.
       loss: see RetrieverLoss.
       tower_parts: see ContrastiveObjective.
       mining: see MiningSection.
@@ -105,6 +104,7 @@ class Retriever(PublishedTrunk):
 
     model: RetrieverModel
     batches: rows.RetrieverBatches
+    pictures: SeenPictures = AS_PUBLISHED
     inference: tasks.ServingSection
     loss: RetrieverLoss
     tower_parts: int = at_least(1, 1)
@@ -114,10 +114,10 @@ class Retriever(PublishedTrunk):
     # --- The encoder -------------------------------------------------------------------------
 
     @functools.cached_property
-    def record(self) -> EncoderRecord:
+    def record(self) -> EncoderRecord | PicturedRecord:
         """The encoder: of the run if its weights are there, else of `init`."""
         if described := self.described(_RECORD):
-            record = EncoderRecord.from_json(described)
+            record = record_from_json(described, Path(self.folder))
             return dataclasses.replace(record, changes=tuple(sorted(self.model.changes.items())))
         prompts = self.model.prompts
         if len(prompts) not in (0, 2):
@@ -125,36 +125,42 @@ class Retriever(PublishedTrunk):
                 f"config key model.prompts={prompts}: two texts were expected, before a question "
                 "and before a source; give both, or ()."
             )
+        options: dict[str, Any] = {
+            "dim": self.model.dim or None,
+            "prompts": Prompts(*prompts) if prompts else None,
+            "changes": self.model.changes,
+        }
         vectors: Vectors | None = self.model.vectors or None
-        return read_encoder_record(
-            self.start,
-            vectors,
-            dim=self.model.dim or None,
-            prompts=Prompts(*prompts) if prompts else None,
-            changes=self.model.changes,
-        )
+        most = self.pictures.max_pixels
+        seen = read_pictured_record(self.start, vectors, max_pixels=most, **options)
+        if seen is None and (most or self.model.tower == "frozen"):
+            raise UserError(
+                f"config keys pictures.max_pixels={most} and model.tower={self.model.tower}: "
+                f"init={self.init} sees no pictures; leave both out."
+            )
+        return seen or read_encoder_record(self.start, vectors, **options)
+
+    @functools.cached_property
+    def trunk(self) -> Trunk:
+        """The encoder's kind."""
+        return trunk_of(self.record)
 
     def _check(self, files: bool) -> None:
         self.check_changes()
-        record = self.record
-        config = record.config
-        lengths = {
-            "batches.query_length": self.batches.query_length,
-            "batches.source_lengths": max(self.batches.source_lengths, default=0),
-        }
-        for key, length in lengths.items():
-            if not 3 <= length <= config.positions:
-                raise UserError(
-                    f"config key {key}: {length} tokens, but the encoder reads 3 to "
-                    f"{config.positions}; change it."
-                )
+        record, batches = self.record, self.batches
+        if self.trunk.sees and len(self.batches.source_lengths) > 1:
+            raise UserError(
+                f"config key batches.source_lengths={self.batches.source_lengths}: an encoder that "
+                "sees pictures has batches of one length; give one."
+            )
+        self.trunk.check(batches.query_length, max(batches.source_lengths, default=0))
         loss, dims = self.loss, self.loss.matryoshka
         if dims and not (min(dims) >= 1 and max(dims) <= record.dim):
             raise UserError(
                 f"config key loss.matryoshka={dims}: the encoder's vectors have {record.dim} "
                 "values; name sizes from 1 to that."
             )
-        if self.model.lora is not None and not is_decoder(config):
+        if self.model.lora is not None and not self.trunk.takes_lora:
             raise UserError(
                 "config key model.lora: only decoders take additions here; set it to none to train "
                 "the whole encoder."
@@ -190,9 +196,10 @@ class Retriever(PublishedTrunk):
         return self.tower_parts
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> RetrieverObjective:
-        return RetrieverObjective(
-            self.record, mesh, self.tower_parts, losses=self.loss, lora=self.model.lora
-        )
+        model = self.model
+        tower = model.tower == "trained"
+        options = {"losses": self.loss, "lora": model.lora, "tower": tower}
+        return RetrieverObjective(self.record, mesh, self.tower_parts, **options)
 
     def batch(self) -> dict[str, Any]:
         batches = self.batches
@@ -202,11 +209,10 @@ class Retriever(PublishedTrunk):
             "positive": tasks.ints(count),
             "gold_rows": tasks.ints(count, GOLD_SOURCES),
         }
-        sides = {"query": (count, batches.query_length)}
-        sides["source"] = count * group, max(batches.source_lengths)
-        for name, shape in sides.items():
-            arrays[f"{name}_ids"] = tasks.ints(*shape)
-            arrays[f"{name}_mask"] = arrays[f"{name}_scored"] = tasks.bools(*shape)
+        sides = {"query": ("query", count, batches.query_length)}
+        sides["source"] = "document", count * group, max(batches.source_lengths)
+        for name, side in sides.items():
+            arrays |= {f"{name}_{key}": x for key, x in self.trunk.shapes(*side).items()}
         if self.loss.kind != "softmax":
             arrays["scores"] = tasks.floats(count, group)
         return arrays
@@ -214,20 +220,24 @@ class Retriever(PublishedTrunk):
     # --- On data -----------------------------------------------------------------------------
 
     def open_tokenizer(self, folder: Path) -> Tokenizer:
-        task = self.in_folder(folder)
-        lowercase, pairs = task.record.recipe.lowercase, not is_decoder(task.record.config)
-        return task.read_tokenizer(folder, lowercase=lowercase, pairs=pairs)
+        return self.in_folder(folder).trunk.open_tokenizer(folder)
+
+    def tokenizer_kind(self) -> tuple[str, str]:
+        return self.trunk.tokenizer_kind, "the model's own"
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> tasks.Recipe:
         scored = self.loss.kind != "softmax"
         questions = self.data.chosen(questions, corpus)
         examples = self.examples(questions, corpus, scored=scored)
-        sides = {name: self._side(tokenizer, name) for name in ("query", "document")}
+        trunk, batches_section = self.trunk, self.batches
+        pictures = self.open_pictures(corpus) if trunk.sees else None
+        texts = list(map(trunk.text_of(self.data.text_of), corpus.sources))
+        asked = [question.question for question in questions]
         made = rows.RetrieverRows(
             examples,
-            _SideTokens(tokenizer, sides["query"], [q.question for q in questions]),
-            _SideTokens(tokenizer, sides["document"], list(map(self.data.text_of, corpus.sources))),
-            self.batches,
+            trunk.side(tokenizer, "query", asked, batches_section.query_length),
+            trunk.side(tokenizer, "document", texts, max(batches_section.source_lengths), pictures),
+            batches_section,
             scored=scored,
         )
         members, feed = self.data.members(questions), self.feed()
@@ -245,18 +255,10 @@ class Retriever(PublishedTrunk):
             objective,
             batches,
             functools.partial(self.record.load, folder=self.start, mesh=mesh, lora=lora),
+            pictures,
             finish=self.record.finish if lora is not None else None,
             metadata={_RECORD: self.record.as_json(), "base": weights_hash(self.start)},
         )
-
-    def _side(self, tokenizer: Tokenizer, name: str) -> Side:
-        """How texts of the side "query" or "document" become tokens."""
-        recipe, positions = self.record.recipe, self.record.config.positions
-        if self.record.vectors == "token":
-            return side_of(recipe, tokenizer, positions, name)
-        prompt = recipe.prompts.question if name == "query" else recipe.prompts.source
-        longest = min(recipe.max_tokens or tokenizer.max_tokens or positions, positions)
-        return Side((), prompt, longest, None, False, np.zeros(0, np.int64))
 
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
@@ -266,14 +268,11 @@ class Retriever(PublishedTrunk):
     # --- In use ------------------------------------------------------------------------------
 
     def open_pictures(self, corpus: Corpus) -> PictureStore:
-        """Pictures are read by their captions alone."""
-        return PictureStore(corpus, size=1)
+        return self.trunk.open_pictures(corpus, self.open_tokenizer(Path(self.folder)))
 
     def embedder(self, tokenizer: Tokenizer, model: Any, devices: Mesh | None = None) -> Embedder:
         """The embedder of a run's model, which may be abstract (see Embedder.use)."""
-        make: Any = late_interaction_embedder if self.record.vectors == "token" else text_embedder
-        options = {"batch_size": self.inference.batch_size}
-        return make(model, self.record.recipe, tokenizer, devices, **options)
+        return self.trunk.embedder(tokenizer, model, devices, self.inference.batch_size)
 
     def open(self, folder: Path, tokenizer: Tokenizer) -> Embedder:
         """The trained embedder of the run in a folder."""
@@ -281,8 +280,8 @@ class Retriever(PublishedTrunk):
         return self.embedder(tokenizer, self.trained_model(folder, mesh), mesh)
 
     def cost(self) -> RowCost:
-        """The cost of a text."""
-        return encoder_cost(self.record.config, max(self.batches.source_lengths), "texts")
+        """The cost of a source."""
+        return self.trunk.cost(max(self.batches.source_lengths))
 
     def planned_model(self) -> Any:
         """The encoder, of whose weights the shapes are meant."""
@@ -292,25 +291,16 @@ class Retriever(PublishedTrunk):
         """Sources."""
         length = max(self.batches.source_lengths)
 
-        def inputs(count: int) -> tuple[tasks.Struct, ...]:
-            return tasks.ints(count, length), tasks.bools(count, length)
+        def inputs(count: int) -> tuple[Any, ...]:
+            arrays = self.trunk.shapes("document", count, length)
+            del arrays["scored"]
+            return (arrays,)
 
-        return tasks.InUse(self.cost(), make_encode_text, self.planned_model, inputs)
+        def make(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+            encode = self.record.encode
+            return jax.jit(lambda state, arrays: encode(nnx.merge(graphdef, state), arrays))
 
-
-class _SideTokens:
-    """The tokens of questions or sources, see data.batches.retriever.EncodedSide."""
-
-    def __init__(self, tokenizer: Tokenizer, side: Side, texts: Sequence[str]):
-        self._tokenizer, self._side = tokenizer, side
-        self._table = TokenTable(tokenizer, [side.prompt + text for text in texts])
-        least = side.filled[1] if side.filled else 0
-        around = special_tokens(tokenizer) + len(side.marker)
-        self.lengths = np.maximum(self._table.lengths + around, least)
-
-    def rows(self, texts: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        tokens = [[*self._side.marker, *self._table[text]] for text in texts]
-        return rows_of(tokens, length, self._tokenizer, self._side)
+        return tasks.InUse(self.cost(), make, self.planned_model, inputs)
 
 
 class _Finder:
@@ -388,14 +378,13 @@ class MinedBatches:
             return
         file = self._folder / f"{at:08d}.npy"
         if at == self._step:
-            self._negatives = self._find(model)
+            negatives = self._find(model)  # all processes embed their share
             if jax.process_index() == 0:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 with atomic_write(file, "wb") as out:
-                    np.save(out, self._negatives)
+                    np.save(out, negatives)
             distributed.barrier("negatives are mined")
-        else:
-            self._negatives = _read_negatives(file, len(self._place))
+        self._negatives = _read_negatives(file, len(self._place))  # the same bytes everywhere
         self._mined_at = at
 
     def __iter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""The objective of the task `retriever`: an encoder of texts with one vector or many."""
+"""The objective of the task `retriever`: an encoder with one vector or many."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from flax import nnx
 
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.models.encoders.trained import EncoderRecord
-from mmqa_jax.models.llama.lora import ADDED, LoraConfig
+from mmqa_jax.models.encoders.trained_pictured import PicturedRecord
+from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.tasks.contrastive_losses import (
     contrastive_loss,
     cosines,
     margin_mse,
     max_sims,
+    mean_max_sims,
     own_scores,
     shortened,
     teacher_divergence,
@@ -34,6 +36,8 @@ class RetrieverLoss:
       scale: factor on the scores; 1 / temperature.
       symmetric: `softmax` has the direction from sources to questions, too.
       margin: see contrastive_loss; None: every source is a negative.
+      mean: scores of late interaction are divided by the number of a question's tokens
+        (colpali_engine's ColbertLoss).
       matryoshka: the loss is a sum of those of the first so many values of every vector
         (Kusupati et al. 2022); empty: of the whole vectors.
       teacher_temperature: the teacher's scores are divided by it, of `divergence`.
@@ -43,6 +47,7 @@ class RetrieverLoss:
     scale: float = at_least(1e-6, 20.0)
     symmetric: bool = False
     margin: float | None = None
+    mean: bool = False
     matryoshka: tuple[int, ...] = ()
     teacher_temperature: float = at_least(1e-6, 1.0)
 
@@ -57,11 +62,13 @@ class RetrieverObjective(ContrastiveObjective):
       config: the encoder.
       losses: what is learned.
       lora: only these additions to a decoder are trained; None: everything.
+      tower: the tower that sees pictures is trained, too.
     """
 
-    config: EncoderRecord
+    config: EncoderRecord | PicturedRecord
     losses: RetrieverLoss = RetrieverLoss()
     lora: LoraConfig | None = None
+    tower: bool = True
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized encoder."""
@@ -70,24 +77,29 @@ class RetrieverObjective(ContrastiveObjective):
     @property
     def trained(self) -> str | None:
         """Regular expression over the names of the parameters that are trained; None: all."""
-        return None if self.lora is None else f"{ADDED}|^dense/"
+        return self.config.trained(self.lora, self.tower)
 
     def vectors(
         self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[Any, Any]:
         """See ContrastiveObjective; there is no dropout."""
 
-        def encode(key: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
-            return model(*inputs) if self.config.vectors == "token" else model.encode_text(*inputs)
+        def encode(key: jax.Array, inputs: dict[str, jax.Array]) -> jax.Array:
+            return self.config.encode(model, inputs)
 
         key = jax.random.key(0) if dropout_key is None else dropout_key
 
         def of_side(name: str) -> Any:
-            inputs = batch[f"{name}_ids"], batch[f"{name}_mask"]
+            inputs = {
+                key.removeprefix(name): array
+                for key, array in batch.items()
+                if key.startswith(name) and key != "source_rows"
+            }
+            scored = inputs.pop("scored")
             vectors = self._in_parts(encode, key, inputs)
-            return (vectors, batch[f"{name}_scored"]) if vectors.ndim == 3 else vectors
+            return (vectors, scored) if vectors.ndim == 3 else vectors
 
-        return of_side("query"), of_side("source")
+        return of_side("query_"), of_side("source_")
 
     def _compare(
         self, model: Any, queries: Any, sources: Any, batch: dict[str, jax.Array]
@@ -106,7 +118,9 @@ class RetrieverObjective(ContrastiveObjective):
         self, queries: Any, sources: Any, batch: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         losses = self.losses
-        similarity = max_sims if self.config.vectors == "token" else cosines
+        similarity: Any = cosines
+        if self.config.vectors == "token":
+            similarity = mean_max_sims if losses.mean else max_sims
         if losses.kind == "softmax":
             return contrastive_loss(
                 queries,

@@ -1,4 +1,4 @@
-"""A Qwen2.5-VL or Qwen3-VL learns to answer questions on their pictures (ours).
+"""A Qwen-VL, LLaVA or LLaVA-OneVision learns to answer questions on their pictures (ours).
 
 It is asked as the rows of RMR with `options.chat` and `options.pictures` ask it: the picture and
 the prompt of a template are a user's message, and what completes the prompt is the model's. Of
@@ -10,19 +10,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.errors import first_names
-from mmqa_jax.core.mesh import split_rows
+from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
@@ -34,74 +31,23 @@ from mmqa_jax.data.formats.chats import is_chat, shown_pictures
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
-from mmqa_jax.models.qwen_vl import network
+from mmqa_jax.models.llama.lora import LoraConfig
+from mmqa_jax.models.llava.config import PictureConfig
+from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
-from mmqa_jax.prompting.picture_format import QwenFormat, Shown
+from mmqa_jax.prompting.picture_format import PictureFormat, Shown, picture_format
 from mmqa_jax.tasks import solved_questions
-from mmqa_jax.tasks.base_llm import base_loader, check_rows, model_config
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, of_targets
+from mmqa_jax.tasks.base_llm import (
+    SCRATCH,
+    base_loader,
+    check_rows,
+    kind_of_base,
+    model_config,
+)
+from mmqa_jax.tasks.picture_layouts import QwenLayout, layout_of, shapes_of_slots
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
-
-
-@dataclasses.dataclass(frozen=True)
-class VisionLanguageObjective(LanguageModelObjective):
-    """The LanguageModelObjective of a Qwen-VL: one example a row, with its pictures.
-
-    A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
-
-    Attributes:
-      lora: additions to the language model, whose rest is frozen; None: all of it is trained.
-      tower: the tower with its mergers is trained, too.
-    """
-
-    config: network.QwenVLConfig
-    tower: bool = False
-
-    def init(self, key: jax.Array | None) -> nnx.Module:
-        """A freshly initialized Qwen-VL."""
-        rngs = nnx.Rngs(key)
-        model = network.QwenVL(self.config, rngs=rngs)
-        if self.lora is not None:
-            add_lora(model.llama, self.lora, rngs=rngs)
-        return model
-
-    @property
-    def trained(self) -> str | None:
-        """See LanguageModelObjective."""
-        names = "^llama/" if self.lora is None else ADDED
-        if not self.tower:
-            return names
-        return None if self.lora is None else f"{names}|^vision/"
-
-    def log_probs(
-        self,
-        model: network.QwenVL,
-        batch: dict[str, jax.Array],
-        dropout_key: jax.Array | None = None,
-    ) -> jax.Array:
-        """See LanguageModelObjective. What follows a row's example is seen by nothing in it."""
-        ids = batch["input_ids"]
-        picture = ids == self.config.image_token  # [B, L]
-        embedded, deepstack = model.llama.embed(jnp.where(picture, 0, ids)), None
-        if "patches" in batch:
-            arrays = (batch[field.name] for field in dataclasses.fields(network.PatchBatch))
-            features = model.encode_images(network.PatchBatch(*arrays))  # [B * M, U, features]
-            features = features.reshape(len(ids), -1, features.shape[-1])
-            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
-            of_tokens = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
-            embedded, deepstack = network.spread(embedded, of_tokens, picture)
-        hidden = model.llama.encode(
-            embedded, None, batch["positions"], deepstack=deepstack, dropout_key=dropout_key
-        )
-        return of_targets(model.llama, hidden, batch)
-
-    def finish(self, model: network.QwenVL) -> network.QwenVL:
-        """Keeps a plain Qwen-VL of the trained model."""
-        if self.lora is not None:
-            model.llama = merge_lora(model.llama)
-        return model
+from mmqa_jax.tasks.vision_language_objective import VisionLanguageObjective
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,14 +56,14 @@ class VisionLanguageSection:
 
     Attributes:
       changes: fields of LlamaConfig that differ from the base's; from scratch, its sizes.
-      vision: the same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures are
-        resized to, in training and in the trained model's use.
-      lora: only these additions to the language model are trained; None: all of it.
-      tower: whether the tower with its mergers is trained, too.
+      vision: the same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures of a
+        Qwen-VL are resized to, in training and in the trained model's use.
+      lora: only these additions to the language model are trained; None: all of it. Of a Qwen-VL.
+      tower: whether the tower with its mergers (a LLaVA's projector) is trained, too.
     """
 
     changes: Mapping[str, Any] = changes_of(LlamaConfig)
-    vision: Mapping[str, Any] = mapping(spec_of(network.QwenVisionConfig, minimum=0, partial=True))
+    vision: Mapping[str, Any] = mapping(spec_of(QwenVisionConfig, minimum=0, partial=True))
     lora: LoraConfig | None
     tower: Literal["frozen", "trained"] = "frozen"
 
@@ -147,20 +93,25 @@ class PicturedBatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionLanguage(solved_questions.SolvedQuestions):
-    """A Qwen-VL on solved questions with pictures, or without.
+    """A Qwen-VL, LLaVA or LLaVA-OneVision on solved questions with pictures, or without.
 
-    It begins at any Qwen2.5-VL or Qwen3-VL that `mmqa prompt --model` takes, or at scratch.
+    It begins at any of them that `mmqa prompt --model` takes, or (a Qwen-VL) at scratch.
     """
 
     name: ClassVar[str] = "vision_language"
     product: ClassVar[str] = "vision-language model"
-    architecture: ClassVar[str] = "qwen_vl"
     length_key: ClassVar[str] = "batches.length"
     unsolved: ClassVar[str] = "a known answer"
 
     model: VisionLanguageSection
     batches: PicturedBatches
     pictures: ShownPictures = ShownPictures()
+
+    @functools.cached_property
+    def architecture(self) -> str:
+        """The kind of `init`; a Qwen-VL from scratch, or where `init` is none of them."""
+        kind = "" if self.init == SCRATCH else kind_of_base(self.init)
+        return kind if kind in ("llava", "onevision") else "qwen_vl"
 
     @property
     def size(self) -> RowSize:
@@ -181,15 +132,17 @@ class VisionLanguage(solved_questions.SolvedQuestions):
     def _check(self, files: bool) -> None:
         super()._check(files)
         self.check_learned()
+        if self.architecture != "qwen_vl" and self.model.lora is not None:
+            raise UserError("config key model.lora: a LLaVA is trained whole here; set it to None.")
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VisionLanguageObjective:
         config = model_config(self, vocab_size)
         return VisionLanguageObjective(config, self.model.lora, self.model.tower == "trained")
 
     def batch(self) -> dict[str, Any]:
-        vision = self.objective(ANY_VOCABULARY).config.vision
-        bucket = largest_bucket(vision, self._slots)
-        return dict(pictured_shapes(self.batches.batch_size, self.size, bucket, vision))
+        config = self.objective(ANY_VOCABULARY).config
+        bucket = Bucket(self._slots, layout_of(config).largest)
+        return dict(pictured_shapes(self.batches.batch_size, self.size, bucket, config))
 
     @property
     def _slots(self) -> int:
@@ -209,29 +162,26 @@ class VisionLanguage(solved_questions.SolvedQuestions):
             )
         return pictures.readable(few, decode=decode)
 
-    def _encode_chat(
-        self, tokenizer: Any, config: network.QwenVLConfig
-    ) -> solved_questions.EncodeChat:
+    def _encode_chat(self, tokenizer: Any, config: PictureConfig) -> solved_questions.EncodeChat:
         turns, token = self.examples.turns, config.image_token
         return lambda question: chat_example(tokenizer, question, turns, token)
 
     def _pictures(
-        self, corpus: Corpus, tokenizer: Any, config: network.QwenVLConfig
-    ) -> tuple[QwenFormat, TrainingPictures]:
-        picture_format = QwenFormat(config, tokenizer)
-        return picture_format, TrainingPictures(
-            corpus, picture_format, config, self.pictures.max_broken
-        )
+        self, corpus: Corpus, tokenizer: Any, config: PictureConfig
+    ) -> tuple[PictureFormat, TrainingPictures]:
+        shown = picture_format(config, tokenizer)
+        return shown, TrainingPictures(corpus, shown, config, self.pictures.max_broken)
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         config = objective.config
-        check_rows(self, config.llama, tokenizer, self._slots * largest_bucket(config.vision).text)
-        picture_format, pictures = self._pictures(corpus, tokenizer, config)
+        layout = layout_of(config)
+        check_rows(self, config.llama, tokenizer, self._slots * layout.room(layout.largest))
+        shown, pictures = self._pictures(corpus, tokenizer, config)
         examples = self.make_examples(
             corpus,
             self.data.chosen(questions, corpus),
-            encode_conversation(tokenizer, picture_format),
+            encode_conversation(tokenizer, shown),
             functools.partial(self._readable, pictures),
             self._encode_chat(tokenizer, config),
         )
@@ -260,7 +210,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         objective = self.objective(tokenizer.vocab_size)
-        picture_format, pictures = self._pictures(corpus, tokenizer, objective.config)
+        shown, pictures = self._pictures(corpus, tokenizer, objective.config)
         made = PicturedRows(self.size, objective.config, pictures)
 
         def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
@@ -295,7 +245,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
 
             return score
 
-        encode = encode_conversation(tokenizer, picture_format)
+        encode = encode_conversation(tokenizer, shown)
         readable = functools.partial(self._readable, pictures, decode=True)
         encode_chat = self._encode_chat(tokenizer, objective.config)
         return solved_questions.OptionLikelihood(
@@ -303,7 +253,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         )
 
 
-# The pictures of a Qwen-VL's training: which can be read, and batches of examples with them.
+# The pictures of training: which can be read, and batches of examples with them.
 
 
 class TrainingPictures:
@@ -322,13 +272,13 @@ class TrainingPictures:
     def __init__(
         self,
         corpus: Corpus,
-        pictures: QwenFormat,
-        config: network.QwenVLConfig,
+        pictures: PictureFormat,
+        config: PictureConfig,
         max_broken: int | None = None,
     ):
-        self._corpus, self._format, self._vision = corpus, pictures, config.vision
+        self._corpus, self._format, self.layout = corpus, pictures, layout_of(config)
         self._max_broken = max_broken
-        self._shapes: dict[str, tuple[int, int, int]] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self.broken = self._counter(0)
 
     def _counter(self, total: int) -> BrokenPictures:
@@ -378,7 +328,7 @@ class TrainingPictures:
             verify(picture.data, name)
             if decode:
                 self._format.read(Shown(picture, alone=True))
-            self._shapes[name] = self._format.shape(picture)
+            self._shapes[name] = self.layout.shape(self._format, picture)
         except PictureError as error:
             self.broken.add(name, str(error))
 
@@ -398,27 +348,27 @@ class TrainingPictures:
                 file=sys.stderr,
             )
 
-    def shape(self, name: str) -> tuple[int, int, int]:
-        """[H, W, 3] of the pixels of a readable picture."""
-        return self._shapes[name]
+    def shapes(self, names: Sequence[str]) -> list[tuple[int, ...]]:
+        """What the tokens of readable pictures follow from, which one prompt shows."""
+        shapes = [self._shapes[name] for name in names]
+        return shapes if len(shapes) == 1 else list(map(self.layout.among, shapes))
 
     def look_ahead(self, names: Sequence[Sequence[str]]) -> None:
         """Called with the pictures of examples before their pixels are asked for."""
         self._corpus.look_ahead(list(itertools.chain.from_iterable(names)))
 
-    def pixels(self, name: str) -> np.ndarray | None:
+    def pixels(self, name: str, alone: bool = True) -> Any:
         """Pixels of a readable picture; None, counted, where it is broken behind its header."""
         try:
-            return self._format.read(Shown(Picture(self._read(name), name), alone=True))
+            return self._format.read(Shown(Picture(self._read(name), name), alone=alone))
         except PictureError as error:
             self.broken.add(name, str(error))
             return None
 
     def bucket(self, example: TokenExample) -> Bucket:
         """The smallest shape that holds an example: `pictures`, as many as its own or the next
-        power of two, and `text`, the units of each in the tower with the windows' padding."""
-        grids = (network.grid_of(self.shape(name), self._vision) for name in example.pictures)
-        units = max((network.bucket_of(grid, self._vision) for grid in grids), default=0)
+        power of two, and `text`, the units of each."""
+        units = max(map(self.layout.units, self.shapes(example.pictures)), default=0)
         count = len(example.pictures)
         return Bucket(1 << (count - 1).bit_length() if count else 0, units)
 
@@ -431,11 +381,12 @@ class PicturedRows(NamedTuple):
     """Makes batches of one example a row, of `size` tokens beside its pictures'."""
 
     size: RowSize
-    config: network.QwenVLConfig
+    config: PictureConfig
     pictures: TrainingPictures
 
     def batch(self, examples: Sequence[TokenExample | None], bucket: Bucket) -> Packed:
-        """Rows of M = bucket.pictures pictures of U units each and L = size.length + M * U tokens.
+        """Rows of M = bucket.pictures pictures of U units each, with room for R tokens of each, and
+        L = size.length + M * R tokens.
 
         Args:
           examples: of pictures that fit the bucket; None: an empty row. One whose picture proves to
@@ -444,28 +395,25 @@ class PicturedRows(NamedTuple):
         Returns:
           The arrays of `pictured_shapes`.
         """
-        units = bucket.text
+        units, layout = bucket.text, layout_of(self.config)
         self.pictures.look_ahead([row.pictures for row in examples if row is not None])
         pictures_of_rows = [
-            [] if example is None else [self.pictures.pixels(name) for name in example.pictures]
-            for example in examples
+            [] if example is None else self._read(example.pictures) for example in examples
         ]
         rows = [
             None if any(pixels is None for pixels in of_row) else example
             for example, of_row in zip(examples, pictures_of_rows, strict=True)
         ]
         pixels = [
-            [] if row is None else [picture for picture in of_row if picture is not None]
+            [] if row is None else of_row
             for row, of_row in zip(rows, pictures_of_rows, strict=True)
         ]
         shapes = [[picture.shape for picture in of_row] for of_row in pixels]
-        expanded = network.expand_pictures(
+        expanded = layout.expand(
             [[] if row is None else row.tokens for row in rows],
             shapes,
-            self.config,
-            # A row has its own features, each picture `units` of them.
-            first_rows=(number * units for of_row in shapes for number in range(len(of_row))),
-            length=self.size.length + bucket.pictures * units,
+            units,
+            self.size.length + bucket.pictures * layout.room(units),
         )
         targets = {
             name: np.zeros((len(rows), self.size.targets), np.int32)
@@ -482,50 +430,44 @@ class PicturedRows(NamedTuple):
                 targets["target_positions"][number, :learned] = counts.cumsum()[row.places] - 2
                 targets["target_ids"][number, :learned] = row.tokens[row.places]
                 targets["target_segments"][number, :learned] = 1
-        made = {"input_ids": expanded.input_ids, "positions": expanded.positions, **targets}
+        made = {"input_ids": expanded.input_ids, **targets}
+        if expanded.positions is not None:
+            made["positions"] = expanded.positions
         if units:
-            vision = self.config.vision
-            blank = np.zeros((vision.unit, vision.unit, 3), np.uint8)
+            blank = layout.blank()
             slots = [of_row[n] if n < len(of_row) else blank
                      for of_row in pixels for n in range(bucket.pictures)]  # fmt: skip
-            made |= {"rows": expanded.rows, **vars(network.lay_out(slots, vision, units))}
+            made |= {"rows": expanded.rows, **layout.lay_out(slots, units)}
         return made
 
-
-def largest_bucket(vision: network.QwenVisionConfig, pictures: int = 1) -> Bucket:
-    """Returns the bucket of so many of the largest square pictures."""
-    side = math.isqrt(vision.most_units)
-    return Bucket(pictures, network.bucket_of(network.Grid(side, side), vision))
+    def _read(self, names: Sequence[str]) -> list[Any]:
+        if len(names) == 1:
+            return [self.pictures.pixels(names[0])]
+        return [self.pictures.pixels(name, alone=False) for name in names]
 
 
 def pictured_shapes(
-    rows: int, size: RowSize, bucket: Bucket, vision: network.QwenVisionConfig
+    rows: int, size: RowSize, bucket: Bucket, config: PictureConfig
 ) -> Mapping[str, jax.ShapeDtypeStruct]:
     """Shapes of a batch of pictures, M = bucket.pictures in a row.
 
     Returns:
-      input_ids int32[B, L], each picture's token repeated once for each unit; positions
-      int32[B, L, 3]; rows int32[B, L], which of its row's features a token takes, -1: none; the
-      targets as of `data.batches.language_model.packed_batch`; the fields of PatchBatch of B * M
-      pictures, those of a row one behind the other.
+      input_ids int32[B, L], each picture's token repeated once for each of its own; of a Qwen-VL
+      positions int32[B, L, 3]; rows int32[B, L], which of its row's features a token takes, -1:
+      none; the targets as of `data.batches.language_model.packed_batch`; the arrays of
+      `Layout.lay_out` of B * M pictures, those of a row one behind the other.
     """
-    length = size.length + bucket.pictures * bucket.text
-    patches = bucket.text * vision.merge**2
+    layout = layout_of(config)
+    length = size.length + bucket.pictures * layout.room(bucket.text)
 
-    def of(*shape: int, count: int = rows, dtype: type = np.int32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((count, *shape), dtype)
+    def of(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((rows, *shape), np.int32)
 
-    count = rows * bucket.pictures
-    laid = network.PatchBatch(
-        of(patches, vision.patch**2 * 3, count=count, dtype=np.uint8),
-        of(patches, 2, count=count),
-        of(2, count=count),
-        of(bucket.text, count=count),
-    )
+    positions = {"positions": of(length, 3)} if isinstance(layout, QwenLayout) else {}
     return {
         "input_ids": of(length),
-        "positions": of(length, 3),
+        **positions,
         "rows": of(length),
         **{f"target_{name}": of(size.targets) for name in ("positions", "ids", "segments")},
-        **{field.name: getattr(laid, field.name) for field in dataclasses.fields(laid)},
+        **shapes_of_slots(layout, rows * bucket.pictures, bucket.text),
     }

@@ -185,6 +185,12 @@ class KeyMap:
     fresh: Sequence[str] = ()
     tied: Sequence[tuple[str, str]] = ()
 
+    def renamed(self, key: str) -> str:
+        """A source key as the rules have it."""
+        for pattern, replacement in self.rename:
+            key = re.sub(pattern, replacement, key)
+        return key
+
     def with_transform(self, key: str, transform: Transform) -> KeyMap:
         """The map with another transform for the key that ends in `key`."""
         rules = [
@@ -405,9 +411,7 @@ def plan_loading(
 
     keys: dict[str, str] = {}  # renamed key -> key in the file
     for key in specs:
-        renamed = key
-        for pattern, replacement in key_map.rename:
-            renamed = re.sub(pattern, replacement, renamed)
+        renamed = key_map.renamed(key)
         if renamed in keys:
             offend("keys with one meaning", f"{keys[renamed]} and {key}")
         keys[renamed] = key

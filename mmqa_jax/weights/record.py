@@ -18,7 +18,17 @@ from mmqa_jax.core.paths import as_path, in_store
 FORMAT = "mmqa_jax weights 1"
 WEIGHTS, RECORD = "weights", "model.json"
 # Of a training run: what else is needed to use its weights; config.json has its own checksum.
-RUN_FILES = ("answers.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+RUN_FILES = (
+    *("answers.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+    # Of a retriever that sees pictures: how they are prepared, its prompts, a tokenizer's pieces.
+    *(
+        "preprocessor_config.json",
+        "processor_config.json",
+        "chat_template.jinja",
+        "chat_template.json",
+    ),
+    *("vocab.json", "merges.txt", "spiece.model"),
+)
 _OLD_RECORD = "config.json"  # of folders that were converted when training wrote its own format
 DAMAGED = (
     "copy the folder again, or train or convert the model again (who changed the file on purpose "

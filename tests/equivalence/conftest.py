@@ -1,10 +1,14 @@
 """What every comparison with PyTorch wants, and the option `--deviations`."""
 
+import dataclasses
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from deviations import Measured, table
+from flax import nnx
 
 pytest.register_assert_rewrite("compare")  # its assertions say what they compared, too
 
@@ -79,3 +83,18 @@ def _exact():
     """Matrix products in whole float32 on every device."""
     with jax.default_matmul_precision("highest"):
         yield
+
+
+@pytest.fixture
+def in_float64(monkeypatch):
+    """(record, model) -> the model in float64, as are all values of a test that asks for this."""
+    with jax.enable_x64(True):
+        monkeypatch.setattr(jnp, "float32", jnp.float64)
+
+        def widened(record, model):
+            record = dataclasses.replace(record, changes=(("dtype", "float64"),))
+            wide = nnx.eval_shape(lambda: record.build(rngs=nnx.Rngs(0)))
+            state = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), "float64"), nnx.state(model))
+            return nnx.merge(nnx.graphdef(wide), state)
+
+        yield widened

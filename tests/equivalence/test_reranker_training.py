@@ -24,6 +24,7 @@ from tests import tiny_encoders
 pytestmark = pytest.mark.slow
 
 BOUND, GRADIENT = 1e-6, 6e-6
+TEMPERATURE, EXACT = 0.5, 1e-12
 QUESTIONS, GROUP = 3, 4
 WORDS = tiny_encoders.WORDS.split()
 
@@ -101,7 +102,15 @@ def margin_mse(model, asked, sources, labels):
     return losses.MarginMSELoss(model)([asked, *columns], torch.tensor(labels))
 
 
+def divergence(model, asked, sources, labels):
+    tokens = model.tokenizer(*flat(asked, sources), padding=True, return_tensors="pt")
+    logits = model.model(**tokens).logits.reshape(labels.shape)
+    predicted, wanted = (x.log_softmax(1) for x in (logits, torch.tensor(labels) / TEMPERATURE))
+    return torch.nn.functional.kl_div(predicted, wanted, reduction="batchmean", log_target=True)
+
+
 LOSSES = {
+    "divergence": divergence,
     "pointwise": pointwise,
     "listwise": functools.partial(listed, losses.ListNetLoss),
     "lambda": functools.partial(listed, losses.LambdaLoss),
@@ -126,7 +135,7 @@ def test_five_steps_equal(family, kind, folders):
         weight_decay=0.01,
         no_decay="(?!)",
     )
-    objective = RerankerObjective(pair.record, kind, GROUP)
+    objective = RerankerObjective(pair.record, kind, GROUP, temperature=TEMPERATURE)
     got = our_updates(objective, pair.model, options, [b[-1] for b in batches], pair.publish)
     optimizer = torch.optim.AdamW(pair.theirs.parameters(), lr=1e-4, eps=1e-2, weight_decay=0.01)
     worst = []
@@ -146,6 +155,45 @@ def test_five_steps_equal(family, kind, folders):
                 update.parameters[name], p.detach().numpy(), rtol=0, atol=BOUND, err_msg=name
             )
     assert max(worst) < GRADIENT
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "listwise"), ("modernbert", "lambda")])
+def test_gradients_are_theirs_in_float64(family, kind, folders, in_float64):
+    """What deviates above is rounding: no operation is another one."""
+    pair = made(family, folders / family)
+    pair.theirs.load_state_dict(pair.start)
+    asked, sources, labels, batch = pair.batch(1)
+    graphdef, state = nnx.split(in_float64(pair.record, pair.model))
+    objective = RerankerObjective(pair.record, kind, GROUP, temperature=TEMPERATURE)
+    batch["labels"] = jnp.asarray(labels)
+    loss, gradient = jax.jit(
+        jax.value_and_grad(lambda state: objective.loss(nnx.merge(graphdef, state), batch, None)[0])
+    )(state)
+    pair.theirs.zero_grad()
+    wanted = LOSSES[kind](pair.theirs, asked, sources, labels)
+    wanted.backward()
+    assert abs(float(loss) - wanted.item()) < EXACT
+    got = dict(pair.publish(gradient))
+    for name, p in pair.theirs.named_parameters():
+        want = np.zeros(p.shape) if p.grad is None else p.grad.numpy()
+        np.testing.assert_allclose(got[name], want, rtol=0, atol=EXACT * max(np.abs(want).max(), 1))
+
+
+def test_dropout_is_that_of_the_published_config(folders):
+    """Of each key another draw, of which many are what none is, nearly."""
+    pair = made("bert", folders / "bert")
+    *_, batch = pair.batch(1)
+    with_it, without = (
+        RerankerObjective(pair.record, "pointwise", GROUP, dropout=dropout)
+        for dropout in (True, False)
+    )
+    assert pair.record.config.dropout == json.loads(pair.record.published)["hidden_dropout_prob"]
+    loss = jax.jit(lambda key: with_it.loss(pair.model, batch, key)[0])
+    drawn = np.array([loss(jax.random.key(n)) for n in range(60)])
+    plain = without.loss(pair.model, batch, jax.random.key(0))[0]
+    np.testing.assert_array_equal(plain, with_it.loss(pair.model, batch, None)[0])
+    assert len(np.unique(drawn)) == 60
+    assert abs(drawn.mean() - plain) < 5 * drawn.std() / 60**0.5 + 0.05 * abs(float(plain))
 
 
 @pytest.mark.parametrize("family", ["bert", "modernbert"])

@@ -274,7 +274,7 @@ def test_a_row_shows_several_pictures():
     assert (bucket, pictures.bucket(examples[1])) == (Bucket(4, 96), Bucket(1, 64))
     size = RowSize(80, 16)
     batch = PicturedRows(size, config, pictures).batch([*examples, None], bucket)
-    wanted = pictured_shapes(3, size, bucket, vision)
+    wanted = pictured_shapes(3, size, bucket, config)
     assert {name: x.shape for name, x in batch.items()} == {n: x.shape for n, x in wanted.items()}
     ids, rows = batch["input_ids"][0], batch["rows"][0]
     units = {"a": 6, "b": 70}

@@ -98,7 +98,7 @@ def test_rows_have_their_own_features_and_targets():
     assert (none, small) == (Bucket(0, 0), Bucket(1, 64))
     assert (large.pictures, large.text) == (1, 96)
     batch = rows.batch([*examples[:2], None], large)
-    wanted = pictured_shapes(3, SIZE, large, CONFIG.vision)
+    wanted = pictured_shapes(3, SIZE, large, CONFIG)
     assert {name: (x.shape, x.dtype) for name, x in batch.items()} == {
         name: (x.shape, x.dtype) for name, x in wanted.items()
     }

@@ -50,8 +50,9 @@ class EncodedSide(Protocol):
 
     lengths: np.ndarray  # of every text, special tokens included
 
-    def rows(self, texts: Sequence[int], length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Ids int32, attended and scored columns bool, [n, length] each."""
+    def rows(self, texts: Sequence[int], length: int) -> Mapping[str, np.ndarray]:
+        """Arrays [n, ...] by name: ids int32, mask (attended columns) and scored bool,
+        [n, length] each, and what the encoder sees of pictures."""
 
 
 class RetrievalExample(NamedTuple):
@@ -171,7 +172,7 @@ class RetrieverRows:
     A batch of B questions has S = B * (1 + n) sources, each question's gold source followed by its
     negatives:
       query_ids int32, query_mask and query_scored bool [B, Lq]
-      source_ids, source_mask and source_scored, the same [S, Ls]
+      source_ids, source_mask and source_scored, the same [S, Ls], and others of EncodedSide
       positive int32 [B], source_rows int32 [S], gold_rows int32 [B, G]: see contrastive_losses
       scores float32 [B, 1 + n], if a teacher's are learned
       index int32 [B]: of the questions; truncated int32 [B]: tokens lost
@@ -224,8 +225,8 @@ class RetrieverRows:
         first: int [B], the questions' rows in the global batch.
         """
         section = self._section
-        query_ids, query_mask, query_scored = self._queries.rows(numbers, section.query_length)
-        source_ids, source_mask, source_scored = self._sources.rows(rows.ravel(), length)
+        queries = self._queries.rows(numbers, section.query_length)
+        sources = self._sources.rows(rows.ravel(), length)
         gold_rows = np.full((len(numbers), self._golds), -1, np.int32)
         for row, number in enumerate(numbers):
             golds = self.examples[number].golds
@@ -233,12 +234,8 @@ class RetrieverRows:
         lost = np.maximum(self._queries.lengths[numbers] - section.query_length, 0)
         lost = lost + np.maximum(self._sources.lengths[rows] - length, 0).sum(axis=1)
         arrays = {
-            "query_ids": query_ids.astype(np.int32),
-            "query_mask": query_mask,
-            "query_scored": query_scored,
-            "source_ids": source_ids.astype(np.int32),
-            "source_mask": source_mask,
-            "source_scored": source_scored,
+            **{f"query_{key}": array for key, array in queries.items()},
+            **{f"source_{key}": array for key, array in sources.items()},
             "source_rows": rows.ravel().astype(np.int32),
             "positive": (rows.shape[1] * first).astype(np.int32),
             "gold_rows": gold_rows,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Self
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from jaxtyping import UInt8
 
+from mmqa_jax.core.errors import first_names
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.decode import Alpha, BrokenPictures, PictureError, decode_to_pixels
 from mmqa_jax.data.pictures.resize import PictureShape
@@ -104,6 +106,15 @@ class PictureStore:
             self._digests[name] = self._digest(self.corpus.read_picture(name))
         digest = self._digests[name]
         return digest and EncodedPicture(digest, lambda: self._decode(name), caption)
+
+    def warn_missing(self) -> None:
+        """Warns on stderr of pictures that could not be decoded."""
+        if self.broken.count:
+            print(
+                f"pictures that cannot be decoded, read as their captions alone: "
+                f"{self.broken.count} ({first_names(self.broken.names)}).",
+                file=sys.stderr,
+            )
 
     def _digest(self, data: bytes | None) -> bytes | None:
         if data is None:

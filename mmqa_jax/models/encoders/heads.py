@@ -13,7 +13,7 @@ from flax import nnx
 from mmqa_jax.core.typed import changes_of
 from mmqa_jax.models.bert.network import Bert, BertConfig, trunk_config
 from mmqa_jax.models.common.config_checks import check_known
-from mmqa_jax.models.common.layers import Linear, normal_init
+from mmqa_jax.models.common.layers import Linear, dropout, normal_init, split_key
 from mmqa_jax.models.encoders.sentence_pooling import DENSE_ACTIVATIONS, POOLINGS, last_token
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
@@ -97,17 +97,24 @@ class CrossEncoder(nnx.Module):
         self.config = config
 
     def __call__(
-        self, input_ids: jax.Array, attention_mask: jax.Array, token_type_ids: jax.Array
+        self,
+        input_ids: jax.Array,
+        attention_mask: jax.Array,
+        token_type_ids: jax.Array,
+        *,
+        dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """Pairs of right-padded texts, int or bool [B, L] each -> logits float32 [B].
 
-        With several labels [B, labels].
+        With several labels [B, labels]. Dropout is that of BertForSequenceClassification; RoBERTa's
+        head has one more, which is left out.
         """
+        of_input, of_layers, of_head = split_key(dropout_key, 3)
         positions = jnp.broadcast_to(jnp.arange(input_ids.shape[1]), input_ids.shape)
-        embedded = self.bert.embeddings(input_ids, positions, token_type_ids)
+        embedded = self.bert.embeddings(input_ids, positions, token_type_ids, dropout_key=of_input)
         mask = attention_mask.astype(bool)[:, None, None, :]
-        first = self.bert.encode_first(embedded, mask)  # [B, H]
-        pooled = self.bert.pool(first[:, None])
+        first = self.bert.encode_first(embedded, mask, dropout_key=of_layers)  # [B, H]
+        pooled = dropout(self.bert.pool(first[:, None]), self.config.dropout, of_head)
         logits = self.classifier(pooled).astype(jnp.float32)
         return logits[:, 0] if logits.shape[1] == 1 else logits
 

@@ -10,7 +10,6 @@ colmodernvbert.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,12 +23,14 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.encoders import heads
 from mmqa_jax.models.encoders.text_encoders import CONFIG
 from mmqa_jax.models.encoders.vlm_keys import for_reading_prompts, headless_key_map
+from mmqa_jax.models.llama.keys import Fused
 from mmqa_jax.models.llava.families import FAMILIES as TOWERED
-from mmqa_jax.models.llava.keys import llava_key_map, open_llava
+from mmqa_jax.models.llava.keys import llava_key_map, open_llava, read_llava_config
+from mmqa_jax.models.modernbert.keys import modernbert_fused
 from mmqa_jax.models.modernvbert import keys as modernvbert
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.keys import PUBLISHED as QWEN_VL
-from mmqa_jax.models.qwen_vl.keys import open_qwen_vl
+from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, read_qwen_vl_config
 from mmqa_jax.weights.adapters import with_task
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.keymap import KeyMap, linear_rules
@@ -167,12 +168,18 @@ _WRAPPER = kinds(object="vlm_config", size="embedding_dim", number="initializer_
 
 def page_retriever(folder: Path) -> PageRetriever | None:
     """The entry of a published folder; None: it holds something else."""
+    name = page_retriever_name(folder)
+    return None if name is None else RETRIEVERS[name]
+
+
+def page_retriever_name(folder: Path) -> str | None:
+    """The name of that entry."""
     published = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     if not isinstance(published, dict):
         return None
     classes = [_MODEL_TYPES.get(str(published.get("model_type")))]
     classes += published.get("architectures") or []
-    return next((RETRIEVERS[name] for name in classes if name in RETRIEVERS), None)
+    return next((name for name in classes if name in RETRIEVERS), None)
 
 
 class _Reader(NamedTuple):
@@ -180,14 +187,18 @@ class _Reader(NamedTuple):
 
     Attributes:
       open: (folder, config of the model or None) -> its checkpoint.
+      config: (folder of the files of pictures, config of the model) -> ours.
       key_map: of a model without an output head.
       tokens, pooled: its classes with a vector for each token, and with one.
+      fused: what its checkpoints keep as rows of one tensor.
     """
 
     open: Callable[[Path, Mapping[str, Any] | None], Checkpoint]
+    config: Callable[[Path, Mapping[str, Any]], Any]
     key_map: Callable[[Any], KeyMap]
     tokens: type[nnx.Module]
     pooled: type[nnx.Module]
+    fused: Callable[[Any], Fused] = lambda config: {}
 
 
 def _headless_llava(config: Any) -> KeyMap:
@@ -204,11 +215,21 @@ def _headless_llava(config: Any) -> KeyMap:
 
 
 _READERS = (
-    (QWEN_VL, _Reader(open_qwen_vl, headless_key_map, heads.QwenVLTokens, heads.QwenVLEncoder)),
+    (
+        QWEN_VL,
+        _Reader(
+            open_qwen_vl,
+            read_qwen_vl_config,
+            headless_key_map,
+            heads.QwenVLTokens,
+            heads.QwenVLEncoder,
+        ),
+    ),
     (
         TOWERED,
         _Reader(
             lambda folder, published: open_llava(folder, published=published),
+            read_llava_config,
             _headless_llava,
             heads.LlavaTokens,
             heads.LlavaEncoder,
@@ -218,12 +239,83 @@ _READERS = (
         (modernvbert.MODEL_TYPE,),
         _Reader(
             modernvbert.open_modernvbert,
+            modernvbert.read_modernvbert_config,
             modernvbert.modernvbert_key_map,
             heads.ModernVBertTokens,
             heads.ModernVBertEncoder,
+            lambda config: modernbert_fused(config.text),
         ),
     ),
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PageModel:
+    """The model of a page retriever, as its published files describe it.
+
+    Attributes:
+      retriever: its entry.
+      published: its config.json.
+      folder: of the files that say how pictures are prepared, and of messages.
+      dim: the values behind the linear layer over states; None: there is no such layer.
+    """
+
+    retriever: PageRetriever
+    published: Mapping[str, Any]
+    folder: Path
+    dim: int | None = None
+
+    @property
+    def of_vlm(self) -> Mapping[str, Any] | None:
+        """The part of config.json that describes the model which reads; None: all of it."""
+        published, where = self.published, str(self.folder / CONFIG)
+        if harmless := self.retriever.harmless:
+            return {key: x for key, x in published.items() if key not in harmless}
+        if published.get("model_type") not in _MODEL_TYPES:
+            return None
+        of_vlm = published.get("vlm_config")
+        check_keys(published, where, read=_WRAPPER)
+        if not isinstance(of_vlm, dict):
+            raise UserError(f"{where}: lacks its vlm_config; fetch the file again.")
+        if "text_config" in of_vlm:  # transformers writes the size there, too
+            of_vlm = {key: x for key, x in of_vlm.items() if key != "vocab_size"}
+        return of_vlm
+
+    @property
+    def reader(self) -> _Reader:
+        """The kind of its model."""
+        kind = (self.of_vlm or self.published).get("model_type")
+        reader = next((reader for names, reader in _READERS if kind in names), None)
+        if reader is None:
+            raise UserError(
+                f"{self.folder / CONFIG}: {self.retriever.title} on a model of type {kind!r} is "
+                "not known here; use a checkpoint as it was published."
+            )
+        return reader
+
+    def config(self) -> Any:
+        """The model's sizes; decoders compute in bfloat16 on accelerators."""
+        return _for_reading(self.reader.config(self.folder, self.of_vlm or self.published))
+
+    def build(self, config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
+        """A freshly initialized model."""
+        layer = {} if self.dim is None else {"dim": self.dim}
+        if self.retriever.pooling:
+            return self.reader.pooled(config, pooling=self.retriever.pooling, **layer, rngs=rngs)
+        return self.reader.tokens(config, **layer, rngs=rngs)
+
+    def key_map(self, config: Any) -> KeyMap:
+        """Of the whole model."""
+        of_reader, name = self.reader.key_map(config), self.retriever.projection
+        rules = [*of_reader.rules, *(linear_rules(name, "projection") if name else ())]
+        rename = ((r"^vlm\.", ""), *of_reader.rename)
+        return dataclasses.replace(of_reader, rules=rules, rename=rename)
+
+
+def _for_reading(config: Any) -> Any:
+    return (
+        config if isinstance(config, ModernVBertConfig) else for_reading_prompts(config, platform())
+    )
 
 
 def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | None = None) -> Any:
@@ -234,50 +326,31 @@ def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | Non
       retriever: its entry.
       mesh: where the parameters go; None: the default device.
     """
-    published, of_vlm = read_json(folder / CONFIG), None
-    where = str(folder / CONFIG)
-    if published.get("model_type") in _MODEL_TYPES:
-        of_vlm = published.get("vlm_config")
-        check_keys(published, where, read=_WRAPPER)
-        if not isinstance(of_vlm, dict):
-            raise UserError(f"{where}: lacks its vlm_config; fetch the file again.")
-        if "text_config" in of_vlm:  # transformers writes the size there, too
-            of_vlm = {key: x for key, x in of_vlm.items() if key != "vocab_size"}
-    if retriever.harmless:
-        of_vlm = {key: x for key, x in published.items() if key not in retriever.harmless}
-    kind = (published if of_vlm is None else of_vlm).get("model_type")
-    reader = next((reader for names, reader in _READERS if kind in names), None)
-    if reader is None:
-        raise UserError(
-            f"{where}: {retriever.title} on a model of type {kind!r} is not known here; use a "
-            "checkpoint as it was published."
-        )
-    checkpoint = reader.open(folder, of_vlm)
+    model, checkpoint = open_page_retriever(folder, retriever)
+    config = checkpoint.config
+    dtype = "float32" if isinstance(config, ModernVBertConfig) else config.llama.dtype
+    return load_checkpoint(model.build, checkpoint, config, mesh, dtype)
+
+
+def open_page_retriever(
+    folder: Path, retriever: PageRetriever, *, new: int | None = None
+) -> tuple[PageModel, Checkpoint]:
+    """The model in a folder and its checkpoint, of which only headers have been read.
+
+    new: the values of a linear layer that the folder lacks; None: it has the layer, if any.
+    """
+    model = PageModel(retriever, read_json(folder / CONFIG), folder)
+    checkpoint = model.reader.open(folder, model.of_vlm)
     if retriever.task:
         source = with_task(checkpoint.source, folder / "adapters", retriever.task)
         checkpoint = checkpoint._replace(source=source)
-    name, layer = retriever.projection, {}
-    if name:
+    if name := retriever.projection:
         weight = checkpoint.source.specs().get(f"{name}.weight")
-        if weight is None:
+        if weight is None and new is None:
             raise UserError(
                 f"{checkpoint.source.name}: lacks {name}, which makes a retriever's vectors; use a "
                 "checkpoint that is merged with its adapter."
             )
-        layer = {"dim": weight.shape[0]}
-    config = checkpoint.config
-    if not isinstance(config, ModernVBertConfig):
-        config = for_reading_prompts(config, platform())
-    build = functools.partial(reader.tokens, **layer)
-    if retriever.pooling:
-        build = functools.partial(reader.pooled, pooling=retriever.pooling, **layer)
-
-    def key_map(config: Any) -> KeyMap:
-        of_reader = reader.key_map(config)
-        rules = [*of_reader.rules, *(linear_rules(name, "projection") if name else ())]
-        rename = ((r"^vlm\.", ""), *of_reader.rename)
-        return dataclasses.replace(of_reader, rules=rules, rename=rename)
-
-    checkpoint = checkpoint._replace(config=config, key_map=key_map)
-    dtype = "float32" if isinstance(config, ModernVBertConfig) else config.llama.dtype
-    return load_checkpoint(build, checkpoint, config, mesh, dtype)
+        model = dataclasses.replace(model, dim=new if weight is None else weight.shape[0])
+    config = _for_reading(checkpoint.config)
+    return model, checkpoint._replace(config=config, key_map=model.key_map)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -43,7 +44,7 @@ from mmqa_jax.models.encoders.sentence_pooling import (
 )
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.lora import LoraConfig, add_lora, hold_base, merge_lora
+from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, hold_base, merge_lora
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource, write_sharded
 
@@ -105,6 +106,16 @@ class EncoderRecord:
         if isinstance(self.recipe, LateInteraction):
             return TokenEncoder(trunk, dense, self.recipe.normalized)
         return SentenceEncoder(trunk, self.recipe.pooling, self.recipe.truncate_dim, dense)
+
+    def trained(self, lora: LoraConfig | None, tower: bool) -> str | None:
+        """Regular expression over the names of the parameters that are trained; None: all. It has
+        no `tower`."""
+        return None if lora is None else f"{ADDED}|^dense/"
+
+    def encode(self, model: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
+        """Vectors of texts [B, D], or of each token [B, L, D]; `ids` and `mask` are [B, L]."""
+        texts = inputs["ids"], inputs["mask"]
+        return model(*texts) if self.vectors == "token" else model.encode_text(*texts)
 
     def load(
         self, model: Any, folder: Path, mesh: Mesh | None = None, lora: LoraConfig | None = None

@@ -6,15 +6,16 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.encoders import text_encoders
-from mmqa_jax.models.encoders.heads import YesNoDecoder
+from mmqa_jax.models.encoders.heads import CrossEncoder, YesNoDecoder
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, hold_base, merge_lora
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import write_sharded
@@ -34,6 +35,8 @@ class RerankerRecord:
     yes_no: tuple[int, int] | None = None
     changes: tuple[tuple[str, Any], ...] = ()
 
+    kind: ClassVar[str] = "texts"
+
     @property
     def _family(self) -> tuple[text_encoders.Family, Mapping[str, Any]]:
         published = json.loads(self.published)
@@ -44,6 +47,15 @@ class RerankerRecord:
         """The model's sizes."""
         family, published = self._family
         return replace_fields(family.config(published, "config.json"), **dict(self.changes))
+
+    def logits(
+        self, model: Any, batch: Mapping[str, jax.Array], dropout_key: jax.Array | None
+    ) -> jax.Array:
+        """The logits of pairs [B]; of dropout, `CrossEncoder` alone has any."""
+        pairs = batch["pair_ids"], batch["pair_mask"], batch["pair_types"]
+        if isinstance(model, CrossEncoder):
+            return model(*pairs, dropout_key=dropout_key)
+        return model(*pairs)
 
     def build(self, *, rngs: nnx.Rngs, lora: LoraConfig | None = None) -> Any:
         """A freshly initialized model: (ids, mask, types) [B, L] -> logits [B]."""

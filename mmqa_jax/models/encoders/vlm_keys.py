@@ -43,7 +43,7 @@ def load_vlm_encoder(
 
 def load_vlm_yes_no(folder: Path, yes: int, no: int, mesh: Mesh | None = None) -> QwenVLYesNo:
     """The Qwen3-VL-Reranker in a folder, which judges by the tokens `yes` and `no`."""
-    return _load(folder, functools.partial(QwenVLYesNo, yes=yes, no=no), _key_map, mesh)
+    return _load(folder, functools.partial(QwenVLYesNo, yes=yes, no=no), reader_key_map, mesh)
 
 
 def read_vlm_config(folder: Path) -> QwenVLConfig:
@@ -85,7 +85,7 @@ def for_reading_prompts(config: Any, device: str) -> Any:
     return dataclasses.replace(config, llama=llama, vision=vision)
 
 
-def _key_map(config: QwenVLConfig) -> KeyMap:
+def reader_key_map(config: QwenVLConfig) -> KeyMap:
     """Also of a model that was saved without its head, whose keys lack `model.`."""
     key_map = qwen_vl_key_map(config)
     bare = (r"^language_model\.", "model.")
@@ -95,5 +95,5 @@ def _key_map(config: QwenVLConfig) -> KeyMap:
 def headless_key_map(config: QwenVLConfig) -> KeyMap:
     """Key map of a model whose output head, if there is one, is left out."""
     tied = dataclasses.replace(config, llama=dataclasses.replace(config.llama, tied=True))
-    key_map = _key_map(tied)
+    key_map = reader_key_map(tied)
     return dataclasses.replace(key_map, tied=(), ignore=[*key_map.ignore, r"^lm_head\."])

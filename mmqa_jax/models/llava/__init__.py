@@ -16,6 +16,7 @@ FAMILIES = (
         writes="decoder",
         sees=True,
         presets="llava.presets.PRESETS",
+        base="llava.presets.BASE",
         check="llava.keys.CHECK",
     ),
 )

@@ -175,8 +175,7 @@ def open_llava(
     published, make_whole = read_rounding(published, str(file))
     source, ignore = make_whole(layouts.open_source(folder)), _BUFFERS
     if "text_config" in published:
-        config = llava_config(published, str(file), has_head(source))
-        config = _with_processor(config, file.parent)
+        config = read_llava_config(file.parent, published, has_head(source))
     elif "mm_vision_tower" in published:
         named = Path(str(published["mm_vision_tower"]))
         clip = named if clip is None and named.is_dir() else clip
@@ -208,6 +207,14 @@ def open_llava(
     layout = "haotian-liu/LLaVA" if config.image_token < 0 else "transformers"
     key_map = functools.partial(llava_key_map, ignore=ignore)
     return layouts.Checkpoint(config, key_map, source, layout)
+
+
+def read_llava_config(
+    folder: Path, published: Mapping[str, Any], has_head: bool = False
+) -> LlavaConfig:
+    """Our config of transformers', with what the files of pictures in its folder say."""
+    config = llava_config(published, str(layouts.config_file(folder)), has_head)
+    return _with_processor(config, folder)
 
 
 def publish_llava(config: LlavaConfig, state: nnx.State) -> layouts.Published:

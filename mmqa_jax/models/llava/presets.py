@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from mmqa_jax.models.llama.config import (
+    FREE,
     RELATIVES,
     LlamaConfig,
     llama2_7b,
@@ -23,6 +24,7 @@ from mmqa_jax.models.two_towers.config import (
     siglip_so400m,
     vit_l_14_336,
 )
+from mmqa_jax.weights.registry import Base
 
 
 def llava_1_5_7b(**changes) -> LlavaConfig:
@@ -325,3 +327,15 @@ PRESETS = {
     "internvl35_4b": internvl35_4b,
     "internvl35_8b": internvl35_8b,
 }
+
+_FREE_OF_TOWER = ("dtype", "remat", "unroll")
+
+
+def base(title: str, example: str, config: type[LlavaConfig]) -> Base:
+    """How a run fine-tunes a model of a tower and a decoder; none is trained from scratch."""
+    free = {"changes": FREE, "vision": _FREE_OF_TOWER}
+    parts = {"changes": "llama", "vision": "vision"}
+    return Base(title, f"a folder or ORG/NAME, such as {example}", config, free, parts)
+
+
+BASE = base("LLaVA", "llava-hf/llava-1.5-7b-hf", LlavaConfig)

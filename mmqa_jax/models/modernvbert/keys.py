@@ -89,8 +89,13 @@ def open_modernvbert(
     file = layouts.config_file(folder)
     if published is None:
         published = layouts.read_hf_config(folder, MODEL_TYPE)
-    config = modernvbert_config(published, str(file))
+    config = read_modernvbert_config(file.parent, published)
     source = apart(layouts.open_source(folder), modernbert_fused(config.text))
-    usual = RowTiles.usual(config.vision.image_size)
-    config = with_split(folder, dataclasses.replace(config, split=usual))
     return layouts.Checkpoint(config, modernvbert_key_map, source, "transformers")
+
+
+def read_modernvbert_config(folder: Path, published: Mapping[str, Any]) -> ModernVBertConfig:
+    """Our config of transformers', with what the files of pictures in its folder say."""
+    config = modernvbert_config(published, str(layouts.config_file(folder)))
+    usual = RowTiles.usual(config.vision.image_size)
+    return with_split(folder, dataclasses.replace(config, split=usual))

@@ -15,6 +15,7 @@ FAMILIES = (
         writes="decoder",
         sees=True,
         presets="onevision.network.PRESETS",
+        base="onevision.network.BASE",
         check="onevision.keys.CHECK",
     ),
 )

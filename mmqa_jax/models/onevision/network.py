@@ -26,6 +26,7 @@ from mmqa_jax.models.llava.config import LlavaConfig, PictureKind
 from mmqa_jax.models.llava.connectors import Connector
 from mmqa_jax.models.llava.families import ALL
 from mmqa_jax.models.llava.network import FeaturedLlava, picture_features
+from mmqa_jax.models.llava.presets import base
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower
 
@@ -363,3 +364,4 @@ def onevision_7b(**changes) -> OnevisionConfig:
 
 
 PRESETS = {"onevision_05b": onevision_05b, "onevision_7b": onevision_7b}
+BASE = base("LLaVA-OneVision", "llava-hf/llava-onevision-qwen2-0.5b-ov-hf", OnevisionConfig)

@@ -296,10 +296,7 @@ def open_qwen_vl(path: Path, published: Mapping[str, Any] | None = None) -> layo
         published = layouts.read_hf_config(path, *PUBLISHED, *omni.MODEL_TYPES)
     published, make_whole = layouts.read_rounding(published, str(file))
     is_omni = published["model_type"] in omni.MODEL_TYPES
-    if is_omni:
-        published = omni.thinker(published, str(file))
-    config = qwen_vl_config(published, str(file))  # refused before the tensors are opened
-    config = dataclasses.replace(config, vision=with_processor(config.vision, file.parent))
+    config = read_qwen_vl_config(file.parent, published)  # refused before the tensors are opened
     source = make_whole(layouts.open_source(path))
     if is_omni:
         source = omni.thinker_tensors(source)
@@ -310,6 +307,15 @@ def open_qwen_vl(path: Path, published: Mapping[str, Any] | None = None) -> layo
             source = together(source, _fused(config.vision), prefix)
     source = to_rule_tensors(source, config.llama)
     return layouts.Checkpoint(config, qwen_vl_key_map, source, "transformers")
+
+
+def read_qwen_vl_config(folder: Path, published: Mapping[str, Any]) -> qwen_vl.QwenVLConfig:
+    """Our config of transformers', with what the files of pictures in its folder say."""
+    where = str(layouts.config_file(folder))
+    if published["model_type"] in omni.MODEL_TYPES:
+        published = omni.thinker(published, where)
+    config = qwen_vl_config(published, where)
+    return dataclasses.replace(config, vision=with_processor(config.vision, folder))
 
 
 def _experts_turned(source: TensorSource, gate_up: tuple[int, int]) -> TensorSource:
