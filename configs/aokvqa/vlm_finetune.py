@@ -4,15 +4,17 @@
                --config.init=Qwen/Qwen2.5-VL-7B-Instruct --workdir=runs/vlm-finetune
 
 The run's folder, or its folder best, is then `--config.parts.llm.model` of a row and `--model` of
-`mmqa prompt`. `init` is any Qwen2.5-VL or Qwen3-VL that `mmqa prompt --model` takes. Other data are
-any that `mmqa prepare` wrote with questions and answers: ScienceQA, OK-VQA (whose questions have no
-rationales and no choices):
+`mmqa prompt`. `init` is any Qwen-VL that `mmqa prompt --model` takes, or (whole, by
+--config.model.lora=None) a LLaVA-1.5 or LLaVA-OneVision. Other data are any that `mmqa prepare`
+wrote with questions and answers: ScienceQA, OK-VQA (whose questions have no rationales and no
+choices):
 
     mmqa train --config=configs/aokvqa/vlm_finetune.py --config.data.dir=data/okvqa \\
                --config.examples.templates="('rmr.text',)" --config.validate.split=test \\
                --config.validate.metric=log_likelihood --workdir=runs/vlm-okvqa
 
-Conversations of `mmqa prepare chat`, with several pictures each:
+Conversations of `mmqa prepare chat`, or of `mmqa prepare cited --pictures=pixels`, with several
+pictures each:
 
     mmqa train --config=configs/aokvqa/vlm_finetune.py --config.data.dir=data/chats \\
                --config.pictures.most=4 --config.validate.metric=log_likelihood --workdir=runs/chat

@@ -212,8 +212,8 @@ class PublishedTrunk(tasks.Task):
 
     def export(self, folder: Path, out: Path) -> None:
         """Writes the trained model of the run in a folder as it is published."""
-        self.in_folder(folder).record.write(out, self.trained_model(folder))
         _copy_small(folder, out)
+        self.in_folder(folder).record.write(out, self.trained_model(folder))
 
 
 def _solved(question: Question) -> str:

@@ -46,7 +46,6 @@ from tests.pictures import encoded
 pytestmark = pytest.mark.slow
 
 BOUND = 1e-6
-LOSS = 2e-6  # of late interaction: their MaxSim sums in float32
 MOST = 2304  # pixels of a Qwen-VL's picture
 TEXTS = ["two red flags", "it", "a", "a b", "which flag", "of cedar"]
 ASKED = ["which flag?", "is it red", "the third"]
@@ -249,7 +248,7 @@ def test_five_steps_equal(peer, tmp_path):
     model = nnx.eval_shape(lambda: record.build(rngs=nnx.Rngs(0)))
     record.load(model, peer.folder)
     is_token = record.vectors == "token"
-    losses = RetrieverLoss(scale=1.0 if is_token else 20.0)
+    losses = RetrieverLoss(scale=0.1 if is_token else 1.0)  # so that roundings stay small
     ours, theirs = batches_of(peer, record)
     objective = RetrieverObjective(record, losses=losses)
     options = OptimizerOptions(
@@ -257,23 +256,24 @@ def test_five_steps_equal(peer, tmp_path):
         learning_rate=1e-3,
         schedule="constant",
         warmup=0.0,
-        eps=1e-1,
+        eps=1e-2,
         weight_decay=0.0,
         clip_norm=None,
     )
     got = our_updates(objective, model, options, ours, lambda state: published(record, state))
     peer.whole.double()
-    optimizer = torch.optim.AdamW(peer.whole.parameters(), lr=1e-3, eps=1e-1, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(peer.whole.parameters(), lr=1e-3, eps=1e-2, weight_decay=0.0)
     kind = MultiVectorMultipleNegativesRankingLoss if is_token else MultipleNegativesRankingLoss
     loss_of = kind(AsSentences(peer), scale=losses.scale)
+    deviations = []  # of 1 or the loss
     for columns, update in zip(theirs, got, strict=True):
         peer.whole.zero_grad()
         loss = loss_of(columns, None)
         loss.backward()
-        bound = LOSS if is_token else BOUND
-        assert abs(update.loss - loss.item()) < bound * max(1, abs(loss.item()))
+        deviations.append(abs(update.loss - loss.item()) / max(1, abs(loss.item())))
         optimizer.step()
-    assert got[0].loss - got[-1].loss > 1e-4
+    assert max(deviations) < BOUND, deviations
+    assert got[0].loss - got[-1].loss > 1e-5
     again = reopened(peer, record, got[-1].parameters, tmp_path / "out")
     for name, wanted in peer.whole.named_parameters():
         np.testing.assert_allclose(

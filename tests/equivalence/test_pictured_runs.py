@@ -136,7 +136,7 @@ def test_a_reranker_that_sees(writer, tmp_path):
         "pictures": {"max_pixels": 1600},
         "model.lora": LORA,
         "model.tower": "frozen",
-        "validate": {"split": "train", "top_k": 4},
+        "validate": {"split": "train", "questions": 0, "top_k": 4},
         "train.evaluate_every": 2,
     }
     run_training(config_of(writer, "reranker", **changes), tmp_path / "run", corpus())
@@ -165,7 +165,11 @@ def test_a_reranker_that_sees(writer, tmp_path):
         ("retriever", {**PAGES, "batches.source_lengths": (300, 400)}, "give one"),
         ("retriever", {**PAGES, "model.prompts": ("a", "b")}, "model.prompts: the prompts of Col"),
         ("reranker", {"batches.length": 30}, "batches.length=30: a picture"),
-        ("reranker", {"batches.length": 640, "loss": "divergence"}, "loss=divergence.*teacher"),
+        (
+            "reranker",
+            {"batches.length": 640, "pictures": {"max_pixels": 1600}, "loss": "divergence"},
+            "loss=divergence.*teacher",
+        ),
     ],
 )
 def test_refused(writer, task, changes, message):

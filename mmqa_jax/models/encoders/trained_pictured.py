@@ -36,7 +36,7 @@ from mmqa_jax.models.encoders.vlm_keys import FAMILY, for_encoding, reader_key_m
 from mmqa_jax.models.llama.keys import together
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, hold_base, merge_lora
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
-from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, read_qwen_vl_config
+from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, processor_to_hf, read_qwen_vl_config
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVLConfig
 from mmqa_jax.models.qwen_vl.omni import MODEL_TYPES as OMNI
 from mmqa_jax.models.two_towers.config import CLIPConfig, SiglipConfig
@@ -183,6 +183,8 @@ class PageRecord:
         if not self.is_chat and "architectures" in published:
             published["architectures"] = [self.retriever]
         write_json(folder / CONFIG, {**published, "dtype": "float32"})
+        if self.max_pixels:
+            _write_sizes(folder, self.config)
 
     def tensors(self, state: nnx.State) -> TensorSource:
         """The parameters by the published names."""
@@ -426,6 +428,8 @@ class SeeingReranker:
         """Writes a trained model as its folder was published, but for its tokenizer."""
         write_sharded(folder, self.tensors(nnx.state(model, nnx.Param)))
         write_json(folder / CONFIG, {**json.loads(self.published), "dtype": "float32"})
+        if self.max_pixels:
+            _write_sizes(folder, self.config)
 
     def tensors(self, state: nnx.State) -> TensorSource:
         """The parameters by the published names."""
@@ -466,6 +470,19 @@ def with_most_pixels(config: Any, most: int) -> Any:
     if not most:
         return config
     return dataclasses.replace(config, vision=dataclasses.replace(config.vision, max_pixels=most))
+
+
+def _write_sizes(folder: Path, config: QwenVLConfig) -> None:
+    """Writes the sizes of pictures to the files of a folder that say how they are prepared; the
+    keys of old versions of transformers would come first."""
+    sizes = {**processor_to_hf(config.vision), "min_pixels": None, "max_pixels": None}
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        file = folder / name
+        known = read_json(file) if file.is_file() else {}
+        if "image_processor" in known:
+            write_json(file, {**known, "image_processor": known["image_processor"] | sizes})
+        elif name == "preprocessor_config.json":
+            write_json(file, {**known, **sizes})
 
 
 def _kept(published: Mapping[str, Any]) -> str:
