@@ -101,6 +101,10 @@ class RerankerObjective:
             return ADDED + ("|^vision/" if self.tower and self.config.kind == "pages" else "")
         return None if self.tower else "^llama/"
 
+    def finish(self, model: Any) -> Any:
+        """The whole trained model, without additions."""
+        return model if self.lora is None else self.config.finish(model)
+
     def loss(
         self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -309,12 +313,13 @@ class Reranker(PublishedTrunk):
         else:
             pairs = _TextPairs(self, corpus, self.read_pairs(tokenizer))
         made = _PairRows(self, len(corpus), questions, examples, pairs)
+        objective = self.objective(tokenizer.vocab_size, mesh)
         return tasks.Recipe(
-            self.objective(tokenizer.vocab_size, mesh),
+            objective,
             made.batches(self.data.members(questions)),
             functools.partial(self.record.load, folder=self.start, mesh=mesh, lora=lora),
             pictures,
-            finish=self.record.finish if lora is not None else None,
+            finish=None if objective.trained is None else objective.finish,
             metadata={_RECORD: self.record.as_json(), "base": weights_hash(self.start)},
         )
 

@@ -256,7 +256,7 @@ class Retriever(PublishedTrunk):
             batches,
             functools.partial(self.record.load, folder=self.start, mesh=mesh, lora=lora),
             pictures,
-            finish=self.record.finish if lora is not None else None,
+            finish=None if objective.trained is None else objective.finish,
             metadata={_RECORD: self.record.as_json(), "base": weights_hash(self.start)},
         )
 

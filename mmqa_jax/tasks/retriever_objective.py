@@ -79,6 +79,10 @@ class RetrieverObjective(ContrastiveObjective):
         """Regular expression over the names of the parameters that are trained; None: all."""
         return self.config.trained(self.lora, self.tower)
 
+    def finish(self, model: Any) -> Any:
+        """The whole trained model, without additions."""
+        return model if self.lora is None else self.config.finish(model)
+
     def vectors(
         self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[Any, Any]:
