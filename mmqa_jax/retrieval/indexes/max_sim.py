@@ -34,6 +34,7 @@ _ENCODED = 32  # the same where nobody stored their tokens
 _TOGETHER = 64  # candidates of a program's call
 _LENGTHS, _QUERY_LENGTHS = 64, 32  # sources and queries are padded to multiples of them
 _ROUNDED = 4  # per result, candidates by vectors in bfloat16 that are scored again
+_TILE = 32  # tokens that a CPU multiplies at once
 _BLOCK = 1 << 16  # tokens of a device that are scored at once
 
 
@@ -181,7 +182,7 @@ class MaxSimIndex:
         vectors, scales = self.tokens.format.decode(np.concatenate(sources), self.tokens.dim)
         first = (np.cumsum(counts) - counts)[counts > 0]
         for row, of_query in enumerate(tokens):
-            products = vectors @ of_query[of_query.any(axis=1)].T * scales  # [T, Q]
+            products = _products(vectors, of_query[of_query.any(axis=1)]) * scales
             scores[row, counts > 0] = np.maximum.reduceat(products, first).sum(axis=1)
         return scores
 
@@ -219,6 +220,19 @@ class MaxSimIndex:
             blocks.append(np.sort(order[start:stop]).astype(np.int32))
             start = stop
         return blocks
+
+
+def _products(
+    vectors: Float32[np.ndarray, "T D"], query: Float32[np.ndarray, "Q D"]
+) -> Float32[np.ndarray, "T Q"]:
+    """All products, in tiles so small that BLAS starts no threads, which would cost more time than
+    the products."""
+    products = np.empty((len(vectors), len(query)), np.float32)
+    whole = len(vectors) // _TILE * _TILE
+    tiles = vectors[:whole].reshape(-1, _TILE, vectors.shape[1])
+    np.matmul(tiles, query.T, out=products[:whole].reshape(-1, _TILE, len(query)))
+    products[whole:] = vectors[whole:] @ query.T
+    return products
 
 
 def _is_one_cpu() -> bool:
