@@ -30,6 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  of a text file, `cells` those of a sheet, `quote` text and place of what the answer\n"
         "  quotes of it; `cited` is the source's number beside the answer, or null\n"
         "  where the answer cites none of those that the model was shown, `score` the similarity;\n"
+        "  quote, the passages' best sentence where the model is not sure of its words, or null;\n"
         "  refusal, of a question too far from all passages: {nearest, similarity, least};\n"
         "  sentences, with --citations=cause, [{text, sources, losses}] of the answer: numbers of\n"
         "  what was read, the one that it needs most first, and nats that it loses without each;\n"

@@ -25,6 +25,7 @@ from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
 from mmqa_jax.prompting.causes import SUPPORT, Answered, Ask, cited_by_cause
 from mmqa_jax.prompting.citations import read_citations
+from mmqa_jax.prompting.quotes import CONFIDENCE
 
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _LEAST_WORDS = 16  # that a source is cut to, at least
@@ -161,6 +162,8 @@ class LLMReader:
         output = (candidate.text or "").strip()
         trace["outputs"] = [{"text": output}]
         answer = read_answer(candidate, trace)
+        if candidate.tokens:  # of a server none are known
+            trace[CONFIDENCE] = round(math.exp(candidate.total / len(candidate.tokens)), 4)
         if reason := why_empty(candidate):
             trace["incomplete"] = [reason]
         citations = read_citations(answer, prompt.sources)

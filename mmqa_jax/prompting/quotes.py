@@ -12,6 +12,7 @@ import numpy as np
 from mmqa_jax.data.documents.chunks import sentence_ends
 from mmqa_jax.data.schema import Source
 
+CONFIDENCE = "confidence"  # key of a trace: geometric mean of the probabilities of its tokens
 _LEAST_WORDS = 4  # of a sentence that can answer
 _WORD = re.compile(r"\w+")
 

@@ -45,6 +45,9 @@ class Answer:
     queries: tuple[str, ...]
     candidates: Ranking | None
 
+    def quoted(self, corpus: Corpus) -> None:
+        """Its words stand for themselves, see FolderAnswer.quoted."""
+
     def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: the sources that were read are cited, the nearest source is not."""
         names, scores = self.prediction.sources, self.prediction.source_scores

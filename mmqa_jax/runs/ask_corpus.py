@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -166,7 +166,8 @@ def ask_in_turn(
         answer = answerer.answer(text, picture)
         seconds = round(time.perf_counter() - began, 2)
         sources = answer.sources_shown(answerer.corpus)
-        _show(text, answer, sources, seconds)
+        quoted = answer.quoted(answerer.corpus)
+        _show(text, answer, sources, seconds, quoted)
         yield (
             answer,
             {
@@ -175,16 +176,27 @@ def ask_in_turn(
                 "found": answer.found,
                 "sources": [source.row(answer.text if answer.found else "") for source in sources],
                 "seconds": seconds,
+                "quote": quoted,
             },
         )
     for material in answerer.corpus.materials:
         print(material, file=sys.stderr)
 
 
-def _show(question: str, answer: Any, sources: Sequence[Any], seconds: float) -> None:
+def _show(
+    question: str,
+    answer: Any,
+    sources: Sequence[Any],
+    seconds: float,
+    quoted: Mapping[str, Any] | None,
+) -> None:
     """Prints an answer on stderr, because stdout is reserved for the JSON."""
     console = Screen()
     console.print(Text(f"\n{escaped(question)}", "bold"))
+    if quoted is not None:
+        named = (f"  ({escaped(quoted['file'] or quoted['id'])})", "cyan")
+        console.print(Text.assemble(f"“{escaped(quoted['text'])}”", named))
+        console.print("The model is not sure of its own words:")
     text = escaped(answer.text or "(no answer)")
     console.print(Text.assemble(text, (f"  ({seconds:.1f} s)", "dim")))
     if not answer.found and sources:

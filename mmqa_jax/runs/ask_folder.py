@@ -24,13 +24,14 @@ from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.documents.chunks import TokenLimit
-from mmqa_jax.data.documents.places import shown_place
+from mmqa_jax.data.documents.places import place_of, shown_place
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.webqa import Reader, top
+from mmqa_jax.prompting.quotes import CONFIDENCE, Quote, best_quote
 from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, kept_words
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
@@ -64,6 +65,9 @@ _TOLD = (
 )  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
+# Confidence of a reader in its answer below which the passages' best sentence stands before it;
+# chosen on val, see prompting/RESULTS.md.
+_SURE = 0.7
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
 _ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
@@ -120,12 +124,26 @@ class FolderAnswer:
       prediction: with the cited sources, best first; `source_scores` are their cosines.
       read: the sources that the model was shown, by their cosines; if none was similar enough, the
         nearest one, which was not shown.
+      quote: the sentence of the sources that stands before the model's words, of which it is not
+        sure; None: the words stand for themselves.
     """
 
     text: str
     found: bool
     prediction: Prediction
     read: Ranking
+    quote: Quote | None = None
+
+    def quoted(self, corpus: Corpus) -> dict[str, Any] | None:
+        """The quote with its number among `read`, its source's id, file and page, and its place."""
+        if self.quote is None:
+            return None
+        place, start, end, similarity = self.quote
+        source = corpus.sources[corpus.row[self.read.sources[place]]]
+        about = {name: source.extra.get(name) for name in ("file", "page")}
+        text = source.text[start:end]
+        row = {"number": place + 1, "id": source.id, **about, "text": text}
+        return {**row, "similarity": round(similarity, 3), **place_of(source.extra, start, end)}
 
     def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
         """The sources to show: the cited sources, or else all that were read."""
@@ -257,7 +275,18 @@ class FolderAnswerer:
         assert reader is not None, "a question needs a reader"
         (prediction,) = reader.answer([question], [passages])
         answer = prediction.answer.strip()
-        return FolderAnswer(answer, answer not in ("", NOT_FOUND), prediction, passages)
+        is_found = answer not in ("", NOT_FOUND)
+        quote = None
+        if is_found and question.image is None and prediction.trace.get(CONFIDENCE, 1.0) < _SURE:
+            quote = self._quote(question, passages)
+        return FolderAnswer(answer, is_found, prediction, passages, quote)
+
+    def _quote(self, question: Question, passages: Ranking) -> Quote | None:
+        """The sentence of the passages that answers best, by an encoder of texts."""
+        if self.embedder is None or self.embedder.image_size:
+            return None
+        sources = [self.corpus.sources[self.corpus.row[name]] for name in passages.sources]
+        return best_quote(question.question, sources, self.embedder)
 
     def refusal(self, to_read: ToRead) -> Prediction:
         """The prediction of a refused question, whose trace has REFUSED."""

@@ -5,6 +5,7 @@ rows), `text` (pieces of the answer, where it is decoded token by token). Its an
 
     {question, answer, marked, found, sources: [row], notes: [text], seconds}
 
+where the model is not sure of its words also `quote`, the passages' best sentence with its place;
 and of a row of `mmqa run` also `steps`, how it was answered, and `picture`, the question's own as a
 data: URL; where a language model of this process reads, `usage`, the tokens that it took.
 
@@ -297,6 +298,8 @@ class ReadPassages:
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
             told = _told_of(prediction, backend)
+            if quoted := answered.quoted(corpus):
+                whole["quote"] = quoted
             if sentences := prediction.trace.get(SENTENCES):
                 whole |= {"marked": marked(sentences), SENTENCES: sentences}
             elif told["written"] is not None and answered.found:

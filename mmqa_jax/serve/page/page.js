@@ -316,6 +316,16 @@ function card(text, image) {
       part("said").replaceChildren(...nodesOf(row.elements?.length ? row.elements : [row.answer || "(no answer)"], cite));
       part("copy").hidden = false;
       part("copy").onclick = () => copyTurn({ question: text, row }, part("copy"));
+      part("first").hidden = !row.quote;
+      part("said").classList.toggle("unsure", Boolean(row.quote));
+      if (row.quote) {
+        const source = { ...sources.find((one) => one.id === row.quote.id), quote: row.quote };
+        const open = make("button", "cite", String(source.number));
+        open.type = "button";
+        open.setAttribute("aria-label", `Source ${source.number}: ${place(source)}`);
+        open.addEventListener("click", () => openSource(source));
+        part("first").querySelector("blockquote").replaceChildren(row.quote.text, " ", open);
+      }
       part("notes").replaceChildren(...row.notes.map((one) => make("li", "", one)));
       const cited = sources.filter((one) => one.cited !== null);
       part("sources").replaceChildren(...cited.map((one) => sourceButton(one, false)));
