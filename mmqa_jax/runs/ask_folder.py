@@ -6,11 +6,13 @@ embed only the files that have changed. Passages are found by MiniLM (or any enc
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,11 +264,17 @@ class FolderAnswerer:
             to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
         return to_read
 
-    def read(self, to_read: ToRead, reader: Reader | None = None) -> FolderAnswer:
+    def read(
+        self,
+        to_read: ToRead,
+        reader: Reader | None = None,
+        turn: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> FolderAnswer:
         """Answers a question from its search results.
 
         Args:
           reader: in place of this answerer's own.
+          turn: in whose context the encoder computes.
         """
         question, passages, is_refused = to_read
         if is_refused:
@@ -278,7 +286,8 @@ class FolderAnswerer:
         is_found = answer not in ("", NOT_FOUND)
         quote = None
         if is_found and question.image is None and prediction.trace.get(CONFIDENCE, 1.0) < _SURE:
-            quote = self._quote(question, passages)
+            with turn():
+                quote = self._quote(question, passages)
         return FolderAnswer(answer, is_found, prediction, passages, quote)
 
     def _quote(self, question: Question, passages: Ranking) -> Quote | None:

@@ -289,7 +289,7 @@ class ReadPassages:
                     to_read = to_read._replace(question=meant)
                 tell("sources", source_rows(corpus, to_read.passages, folder=self.folder))
                 reader = LLMReader(corpus, reading, self.options)
-                answered = self.answerer.read(to_read, reader)
+                answered = self.answerer.read(to_read, reader, turn)
             prediction = answered.prediction
             cited = set(prediction.sources)
             quoting = answered.text if answered.found else ""
