@@ -38,6 +38,7 @@ BENCHES = {
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
+    "citations": "citations by cause beside those that SmolLM2 is asked for, on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
     "wikipedia": "BM25 from disk at 0.1 to 21 million passages: time, memory, queries a second",
     "detector": "VLP's, VinVL's and bottom-up attention's detectors, feature maps and whole, against PyTorch",
@@ -53,6 +54,7 @@ _ON_DATA = (
     "input",
     "rectangles",
     "refusals",
+    "citations",
     "folders",
     "follow_ups",
 )  # benches that can measure on a user's corpus
