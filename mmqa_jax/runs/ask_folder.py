@@ -80,6 +80,11 @@ _LEAST_SIMILARITY = {
 }  # fmt: skip
 
 
+# A question is not refused where one passage has this share of its words, by their idf, which lets
+# at most 2 % of foreign questions through up to this number of passages, and more beyond it.
+_COVERED, _MOST_COVERED = 0.7, 3_000
+
+
 @dataclasses.dataclass(frozen=True)
 class AskOptions:
     """How questions are answered from a folder.
@@ -91,7 +96,8 @@ class AskOptions:
       top_k: passages that the language model reads.
       weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
       least_similarity: questions whose most similar passage has a lower cosine are refused; None:
-        by the number of passages for MiniLM, and for other encoders none is.
+        by the number of passages for MiniLM, unless a passage has most of their words, and for
+        other encoders none is.
       words: how BM25 makes words of passages and questions.
       reranker: orders the best `candidates` passages anew; "": none does. A rerank run, the folder
         of a cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
@@ -187,10 +193,12 @@ class Passages(NamedTuple):
     Attributes:
       ranked: whose best sources are read.
       dense: tells how similar they are; None: BM25 alone.
+      words: tells how much of a question's words they have; None: unknown.
     """
 
     ranked: Retriever
     dense: DenseRetriever | None
+    words: BM25 | None = None
 
     def find(self, questions: Sequence[Question], top_k: int) -> list[Found]:
         """The best `top_k` sources of each question, and the nearest one."""
@@ -260,7 +268,7 @@ class FolderAnswerer:
         if self.reranker is not None:
             ranked = self._reranked(questions, ranked)
         for question, (best, nearest) in zip(questions, ranked, strict=True):
-            is_refused = question.image is None and not self._is_near(nearest)
+            is_refused = question.image is None and not self._is_near(question, nearest)
             to_read.append(ToRead(question, nearest if is_refused else best, is_refused))
         return to_read
 
@@ -319,9 +327,14 @@ class FolderAnswerer:
             results.append(Found(Ranking(order.question_id, names, scores), nearest))
         return results
 
-    def _is_near(self, nearest: Ranking) -> bool:
-        """Whether a source is similar enough to a question to answer it."""
-        return bool(nearest.sources) and nearest.scores[0] >= self._threshold
+    def _is_near(self, question: Question, nearest: Ranking) -> bool:
+        """Whether a source is similar enough to a question to answer it, by meaning or by words."""
+        if nearest.sources and nearest.scores[0] >= self._threshold:
+            return True
+        words = self._passages.words
+        if words is None or self.options.least_similarity is not None or len(words) > _MOST_COVERED:
+            return False
+        return words.coverage(question.question) >= _COVERED
 
 
 def open_folder(
@@ -417,7 +430,7 @@ def open_passages(
     """
     dense = open_encoded(corpus, encoder)
     bm25 = open_words(corpus, analyzer)
-    return Passages(ScoreFusion(HybridSearch(dense, bm25), weight), dense)
+    return Passages(ScoreFusion(HybridSearch(dense, bm25), weight), dense, bm25.bm25)
 
 
 def open_words(corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> BM25Retriever:

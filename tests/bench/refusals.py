@@ -6,11 +6,14 @@ questions each has a collection with the passages of its own section and others 
 foreign_questions.txt, which no textbook answers, have collections drawn at random. The threshold is
 the one with the best balanced accuracy; what it refuses of the test questions, and of other foreign
 questions (everyday_questions.txt), is measured. There is no peer: `ours` is the threshold.
+
+The row `words` has the shares of questions of which one passage has .7 of the words by their idf,
+which are not refused (BM25.coverage): of the collection's passages as above.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +22,14 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import source_text
 from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
+from mmqa_jax.retrieval.bm25.in_memory import BM25
 from mmqa_jax.runs.ask_folder import MINILM, open_passages
 from tests.bench import Options
 
 _SIZES = (30, 100, 300, 1_000, 3_000, 10_000)  # passages
+_COVERED = 0.7
 _FOREIGN = ("foreign_questions", "everyday_questions")
 
 
@@ -34,12 +40,28 @@ def run(options: Options) -> dict[str, Any]:
             "--data: name OpenStax as `mmqa prepare` writes it (configs/openstax/README.md)."
         )
     corpus = open_corpus(options.data)
-    dense = open_passages(Corpus(corpus.sources, fingerprint=corpus.fingerprint), MINILM).dense
-    vectors = np.asarray(dense.index.embeddings.vectors)
+    chosen_rows = options.chosen(("similarity", "words"))
     texts, sections = _questions(corpus)
     for name in _FOREIGN:
         lines = Path(__file__).with_name(f"{name}.txt").read_text("utf-8").splitlines()
         texts[name], sections[name] = lines, [""] * len(lines)
+    rows = _by_words(corpus, texts, sections) if "words" in chosen_rows else []
+    if "similarity" in chosen_rows:
+        rows += _by_similarity(corpus, texts, sections)
+    counts = ", ".join(f"{len(of_kind)} {name}" for name, of_kind in texts.items())
+    return {
+        "bench": "refusals",
+        "device": device_name(),
+        "rows": rows,
+        "left_out": [f"Questions: {counts}."],
+    }
+
+
+def _by_similarity(
+    corpus: Corpus, texts: Mapping[str, list[str]], sections: Mapping[str, list[str]]
+) -> list[dict[str, Any]]:
+    dense = open_passages(Corpus(corpus.sources, fingerprint=corpus.fingerprint), MINILM).dense
+    vectors = np.asarray(dense.index.embeddings.vectors)
     cosines = {
         name: dense.embedder.embed_questions(of_kind) @ vectors.T for name, of_kind in texts.items()
     }
@@ -66,13 +88,27 @@ def run(options: Options) -> dict[str, Any]:
                 **refused,
             }
         )
-    counts = ", ".join(f"{len(of_kind)} {name}" for name, of_kind in texts.items())
-    return {
-        "bench": "refusals",
-        "device": device_name(),
-        "rows": rows,
-        "left_out": [f"Questions: {counts}."],
-    }
+    return rows
+
+
+def _by_words(
+    corpus: Corpus, texts: Mapping[str, list[str]], sections: Mapping[str, list[str]]
+) -> list[dict[str, Any]]:
+    passages = [source_text(source) for source in corpus.sources]
+    of_section, rows = _rows_of_sections(corpus), []
+    for size in _SIZES[:-1]:
+        covered = {}
+        for name, questions in texts.items():
+            draw, shares = np.random.default_rng(0), []
+            for text, section in zip(questions, sections[name], strict=True):
+                own = of_section.get(section, [])
+                others = draw.choice(len(passages), max(size - len(own), 0), replace=False)
+                pool = BM25([passages[row] for row in [*own, *others]], asks=True)
+                shares.append(pool.coverage(text))
+            covered[f"covered_{name}"] = round(float(np.mean(np.array(shares) >= _COVERED)), 3)
+        row = {"name": f"{size} passages, words", "ours": _COVERED, "peer": None, "ratio": None}
+        rows.append({**row, "unit": "share", "floor": None, **covered})
+    return rows
 
 
 def _questions(corpus: Corpus) -> tuple[dict[str, list[str]], dict[str, list[str]]]:

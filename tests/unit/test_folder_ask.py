@@ -143,6 +143,15 @@ def test_a_question_without_a_similar_passage_is_refused_unread(encoder, folder)
     assert asked._reader.pictures[1:] == [None]  # the next question has no picture
 
 
+def test_a_question_by_a_passages_own_words_is_not_refused(encoder, folder, monkeypatch):
+    asked = answerer(folder)
+    monkeypatch.setattr(asked, "_threshold", 2.0)  # above any cosine
+    assert asked.answer("Wash the filter?").found  # both words, in one passage
+    assert not asked.answer("Wash the car with soap?").found
+    explicit = answerer(folder, least_similarity=2.0)
+    assert not explicit.answer("Wash the filter?").found
+
+
 def test_the_model_may_refuse_by_its_own_word(encoder, folder):
     asked = answerer(folder, least_similarity=-1.0)
     asked._reader.says = "opera"

@@ -158,6 +158,18 @@ class BM25:
         """The scores that `search` gives the rows, float32[rows]."""
         return self._scored.sums(self._query(query))[np.asarray(rows, np.int32)]
 
+    def coverage(self, query: str) -> float:
+        """The largest share of a query's words that one row has, each by its idf; words that no row
+        has weigh most."""
+        held, total = np.zeros(len(self)), 0.0
+        for word in self._words_of(query):
+            rows = self._scored.rows_of(self._number[word]) if word in self._number else ()
+            weight = idf_of(len(self), len(rows))
+            total += weight
+            if len(rows):
+                held[rows] += weight
+        return float(held.max() / total) if total else 0.0
+
     def _query(self, query: str) -> list[int]:
         """The numbers of a query's words; a repeated word counts repeatedly."""
         return [self._number[word] for word in self._words_of(query) if word in self._number]
@@ -219,12 +231,16 @@ class _Scored:
         self._scores = word_scores(idfs[of_word], counts, norms[self._rows])
         self._size = rows
 
+    def rows_of(self, number: int) -> Int32[np.ndarray, " n"]:
+        """The rows that have a word."""
+        return self._rows[self._starts[number] : self._starts[number + 1]]
+
     def sums(self, numbers: Sequence[int]) -> Float32[np.ndarray, " rows"]:
         """The scores of all rows for the words of a query, added in their order."""
         total = np.zeros(self._size, np.float32)
         for number in numbers:
             span = slice(self._starts[number], self._starts[number + 1])
-            total[self._rows[span]] += self._scores[span]
+            total[self.rows_of(number)] += self._scores[span]
         return total
 
 
