@@ -214,3 +214,12 @@ def test_fused_and_second_hop_rankings_where_bm25_finds_little():
     assert combined[1].scores == pytest.approx((0.5,) * 4)
     fused = RankFusion([retriever, retriever]).search(asked, 4)
     assert [r.sources for r in fused] == [("s0", "s3"), ()]
+
+
+def test_coverage_is_the_share_of_a_questions_weight_that_one_row_has():
+    index = BM25(["wash the filter", "wash the car", "a pump"])
+    rare, common, unknown = (math.log(1 + (3 - n + 0.5) / (n + 0.5)) for n in (1, 2, 0))
+    assert index.coverage("wash filter") == pytest.approx(1.0)
+    assert index.coverage("wash pump") == pytest.approx(rare / (rare + common))
+    assert index.coverage("filter soap") == pytest.approx(rare / (rare + unknown))
+    assert (index.coverage("soap"), index.coverage("")) == (0.0, 0.0)
