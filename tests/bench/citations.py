@@ -21,16 +21,17 @@ from typing import Any
 
 import numpy as np
 
+from mmqa_jax.core.config import find_config, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.prompting.backends.config import open_backend
 from mmqa_jax.prompting.causes import SENTENCES
 from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.quotes import CONFIDENCE, best_quote
 from mmqa_jax.runs.ask_folder import open_words
-from mmqa_jax.runs.parts import LLMSpec, open_llm
 from mmqa_jax.tasks.library import open_text_embedder
 from tests.bench import Options
 
@@ -50,7 +51,8 @@ def run(options: Options) -> dict[str, Any]:
     if options.data is None:
         raise UserError("--data: name Atlas or OpenStax as `mmqa prepare` writes it.")
     corpus = open_corpus(Path(options.data))
-    llm = open_llm(LLMSpec("smollm2", engine={"length": 2048}), None, "--model")
+    config = load_config(find_config("configs/prompt/default.py"), {"engine.length": 2048})
+    llm = open_backend("engine", "smollm2", None, config, "--model")
     embedder, _ = open_text_embedder("minilm", Corpus([]))
     rows: list[dict[str, Any]] = []
     support = sure = 0.0
@@ -58,7 +60,8 @@ def run(options: Options) -> dict[str, Any]:
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
         seconds, predictions = {}, []
         for kind in ("asked", "cause"):
-            llm.engine.forget()
+            if split == "test":  # nothing that was read before is reused
+                llm.engine.forget()
             reader = LLMReader(corpus, llm, LLMReaderOptions(citations=kind))
             began = time.process_time()
             predictions = reader.answer(questions, rankings)
