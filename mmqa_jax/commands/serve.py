@@ -67,10 +67,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--follow_up",
-        choices=("joined", "rewritten", "alone"),
+        choices=("both", "joined", "rewritten", "alone"),
         default=default.follow_up,
         help="how the folder is searched for a question behind others: joined with the last of "
-        f"them, rewritten by the reader, or alone ({default.follow_up})",
+        f"them, alone, both in turn, or rewritten by the reader ({default.follow_up})",
     )
     parser.add_argument(
         "--origins",

@@ -25,7 +25,7 @@ class ServeOptions:
       upload: seconds in which a body has to arrive; each 64 KiB that arrive add one.
       mcp: whether an assistant finds tools over the sources at /mcp.
       follow_up: how a folder is searched for a question behind others: joined with the last of
-        them, rewritten by the reader, or alone.
+        them, alone, both in turn, or rewritten by the reader.
       origins: of pages that may ask, such as https://chat.example.org; "*": of all.
     """
 
@@ -38,5 +38,5 @@ class ServeOptions:
     header: float = 10.0
     upload: float = 10.0
     mcp: bool = False
-    follow_up: str = "joined"
+    follow_up: str = "both"
     origins: tuple[str, ...] = ()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from mmqa_jax.data.schema import Ranking
 from mmqa_jax.decoding.requests import TooLong
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
 from mmqa_jax.prompting.backends.thinking import split_thoughts
+from mmqa_jax.runs.ask_folder import ToRead
 
-# Of a question behind earlier ones: joined with the last of these, rewritten by the reader into one
-# that stands alone, or as it is.
-WAYS = ("joined", "rewritten", "alone")
+# Of a question behind earlier ones: joined with the last of these, as it is, both in turn, or
+# rewritten by the reader into one that stands alone.
+WAYS = ("both", "joined", "rewritten", "alone")
 _SHOWN = 2_000  # characters of the conversation that the reader sees beside the sources
 _LONGEST = 400  # characters of a rewritten question
 _REWRITE = """Rewrite the last question so that it can be understood without the conversation.
@@ -66,8 +69,8 @@ def rewritten(answer: str, question: str, history: Sequence[Message]) -> str:
     return text if is_one else joined(question, history)
 
 
-def searched(question: str, history: Sequence[Message], way: str, llm: Any) -> str:
-    """What is searched for.
+def searches(question: str, history: Sequence[Message], way: str, llm: Any) -> list[str]:
+    """What is searched for: one text or two.
 
     Args:
       history: messages of user and assistant before the question.
@@ -75,13 +78,32 @@ def searched(question: str, history: Sequence[Message], way: str, llm: Any) -> s
       llm: the reader, asked where the question is rewritten.
     """
     if not history or way == "alone":
-        return question
-    if way == "joined":
-        return joined(question, history)
+        return [question]
+    together = joined(question, history)
+    if way != "rewritten":
+        return [together, question] if way == "both" else [together]
     query = rewriting(0, question, history, is_chat=llm.takes_messages)
     try:
         llm.check(query)
     except TooLong:
-        return joined(question, history)
+        return [together]
     text = "".join(answer.text or "" for answer in llm.answer([query]))
-    return rewritten(text, question, history)
+    return [rewritten(text, question, history)]
+
+
+def merged(results: Sequence[ToRead]) -> ToRead:
+    """The passages of several searches in turn, as many as one of them has; those of a refused
+    search only where all are refused."""
+    results = [result for result in results if not result.is_refused] or results[:1]
+    first, *others = results
+    if not others:
+        return first
+    rankings = [result.passages for result in results]
+    pairs = [zip(ranking.sources, ranking.scores, strict=True) for ranking in rankings]
+    in_turn = filter(None, itertools.chain.from_iterable(itertools.zip_longest(*pairs)))
+    scores: dict[str, float] = {}
+    for name, score in in_turn:
+        scores.setdefault(name, score)
+    best = list(scores.items())[: max(len(ranking.sources) for ranking in rankings)]
+    names, values = zip(*best, strict=True) if best else ((), ())
+    return first._replace(passages=Ranking(first.passages.question_id, names, values))

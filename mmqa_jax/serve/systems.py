@@ -256,7 +256,7 @@ class ReadPassages:
     backend_of: Callable[[Callable[[str], None]], Any]
     options: LLMReaderOptions
     threads: Threads
-    follow_up: str = "joined"  # of follow_up.WAYS
+    follow_up: str = "both"  # of follow_up.WAYS
     examples: Sequence[str] = ()
     folder: str = ""  # of several that are served
     name: str = "passages"
@@ -280,12 +280,16 @@ class ReadPassages:
 
         def answer(turn: Turn) -> AnswerRow:
             began, corpus = time.perf_counter(), self.answerer.corpus
-            searched = follow_up.searched(question, directions.history, self.follow_up, rewriter)
-            with corpus.asked(searched, picture) as asked:
-                tell("queries", list(dict.fromkeys([question, searched])))
-                to_read = self.threads.together(self.answerer.find, asked, turn)
+            history = directions.history
+            texts = follow_up.searches(question, history, self.follow_up, rewriter)
+            with contextlib.ExitStack() as stack:
+                asked = [stack.enter_context(corpus.asked(text, picture)) for text in texts]
+                tell("queries", list(dict.fromkeys([question, *texts])))
+                to_read = follow_up.merged(
+                    [self.threads.together(self.answerer.find, one, turn) for one in asked]
+                )
                 if self.follow_up != "rewritten":
-                    meant = dataclasses.replace(asked, question=question)
+                    meant = dataclasses.replace(to_read.question, question=question)
                     to_read = to_read._replace(question=meant)
                 tell("sources", source_rows(corpus, to_read.passages, folder=self.folder))
                 reader = LLMReader(corpus, reading, self.options)
@@ -336,10 +340,13 @@ class FindPassages:
 
         def answer(turn: Turn) -> AnswerRow:
             began = time.perf_counter()
-            searched = follow_up.searched(question, directions.history, "joined", None)
-            tell("queries", list(dict.fromkeys([question, searched])))
-            with self.answerer.corpus.asked(searched) as asked:
-                to_read = self.threads.together(self.answerer.find, asked, turn)
+            texts = follow_up.searches(question, directions.history, "both", None)
+            tell("queries", list(dict.fromkeys([question, *texts])))
+            with contextlib.ExitStack() as stack:
+                asked = [stack.enter_context(self.answerer.corpus.asked(text)) for text in texts]
+                to_read = follow_up.merged(
+                    [self.threads.together(self.answerer.find, one, turn) for one in asked]
+                )
             rows = source_rows(self.answerer.corpus, to_read.passages, folder=self.folder)
             tell("sources", rows)
             sentence = NOT_FOUND if to_read.is_refused else "The nearest passages:"

@@ -66,16 +66,16 @@ def _share(
             for n, pair in enumerate(asked)
         ]
         written = {answer.id: answer.text or "" for answer in llm.answer(queries)}
-        searched = [follow_up.rewritten(written[n], *pair) for n, pair in enumerate(asked)]
+        texts = [[follow_up.rewritten(written[n], *pair)] for n, pair in enumerate(asked)]
     else:
-        searched = [follow_up.searched(*pair, way, None) for pair in asked]
-    questions = [Question(str(n), "", text) for n, text in enumerate(searched)]
-    ranked = answerer.find(questions)
+        texts = [follow_up.searches(*pair, way, None) for pair in asked]
+    results = iter(answerer.find([Question("", "", text) for some in texts for text in some]))
+    ranked = [follow_up.merged([next(results) for _ in some]) for some in texts]
     hits = sum(
         bool(set(second.positives) & set(to_read.passages.sources))
         for (_, second, _), to_read in zip(pairs, ranked, strict=True)
     )
-    changed = [f"{text} -> {new}" for (text, _), new in zip(asked, searched, strict=True)]
+    changed = [f"{text} -> {' | '.join(new)}" for (text, _), new in zip(asked, texts, strict=True)]
     return hits / len(pairs), changed
 
 

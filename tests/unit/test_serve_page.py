@@ -18,11 +18,11 @@ from served_app import openai_client, serving
 from tiny_llm import tiny_backend
 from word_encoder import install
 
-from mmqa_jax.data.schema import NOT_FOUND
+from mmqa_jax.data.schema import NOT_FOUND, Question, Ranking
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
-from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
-from mmqa_jax.serve import ServeOptions
+from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, ToRead, open_folder
+from mmqa_jax.serve import ServeOptions, follow_up
 from mmqa_jax.serve.app import make_app
 from mmqa_jax.serve.marked_text import elements_of
 from mmqa_jax.serve.run import open_parts
@@ -203,6 +203,7 @@ def test_what_a_client_asks_of_an_answer_takes_effect(folder, tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("way", "searched"),
     [
+        ("both", "Where is the pump? And when is it washed?"),
         ("joined", "Where is the pump? And when is it washed?"),
         ("rewritten", "When to wash the filter?"),
         ("alone", "And when is it washed?"),
@@ -243,6 +244,20 @@ def test_a_follow_up_question(folder, tmp_path, monkeypatch, way, searched):
     assert shown[:-1] == ([] if way == "rewritten" else ["Where is the pump?", "On the left."])
     assert (searched if way == "rewritten" else "And when is it washed?") in shown[-1]
     assert "history[0] is" in wrong.json()["error"]["message"]
+
+
+def test_two_searches_in_turn():
+    def result(names, is_refused=False):
+        ranking = Ranking("q", tuple(names), tuple(0.1 * ord(name) for name in names))
+        return ToRead(Question("q", "", "?"), ranking, is_refused)
+
+    assert follow_up.merged([result("abc"), result("bde")]).passages.sources == ("a", "b", "d")
+    assert follow_up.merged([result("ab"), result("c", is_refused=True)]).passages.sources == (
+        "a",
+        "b",
+    )
+    both = follow_up.merged([result("a", is_refused=True), result("b", is_refused=True)])
+    assert (both.passages.sources, both.is_refused) == (("a",), True)
 
 
 def test_several_folders(folder, tmp_path, monkeypatch):
