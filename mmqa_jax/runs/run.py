@@ -37,7 +37,6 @@ from mmqa_jax.runs.ask_corpus import evidence
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.reports.agents import agent_summary
-from mmqa_jax.runs.reports.matches import write_row_matches
 from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_report
 from mmqa_jax.runs.row import FREE, Row, read_row
 from mmqa_jax.runs.stages import Answered, answering
@@ -91,9 +90,13 @@ def run_row(
                 job.waiting()
                 return None
             answered = Answered.of(chunks)
-            found = answered.rankings.get("candidates", ())
             opened_parts = parts.once_opened()
-            write_row_matches(folder, row.row, questions, answered.predictions, found, opened_parts)
+            if any(hasattr(getattr(part, "dense", part), "embedder") for part in opened_parts):
+                from mmqa_jax.runs.reports.matches import write_row_matches
+
+                ranked = answered.rankings.get("candidates", ())
+                predictions = answered.predictions
+                write_row_matches(folder, row.row, questions, predictions, ranked, opened_parts)
             row_run = write_results(folder, here, corpus, questions, answered, limit)
             job.done()
     return row_run

@@ -170,6 +170,24 @@ def test_dependencies_point_down():
         assert offending({name}, set(rooms[:place])) == []
 
 
+@pytest.mark.parametrize(
+    ("start", "families"),
+    [
+        ("runs.run", ""),
+        ("tasks.contrastive", "bert two_towers"),
+        ("tasks.rerank", "bert two_towers vlp"),
+        ("tasks.answer", "bert two_towers vlp oscar"),
+        ("tasks.vqa", "bert two_towers mcan"),
+        ("tasks.language_model", "bert llama"),
+        ("tasks.seq2seq", "bert llama t5"),
+    ],
+)
+def test_a_row_and_a_task_load_their_own_models_alone(start, families):
+    names = reachable(f"mmqa_jax.{start}", at_load=True)
+    parts = [name.split(".") for name in names if name.startswith("mmqa_jax.models.")]
+    assert {part[2] for part in parts if part[3:] == ["network"]} <= {*families.split()}
+
+
 def test_inference_needs_nothing_of_training():
     """Not even through another room."""
     for name in modules():

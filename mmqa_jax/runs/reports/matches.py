@@ -18,8 +18,8 @@ from mmqa_jax.evaluation.report import picture_uri
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.page_embedder import PageTokenEmbedder
 from mmqa_jax.retrieval.page_matches import page_matches
+from mmqa_jax.runs.reports.row import MATCHES
 
-MATCHES = "matches.html"  # in a row's workdir
 _MOST = 20  # questions on a page
 _PIXELS = 900  # of a page's longer side
 _STYLE = """body{font:16px/1.4 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}

@@ -28,9 +28,9 @@ from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs import traces as row_traces
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
-from mmqa_jax.runs.reports.matches import MATCHES
 from mmqa_jax.runs.row import Row, recorded_row
 
+MATCHES = "matches.html"  # in a row's workdir, see matches.py
 # What the scores that are shown large begin with, beside a benchmark's own.
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
