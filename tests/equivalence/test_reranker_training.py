@@ -157,9 +157,10 @@ def test_five_steps_equal(family, kind, folders):
     assert max(worst) < GRADIENT
 
 
-@pytest.mark.parametrize(("family", "kind"), [("bert", "listwise"), ("modernbert", "lambda")])
+@pytest.mark.parametrize(("family", "kind"), [("bert", "divergence"), ("modernbert", "pointwise")])
 def test_gradients_are_theirs_in_float64(family, kind, folders, in_float64):
-    """What deviates above is rounding: no operation is another one."""
+    """What deviates above is rounding: no operation is another one. (Their listwise losses hold
+    logits in float32 whatever the model computes in.)"""
     pair = made(family, folders / family)
     pair.theirs.load_state_dict(pair.start)
     asked, sources, labels, batch = pair.batch(1)
