@@ -64,7 +64,7 @@ def get_config(mode: str = "") -> ConfigDict:
     if mode == "pages":
         config.init = "Qwen/Qwen3-VL-2B-Instruct"  # in the Hugging Face cache
         config.model.update({"vectors": "token", "dim": 128, "tower": "frozen"})
-        config.model.lora = {"rank": 32, "alpha": 32.0, "targets": (), "base": "bfloat16"}
+        config.model.lora = {"rank": 32, "alpha": 32.0, "targets": (), "base": "compute"}
         config.model.changes = {"dtype": "bfloat16", "remat": "full"}
         config.pictures = {"max_pixels": 768 * 32 * 32}  # so many tokens
         config.batches.source_lengths = (1024,)
