@@ -107,6 +107,18 @@ def _sigmoids(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
 
 
+def _qwen2moe(writer: gguf.GGUFWriter, config: Any) -> None:
+    _mixture(writer, config)
+    writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+
+
+def _minimax(writer: gguf.GGUFWriter, config: Any) -> None:
+    _mixtral(writer, config)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_rope_dimension_count(config.rotary_dim)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+
+
 def _lfm2(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_vocab_size(config.vocab_size)
     writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -358,6 +370,24 @@ CASES = {
         _mixture,
         known=True,
     ),
+    "qwen2moe": Case(
+        transformers.Qwen2MoeForCausalLM,
+        "qwen2moe",
+        {
+            **{"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+            "shared_expert_intermediate_size": 40,
+        },
+        _qwen2moe,
+    ),
+    "minimax-m2": Case(
+        transformers.MiniMaxM2ForCausalLM,
+        "minimax-m2",
+        {
+            **{"head_dim": 12, "rotary_dim": 6, "num_local_experts": 6, "num_experts_per_tok": 2},
+            "rope_parameters": {**_THETA, "partial_rotary_factor": 0.5},
+        },
+        _minimax,
+    ),
     "gemma2": Case(
         transformers.Gemma2ForCausalLM,
         "gemma2",
@@ -405,6 +435,8 @@ def tensors_of(model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch
         key = key.replace("block_sparse_moe.router.", "mlp.gate.")
         key = key.replace("e_score_correction_bias", "e_score_correction.bias")
         key = key.replace(".expert_bias", ".expert_bias.bias")
+        if key.endswith("shared_expert_gate.weight"):
+            tensor = tensor[0]
         if key.endswith("conv.conv.weight"):
             tensor = tensor[:, 0]
         if key.endswith("experts.gate_up_proj"):

@@ -54,7 +54,8 @@ _FURTHER = {
     "olmo2": (*_WINDOW, "rope.freq_base_swa"),
     "qwen3moe": (*_EXPERTS, "expert_feed_forward_length"),
     **dict.fromkeys(("dots1", "glm4moe"), _OF_SIGMOIDS),
-    **{"lfm2": (_TAPS,), "lfm2moe": (_TAPS, *_OF_SIGMOIDS)},
+    **{"lfm2": (_TAPS,), "lfm2moe": (_TAPS, *_OF_SIGMOIDS), "minimax-m2": _OF_SIGMOIDS},
+    "qwen2moe": (*_EXPERTS, "expert_feed_forward_length", "expert_shared_feed_forward_length"),
     "gemma2": (*_WINDOW, "attn_logit_softcapping", "final_logit_softcapping"),
     "gemma3": (*_WINDOW, "final_logit_softcapping", "rope.freq_base_swa"),
 }
@@ -88,7 +89,8 @@ ARCHITECTURES = {
     },
     **{"gemma2": "gemma2", "gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"},
     **{"command-r": "cohere", "dots1": "dots1", "glm4moe": "glm4_moe"},
-    **{"lfm2": "lfm2", "lfm2moe": "lfm2_moe"},
+    **{"lfm2": "lfm2", "lfm2moe": "lfm2_moe", "minimax-m2": "minimax_m2"},
+    "qwen2moe": "qwen2_moe",
 }
 _CONSTANTS = FAMILIES["apertus"].constants
 # Families whose tensors have other names in llama.cpp -> the names of others.
@@ -192,14 +194,17 @@ def _experts(source: gguf.GGUFSource, of: str, name: str, kinds: tuple[str, ...]
     """Fields of a mixture of experts."""
     if "num_experts_per_tok" not in FAMILIES[name].keys:
         return {}
-    if FAMILIES[name].dense_first:
+    if FAMILIES[name].computes.get("router") == "sigmoid":
         return _sigmoid_experts(source, of, name, kinds)
-    width = "expert_feed_forward_length" if name == "qwen3_moe" else "feed_forward_length"
+    of_qwen = name in ("qwen2_moe", "qwen3_moe")
+    width = "expert_feed_forward_length" if of_qwen else "feed_forward_length"
+    shared = f"{of}expert_shared_feed_forward_length"
     return {
+        "shared_expert": source.integer(shared) if name == "qwen2_moe" else None,
         "experts": source.integer(f"{of}expert_count"),
         "active_experts": source.integer(f"{of}expert_used_count"),
         "mlp": source.integer(f"{of}{width}"),
-        "normed_experts": name != "olmoe",  # llama.cpp has no key for it
+        "normed_experts": name not in ("olmoe", "qwen2_moe"),  # llama.cpp has no key for it
     }
 
 
@@ -217,19 +222,21 @@ def _sigmoid_experts(
     width = source.integer(f"{of}expert_feed_forward_length")
     shared = source.metadata(f"{of}expert_shared_count", 0)
     ends = {key.partition(".")[2].partition(".")[2] for key in source.specs()}  # of layers
-    kinds = plain_first(kinds, dense)
+    kinds, computes = plain_first(kinds, dense), FAMILIES[name].computes
+    usual = "head" if "attn_q_norm.weight" in ends else "none"
+    # llama.cpp's code of these has no key for it.
+    normed = name in ("lfm2_moe", "minimax_m2")
     return {
         "experts": source.integer(f"{of}expert_count"),
         "active_experts": source.integer(f"{of}expert_used_count"),
         "mlp": width,
-        # llama.cpp's code of LFM2 has no key for it.
-        "normed_experts": bool(source.metadata(f"{of}expert_weights_norm", "lfm2" in name)),
+        "normed_experts": bool(source.metadata(f"{of}expert_weights_norm", normed)),
         "expert_weight": source.number(f"{of}expert_weights_scale", 1.0),
         "choice_bias": "exp_probs_b.bias" in ends,
         "shared_expert": shared * width or None,
         "kinds": () if {*kinds} == {"full"} else kinds,
         "plain_mlp": source.integer(f"{of}feed_forward_length") if dense else None,
-        "qk_norm": "head" if "attn_q_norm.weight" in ends else "none",
+        "qk_norm": computes.get("qk_norm", usual),
     }
 
 

@@ -110,6 +110,8 @@ def proposing(config: LlamaConfig) -> tuple[str, ...]:
 
 LESS_ONE = Transform(lambda x: x - 1, lambda x: x + 1)
 _TAPS = Transform(lambda x: x[:, 0].T, lambda x: x.T[:, None])  # Conv1d (channels, 1, taps)
+# (1, inputs), or (inputs) in GGUF files, <-> [inputs, 1].
+_COLUMN = Transform(lambda x: x.reshape(-1, 1), lambda x: x.T)
 SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
 
 
@@ -234,9 +236,11 @@ def _layer_rules(
         shared = {f".{part}_proj": f"{part}/kernel" for part in ("gate", "up", "down")}
         for key, ours in (shared | ({"_gate": "choice"} if config.shared_gate else {})).items():
             key = f"{layer}mlp.shared_expert{key}.weight"
-            if layout == "gguf" and ours != "choice":
-                key = f"{layer}ffn_{ours.split('/')[0]}_shexp.weight"
-            rules.append(Rule(key, f"{path}shared/{ours}", TRANSPOSE))
+            if layout == "gguf":
+                part = "gate_inp" if ours == "choice" else ours.split("/")[0]
+                key = f"{layer}ffn_{part}_shexp.weight"
+            turned = _COLUMN if ours == "choice" else TRANSPOSE
+            rules.append(Rule(key, f"{path}shared/{ours}", turned))
     return rules
 
 
