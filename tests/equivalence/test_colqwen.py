@@ -1,4 +1,4 @@
-"""ColQwen 2, 2.5 and 3, and jina-embeddings-v4, beside transformers' Qwen-VLs and a linear layer, float32.
+"""ColQwen 2, 2.5 and 3, jina-embeddings-v4 and Nemotron ColEmbed beside transformers' Qwen-VLs and a linear layer, float32.
 
 transformers' own ColQwen2 gives the tokens of pictures the positions of text, unlike the model
 that was trained; here it is handed those of its Qwen2-VL.
@@ -44,7 +44,9 @@ CASES = [
     ("qwen3_vl", "ColQwen3"),
     ("qwen3_5", "ColQwen3_5"),
     ("qwen2_5_vl", "JinaEmbeddingsV4Model"),
+    ("qwen3_vl", "Qwen3VLNemotronEmbedModel"),
 ]
+TURN = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 QUERIES = ["which flag?", " a\n", texts(400)[-1][:560]]
 
 
@@ -63,6 +65,7 @@ class Theirs:
         self.linear = torch.nn.Linear(48, DIM)
         self.of_transformers = name.endswith("Retrieval")
         self.of_jina = name.startswith("Jina")
+        self.of_nemotron = "Nemotron" in name
         if self.of_transformers:
             config = transformers.ColQwen2Config(vlm_config=whole.config, embedding_dim=DIM)
             self.col = transformers.ColQwen2ForRetrieval(config).eval()
@@ -72,8 +75,11 @@ class Theirs:
         else:
             tensors = {key: x.contiguous() for key, x in self.model.state_dict().items()}
             linear = {f"custom_text_proj.{key}": x for key, x in self.linear.state_dict().items()}
+            linear = {} if self.of_nemotron else linear
             save_file(tensors | linear, folder / "model.safetensors", metadata={"format": "pt"})
             config = json.loads((folder / "config.json").read_text())
+            if self.of_nemotron:
+                config |= {"model_type": "qwen3_vl_nemotron_embed", "pooling": "colbert"}
             (folder / "config.json").write_text(json.dumps(config | {"architectures": [name]}))
         if self.of_jina:
             self.with_adapters(folder)
@@ -118,6 +124,12 @@ class Theirs:
             text = PAGE.format("<|image_pad|>" * count)
             if self.of_jina:
                 text = text.replace("<|endoftext|>", "\n")
+        if self.of_nemotron:
+            text = (
+                TURN.format(text.partition("user\n")[2].partition("Describe")[0] + "passage: ")
+                if given
+                else TURN.format(text)
+            )
         ids = torch.tensor([self.tokenizer(text)["input_ids"]])
         kinds = (ids == self.image).int()
         self.model.rope_deltas = None
@@ -126,6 +138,8 @@ class Theirs:
                 input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **given
             ).last_hidden_state[0]
             made = torch.nn.functional.normalize(self.linear(states), dim=-1)
+            if self.of_nemotron:
+                return self.seeing_both(ids, kinds, given)
             if self.of_transformers:
                 places, _ = self.model.get_rope_index(
                     ids,
@@ -140,7 +154,25 @@ class Theirs:
                 np.testing.assert_allclose(again.embeddings[0], made, **WHOLE)
         return made.numpy()
 
+    def seeing_both(self, ids, kinds, given) -> np.ndarray:
+        """Vectors of the last layer's states, before the norm, without a causal mask."""
+        places, _ = self.model.get_rope_index(
+            ids,
+            mm_token_type_ids=kinds,
+            image_grid_thw=given.get("image_grid_thw"),
+            attention_mask=torch.ones_like(ids),
+        )
+        states = []
+        last = self.model.language_model.layers[-1]
+        hook = last.register_forward_hook(lambda layer, inputs, out: states.append(out))
+        mask = torch.zeros(1, 1, ids.shape[1], ids.shape[1])
+        self.model(input_ids=ids, attention_mask=mask, position_ids=places, **given)
+        hook.remove()
+        return torch.nn.functional.normalize(states[0][0], dim=-1).numpy()
+
     def question(self, text) -> np.ndarray:
+        if self.of_nemotron:
+            return self.vectors(f"Query: query: {text}")
         if self.of_jina:
             return self.vectors(f"Query: {text}")
         text = f"Query: {text}" if self.of_transformers else text
@@ -179,8 +211,9 @@ def test_tokens_of_questions_and_pages(theirs, tmp_path):
             pages.append(theirs.vectors(None, small_pictures()[len(pages)]))
             vectors = pages[-1]
         else:
-            vectors = theirs.vectors(f"Passage: {source.text}" if theirs.of_jina else source.text)
-        got = decoded(ours._stored_tokens[0], codes, DIM)
+            before = "Passage: " * theirs.of_jina + "passage: " * theirs.of_nemotron
+            vectors = theirs.vectors(before + source.text)
+        got = decoded(ours._stored_tokens[0], codes, ours.dim)
         np.testing.assert_allclose(got, vectors, atol=4e-4)  # float16
     for stored in (embeddings, dataclasses.replace(embeddings, tokens=None)):
         retriever = dense_retriever(corpus, ours, ExactIndex(stored), pictures)

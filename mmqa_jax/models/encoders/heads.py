@@ -159,7 +159,8 @@ class QwenVLPooled(QwenVL):
             features = features.reshape(len(input_ids), -1, features.shape[-1])
             units = jnp.take_along_axis(features, jnp.maximum(rows, 0)[..., None], axis=1)
             tokens, deepstack = spread(tokens, units, rows >= 0)
-        return self.llama.encode(tokens, positions=positions, deepstack=deepstack)
+        seen = mask if self.config.llama.bidirectional else None
+        return self.llama.encode(tokens, seen, positions, deepstack=deepstack)
 
 
 class QwenVLReader(QwenVLPooled):
@@ -206,14 +207,17 @@ class TokenHead(nnx.Module):
     """ColPali's head (Faysse et al. 2024) on a reader of prompts: a vector of length 1 for each
     token."""
 
-    def __init__(self, config: Any, dim: int, *, rngs: nnx.Rngs):
-        """`dim`: the values of a vector."""
+    def __init__(self, config: Any, dim: int | None = None, *, rngs: nnx.Rngs):
+        """`dim`: the values of a vector; None: those of a state."""
         super().__init__(config, rngs=rngs)
-        self.projection = Linear(self.width, dim, ("embed", None), rngs=rngs)
+        if dim is not None:
+            self.projection = Linear(self.width, dim, ("embed", None), rngs=rngs)
 
     def __call__(self, *prompts: Any) -> jax.Array:
         """Prompts as the reader's `states` takes them -> float32 [B, L, D]."""
-        return l2_normalize(self.projection(self.states(*prompts)).astype(jnp.float32))
+        states = self.states(*prompts)
+        states = self.projection(states) if hasattr(self, "projection") else states
+        return l2_normalize(states.astype(jnp.float32))
 
 
 class PooledHead(nnx.Module):

@@ -33,7 +33,7 @@ from mmqa_jax.models.qwen_vl.keys import PUBLISHED as QWEN_VL
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, read_qwen_vl_config
 from mmqa_jax.weights.adapters import with_task
 from mmqa_jax.weights.config_json import check_keys, kinds
-from mmqa_jax.weights.keymap import KeyMap, linear_rules
+from mmqa_jax.weights.keymap import KeyMap, Transform, linear_rules
 from mmqa_jax.weights.layouts import Checkpoint
 from mmqa_jax.weights.published import load_checkpoint
 
@@ -54,6 +54,9 @@ class PageRetriever:
       optional: marks that are plain text where the tokenizer has no such token.
       task: whose additions in the folder `adapters` are put into its linears; "": there are none.
       harmless: keys of its config.json beside those of the model that reads.
+      model_type: of that model, where its config.json has one of its own; "": it has none.
+      sees_both: whether tokens see what follows them, and their states are those before the last
+        norm, of which a vector of length 1 knows its scale alone.
     """
 
     title: str
@@ -67,6 +70,8 @@ class PageRetriever:
     optional: tuple[str, ...] = ()
     task: str = ""
     harmless: tuple[str, ...] = ()
+    model_type: str = ""
+    sees_both: bool = False
 
 
 def _single(retriever: PageRetriever, title: str, **changes: Any) -> PageRetriever:
@@ -122,6 +127,18 @@ _JINA_V4 = PageRetriever(
         *("pretrained_peft_model_name_or_path", "verbosity", "task_names", "truncate_dim"),
     ),
 )
+_TURN = "<|im_end|>\n<|im_start|>assistant\n"
+_NEMOTRON = PageRetriever(
+    title="Nemotron ColEmbed v2",
+    page=f"<|im_start|>user\n<|vision_start|>{PICTURE}<|vision_end|>passage: {_TURN}",
+    question=f"<|im_start|>user\nQuery: query: {TEXT}{_TURN}",
+    source=f"<|im_start|>user\npassage: {TEXT}{_TURN}",
+    projection="",
+    harmless=("pooling",),
+    model_type="qwen3_vl",
+    sees_both=True,
+)
+_ONES = Transform(lambda x: x * 0 + 1, None)
 _OF_TRANSFORMERS = "embedding_proj_layer"
 # By an entry of `architectures` in config.json.
 RETRIEVERS: Mapping[str, PageRetriever] = {
@@ -149,6 +166,7 @@ RETRIEVERS: Mapping[str, PageRetriever] = {
     ),
     **dict.fromkeys(("BiQwen2", "BiQwen2_5", "BiQwen3", "BiQwen3_5"), _single(_QWEN, "BiQwen")),
     "JinaEmbeddingsV4Model": _JINA_V4,
+    "Qwen3VLNemotronEmbedModel": _NEMOTRON,
     "ColGemma3": _GEMMA3,
     "BiGemma3": _single(
         _GEMMA3,
@@ -270,7 +288,9 @@ class PageModel:
         """The part of config.json that describes the model which reads; None: all of it."""
         published, where = self.published, str(self.folder / CONFIG)
         if harmless := self.retriever.harmless:
-            return {key: x for key, x in published.items() if key not in harmless}
+            of_vlm = {key: x for key, x in published.items() if key not in harmless}
+            kind = self.retriever.model_type or published.get("model_type")
+            return {**of_vlm, "model_type": kind}
         if published.get("model_type") not in _MODEL_TYPES:
             return None
         of_vlm = published.get("vlm_config")
@@ -295,7 +315,8 @@ class PageModel:
 
     def config(self) -> Any:
         """The model's sizes; decoders compute in bfloat16 on accelerators."""
-        return _for_reading(self.reader.config(self.folder, self.of_vlm or self.published))
+        config = self.reader.config(self.folder, self.of_vlm or self.published)
+        return _for_reading(config, self.retriever)
 
     def build(self, config: Any, *, rngs: nnx.Rngs) -> nnx.Module:
         """A freshly initialized model."""
@@ -307,15 +328,20 @@ class PageModel:
     def key_map(self, config: Any) -> KeyMap:
         """Of the whole model."""
         of_reader, name = self.reader.key_map(config), self.retriever.projection
+        if self.retriever.sees_both:
+            of_reader = of_reader.with_transform("model.norm.weight", _ONES)
         rules = [*of_reader.rules, *(linear_rules(name, "projection") if name else ())]
         rename = ((r"^vlm\.", ""), *of_reader.rename)
         return dataclasses.replace(of_reader, rules=rules, rename=rename)
 
 
-def _for_reading(config: Any) -> Any:
-    return (
-        config if isinstance(config, ModernVBertConfig) else for_reading_prompts(config, platform())
-    )
+def _for_reading(config: Any, retriever: PageRetriever) -> Any:
+    if isinstance(config, ModernVBertConfig):
+        return config
+    config = for_reading_prompts(config, platform())
+    if not retriever.sees_both:
+        return config
+    return dataclasses.replace(config, llama=dataclasses.replace(config.llama, bidirectional=True))
 
 
 def load_page_retriever(folder: Path, retriever: PageRetriever, mesh: Mesh | None = None) -> Any:
@@ -352,5 +378,5 @@ def open_page_retriever(
                 "checkpoint that is merged with its adapter."
             )
         model = dataclasses.replace(model, dim=new if weight is None else weight.shape[0])
-    config = _for_reading(checkpoint.config)
+    config = _for_reading(checkpoint.config, retriever)
     return model, checkpoint._replace(config=config, key_map=model.key_map)

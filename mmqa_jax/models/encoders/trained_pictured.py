@@ -333,7 +333,7 @@ def read_pictured_record(
     elif name is None:
         name = ("Bi" if vectors == "text" else "Col") + _BECOMES[kind]
     entry = _EMBEDDING if name == _CHAT else RETRIEVERS[name]
-    if entry.task or kind in OMNI:
+    if entry.task or entry.sees_both or kind in OMNI:
         raise UserError(
             f"config key init={folder}: a {entry.title} is read of parts of its files, and is not "
             "trained here; use a ColQwen of another kind."
