@@ -174,7 +174,8 @@ def test_jinas_tasks_have_weights_of_their_own(plain):
             added = a @ b if "embeddings" in key else b @ a
             weights[stem.partition(".parametrizations")[0]] = 3 / 2 * added
         moved = adapted_by(theirs, plain_weights, weights)
-        batch = tokenizer([prompt + text for text in few()], padding=True, return_tensors="pt")
+        given = [prompt + text for text in few()]
+        batch = tokenizer(given, padding=True, truncation=True, return_tensors="pt")
         batch.pop("token_type_ids", None)
         with torch.no_grad():
             states = moved(**batch).last_hidden_state

@@ -542,6 +542,7 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
             published["intermediate_size_mlp"] = config.plain_mlp
         if not config.experts:
             published |= {"moe_layers": [], "intermediate_size_mlp": config.mlp}
+            published |= {"num_local_experts": 0, "num_experts_per_tok": 0}
     if "sliding_window" in read:
         published |= _windows_to_hf(config, read)
     if "enable_moe_block" in read:
