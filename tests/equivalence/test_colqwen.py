@@ -213,7 +213,7 @@ def test_tokens_of_questions_and_pages(theirs, tmp_path):
         else:
             before = "Passage: " * theirs.of_jina + "passage: " * theirs.of_nemotron
             vectors = theirs.vectors(before + source.text)
-        got = decoded(ours._stored_tokens[0], codes, ours.dim)
+        got = decoded(ours._stored_tokens[0], codes, ours.token_dim)
         np.testing.assert_allclose(got, vectors, atol=4e-4)  # float16
     for stored in (embeddings, dataclasses.replace(embeddings, tokens=None)):
         retriever = dense_retriever(corpus, ours, ExactIndex(stored), pictures)
