@@ -103,12 +103,12 @@ def choose(
 
     def draw(_):
         noise = jax.vmap(_gumbel, (0, 0, None))(parameters.key, count, logits.shape[-1])
-        kept = _kept(logits, parameters, samples, branch=sampled is None)
+        scores = _kept(logits, parameters, samples, branch=sampled is None)
         if min_p is not None:
-            kept = jnp.where(
-                kept >= kept.max(-1, keepdims=True) + jnp.log(min_p)[:, None], kept, -jnp.inf
+            scores = jnp.where(
+                scores >= scores.max(-1, keepdims=True) + jnp.log(min_p)[:, None], scores, -jnp.inf
             )
-        noisy = kept + noise
+        noisy = scores + noise
         return jnp.where(samples, noisy.argmax(-1), greedy)
 
     if sampled is None:

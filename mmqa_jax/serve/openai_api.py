@@ -276,7 +276,7 @@ class OpenAIApi:
             parts = _system_pieces(asking, pieces, envelope, visit, notes, asked)
             return StreamingResponse(parts, media_type="text/event-stream")
         row = await asyncio.wrap_future(asking.future)
-        text, refusal = _said(row, has_form=bool(asked.decoding.grammar))
+        text, refusal = _answer_text(row, has_form=bool(asked.decoding.grammar))
         reader = MessageReader(None, calls=asked.calls, thinks=False)
         message = reader.push(text, "length" if row.get("cut") else "end")
         choice = chat_choice(0, message, None, refusal)
@@ -458,7 +458,7 @@ async def _system_pieces(
                 if delta := reader.push(value).delta():
                     yield _event(envelope.piece([choice_piece(0, delta)]))
         row = await asyncio.wrap_future(asking.future)
-        text, refusal = ("", None) if is_written else _said(row, has_form=has_form)
+        text, refusal = ("", None) if is_written else _answer_text(row, has_form=has_form)
         message = reader.push(text, "length" if row.get("cut") else "end")
         delta = message.delta() | ({"refusal": refusal} if refusal else {})
         if delta:
@@ -472,7 +472,7 @@ async def _system_pieces(
         yield _event(door.refusal(error).to_json())
 
 
-def _said(row: Mapping[str, Any], *, has_form: bool) -> tuple[str, str | None]:
+def _answer_text(row: Mapping[str, Any], *, has_form: bool) -> tuple[str, str | None]:
     """The text of a system's answer, and its refusal: in a form that a client asks for, the model's
     own words are the answer, and nothing else is."""
     if not has_form:

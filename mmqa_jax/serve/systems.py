@@ -301,14 +301,14 @@ class ReadPassages:
             rows = [{**row, "cited": row["number"] if row["id"] in cited else None} for row in rows]
             seconds = time.perf_counter() - began
             whole = answer_row(question, answered.text, answered.found, rows, seconds)
-            told = _told_of(prediction, backend)
+            more = _told_of(prediction, backend)
             if quoted := answered.quoted(corpus):
                 whole["quote"] = quoted
             if sentences := prediction.trace.get(SENTENCES):
                 whole |= {"marked": marked(sentences), SENTENCES: sentences}
-            elif told["written"] is not None and answered.found:
-                whole["marked"] = told["written"]
-            return {**whole, **told}
+            elif more["written"] is not None and answered.found:
+                whole["marked"] = more["written"]
+            return {**whole, **more}
 
         return self.threads.start(answer, cancel_of(backend, rewriter))
 

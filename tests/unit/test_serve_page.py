@@ -290,10 +290,10 @@ def test_several_folders(folder, tmp_path, monkeypatch):
 
 
 def test_markdown_is_elements_without_html():
-    found = elements_of(
+    elements = elements_of(
         f"**Every** `week` {ATTACK}\n\n- [a](javascript:x) [b](http://b.org)\n\n![c](http://c)"
     )
-    paragraph, items, described = found
+    paragraph, items, described = elements
     assert paragraph[1][0] == ["strong", ["Every"]]
     assert "".join(part for part in paragraph[1] if isinstance(part, str)).endswith(ATTACK)
     assert items == ["ul", [["li", [["span", ["a"]], " ", ["a", ["b"], "http://b.org"]]]]]

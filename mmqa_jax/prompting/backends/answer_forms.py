@@ -79,9 +79,9 @@ def read_form(fields: Fields) -> AnswerForm:
             "response_format: an answer is either JSON or a call; leave tools out.",
             param="response_format",
         )
-    told = "\n".join(map(json.dumps, functions))
+    listed = "\n".join(map(json.dumps, functions))
     instructions = (
-        f"Functions that you can call, each with a JSON schema of its arguments:\n{told}\n"
+        f"Functions that you can call, each with a JSON schema of its arguments:\n{listed}\n"
         f"Write a call as\n{Call('NAME', '{...}').written()}\n"
         f"and end there: its result follows in <tool_response>."
     )

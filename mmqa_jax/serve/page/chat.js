@@ -57,7 +57,7 @@ const conversation = {
     }
   },
   // What the server is told of it.
-  told() {
+  sent() {
     return this.turns.slice(-8).map(({ question, row }) => ({ question, answer: row.answer }));
   },
 };

@@ -365,7 +365,7 @@ async function* events(reply) {
 async function ask() {
   const text = question.value.trim();
   if (!text || running) return;
-  const body = { question: text, system: system.value, history: conversation.told() };
+  const body = { question: text, system: system.value, history: conversation.sent() };
   if (chosen) body.image = chosen;
   const shown = card(text, chosen);
   shown.state("Searching ...");
