@@ -33,7 +33,7 @@ class ServeOptions:
     port: int = 8321
     key: str = ""
     queue: int = 128
-    timeout: float = 120.0
+    timeout: float = 600.0
     body: float = 16.0
     header: float = 10.0
     upload: float = 10.0

@@ -72,7 +72,7 @@ def _measure(client: httpx.Client, address: str, model: str, name: str) -> dict[
     began = time.perf_counter()
     with concurrent.futures.ThreadPoolExecutor(users) as pool:
         of_users = list(pool.map(user, range(users)))
-    together = len(questions) / (time.perf_counter() - began)
+    elapsed = time.perf_counter() - began
     seconds = [second for answers in of_users for second, _ in answers]
     texts = {
         n + users * i: text
@@ -80,6 +80,7 @@ def _measure(client: httpx.Client, address: str, model: str, name: str) -> dict[
         for i, (_, text) in enumerate(of_user)
     }
     lost = sum(not text for text in texts.values())
+    together = (len(questions) - lost) / elapsed
     return {
         "name": name,
         "ours": round(together, 3),
