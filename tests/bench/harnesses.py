@@ -22,12 +22,17 @@ from tests.bench import Options
 from tests.bench.runner import Case, measure
 from tests.shared_data import SHARED
 
-_ITEMS, _CAPTIONS, _PARAGRAPHS = 20, 300, 60
+# Questions of lm_eval; captions and paragraphs of mteb.
+_SIZES = {"small": (6, 100, 20), "full": (20, 300, 60)}
 
 
 def run(options: Options) -> dict[str, Any]:
     """Compares those of the harnesses that are installed, or those selected."""
-    compare: dict[str, Callable[[], Case]] = {"lm_eval": _lm_eval, "mteb": _mteb}
+    items, captions, paragraphs = _SIZES[options.size or "full"]
+    compare: dict[str, Callable[[], Case]] = {
+        "lm_eval": lambda: _lm_eval(items),
+        "mteb": lambda: _mteb(captions, paragraphs),
+    }
     wanted = options.chosen(tuple(compare))
     there = tuple(name for name in wanted if importlib.util.find_spec(name))
     facts = {"left_out": [f"{name} is not installed." for name in wanted if name not in there]}
@@ -35,7 +40,7 @@ def run(options: Options) -> dict[str, Any]:
     return measure("harnesses", cases, there, 1, device=host_name(), **facts)
 
 
-def _lm_eval() -> Case:
+def _lm_eval(count: int) -> Case:
     import lm_eval
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.models.huggingface import HFLM
@@ -45,7 +50,7 @@ def _lm_eval() -> Case:
     from mmqa_jax.weights.bundled import smollm2_path
 
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
-        items = [row for row in _rows("questions.jsonl") if row.get("choices")][:_ITEMS]
+        items = [row for row in _rows("questions.jsonl") if row.get("choices")][:count]
         file = Path(folder) / "items.jsonl"
         with file.open("w") as lines:
             for row in items:
@@ -84,7 +89,7 @@ def _lm_eval() -> Case:
     return Case("lm_eval", "accuracy", accuracy["ours"], accuracy["peer"], notes=notes)
 
 
-def _mteb() -> Case:
+def _mteb(of_captions: int, of_paragraphs: int) -> Case:
     import datasets
     import mteb
     from mteb.abstasks.retrieval import AbsTaskRetrieval
@@ -98,10 +103,10 @@ def _mteb() -> Case:
         {"id": row["id"], "title": "", "text": row["text"]}
         for row in _rows("sources.jsonl")
         if row["modality"] == "image" and row["text"]
-    ][:_CAPTIONS]
+    ][:of_captions]
     known = {row["id"] for row in captions}
     asked = [row for row in _rows("questions.jsonl") if known.issuperset(row["positives"] or "-")]
-    asked = asked[:_PARAGRAPHS]
+    asked = asked[:of_paragraphs]
 
     class Captions(AbsTaskRetrieval):
         metadata = TaskMetadata(
