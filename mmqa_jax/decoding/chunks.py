@@ -7,6 +7,7 @@ computed them, no bit differs.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import marshal
 from collections.abc import Sequence
@@ -38,37 +39,47 @@ class Chunk(NamedTuple):
         return self.start + len(self.tokens)
 
 
-def split(
-    tokens: Sequence[int],
-    buckets: Buckets,
-    *,
-    adapter: int = 0,
-    sight: str = "causal",
-    prompt: int = 0,
-) -> list[Chunk]:
-    """Splits tokens into chunks of the largest bucket, and a last one of the smallest that fits.
+@dataclasses.dataclass(frozen=True)
+class Chunking:
+    """How prompts are cut into chunks.
 
-    A chunk of bucket b begins at a multiple of b, so that with its padding it fits into columns
-    that are a multiple of the largest bucket.
-
-    Args:
-      tokens: of a prompt and what follows it.
+    Attributes:
       buckets: sizes of chunks.
-      adapter: its number.
       sight: `LlamaConfig.picture_sight`; but for "causal" no picture is cut, nor the prompt where
         all of it is seen: a chunk may then be several of the largest bucket.
-      prompt: tokens of it.
+      tight: in place of the last chunk there are several of a smaller bucket where these have less
+        padding.
     """
-    starts = [
-        start
-        for start in range(0, len(tokens), buckets[-1])
-        if not start or not _joins(sight, tokens, start, prompt)
-    ]
-    ends = [*starts[1:], len(tokens)]
-    return [
-        Chunk(start, tuple(tokens[start:end]), adapter=adapter)
-        for start, end in zip(starts, ends, strict=True)
-    ]
+
+    buckets: Buckets
+    sight: str = "causal"
+    tight: bool = False
+
+    def split(self, tokens: Sequence[int], *, adapter: int = 0, prompt: int = 0) -> list[Chunk]:
+        """Splits into chunks of the largest bucket, and a last one of the smallest that fits.
+
+        A chunk of bucket b begins at a multiple of b, so that with its padding it fits into columns
+        that are a multiple of the largest bucket.
+
+        Args:
+          tokens: of a prompt and what follows it.
+          adapter: its number.
+          prompt: tokens of it.
+        """
+        starts = [
+            start
+            for start in range(0, len(tokens), self.buckets[-1])
+            if not start or not _joins(self.sight, tokens, start, prompt)
+        ]
+        if self.tight and self.sight == "causal" and starts:
+            rest = len(tokens) - starts[-1]
+            padded = {bucket: -(-rest // bucket) * bucket for bucket in reversed(self.buckets)}
+            starts += range(starts[-1], len(tokens), min(padded, key=padded.__getitem__))[1:]
+        ends = [*starts[1:], len(tokens)]
+        return [
+            Chunk(start, tuple(tokens[start:end]), adapter=adapter)
+            for start, end in zip(starts, ends, strict=True)
+        ]
 
 
 def _joins(sight: str, tokens: Sequence[int], start: int, prompt: int) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import scheduler
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.chunks import bucket_of, chunks_within, prefix_keys
+from mmqa_jax.decoding.chunks import Chunk, Chunking, bucket_of, chunks_within, prefix_keys
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_tower import PatchIds, marked
 from mmqa_jax.decoding.kv_cache import KVCache
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
 
 Shorten = Callable[[Request, int], Request | None]
 AnySequence = scheduler.GeneratedSequence | scheduler.ScoredSequence
-Batch = dict[int, AnySequence]  # by row
+Batch = dict[int, tuple[AnySequence, Chunk]]  # by row
 Tokenized = scheduler.TokenizedRequest | scheduler.TokenizedScoring
 OnToken = Callable[
     [scheduler.GeneratedSequence], None
@@ -151,13 +152,15 @@ class Engine:
         self._vocab_size = model.config.vocab_size
         draft = self._draft and for_length(self._draft, config.length)
         self._runner = SlotRunner(model, config, self.mesh, draft)
+        patches = whole and PatchIds(whole.config)
+        sight = patches.sight if patches else "causal"
         self._tokenizer = scheduler.RequestTokenizer(
             self._text,
             self._end_ids,
             model.config.vocab_size,
             config.length,
-            config.buckets,
-            whole and PatchIds(whole.config),
+            Chunking(config.buckets, sight, tight=self._runner.joins_chunks),
+            patches,
             self._adapters,
             recurrent=model.config.recurrent,
             has_beams=not (model.config.recurrent or model.config.borrowers),
@@ -409,9 +412,10 @@ class Engine:
                 self._pictures.place(sequence)
 
     def _batches(self, *, partial: bool) -> list[Batch]:
-        """Sequences whose next chunks fill a batch of one program, by row.
+        """Sequences and next chunks of theirs that fill a batch of one program, by row.
 
-        Each shard of the slots has its own rows.
+        Each shard of the slots has its own rows. Where a program's rows read what its other rows
+        write, several chunks of a sequence lie in one batch.
 
         Args:
           partial: if none is full, the fullest will do.
@@ -419,22 +423,24 @@ class Engine:
         groups = collections.defaultdict(list)
         for sequence in self._encoding:
             if sequence.ready:
-                chunk = sequence.chunks[sequence.encoded]
-                bucket = bucket_of(len(chunk.tokens), self.config.buckets)
-                groups[bucket, chunk.trunk > 0].append(sequence)  # branches may be another program
+                of_program, *others = map(self._program, sequence.chunks[sequence.encoded :])
+                same = itertools.takewhile(of_program.__eq__, others)
+                count = 1 + len(list(same)) if self._runner.joins_chunks else 1
+                next_chunks = sequence.chunks[sequence.encoded : sequence.encoded + count]
+                groups[of_program].extend((sequence, chunk) for chunk in next_chunks)
         shards = self._runner.shards
         full, rest = [], []
         for (bucket, _), group in groups.items():
             count = self.config.rows(bucket, shards)
             share = count // shards
-            of_shard: list[list[AnySequence]] = [[] for _ in range(shards)]
-            for sequence in group:
-                of_shard[self._pool.shard(sequence.slot)].append(sequence)
+            of_shard: list[list[tuple[AnySequence, Chunk]]] = [[] for _ in range(shards)]
+            for sequence, chunk in group:
+                of_shard[self._pool.shard(sequence.slot)].append((sequence, chunk))
             for first in range(0, max(map(len, of_shard)), share):
                 batch = {
-                    shard * share + row: sequence
-                    for shard, sequences in enumerate(of_shard)
-                    for row, sequence in enumerate(sequences[first : first + share])
+                    shard * share + row: pair
+                    for shard, pairs in enumerate(of_shard)
+                    for row, pair in enumerate(pairs[first : first + share])
                 }
                 if len(batch) == count:
                     full.append(batch)
@@ -444,6 +450,10 @@ class Engine:
             return full
         return [max(rest, key=lambda share_and_batch: share_and_batch[0])[1]]
 
+    def _program(self, chunk: Chunk) -> tuple[int, bool]:
+        """Chunks with equal ones are encoded by one program: branches may have another."""
+        return bucket_of(len(chunk.tokens), self.config.buckets), chunk.trunk > 0
+
     def _prefill(
         self, batches: Sequence[Batch], active: dict[int, scheduler.GeneratedSequence]
     ) -> list[AnySequence]:
@@ -452,8 +462,7 @@ class Engine:
         began = time.perf_counter()
         outputs: list[tuple[Callable[..., list[AnySequence]], Any]] = []
         for batch in batches:
-            sequence = next(iter(batch.values()))
-            chunk = sequence.chunks[sequence.encoded]
+            _, chunk = next(iter(batch.values()))
             outputs += self._encode(batch, bucket_of(len(chunk.tokens), self.config.buckets))
         encoded = [sequence for sequence in self._encoding if sequence.whole]
         self._encoding = [sequence for sequence in self._encoding if not sequence.whole]
@@ -471,7 +480,7 @@ class Engine:
     def _encode(
         self, batch: Batch, bucket: int
     ) -> list[tuple[Callable[..., list[AnySequence]], Any]]:
-        """Encodes the next chunk of every sequence of a batch.
+        """Encodes the chunks of a batch.
 
         Returns what must be read afterwards: a function, and the device arrays that it takes.
         """
@@ -480,12 +489,7 @@ class Engine:
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # slots; this of padding rows
         branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
-        chunks = [sequence.chunks[sequence.encoded] for sequence in batch.values()]
-        pairs = [
-            (row, (sequence, chunk))
-            for (row, sequence), chunk in zip(batch.items(), chunks, strict=True)
-        ]
-        for row, (sequence, chunk) in pairs:
+        for row, (sequence, chunk) in batch.items():
             tokens[row, : len(chunk.tokens)] = marked(chunk.tokens)
             starts[row], ends[row], rows[row] = chunk.start, chunk.end, sequence.slot
             branches.trunk[row] = chunk.trunk
@@ -494,22 +498,22 @@ class Engine:
             self.throughput.prefill_tokens += len(chunk.tokens)
         patches = None
         if self._pictures is not None:
-            patches = self._pictures.rows(batch, chunks, tokens.shape)
+            patches = self._pictures.rows(batch, tokens.shape)
         shifts = None
         if self._model.config.mrope:
             shifts = np.zeros((count, bucket, 3), np.int32)
-            for row, (sequence, chunk) in pairs:
+            for row, (sequence, chunk) in batch.items():
                 shifts[row, : len(chunk.tokens)] = sequence.shifts(chunk.start, chunk.end)
-        adapters = self._numbers(count, {row: sequence for row, (sequence, _) in pairs})
+        adapters = self._numbers(count, {row: sequence for row, (sequence, _) in batch.items()})
         inputs = tokens, starts, ends, rows, branches, patches, shifts, adapters
         hidden = self._runner.encode(*inputs)
-        for _, (sequence, chunk) in pairs:
+        for sequence, chunk in batch.values():
             self._pool.encoded(sequence.slot, chunk.end)
         outputs = []
         begun = {
             row: sequence
-            for row, (sequence, _) in pairs
-            if isinstance(sequence, scheduler.GeneratedSequence) and sequence.whole
+            for row, (sequence, chunk) in batch.items()
+            if isinstance(sequence, scheduler.GeneratedSequence) and chunk is sequence.chunks[-1]
         }
         if begun:
             outputs.append(
@@ -517,7 +521,7 @@ class Engine:
             )
         targets = [
             (row, offset, sequence, target)
-            for row, (sequence, chunk) in pairs
+            for row, (sequence, chunk) in batch.items()
             if isinstance(sequence, scheduler.ScoredSequence)
             for offset, target in sequence.targets(chunk)
         ]

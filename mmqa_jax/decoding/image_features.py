@@ -95,22 +95,22 @@ class PictureFeatures:
         self._drop()
 
     def rows(
-        self, batch: Mapping[int, SlotSequence], chunks: Sequence[Chunk], shape: tuple[int, int]
+        self, batch: Mapping[int, tuple[SlotSequence, Chunk]], shape: tuple[int, int]
     ) -> jax.Array | None:
         """The embeddings of the patches in chunks that are about to be encoded.
 
         Args:
-          batch, chunks: sequences in slots, by row, and the next chunk of each.
+          batch: by row, sequences in slots and chunks of theirs.
           shape: [R, L] of the batch with its padding.
 
         Returns:
           [R, L, features] on the device in the language model's dtype, anything where a token is
           no patch; None if there is no patch at all.
         """
-        patches_of = [self._ids.of(chunk.tokens) for chunk in chunks]
+        patches_of = [self._ids.of(chunk.tokens) for _, chunk in batch.values()]
         needed = {
             number: sequence.pictures[number]
-            for sequence, patches in zip(batch.values(), patches_of, strict=True)
+            for (sequence, _), patches in zip(batch.values(), patches_of, strict=True)
             for _, number, _ in patches
         }
         if not needed:
@@ -123,7 +123,7 @@ class PictureFeatures:
             for position, number, patch in patches:
                 which[row, position], patch_of[row, position] = order[number], patch
         embedded = self._programs.place(self._run, features, which, patch_of)
-        for sequence, chunk in zip(batch.values(), chunks, strict=True):
+        for sequence, chunk in batch.values():
             self._release(sequence, chunk.end)
         self._drop()
         return embedded

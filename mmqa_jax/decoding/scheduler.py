@@ -11,7 +11,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import requests
-from mmqa_jax.decoding.chunks import Buckets, Chunk, split
+from mmqa_jax.decoding.chunks import Chunk, Chunking
 from mmqa_jax.decoding.image_tower import PatchIds
 from mmqa_jax.decoding.page_pool import Prefix
 from mmqa_jax.decoding.shaping import Grammars, ShapedAnswer
@@ -135,16 +135,15 @@ class TokenizedRequest:
         pictures: Pictures,
         tokenizer: requests.Tokenizer | None,
         end_ids: frozenset[int],
-        buckets: Buckets,
+        chunking: Chunking,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        sight: str = "causal",
         shaped: Callable[[], ShapedAnswer | None] = lambda: None,
     ):
         self.adapter, self.shaped = adapter, shaped
         self.original, self.prompt = original, tuple(prompt)
         self.tokenizer, self.end_ids = tokenizer, end_ids
-        chunks = split(prompt, buckets, adapter=adapter, sight=sight, prompt=len(prompt))
+        chunks = chunking.split(prompt, adapter=adapter, prompt=len(prompt))
         draws = 0 if original.beams else original.n  # beams take no slots, see BeamBatches
         self.sequences = [
             GeneratedSequence(self, draw, chunks, pictures, shifts) for draw in range(draws)
@@ -196,9 +195,8 @@ class ScoredSequence(SlotSequence):
       request: whose sequence it is.
       prompt: token ids.
       continuations: token ids of each, and where their scores go.
-      buckets: chunk sizes.
+      chunking: of its tokens.
       pictures, shifts, adapter: of the prompt.
-      sight: see `chunks.split`.
     """
 
     def __init__(
@@ -206,11 +204,10 @@ class ScoredSequence(SlotSequence):
         request: TokenizedScoring,
         prompt: Sequence[int],
         continuations: Sequence[Sequence[int]],
-        buckets: Buckets,
+        chunking: Chunking,
         pictures: Pictures,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        sight: str = "causal",
     ):
         trunk = len(prompt)
         tokens, begins = list(prompt), [0] * trunk
@@ -228,7 +225,7 @@ class ScoredSequence(SlotSequence):
             chunk
             if chunk.end <= trunk
             else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
-            for chunk in split(tokens, buckets, adapter=adapter, sight=sight, prompt=trunk)
+            for chunk in chunking.split(tokens, adapter=adapter, prompt=trunk)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
@@ -285,15 +282,14 @@ class TokenizedScoring:
         prompt: Sequence[int],
         continuations: Sequence[Sequence[int]],
         pictures: Pictures,
-        buckets: Buckets,
+        chunking: Chunking,
         length: int,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
-        sight: str = "causal",
         apart: bool = False,
     ):
         self.original, self._prompt_tokens = original, len(prompt)
-        most = min(buckets[-1], length - len(prompt))  # tokens after the prompt
+        most = min(chunking.buckets[-1], length - len(prompt))  # tokens after the prompt
         groups: list[list[Sequence[int]]] = []
         room = 0
         for continuation in continuations:
@@ -304,7 +300,7 @@ class TokenizedScoring:
             groups[-1].append(continuation)
             room -= encoded
         self.sequences = [
-            ScoredSequence(self, prompt, group, buckets, pictures, shifts, adapter, sight)
+            ScoredSequence(self, prompt, group, chunking, pictures, shifts, adapter)
             for group in groups
         ]
 
@@ -322,7 +318,7 @@ class RequestTokenizer:
     Args:
       tokenizer: for texts and stop strings.
       end_ids: tokens that end an answer.
-      vocab_size, length, buckets: of model and engine.
+      vocab_size, length, chunking: of model and engine.
       patches: of a model with pictures, None of a text-only one.
       adapters: names of adapters, from number 1 on.
       recurrent: whether the model has layers whose state has no branches.
@@ -335,7 +331,7 @@ class RequestTokenizer:
         end_ids: frozenset[int],
         vocab_size: int,
         length: int,
-        buckets: Buckets,
+        chunking: Chunking,
         patches: PatchIds | None,
         adapters: Sequence[str] = (),
         *,
@@ -345,8 +341,7 @@ class RequestTokenizer:
         self._recurrent, self._has_beams = recurrent, has_beams
         self._adapters = {"": 0} | {name: n for n, name in enumerate(adapters, start=1)}
         self._tokenizer, self._end_ids, self._patches = tokenizer, end_ids, patches
-        self._vocab_size, self._length, self._buckets = vocab_size, length, buckets
-        self._sight = "causal" if patches is None else patches.sight
+        self._vocab_size, self._length, self._chunking = vocab_size, length, chunking
         self._grammars = Grammars(tokenizer, end_ids)
 
     def tokenize(
@@ -379,8 +374,8 @@ class RequestTokenizer:
             raise UserError(
                 f"request {request.id!r}: stop strings need a tokenizer; give the engine one."
             )
-        sizes = self._tokenizer, self._end_ids, self._buckets
-        rest = shifts, adapter, self._sight, self._shaped(request, prompt)
+        sizes = self._tokenizer, self._end_ids, self._chunking
+        rest = shifts, adapter, self._shaped(request, prompt)
         return TokenizedRequest(request, prompt, pictures, *sizes, *rest)
 
     def _shaped(
@@ -412,8 +407,8 @@ class RequestTokenizer:
         longest = max(map(len, continuations))
         if len(prompt) + longest > self._length:
             raise requests.TooLong(request.id, len(prompt), longest, self._length)
-        sizes = self._buckets, self._length
-        rest = shifts, adapter, self._sight, self._recurrent
+        sizes = self._chunking, self._length
+        rest = shifts, adapter, self._recurrent
         return TokenizedScoring(request, prompt, continuations, pictures, *sizes, *rest)
 
     def _expand(

@@ -287,6 +287,9 @@ class Programs:
                 f"engine.page is {self.page}: expected at most the largest of engine.buckets = "
                 f"{config.buckets}, since a chunk of this model holds whole pictures; change one."
             )
+        # Whether rows of a batch of chunks may follow one another: each reads the cache after all
+        # have written to it, but states go from chunk to chunk.
+        self.joins_chunks = not (self.of_rows or self.recurrent)
         # Whether programs read the rows' own columns, of any number, and need not be told of them.
         self.reads_own = self.ragged or (device.platform == "cpu" and not self.of_rows)
         # A GPU waits for the host at each round of a loop, as over pages.
@@ -704,6 +707,11 @@ class SlotRunner:
         """Calls a program on the mesh: while it is traced, it asks for that one's platform."""
         with contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh):
             return program(*arguments)
+
+    @property
+    def joins_chunks(self) -> bool:
+        """Whether a batch may hold several chunks of a prompt."""
+        return self._programs.joins_chunks
 
     @property
     def rows(self) -> Sharding:

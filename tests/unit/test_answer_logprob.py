@@ -14,6 +14,7 @@ from openai_stub import Stub, answer
 from test_pica import EXAMPLES, QUERIES
 from test_shots import FakeEmbedder
 
+from mmqa_jax.decoding.chunks import Chunking
 from mmqa_jax.decoding.requests import Request, Result
 from mmqa_jax.decoding.scheduler import TokenizedRequest
 from mmqa_jax.papers.pica import answer_pica
@@ -41,7 +42,7 @@ def generated(pieces, stops, limit=99):
     """The engine's candidate where the model gives these pieces, and the pieces it had until
     then."""
     request = Request("q", (0,), limit, stop=stops, logprobs=True)
-    tokenized = TokenizedRequest(request, (0,), {}, Pieces(), frozenset((ID[END],)), (8,))
+    tokenized = TokenizedRequest(request, (0,), {}, Pieces(), frozenset((ID[END],)), Chunking((8,)))
     (sequence,) = tokenized.sequences
     for number, piece in enumerate(pieces):
         if sequence.append(ID[piece], -0.5 - number):
@@ -156,7 +157,7 @@ def test_the_authors_sum(pieces, last, form):
 
 def test_draws_are_ranked_by_their_texts():
     request = Request("q", (0,), 5, temperature=1.0, n=2, stop=("\n",))
-    tokenized = TokenizedRequest(request, (0,), {}, Pieces(), frozenset(), (8,))
+    tokenized = TokenizedRequest(request, (0,), {}, Pieces(), frozenset(), Chunking((8,)))
     for sequence, (first, end) in zip(
         tokenized.sequences, [((" in", -1.0), -0.1), ((" Paris", -0.5), -3.0)], strict=True
     ):

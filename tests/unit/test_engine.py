@@ -173,13 +173,32 @@ def test_those_that_decode_wait_for_one_batch_of_a_long_prompt(engine, monkeypat
         monkeypatch.setattr(engine._runner, name, watched)
     engine.forget()
     rng = np.random.default_rng(12)
-    short = [Request(n, rng.integers(8, 60, 5), 12) for n in range(3)]
+    # One of them ends soon, and the long one comes in its place.
+    short = [Request(n, rng.integers(8, 60, 5), 12 if n else 2) for n in range(4)]
     long = Request("long", rng.integers(8, 60, 140), 3)
     served(engine, [*short, long, *(Request(10 + n, [9 + n], 2) for n in range(4))])
     first = called.index("step")
     assert called.count("encode") - called[:first].count("encode") >= 3
     for one, other in zip(called[first:], called[first + 1 :], strict=False):
         assert (one, other) != ("encode", "encode")
+
+
+def test_chunks_of_a_prompt_fill_a_batch(engine, monkeypatch):
+    """A prompt alone takes as few batches as its tokens fill."""
+    batches = []
+    encode = engine._runner.encode
+
+    def watched(tokens, starts, ends, rows, *rest):
+        batches.append(
+            (tokens.shape[1], int(np.sum(rows < SIZES.slots)), int(np.sum(ends - starts)))
+        )
+        return encode(tokens, starts, ends, rows, *rest)
+
+    monkeypatch.setattr(engine._runner, "encode", watched)
+    engine.forget()
+    prompt = np.random.default_rng(13).integers(8, MODEL.vocab_size, 140)
+    served(engine, [Request(0, prompt, 2)])
+    assert batches == [(32, 2, 64), (32, 2, 64), (8, 2, 12)]  # length, rows that are used, tokens
 
 
 @contextlib.contextmanager

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqa_jax.decoding.chunks import prefix_keys, split
+from mmqa_jax.decoding.chunks import Chunking, prefix_keys
 from mmqa_jax.decoding.page_pool import PagePool
 
 
 def keys_of(tokens, buckets, unit, adapter=0):
-    return prefix_keys(split(tokens, buckets, adapter=adapter), unit)
+    return prefix_keys(Chunking(buckets).split(tokens, adapter=adapter), unit)
 
 
 def check(pool, size):
@@ -146,7 +146,7 @@ def test_placing_takes_no_longer_with_many_slots(length):
     tokens[:, :512] = tokens[0, :512]
     pool, seconds = PagePool(512, 512 * 9, 128, 512), []
     for row in tokens.tolist():
-        chunks = split(row, (128, 512))
+        chunks = Chunking((128, 512)).split(row)
         began = time.thread_time()
         placement = pool.place(prefix_keys(chunks, pool.unit), length + 64, length - 1)
         pool.encoded(placement.slot, length)
