@@ -98,6 +98,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=("captions", "pixels"),
         help="cited: how pictures are shown (captions)",
     )
+    parser.add_argument(
+        "--balanced",
+        action="store_true",
+        help="searched: as many conversations with one search as with two",
+    )
     flags.add_pages(parser, "folder, vidore (pictures): ")
 
     parser.add_argument(
@@ -125,6 +130,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         passage_words=arguments.passage_words,
         columns=arguments.columns,
         cited=_cited_options(arguments),
+        balanced=arguments.balanced,
     )
 
 

@@ -55,6 +55,7 @@ def prepare(
     passage_words: int | None = None,
     columns: str | None = None,
     cited: CitedOptions | None = None,
+    balanced: bool = False,
     flag: str = "--raw",
 ) -> dict[str, Any]:
     """Official files -> ArrayRecord in `out`; Atlas makes its official files in `out`/raw.
@@ -73,6 +74,7 @@ def prepare(
       unanswerable: of `atlas`, whether some questions of test have no answer in the collection.
       passage_words: of STREAMS but `dpr`, words of a passage, at most; None: 100.
       cited: of `cited`, how conversations are made of the corpus in `raw`; None: the defaults.
+      balanced: of `searched`, see searched.SearchedOptions.
       columns: of `hf` and `webdataset`, what their columns are; see row_files.parse_columns.
       flag: that named `raw`, for messages.
     """
@@ -122,6 +124,8 @@ def prepare(
             "--rankings, --top_k, --pictures: say which sources a conversation of `cited` shows; "
             "leave them out."
         )
+    if balanced and dataset != "searched":
+        raise UserError("--balanced: is of conversations of `searched`; leave it out.")
     roles = parse_columns(columns) if columns is not None else {}
     check_out(out, folder=True)
     if not overwrite:
@@ -155,7 +159,7 @@ def prepare(
             if dataset == "searched":
                 from mmqa_jax.runs.searched import SearchedOptions, prepare_searched
 
-                return prepare_searched(raw, out, SearchedOptions(), **options)
+                return prepare_searched(raw, out, SearchedOptions(balanced=balanced), **options)
             if has_pages:
                 options["pages"] = folder.pages
             if dataset in NAMES:

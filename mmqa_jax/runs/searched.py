@@ -8,15 +8,15 @@ leaves open. A question whose gold sources are all read ends in its answer; othe
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.corpus import Corpus, open_corpus
-from mmqa_jax.data.formats.chats import Conversation
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
+from mmqa_jax.data.formats.chats import MESSAGES, Conversation
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.schema import Question, source_text
 from mmqa_jax.data.text_analysis import Analyzer
@@ -35,10 +35,13 @@ class SearchedOptions:
     Attributes:
       top_k: sources of a search.
       searches: that a question may need.
+      balanced: of each split as many conversations with each number of searches, evenly over it; or
+        else what is rare is hardly learned.
     """
 
     top_k: int = at_least(1, 3)
     searches: int = at_least(1, 2)
+    balanced: bool = False
 
 
 def prepare_searched(
@@ -54,6 +57,8 @@ def prepare_searched(
     corpus = open_corpus(raw)
     left_out: Counter[str] = Counter()
     questions = list(_conversations(corpus, options, left_out))
+    if options.balanced:
+        questions = _balanced(questions)
     if not questions:
         raise UserError(
             f"--raw={raw}: no question has an answer and gold snippets that BM25 finds; prepare a "
@@ -96,6 +101,21 @@ def _conversations(
         last = f"{thought}\n<answer> {question.answers[0]} </answer>"
         messages.append({"role": "assistant", "content": last})
         yield Conversation(tuple(messages)).as_question(question.id, question.split)
+
+
+def _balanced(questions: Sequence[Question]) -> list[Question]:
+    """As many conversations of each length in a split, in the order of the questions."""
+    groups: defaultdict[str, defaultdict[int, list[Question]]]
+    groups = defaultdict(lambda: defaultdict(list))
+    for question in questions:
+        groups[question.split][len(question.extra[MESSAGES])].append(question)
+    chosen = {
+        question.id
+        for by_length in groups.values()
+        for group in by_length.values()
+        for question in evenly(group, min(map(len, by_length.values())))
+    }
+    return [question for question in questions if question.id in chosen]
 
 
 def _unusable(corpus: Corpus, question: Question) -> str:

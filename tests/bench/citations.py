@@ -6,8 +6,9 @@ positives, or where it has none (OpenStax's multiple choice, asked without its c
 with its answer word by word; an answer is right that has the keywords, or the answer. `ours` are
 citations by cause, `peer` those of the model itself. Precision and recall are of all answers, `gold`
 is the share of right ones that cite a gold passage. The threshold is chosen on val: the one of the
-highest F1 of right answers. `first` is the share of questions where a reader below the confidence
-in `at` is replaced by the passages' best sentence (MiniLM), and what is first is right.
+highest F1 of right answers. `first` (alone by `--only=first`) is the share of questions where a
+reader below the confidence in `at` is replaced by the passages' best sentence (MiniLM), and what is
+first is right.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def run(options: Options) -> dict[str, Any]:
     config = load_config(find_config("configs/prompt/default.py"), {"engine.length": 2048})
     llm = open_backend("engine", "smollm2", None, config, "--model")
     embedder, _ = open_text_embedder("minilm", Corpus([]))
+    kinds = ("asked",) if options.only == ("first",) else ("asked", "cause")
     rows: list[dict[str, Any]] = []
     support = sure = 0.0
     for split in ("val", "test"):
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
         seconds, predictions = {}, []
-        for kind in ("asked", "cause"):
+        for kind in kinds:
             if split == "test":  # nothing that was read before is reused
                 llm.engine.forget()
             reader = LLMReader(corpus, llm, LLMReaderOptions(citations=kind))
@@ -74,12 +76,12 @@ def run(options: Options) -> dict[str, Any]:
             support = max(_SUPPORTS, key=lambda value: _f1([f for f in facts if f["right"]], value))
             sure = max(_SURE, key=lambda value: _first(facts, value))
         right = [fact for fact in facts if fact["right"]]
-        about = {"answered": sum(bool(f["cause"]) for f in facts), "right": len(right)}
+        about = {"answered": sum(f["confidence"] > 0 for f in facts), "right": len(right)}
         for name, ours, peer, unit in (
             ("precision", *(_mean(facts, _precision, at) for at in (support, None)), ""),
             ("recall", *(_mean(facts, _recall, at) for at in (support, None)), ""),
             ("gold", *(_mean(right, _has_gold, at) for at in (support, None)), ""),
-            ("processor", seconds["cause"], seconds["asked"], "s"),
+            ("processor", seconds[kinds[-1]], seconds["asked"], "s"),
             ("first", _first(facts, sure), _first(facts, 0.0), ""),
         ):
             row = {"name": f"{split} {name}", "ours": round(ours, 3), "peer": round(peer, 3)}
@@ -98,6 +100,8 @@ def run(options: Options) -> dict[str, Any]:
                  "peer": None, "ratio": None, "unit": "", "floor": None, "at": value}
                 for value in _SURE
             ]  # fmt: skip
+    if len(kinds) == 1:
+        rows = [row for row in rows if " first" in row["name"]]
     return {"bench": "citations", "device": device_name(), "rows": rows}
 
 

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import decoder_cases
 import numpy as np
 import pytest
 import torch
@@ -148,6 +149,15 @@ MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
     **MORE["qwen3_moe"],
     "shared_expert_intermediate_size": 12,
 }
+# Families whose usual sizes are a large model's take those of their own test.
+_LARGE = (
+    *("glm", "hyperclovax", "iquestcoder", "internlm3", "cwm", "granite_swa", "granitemoe_swa"),
+    *("granitemoeshared", "qwen2_moe", "mellum", "flex_olmo", "minimax_m2", "solar_open", "hy_v3"),
+    *("exaone_moe", "afmoe", "lfm3", "vaultgemma"),
+)
+for _family in _LARGE:
+    _values = decoder_cases.CASES[_family].values
+    MORE[_family] = {key: x for key, x in _values.items() if key not in decoder_cases.TOKENS}
 
 
 def letters(bos: bool) -> Tokenizer:

@@ -66,7 +66,8 @@ def test_conversations_search_until_the_gold_sources_are_read(raw, tmp_path):
     assert messages[2]["content"].startswith("<information>Doc 1(Title: Peru) Internet addresses")
     assert messages[5]["content"].startswith("<think>Doc 1 says it.</think>")
     assert len(one.extra["messages"]) == 4
-    done("prepare", "searched", f"--raw={raw}", f"--out={tmp_path}", "--overwrite")
+    done("prepare", "searched", f"--raw={raw}", f"--out={tmp_path}", "--overwrite", "--balanced")
+    assert len(open_corpus(tmp_path).questions()) == 2  # one of each length
 
 
 def test_a_corpus_without_any_is_refused(raw, tmp_path, refused):

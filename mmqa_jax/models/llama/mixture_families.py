@@ -402,6 +402,7 @@ MIXTURES: Mapping[str, Family] = {
         },
         full_every=4,
         near_rotates=True,
+        scales_all=True,
         dense_first="num_dense_layers",
         tensors={
             "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
