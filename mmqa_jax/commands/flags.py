@@ -264,6 +264,13 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         help="with --data, what an answer cites: passages that it names itself, or those without "
         "which its sentences are less likely to the model (asked)",
     )
+    parser.add_argument(
+        "--quote_below",
+        type=float,
+        metavar="P",
+        help="with --data, the model's confidence (0 to 1) below which the passages' best sentence "
+        "stands before its words (0: never)",
+    )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
         "--reranker",
@@ -290,6 +297,7 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
 READING = (
     *("model", "backend", "pictures", "encoder", "pages", "ocr", "top_k", "least_similarity"),
     *("cache", "language", "stemming", "thinking", "max_new_tokens", "reranker", "citations"),
+    "quote_below",
 )
 
 
@@ -395,7 +403,7 @@ def reading_options(arguments: argparse.Namespace) -> tuple[AskOptions, LLMReade
         values = {name: getattr(arguments, name) for name in names}
         return {name: value for name, value in values.items() if value is not None}
 
-    retrieval = options_set("encoder", "top_k", "least_similarity", "reranker")
+    retrieval = options_set("encoder", "top_k", "least_similarity", "reranker", "quote_below")
     asking = AskOptions(**retrieval, words=analyzer(arguments))
     return asking, LLMReaderOptions(**options_set("pictures", "max_new_tokens", "citations"))
 

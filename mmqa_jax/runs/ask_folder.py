@@ -67,9 +67,6 @@ _TOLD = (
 )  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
-# Confidence of a reader in its answer below which the passages' best sentence stands before it: not
-# chosen on val yet, `python -m tests.bench citations` prints what each value gives.
-_SURE = 0.7
 _MOST_SOURCES = 1_000_000  # whose texts and vectors are held in memory
 _ANALYZER = Analyzer()
 # MiniLM's cosine of the nearest passage below which none answers a question, by the number of
@@ -102,6 +99,8 @@ class AskOptions:
       reranker: orders the best `candidates` passages anew; "": none does. A rerank run, the folder
         of a cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
       candidates: passages that it reads.
+      quote_below: the reader's confidence, 0 to 1, below which the passages' best sentence stands
+        before its words; 0: never (prompting/RESULTS.md: on Atlas it was no better on test).
     """
 
     encoder: str = MINILM
@@ -111,6 +110,7 @@ class AskOptions:
     words: Analyzer = _ANALYZER
     reranker: str = ""
     candidates: int = at_least(1, 20)
+    quote_below: float = 0.0
 
     def threshold(self, passages: int) -> float:
         """The least similarity in use with so many passages."""
@@ -293,7 +293,8 @@ class FolderAnswerer:
         answer = prediction.answer.strip()
         is_found = answer not in ("", NOT_FOUND)
         quote = None
-        if is_found and question.image is None and prediction.trace.get(CONFIDENCE, 1.0) < _SURE:
+        confidence = prediction.trace.get(CONFIDENCE, 1.0)
+        if is_found and question.image is None and confidence < self.options.quote_below:
             with turn():
                 quote = self._quote(question, passages)
         return FolderAnswer(answer, is_found, prediction, passages, quote)

@@ -42,7 +42,7 @@ def test_an_unsure_reader_is_quoted_first(tmp_path, monkeypatch, confidence, is_
     folder.mkdir()
     (folder / "a.pdf").write_bytes(pdf([[(10, 700, TEXT)]]))
     corpus = open_folder(folder)
-    options = AskOptions(least_similarity=-1.0)
+    options = AskOptions(least_similarity=-1.0, quote_below=0.7)
     answer = FolderAnswerer(corpus, Reader(confidence), options).answer("When to wash the filter?")
     quoted = answer.quoted(corpus)
     assert (answer.text, quoted is not None) == ("Monday.", is_quoted)
