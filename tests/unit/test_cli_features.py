@@ -210,7 +210,7 @@ def test_a_kill_between_the_last_shard_and_the_manifest(detector, tmp_path, monk
         with pytest.raises(Killed):
             write_regions(named(), detector, tmp_path, options)
     finishes = "7 of 7 items are done; start its command again, which finishes the records.\n"
-    assert mmqa("status", tmp_path).out.endswith(finishes)
+    assert mmqa("status", tmp_path).out.endswith(f"{finishes}no process is at work on it.\n")
     write_regions(named(fail_at="0"), detector, tmp_path, options)  # nothing is encoded again
     assert done("status", tmp_path)["complete"]
 
