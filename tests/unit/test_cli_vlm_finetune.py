@@ -194,9 +194,11 @@ def test_wrong_configs(inputs, tmp_path, changes, message):
 
 
 def test_other_models_are_refused(inputs, tmp_path, refused):
-    """A text-only one and a LLaVA, by their config.json alone."""
-    for name, found in (("llm", "llama"), ("llava", "llava")):
+    """A text-only one, and a LLaVA with a key of Qwen-VL's, by their config.json alone."""
+    for name, model_type, message in (
+        ("llm", "llama", "llm: holds a llama, a qwen_vl was expected; name a Qwen-VL"),
+        ("llava", "llava", "model.vision.max_pixels: the weights of init=.*llava decide it"),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": found}))
-        message = rf"init=.*{name}: holds a {found}, a qwen_vl was expected; name a Qwen-VL"
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": model_type}))
         refused(*flags_of(inputs, tmp_path / "run", init=tmp_path / name), message=message)
