@@ -41,7 +41,7 @@ from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
 from mmqa_jax.prompting.backends.t5 import mesh_of
-from mmqa_jax.tasks.base_llm import SCRATCH, base_path
+from mmqa_jax.tasks.base_llm import SCRATCH, base_path, kind_of_base
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions
 from mmqa_jax.tasks.task import Task
@@ -336,13 +336,16 @@ def _with_preset(config: ConfigDict, model: str | None) -> ConfigDict:
                 "language_model, vision_language or seq2seq; leave it out."
             )
         return config
-    entry = architecture(kind.architecture)
+    family = kind.architecture
+    if not isinstance(family, str):  # that of `init`; the sizes that have names are a Qwen-VL's
+        family = (kind_of_base(config.init) if Path(config.init).exists() else "") or "qwen_vl"
+    entry = architecture(family)
     named, known = model or config.init, entry.part("presets") or {}
     if named == SCRATCH:
         return config
     if model is None and named not in known:
         try:
-            base_path(named, kind.architecture)
+            base_path(named, family)
         except UserError as error:
             if Path(named).exists():  # and is something else
                 raise
