@@ -145,7 +145,9 @@ def test_responses_call_functions(client):
         {"type": "function_call", "call_id": call.call_id, "name": "now", "arguments": "{}"},
         {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"},
     ]
-    reply = client.responses.create(**{**options, "input": answered, "max_output_tokens": 20})
+    reply = client.responses.create(
+        **{**options, "input": answered, "max_output_tokens": 2, "temperature": 0}
+    )
     assert reply.status == "incomplete"
     events = list(client.responses.create(**options, tools=tools, tool_choice={"type": "function", "name": "now"}, stream=True))  # fmt: skip
     done = [event for event in events if event.type == "response.function_call_arguments.done"]
