@@ -74,6 +74,9 @@ class Trace(TypedDict, total=False):
     not_found: bool  # no source answers, as the model says
     uncited: bool
     wrong_citations: int  # markers that name no source
+    turns: list[dict[str, Any]]  # of a model that searches, see search_loop.Turn.record
+    searches: int  # that it made
+    incomplete: list[str]  # why an answer is empty or cut
 
 
 class FewShot(NamedTuple):

@@ -48,7 +48,8 @@ class RemoteRecords:
     """The records of several files in order, by number. Safe to share between threads."""
 
     def __init__(self, shards: Sequence[RemoteShard]):
-        import_optional("zstandard", f"{shards[0].name}:", scheme_of(shards[0].name) or "gs")
+        if shards:
+            import_optional("zstandard", f"{shards[0].name}:", scheme_of(shards[0].name) or "gs")
         self._shards = shards
         self._firsts = np.cumsum([0, *(shard.records for shard in shards)])
         self._most_bytes = _most_bytes()
