@@ -40,7 +40,7 @@ class Shown:
     def look_ahead(self, shown: Sequence[Sequence[str]]) -> None:
         pass
 
-    def pixels(self, name: str) -> np.ndarray:
+    def pixels(self, name: str, alone: bool = True) -> np.ndarray:
         return PIXELS[name]
 
 
