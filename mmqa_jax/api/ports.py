@@ -75,7 +75,7 @@ class LoadedModel:
 
     @functools.cached_property
     def tokenizer(self) -> TextTokenizer:
-        """Of a language model."""
+        """The tokenizer of a language model; UserError for another one."""
         self._check_writes("tokens")
         return open_text_tokenizer(self.path)
 

@@ -31,6 +31,7 @@ from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_lines
 from mmqa_jax.evaluation.scores import groups_by
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+from mmqa_jax.evaluation.text_answers import tagged_answer
 from mmqa_jax.evaluation.vqa import has_answers, squad_contained, squad_exact_match
 
 EXACT, CONTAINED = "fvqa/em", "fvqa/sub_em"
@@ -42,7 +43,6 @@ MATERIALS = (
 )
 _SPLITS = ("train", "test")
 _NEEDED = ("data_id", "prompt", "reward_model")
-_BEGIN, _END = "<answer>", "</answer>"
 
 
 def read_fvqa(folder: Path) -> official.BenchmarkFiles:
@@ -99,15 +99,10 @@ def _candidates(reward: official.Entry) -> Sequence[str]:
     return answers
 
 
-def final_answer(response: str) -> str:
-    """What stands in a response's last `<answer> ... </answer>`; all of one without."""
-    answer, start = response, 0
-    while (begin := response.find(_BEGIN, start)) >= 0:
-        end = response.find(_END, begin)
-        if end < 0:
-            break
-        answer, start = response[begin + len(_BEGIN) : end], end + len(_END)
-    return answer.strip()
+def _final(response: str) -> str:
+    """Returns the last answer in tags of a response, or the whole of one without."""
+    answer = tagged_answer(response)
+    return (response if answer is None else answer).strip()
 
 
 def score_fvqa(questions: Sequence[Question], predictions: Sequence[Prediction]) -> Evaluation:
@@ -115,7 +110,7 @@ def score_fvqa(questions: Sequence[Question], predictions: Sequence[Prediction])
     scored = scored_split(questions, predictions, has_answers, "a published answer")
     rules = {EXACT: squad_exact_match, CONTAINED: squad_contained}
     scores = {
-        name: scored.values(lambda q, p, rule=rule: rule(final_answer(p.answer), q.answers))
+        name: scored.values(lambda q, p, rule=rule: rule(_final(p.answer), q.answers))
         for name, rule in rules.items()
     }
     return scored.evaluation(scores, groups_by(scored.counted, lambda q: q.category))

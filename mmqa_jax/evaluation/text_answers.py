@@ -15,6 +15,8 @@ from word2number import w2n
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.multiple_choice import LETTERS
 
+_ANSWER, _ANSWER_END = "<answer>", "</answer>"
+
 # MMMU's open questions (MMMU-Benchmark/MMMU, mmmu/utils/eval_utils.py).
 
 _DECIMALS = 2
@@ -128,6 +130,20 @@ def _option(answer: str, choices: Sequence[str], *, ignore_empty: bool) -> str |
     if len(answer) == 1 and answer in LETTERS[: len(choices)]:
         return choices[LETTERS.index(answer)]
     return min(choices, key=lambda choice: edit_distance(answer, choice))
+
+
+def tagged_answer(response: str) -> str | None:
+    """Returns the text in a response's last `<answer>...</answer>`; None: it has no whole one.
+
+    As MMSearch-R1's `extract_solution`: tags pair up from the left, each with the next end.
+    """
+    answer, start = None, 0
+    while (begin := response.find(_ANSWER, start)) >= 0:
+        end = response.find(_ANSWER_END, begin)
+        if end < 0:
+            break
+        answer, start = response[begin + len(_ANSWER) : end], end + len(_ANSWER_END)
+    return None if answer is None else answer.strip()
 
 
 def edit_distance(first: str, second: str) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
+from mmqa_jax.evaluation.text_answers import tagged_answer
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import search_loop
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Picture, Query
@@ -75,7 +76,7 @@ class SearchR1Style:
         return text, Action("invalid")
 
     def _returned(self, turn: search_loop.Turn) -> str:
-        """What follows a turn: results, or that its action is none."""
+        """Returns the text behind a turn: results, or that its action is none."""
         if turn.ranking is None:
             return load_template("search_r1.invalid").render((), {})
         template = load_template("search_r1.results")
@@ -150,11 +151,7 @@ class MMSearchR1Style:
         if written.endswith("</text_search>"):
             query = written.removesuffix("</text_search>").rpartition("<text_search>")[2].strip()
             return text, Action("search_texts", query) if query else Action("answer")
-        before, _, rest = text.rpartition("<answer>")
-        answer, closed, _ = rest.partition("</answer>")
-        if not closed and "<answer>" in before:  # the last one that is whole
-            answer, closed, _ = before.rpartition("<answer>")[2].partition("</answer>")
-        return text, Action("answer", answer.strip() if closed else "")
+        return text, Action("answer", tagged_answer(text) or "")
 
     def _picture(self, question: Question) -> list[Picture]:
         data = self.corpus.question_picture(question)

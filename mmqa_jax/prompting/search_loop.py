@@ -25,7 +25,7 @@ TURNS = "turns"  # key of a trace
 
 
 class Action(NamedTuple):
-    """What the model does in a turn.
+    """An action says what the model does in a turn.
 
     Attributes:
       kind: it searches by a text of its own, searches with the question's picture, answers, or
@@ -142,10 +142,10 @@ class Style(Protocol):
     """A paper's prompts and actions."""
 
     def query(self, episode: Episode, query_id: Any) -> Query:
-        """What the model is asked in its next turn."""
+        """Returns the query of the model's next turn."""
 
     def read(self, text: str, *, stopped: bool) -> tuple[str, Action]:
-        """What the model wrote, as the next turn shows it, and its action in it.
+        """Returns what the model wrote, as the next turn shows it, and its action in it.
 
         Args:
           stopped: it was ended at a stop string, which `text` lacks.

@@ -149,7 +149,7 @@ def _search(corpus: Corpus, episodes: Sequence[Episode], options: SearchedOption
 
 
 def _query(corpus: Corpus, episode: Episode) -> tuple[str, str]:
-    """What is searched for next, and the thought before it."""
+    """Returns the next query, and the thought before it."""
     question = episode.question
     gold = next((name for name in episode.read if name in question.positives), None)
     if gold is None:

@@ -14,6 +14,7 @@ from tiny_llm import make_engine, tiny_backend
 
 import mmqa_jax as mmqa
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.evaluation.text_answers import tagged_answer
 from mmqa_jax.papers.search_r1 import (
     MMSearchR1Style,
     SearchR1Style,
@@ -28,6 +29,7 @@ from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
 SEARCH_R1 = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)  # postprocess_predictions
+ANSWERS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)  # extract_solution
 TEXTS = ["Wash the filter every week.", "The pump is on the left.", "A plan of the house."]
 
 
@@ -84,6 +86,8 @@ def test_actions_are_read_as_the_authors_read_them(corpus):
         if expected == ("search_texts", ""):
             expected = Action("invalid")
         assert style.read(text, stopped=False) == (text, expected), text
+        last = [match[1].strip() for match in ANSWERS.finditer(text)]
+        assert tagged_answer(text) == (last[-1] if last else None), text
     assert style.read("<answer> x", stopped=True) == ("<answer> x</answer>", Action("answer", "x"))
     assert style.read("<search> x", stopped=True)[1] == Action("search_texts", "x")
 
