@@ -354,6 +354,11 @@ def open_reranker(
     if isinstance(llm, str | os.PathLike):
         if folder := published_folder(Path(llm), "open_reranker: model"):
             return open_cross_encoder(folder, corpus)
+        if os.sep in str(llm) and not Path(llm).exists():
+            raise UserError(
+                f"open_reranker: {str(llm)!r}: no such file or folder; check the path, or give an "
+                "opened language model."
+            )
         raise TypeError(
             f"open_reranker: {str(llm)!r} is a name, an opened model was expected; open it with "
             f"open_llm({str(llm)!r}), which a reader can share."

@@ -308,6 +308,11 @@ def check_reading(arguments: argparse.Namespace) -> None:
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
     check_at_least_1(arguments, "max_new_tokens")
+    if arguments.quote_below is not None and not 0 <= arguments.quote_below <= 1:
+        raise UserError(
+            f"--quote_below={arguments.quote_below:g}: a confidence from 0 (never) to 1 (always) "
+            "was expected; change it."
+        )
     if arguments.reranker is not None and not Path(arguments.reranker).is_dir():
         from mmqa_jax.weights.hub import is_hub_name
 

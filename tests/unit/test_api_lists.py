@@ -133,6 +133,7 @@ def refusals():
         "a number": (lambda: mmqa.embed(["a", 7]), mistyped, r"items\[1\] is int"),
         "side": (lambda: mmqa.embed(["a"], side="query"), wrong, "use source or question"),
         "empty query": (lambda: mmqa.rerank(" ", ["a"], "x"), wrong, "the query is empty"),
+        "no such reranker": (lambda: mmqa.rerank("a", ["b"], "/nowhere"), wrong, "'/nowhere': no such file or folder"),
         "top_k": (lambda: mmqa.rerank("a", ["a"], "x", top_k=-1), wrong, "top_k=-1"),
         "no references": (lambda: mmqa.evaluate({}, {}), wrong, "references are a dict"),
         "without queries": (lambda: mmqa.evaluate(OneSearch(), GOLD), mistyped, "a retriever needs `queries`"),
