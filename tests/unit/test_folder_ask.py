@@ -242,7 +242,9 @@ def test_ask_prints_the_credits_once(opened, tmp_path):
 
 def test_ask_prints_the_answer_and_its_sources(opened, folder):
     (folder / "empty.pdf").write_bytes(b"")
-    ended = succeeded("ask", f"--data={folder}", "--json", "When to wash the filter?")
+    ended = succeeded(
+        "ask", f"--data={folder}", "--json", "--quote_below=1", "When to wash the filter?"
+    )
     value = ended.value
     assert list(value) == ["question", "answer", "found", "sources", "seconds", "quote"]
     assert "filter" in value["quote"]["text"]  # before words of which the model is not sure
@@ -294,6 +296,7 @@ def test_what_cannot_be_asked(refused, tmp_path):
     refused("ask", empty, "Why?", message="no documents and no pictures")
     refused("ask", empty, "--workdir=x", "Why?", message="--data and --workdir: .* leave one")
     refused("ask", empty, "--top_k=0", "Why?", message="--top_k=0: at least 1")
+    refused("ask", empty, "--quote_below=2", "Why?", message="--quote_below=2: a confidence from 0")
     refused("ask", "--model=smollm2", "Why?", message="--model: a demo answers with its own models")
     refused("ask", empty, " ", message="the question is empty")
     refused(*("ask", empty, "--pages=both", "Why?"), message="--pages=both: .*the encoder minilm")
