@@ -25,6 +25,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="compare the other runs with the first, instead of every pair",
     )
     parser.add_argument(
+        "--pairs",
+        action="store_true",
+        help="compare the second run with the first, the fourth with the third, and so on; the "
+        "pairs may be of several data sets",
+    )
+    parser.add_argument(
         "--shared",
         action="store_true",
         help="compare on the questions that all runs were scored on",
@@ -37,18 +43,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Compares the runs and prints the tables."""
-    from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
+    from mmqa_jax.core.errors import UserError
+    from mmqa_jax.evaluation.compare import compare_pairs, compare_runs, compare_tables, read_run
     from mmqa_jax.evaluation.tables import show
 
+    if arguments.pairs and (arguments.report or arguments.against_first):
+        raise UserError("--pairs: takes neither --report nor --against_first; leave them out.")
     if arguments.report:
         from mmqa_jax.runs.reports.comparison import check_number, write_comparison
 
         check_number(len(arguments.workdirs))
         check_out(Path(arguments.report), flag="--report")
     runs = [read_run(Path(folder)) for folder in arguments.workdirs]
-    compared = compare_runs(
-        runs, arguments.metric, against_first=arguments.against_first, shared=arguments.shared
-    )
+    metric, shared = arguments.metric, arguments.shared
+    if arguments.pairs:
+        compared = compare_pairs(runs, metric, shared=shared)
+    else:
+        first = arguments.against_first
+        compared = compare_runs(runs, metric, against_first=first, shared=shared)
     if arguments.report:
         write_comparison(Path(arguments.report), runs, compared)
         compared["report"] = arguments.report

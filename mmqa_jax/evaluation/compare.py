@@ -142,10 +142,7 @@ def compare_runs(
             pair |= {"p": p_value, "log10_p": logarithm, "test": "McNemar"}
             pair["p_bootstrap"] = bootstrap.p_value
         pairs.append(pair)
-    for pair, corrected in zip(
-        pairs, significance.holm([pair["p"] for pair in pairs]), strict=True
-    ):
-        pair |= {"p": max(pair["p"], _LEAST_P), "p_holm": max(corrected, _LEAST_P)}
+    pairs = _holm(pairs)
     summaries = []
     for run in runs:
         x = aligned[run.name]
@@ -160,8 +157,38 @@ def compare_runs(
     return {"metric": metric, "against_first": against_first, "runs": summaries, "pairs": pairs}
 
 
+def compare_pairs(
+    runs: Sequence[ScoredRun], metric: str | None = None, *, shared: bool = False
+) -> dict[str, Any]:
+    """Compares the second run with the first, the fourth with the third, and so on.
+
+    Each pair has its own questions, of one data set or of several; p_holm is corrected over all of
+    these pairs. The result is that of `compare_runs`, with `by_pairs` true; a run in several pairs
+    is summarized once.
+    """
+    if not runs or len(runs) % 2:
+        raise UserError(
+            f"--pairs: {len(runs)} workdirs are no pairs; name two for each, the one that is "
+            "compared with first."
+        )
+    compared = [
+        compare_runs(runs[n : n + 2], metric, against_first=True, shared=shared)
+        for n in range(0, len(runs), 2)
+    ]
+    metrics = list(dict.fromkeys(of_pair["metric"] for of_pair in compared))
+    if len(metrics) > 1:
+        raise UserError(
+            f"--pairs: the pairs are scored by {' and by '.join(metrics)}; give --metric one that "
+            "all have."
+        )
+    summaries = {run["name"]: run for of_pair in compared for run in of_pair["runs"]}
+    pairs = _holm([pair for of_pair in compared for pair in of_pair["pairs"]])
+    found = {"metric": metrics[0], "against_first": False, "by_pairs": True}
+    return {**found, "runs": list(summaries.values()), "pairs": pairs}
+
+
 def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
-    """The result of `compare_runs` as tables: the runs, then the pairs."""
+    """The result of `compare_runs` or `compare_pairs` as tables: the runs, then the pairs."""
     used, counts = llm_columns(compared["runs"])
     runs: list[list[Cell]] = [
         [run["name"], run["n"], significance.Interval(run["score"], *run["interval"]), *asked]
@@ -178,10 +205,20 @@ def compare_tables(compared: Mapping[str, Any]) -> list[Table]:
         for pair in compared["pairs"]
     ]
     corrected = "the pairs with the first run" if compared["against_first"] else "all pairs"
+    corrected = "these pairs" if compared.get("by_pairs") else corrected
     note = f"95% intervals, bootstrap over questions; two-sided p, Holm-corrected over {corrected}."
     return [
         Table(compared["metric"], ("run", "n", "score", *used), runs),
         Table("Differences", ("pair", "difference", "p", "p, Holm", "test"), pairs, note),
+    ]
+
+
+def _holm(pairs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Pairs with their p-values beside those corrected over all of them."""
+    corrected = significance.holm([pair["p"] for pair in pairs])
+    return [
+        pair | {"p": max(pair["p"], _LEAST_P), "p_holm": max(of_all, _LEAST_P)}
+        for pair, of_all in zip(pairs, corrected, strict=True)
     ]
 
 

@@ -2,37 +2,41 @@
 
 python -m tests.bench.tuned_encoders DATA NAME=MODEL NAME=MODEL ... [--questions=N] [--sources=N]
 
-MODEL is what `mmqa embed --model` takes, or MODEL+RERANKER+WEIGHT: the reranker (`mmqa rerank
---model`) orders the first sources of the encoder by its log-odds and WEIGHT times the encoder's
-score. Questions lie evenly over the split; they search their own gold sources and negatives with
-further sources, evenly over the corpus.
+MODEL is what `mmqa embed --model` takes, or MODEL+RERANKER: the reranker (`mmqa rerank --model`)
+orders the first sources of the encoder by its log-odds and a weight times the encoder's score. The
+weight is the one of _WEIGHTS with the best mean reciprocal rank on the split val; MODEL+RERANKER+W
+gives it. Questions lie evenly over the split; they search their own gold sources and negatives with
+further sources, evenly over the corpus. With --keep each model is a folder there that `mmqa compare`
+reads; --pairs of that corrects over several data sets.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
-from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.data.schema import Ranking
 from mmqa_jax.evaluation.compare import ScoredRun, compare_runs, compare_tables
 from mmqa_jax.evaluation.tables import show
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import dense_retriever
-from mmqa_jax.retrieval.rankings import find_candidates
+from mmqa_jax.retrieval.rankings import by_score, find_candidates
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.tasks.rerank import open_reranker
 from mmqa_jax.tasks.task import part_of
 
 _TOP = 50  # sources of a ranking; a gold one behind them counts as none
+_WEIGHTS = (0.0, *(2.0**power for power in range(9)))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints each encoder's mean reciprocal rank and the differences from the first encoder."""
+    """Prints each model's mean reciprocal rank and the differences from the first model."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data")
     parser.add_argument("models", nargs="+", metavar="NAME=MODEL")
@@ -40,72 +44,114 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=400)
     parser.add_argument("--sources", type=int, default=1000)
     parser.add_argument("--reranked", type=int, default=10, help="first sources that are reranked")
+    parser.add_argument("--keep", type=Path, help="folder of a folder for each model")
     arguments = parser.parse_args(argv)
     corpus = open_corpus(arguments.data)
-    asked = [question for question in corpus.questions(arguments.split) if question.positives]
-    questions = evenly(asked, arguments.questions)
-    own = [row for question in questions for row in corpus.candidates(question)]
-    pool = part_of(corpus, [*own, *evenly(range(len(corpus)), arguments.sources)])
+    samples = {
+        split: Sample(corpus, split, arguments.questions, arguments.sources, arguments.reranked)
+        for split in ("val", arguments.split)
+    }
+    asked = samples[arguments.split]
     runs = []
     for named in arguments.models:
         name, _, model = named.partition("=")
-        values = reciprocal_ranks(model, questions, pool, arguments.reranked)
+        values = reciprocal_ranks(model, asked, samples["val"])
         scores = {"mrr": sum(values.values()) / len(values)}
         described = {"dataset": arguments.data, "split": arguments.split, "scores": scores}
         of_questions = {question: {"mrr": value} for question, value in values.items()}
         runs.append(ScoredRun(name, described, of_questions))
-    print(f"{len(questions)} questions search {len(pool)} sources")
+        if arguments.keep is not None:
+            keep(runs[-1], arguments.keep / name)
+    print(f"{len(asked.questions)} questions search {len(asked.pool)} sources")
     for table in compare_tables(compare_runs(runs, "mrr", against_first=True)):
         show(table)
 
 
-def reciprocal_ranks(
-    model: str, questions: Sequence[Question], pool: Corpus, first: int
-) -> dict[str, float]:
-    """By question: 1 / the rank of its first gold source, 0 behind the first _TOP."""
-    encoder, _, reranker = model.partition("+")
-    rankings = found(Path(encoder), questions, pool)
-    if reranker:
-        place, _, weight = reranker.partition("+")
-        rankings = reordered(Path(place), float(weight or 0), questions, rankings, pool, first)
-    values = {}
-    for question, ranking in zip(questions, rankings, strict=True):
-        ranks = [n for n, name in enumerate(ranking.sources, 1) if name in question.positives]
-        values[question.id] = 1 / ranks[0] if ranks else 0.0
-    return values
+class Sample:
+    """Questions of a split and the sources that they search.
+
+    Args:
+      count: of the questions, evenly over the split.
+      sources: of the corpus that are searched beside the questions' own.
+      reranked: the first sources of a ranking that rerankers order.
+    """
+
+    def __init__(self, corpus: Corpus, split: str, count: int, sources: int, reranked: int):
+        asked = [question for question in corpus.questions(split) if question.positives]
+        self.questions = evenly(asked, count)
+        own = [row for question in self.questions for row in corpus.candidates(question)]
+        self.pool = part_of(corpus, [*own, *evenly(range(len(corpus)), sources)])
+        self._reranked = reranked
+        self._found: dict[str, list[Ranking]] = {}
+        self._odds: dict[tuple[str, str], list[Ranking]] = {}
+
+    def found(self, encoder: str) -> list[Ranking]:
+        """The first _TOP sources by an encoder."""
+        if encoder not in self._found:
+            embedder, pictures = open_embedder(Path(encoder), self.pool)
+            vectors = embedder.embed_rows(self.pool, pictures, range(len(self.pool)))
+            index = ExactIndex(Embeddings(vectors, "", self.pool.fingerprint))
+            retriever = dense_retriever(self.pool, embedder, index, pictures)
+            self._found[encoder] = find_candidates(self.questions, retriever, _TOP)
+        return self._found[encoder]
+
+    def reordered(self, encoder: str, reranker: str, weight: float) -> list[Ranking]:
+        """These rankings with their first sources in the order of a reranker."""
+        heads, key = [self._head(x) for x in self.found(encoder)], (encoder, reranker)
+        if key not in self._odds:
+            model = open_reranker(Path(reranker), self.pool)
+            self._odds[key] = model.score(self.questions, heads)
+        made = []
+        for ranking, head, judged in zip(self.found(encoder), heads, self._odds[key], strict=True):
+            odds = dict(zip(judged.sources, _log_odds(judged.scores), strict=True))
+            pairs = zip(head.sources, head.scores, strict=True)
+            best = by_score(head.question_id, {x: odds[x] + weight * y for x, y in pairs}).sources
+            behind = ranking.sources[len(best) :]
+            none = (0.0,) * len(ranking.sources)
+            made.append(Ranking(ranking.question_id, (*best, *behind), none))
+        return made
+
+    def _head(self, ranking: Ranking) -> Ranking:
+        count = self._reranked
+        return Ranking(ranking.question_id, ranking.sources[:count], ranking.scores[:count])
+
+    def values(self, rankings: Sequence[Ranking]) -> dict[str, float]:
+        """By question: 1 / the rank of its first gold source, 0 behind the first _TOP."""
+        values = {}
+        for question, ranking in zip(self.questions, rankings, strict=True):
+            ranks = [n for n, name in enumerate(ranking.sources, 1) if name in question.positives]
+            values[question.id] = 1 / ranks[0] if ranks else 0.0
+        return values
 
 
-def found(model: Path, questions: Sequence[Question], pool: Corpus) -> list[Ranking]:
-    """The first _TOP sources by an encoder."""
-    embedder, pictures = open_embedder(model, pool)
-    vectors = embedder.embed_rows(pool, pictures, range(len(pool)))
-    index = ExactIndex(Embeddings(vectors, "", pool.fingerprint))
-    return find_candidates(questions, dense_retriever(pool, embedder, index, pictures), _TOP)
+def reciprocal_ranks(model: str, asked: Sample, val: Sample) -> dict[str, float]:
+    """By question: 1 / the rank of its first gold source; a weight that is not given is chosen on
+    `val`."""
+    encoder, *reranking = model.split("+")
+    if not reranking:
+        return asked.values(asked.found(encoder))
+    reranker, *given = reranking
+    weights = [float(weight) for weight in given] or _WEIGHTS
+    means = {
+        weight: float(np.mean([*val.values(val.reordered(encoder, reranker, weight)).values()]))
+        for weight in (weights if len(weights) > 1 else ())
+    }
+    if means:
+        alone = np.mean([*val.values(val.found(encoder)).values()])
+        shown = ", ".join(f"{weight:g}: {mean:.4f}" for weight, mean in means.items())
+        print(f"{model}: val, {alone:.4f} by the encoder alone; by weight {shown}")
+    weight = max(means, key=means.__getitem__) if means else weights[0]
+    return asked.values(asked.reordered(encoder, reranker, weight))
 
 
-def reordered(
-    model: Path,
-    weight: float,
-    questions: Sequence[Question],
-    rankings: Sequence[Ranking],
-    pool: Corpus,
-    first: int,
-) -> list[Ranking]:
-    """The rankings with their first sources in the order of a reranker."""
-    heads = [Ranking(x.question_id, x.sources[:first], x.scores[:first]) for x in rankings]
-    scored = open_reranker(model, pool).score(questions, heads)
-    made = []
-    for ranking, head, by_model in zip(rankings, heads, scored, strict=True):
-        odds = dict(zip(by_model.sources, _log_odds(by_model.scores), strict=True))
-        values = {
-            name: odds[name] + weight * score
-            for name, score in zip(head.sources, head.scores, strict=True)
-        }
-        best = sorted(values, key=lambda name: -values[name])
-        rest = ranking.sources[first:]
-        scores = (0.0,) * len(ranking.sources)
-        made.append(Ranking(ranking.question_id, (*best, *rest), scores))
-    return made
+def keep(run: ScoredRun, folder: Path) -> None:
+    """Writes the files that `mmqa compare` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines: list[Mapping[str, object]] = [
+        {"question_id": question, "scores": scores} for question, scores in run.per_question.items()
+    ]
+    write_jsonl(folder / "per_question.jsonl", lines)
+    write_json(folder / "scores.json", dict(run.scores))
 
 
 def _log_odds(scores: Sequence[float]) -> np.ndarray:

@@ -137,6 +137,31 @@ def test_against_the_first_run_alone(runs):
     assert "over the pairs with the first run" in mmqa("compare", *runs, "--against_first").out
 
 
+def test_pairs_of_several_data_sets(tmp_path, runs, refused):
+    """p is that of each pair by itself, and corrected over both."""
+    base, better, _ = runs
+    webqa = [
+        write_run(tmp_path / name, {ACC: [1.0] * right + [0.0] * (30 - right)}, dataset="webqa")
+        for name, right in (("webqa_base", 5), ("webqa_better", 15))
+    ]
+    found = done("compare", base, better, *webqa, "--pairs")
+    named = [(pair["a"], pair["b"]) for pair in found["pairs"]]
+    assert named == [(str(better), str(base)), (str(webqa[1]), str(webqa[0]))]
+    assert [pair["difference"] for pair in found["pairs"]] == pytest.approx([0.2, 1 / 3])
+    assert [pair["p"] for pair in found["pairs"]] == pytest.approx([2 / 2**8, 2 / 2**10])
+    assert [pair["p_holm"] for pair in found["pairs"]] == pytest.approx([2 / 2**8, 4 / 2**10])
+    assert [run["n"] for run in found["runs"]] == [40, 40, 30, 30]
+    out = mmqa("compare", base, better, *webqa, "--pairs").out
+    assert "Holm-corrected over these pairs" in out
+    again = done("compare", base, better, better, runs[2], "--pairs")
+    assert len(again["runs"]) == 3, "a run in two pairs is summarized once"
+    refused("compare", *runs, "--pairs", message="3 workdirs are no pairs")
+    refused("compare", base, webqa[0], "--pairs", message="different values of dataset")
+    refused("compare", *webqa, "--pairs", "--against_first", message="takes neither --report")
+    other = [write_run(tmp_path / name, {F1: [1.0, 0.0]}) for name in ("other", "another")]
+    refused("compare", base, better, *other, "--pairs", message="scored by")
+
+
 def test_shared_questions(tmp_path, runs, refused):
     few = write_run(tmp_path / "few", {ACC: [1.0] * 4 + [0.0] * 12}, limit=16)
     refused("compare", runs[0], few, message="different values of limit")
