@@ -4,10 +4,9 @@
                --config.init=Qwen/Qwen2.5-VL-7B-Instruct --workdir=runs/vlm-finetune
 
 The run's folder, or its folder best, is then `--config.parts.llm.model` of a row and `--model` of
-`mmqa prompt`. `init` is any Qwen-VL that `mmqa prompt --model` takes, or (whole, by
---config.model.lora=None) a LLaVA-1.5 or LLaVA-OneVision. Other data are any that `mmqa prepare`
-wrote with questions and answers: ScienceQA, OK-VQA (whose questions have no rationales and no
-choices):
+`mmqa prompt`. `init` is any Qwen-VL that `mmqa prompt --model` takes, or (mode `llava`) a LLaVA-1.5
+or LLaVA-OneVision. Other data are any that `mmqa prepare` wrote with questions and answers:
+ScienceQA, OK-VQA (whose questions have no rationales and no choices):
 
     mmqa train --config=configs/aokvqa/vlm_finetune.py --config.data.dir=data/okvqa \\
                --config.examples.templates="('rmr.text',)" --config.validate.split=test \\
@@ -24,7 +23,7 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.core.config import config_beside
 
-MODES = ("full", "runlocal")
+MODES = ("full", "llava", "runlocal")
 
 
 def get_config(mode: str = "") -> ConfigDict:
@@ -32,9 +31,13 @@ def get_config(mode: str = "") -> ConfigDict:
 
     `full`: all parameters are trained, those of the tower too.
 
+    `llava`: a LLaVA's whole language model, the tower and the projector frozen.
+
     `runlocal`: a few steps of a tiny model from scratch, for tests.
     """
-    config = config_beside(__file__, "../scienceqa/rmr_finetune.py").get_config(mode)
+    config = config_beside(__file__, "../scienceqa/rmr_finetune.py").get_config(
+        "full" if mode == "llava" else mode
+    )
     config.task = "vision_language"
     config.model.tower = "trained" if mode == "full" else "frozen"
     # COCO's pictures as they are: up to 576 tokens of 28 x 28 pixels each.
@@ -47,8 +50,10 @@ def get_config(mode: str = "") -> ConfigDict:
     # Tokens beside those of a picture.
     config.batches.update({"length": 512, "targets": 256, "workers": 0})
     config.validate.shots = (0,)
-    if mode == "full":
+    if mode in ("full", "llava"):
         config.train.optimizer.learning_rate = 1e-5
+    if mode == "llava":  # its pictures have the size that its own files say
+        del config.model.vision["max_pixels"]
     elif mode == "runlocal":
         config.init = "scratch"
         config.model.changes.mrope = (2, 1, 1)

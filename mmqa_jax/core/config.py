@@ -236,6 +236,10 @@ def _override(config: ConfigDict, key: str, value: Any, file: Path, adds: bool) 
             known = flatten(config.to_dict())
             raise UserError(f"--config.{key}: {file} has no such key; {nearest(key, known)}")
         parent, section = section, section[part]
+    if isinstance(section, ConfigDict) and _literal(value) is None:  # what may be absent
+        with parent.unlocked(), parent.ignore_type():
+            parent[last] = None
+        return
     if isinstance(section, ConfigDict):
         inner = ", ".join(f"{key}.{name}" for name in section)
         raise UserError(f"--config.{key}: is a section, not a value; set one of {inner}.")

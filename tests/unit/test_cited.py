@@ -3,8 +3,9 @@
 import json
 
 import pytest
-from cli_runs import done, png
+from cli_runs import done, flags_with, png, rows_of
 from fake_llm import FakeLLM
+from tiny_llm import write_llava, write_onevision
 
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
@@ -86,6 +87,38 @@ def test_pictures_are_parts_of_the_message(raw, tmp_path):
     assert corpus.read_picture(picture) == open_corpus(raw).read_picture("flag.png")
     before = parts[parts.index({"type": "image", "image": picture}) - 1]["text"]
     assert before.rstrip().endswith("A red flag")
+
+
+@pytest.mark.parametrize("write", [write_llava, write_onevision])
+def test_llavas_learn_to_cite_sources_that_they_see(write, raw, tmp_path):
+    """From the corpus to a run whose weights `mmqa prompt` opens; letters are tokens here."""
+    done("prepare", "cited", f"--raw={raw}", f"--out={tmp_path / 'cited'}", "--pictures=pixels")
+    values = {
+        "data.dir": tmp_path / "cited", "init": write(tmp_path / "model", 2048),
+        "model.tower": "trained", "pictures.most": 1,
+        "batches.length": 1600, "batches.targets": 64, "batches.batch_size": 2,
+        "batches.threads": 0, "inference.batch_size": 2, "validate.split": "train",
+        "validate.metric": "log_likelihood", "train.steps": 6, "train.checkpoint_every": 3,
+        "train.log_every": 1, "train.evaluate_every": 3, "train.optimizer.learning_rate": 0.02,
+        "train.optimizer.warmup": 0.0,
+    }  # fmt: skip
+    done(*flags_with("train", "aokvqa/vlm_finetune.py:llava", tmp_path / "run", values))
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.1
+    first, last = [row["eval/log_likelihood"] for row in rows if "eval/log_likelihood" in row]
+    assert first < last < 0
+    (tmp_path / "flag.png").write_bytes(png((200, 30, 40)))
+    message = [{"type": "image", "image": "flag.png"}, {"type": "text", "text": "Which"}]
+    asked = {"id": "0", "messages": [{"role": "user", "content": message}]}
+    asked |= {"max_new_tokens": 4, "logprobs": True}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(asked))
+    flags = (f"--prompts={tmp_path / 'prompts.jsonl'}", f"--out={tmp_path / 'answers.jsonl'}")
+    sizes = {"slots": 1, "length": 128, "buckets": "(64,)", "prefill_tokens": 64}
+    engine = [f"--config.engine.{key}={value}" for key, value in sizes.items()]
+    done("prompt", *flags, f"--model={tmp_path / 'run'}", *engine)
+    (answer,) = rows_of(tmp_path / "answers.jsonl")
+    assert 0 < len(answer["logprobs"]) <= 4
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,12 @@ def test_an_override_may_add_a_key(file):
     refuses("has no such key", load_config, file, ["train.steps.more=5"], adds=True)
 
 
+def test_a_section_may_be_taken_out(file):
+    """What may be absent (model.lora) is; a task refuses the config without a section it needs."""
+    assert load_config(file, ["train=None"]).train is None
+    refuses("has no such key", load_config, file, ["train=None", "train.steps=5"])
+
+
 def test_overrides_as_list_reach_fields_derived_from_them(file):
     config = load_config(file, ["train.steps=500", "name=a=b"])
     assert (config.train.steps, config.warmup, config.name) == (500, 50, "a=b")

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.keys import publish_llava
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.onevision.keys import publish_onevision
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig
@@ -192,12 +193,12 @@ IN_PARTS = TEMPLATE.replace(
 )
 
 
-def write_onevision(folder: Path) -> Path:
+def write_onevision(folder: Path, positions: int = 512) -> Path:
     """Writes a tiny random LLaVA-OneVision as transformers would; a picture takes 5 tokens or more
     of two tiles."""
     first = len(LETTERS) + len(SPECIAL)
     llama = dataclasses.replace(
-        llama_config(first + 2, positions=512), family="qwen2", attention_bias=True, out_bias=False
+        llama_config(first + 2, positions), family="qwen2", attention_bias=True, out_bias=False
     )
     vision = SiglipVisionConfig(8, 4, width=16, layers=2, heads=2, mlp_width=20, head=False)
     config = OnevisionConfig(
@@ -207,14 +208,27 @@ def write_onevision(folder: Path) -> Path:
         video_token=first + 1,
         resolutions=((8, 8), (8, 16), (16, 8)),
     )
-    folder.mkdir()
     model = drawn(lambda: Onevision(config, rngs=nnx.Rngs()), 3, llama.init_stddev)
     published = publish_onevision(config, nnx.state(model))
+    return _write_in_parts(folder, published, ("<image>", "<video>"))
+
+
+def write_llava(folder: Path, positions: int = 512) -> Path:
+    """Writes a tiny random LLaVA-1.5 as transformers would; a picture takes 9 tokens."""
+    first = len(LETTERS) + len(SPECIAL)
+    vision = VisionConfig(
+        image_size=12, patch_size=4, width=24, layers=2, heads=2, mlp_width=20, embed_dim=16
+    )
+    config = LlavaConfig(vision, llama_config(first + 1, positions), image_token=first)
+    model = drawn(lambda: Llava(config, rngs=nnx.Rngs()), 3, config.llama.init_stddev)
+    return _write_in_parts(folder, publish_llava(config, nnx.state(model)), ("<image>",))
+
+
+def _write_in_parts(folder: Path, published: Any, marks: Sequence[str]) -> Path:
+    folder.mkdir()
     write_published(folder, published, more={"eos_token_id": END})
     tokenizer = letters()
-    tokenizer.add_special_tokens(
-        [AddedToken(token, normalized=False) for token in ("<image>", "<video>")]
-    )
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in marks])
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": IN_PARTS}))
     return folder
