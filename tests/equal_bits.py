@@ -15,8 +15,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
-from mmqa_jax.core.mesh import batch_sharding
+from mmqa_jax.core.mesh import EXACT_ON_CPU, batch_sharding
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.policy_scores import policy_logprobs
 from mmqa_jax.decoding.requests import Request, Scoring

@@ -26,9 +26,9 @@ from typing import Any, Literal, get_args
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.data.columns import columns_of, take_column
 from mmqa_jax.data.corpus import PictureOf, corpus_of_lists
 from mmqa_jax.data.folder import FolderOptions, Pages
+from mmqa_jax.data.formats.tables import columns_of, take_column
 from mmqa_jax.data.pictures.decode import decode, read_picture_file
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking, says_not_found
 from mmqa_jax.inference.cross_encoder import open_cross_encoder

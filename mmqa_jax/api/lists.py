@@ -23,8 +23,8 @@ from ml_collections import ConfigDict
 from mmqa_jax.api.answers import Answer, Retriever, open_reranker
 from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.data.columns import columns_of, take_column
 from mmqa_jax.data.corpus import Corpus, PictureOf, corpus_of_lists
+from mmqa_jax.data.formats.tables import columns_of, take_column
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.significance import bootstrap_interval

@@ -134,7 +134,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Finds the regions, or the missing ones; then exports and draws."""
     _check(arguments)
-    from mmqa_jax.data.region_exports import check_exports
+    from mmqa_jax.data.region_records import check_exports
 
     check_exports(arguments.export)
     result: dict[str, Any] = {}

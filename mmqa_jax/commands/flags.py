@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from mmqa_jax.core.chunks import Shard, launched_shard, parse_shard
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.shards import Shard, launched_shard, parse_shard
 
 if TYPE_CHECKING:
     from mmqa_jax.data.documents.ocr import PageReader

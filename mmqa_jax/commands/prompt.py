@@ -76,10 +76,10 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the prompts."""
     shard = flags.start(arguments, jax=arguments.backend == "engine")
     arguments = flags.fetched(arguments, STORE_INPUTS)
+    from mmqa_jax.core.chunks import WHOLE
     from mmqa_jax.core.config import load_config
     from mmqa_jax.core.files import check_out
     from mmqa_jax.core.host import cache_dir
-    from mmqa_jax.core.shards import WHOLE
     from mmqa_jax.prompting.backends.config import check_prompt_config, spans_processes
     from mmqa_jax.prompting.run import run_prompts
     from mmqa_jax.weights.hub import download_model

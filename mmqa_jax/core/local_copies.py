@@ -25,7 +25,7 @@ IN_STORE = "in_store.json"  # in a folder of a copy: its shards -> the object an
 _AT_ONCE = 8
 # Of a run's workdir, what other verbs do not read, or have copies of their own of.
 _NOT_COPIED = re.compile(rf"(?:checkpoints|{REGION_CACHE}|.*\.lock|.*\.claim)/|.*events\.out\.")
-# What is read a record at a time, by data.records.remote_records; texts are in memory as a whole.
+# What is read a record at a time, by data.records.corpus_records; texts are in memory as a whole.
 _SHARD = re.compile(r"((?:.*/)?(?:pictures|regions|grids))/([^/]+\.array_record-\d+)")
 
 

@@ -5,7 +5,7 @@ has no renaming, no appending, no locks and no folders, but it takes an object w
 and lists what is there. So outputs are written in place, object by object (`core.files`), with
 locks of their own (`core.locks`); and inputs, which libraries open as files or map into
 memory, are copied to this host first (`core.local_copies`), but for records of pictures, of which
-training reads ranges of bytes (`data.records.remote_records`).
+training reads ranges of bytes (`data.records.corpus_records`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.files import atomic_write
 from mmqa_jax.data import tokenizer_files
 from mmqa_jax.data.tokenizer_files import FILE, SPACE, panics_refused
-from mmqa_jax.data.truncation import Tokens, cut
 
 Kind = Literal["WordPiece", "CLIP", "SigLIP", "published"]
 Preprocessing = Literal["openai", "transformers"]  # whose code prepares CLIP's texts and pictures
@@ -587,3 +586,58 @@ def _bert_pipeline(model: models.WordPiece, lowercase: bool) -> Pipeline:
     if tokenizer.get_vocab_size():
         tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
+
+
+# How texts that are too long for a sequence are cut.
+
+
+Tokens = Sequence[int] | Int[np.ndarray, " N"]
+
+
+def coins(*ids: str) -> np.random.Generator:
+    """A generator that depends on `ids` (of question, source) alone.
+
+    So what an example loses at inference depends neither on batches and processes nor on where
+    an interrupted run resumed.
+    """
+    digest = hashlib.sha256("\0".join(ids).encode()).digest()
+    return np.random.default_rng(int.from_bytes(digest[:16], "little"))
+
+
+def cut(tokens: Tokens, budget: int, rng: np.random.Generator | None) -> Tokens:
+    """`tokens` cut to `budget`: each surplus token from head or tail with equal probability.
+
+    Without `rng` the tail is cut.
+    """
+    budget = max(budget, 0)
+    surplus = len(tokens) - budget
+    if surplus <= 0:
+        return tokens
+    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
+    return tokens[head : head + budget]
+
+
+def cut_before_end(tokens: Tokens, budget: int) -> Tokens:
+    """Cuts `tokens` to `budget` and keeps the last one: the end token is learned and read."""
+    return tokens if len(tokens) <= budget else [*tokens[: budget - 1], tokens[-1]]
+
+
+def cut_pair(
+    question: Tokens, answer: Tokens, budget: int, rng: np.random.Generator | None
+) -> tuple[Tokens, Tokens]:
+    """Question and answer cut as one text (see `cut`): its head is the question's."""
+    surplus = max(0, len(question) + len(answer) - budget)
+    head = int(rng.binomial(surplus, 0.5)) if rng is not None else 0
+    question = question[head:][:budget]  # a tail longer than the answer reaches the question
+    return question, answer[: max(0, budget - len(question))]
+
+
+def fair_shares(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shares of `budget` so that short texts stay whole and long ones get equal parts."""
+    shares = [0] * len(lengths)
+    rest = max(budget, 0)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
+    for served, index in enumerate(by_length):
+        shares[index] = min(lengths[index], rest // (len(lengths) - served))
+        rest -= shares[index]
+    return shares

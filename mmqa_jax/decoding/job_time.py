@@ -10,8 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from mmqa_jax.core.chips import Chip
-from mmqa_jax.core.links import near_seconds
+from mmqa_jax.core.chips import Chip, near_seconds
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import reached
 

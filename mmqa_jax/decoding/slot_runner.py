@@ -15,9 +15,15 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU, prompt_options
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import batch_blocks, batch_sharding, replicated, split_rows
+from mmqa_jax.core.mesh import (
+    EXACT_ON_CPU,
+    batch_blocks,
+    batch_sharding,
+    prompt_options,
+    replicated,
+    split_rows,
+)
 from mmqa_jax.decoding import kv_cache, layered_cache, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.chunks import Buckets

@@ -28,7 +28,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_jsonl
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.documents.places import shown_place
+from mmqa_jax.data.documents.document import shown_place
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import decoded

@@ -11,7 +11,7 @@ import numpy as np
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.evaluation.source_selection import Selection, tune_threshold
+from mmqa_jax.evaluation.webqa import Selection, tune_threshold
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import best_of, check_scores, ranking_of, ranking_row
 

@@ -32,8 +32,7 @@ from mmqa_jax.data.batches.packing import (
 )
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import TokenTable
-from mmqa_jax.data.truncation import coins
+from mmqa_jax.data.tokenizers import TokenTable, coins
 from mmqa_jax.models.vlp.network import VLPInputs
 
 

@@ -81,7 +81,7 @@ class FusionReader(ServedModel):
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
         """Answers every question from its passages, best first, in the formats of
-        `data.passage_texts`.
+        `data.formats.kat_knowledge`.
         """
         check_questions(questions, "FusionReader.read")
         batches = self.read_batches(questions, passages)

@@ -14,7 +14,7 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, ServedModel, loading_mesh
 from mmqa_jax.data.batches.seq2seq import target_arrays
-from mmqa_jax.data.pictures.vectors import PictureVectors
+from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.t5_generate import beam_search, score
 from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts

@@ -19,8 +19,7 @@ from mmqa_jax.core.serving import ServedModel
 from mmqa_jax.data.batches.packing import Example, Packed, RawExample, batch, clean
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.data.tokenizers import Tokenizer, TokenTable
-from mmqa_jax.data.truncation import coins
+from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, coins
 from mmqa_jax.inference.batches import coin_ids, rerank_pairs, vlp_inputs, warn_truncated
 from mmqa_jax.models.vlp.network import VLP, VLPInputs
 from mmqa_jax.models.vlp.two_sided import QuestionStates, SourceMemory, TwoSidedVLP

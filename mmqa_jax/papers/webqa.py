@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, select_sources
+from mmqa_jax.evaluation.webqa import CAPS, SELECTIONS, Cap, Select, select_sources
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.rankings import (
     Retriever,

@@ -23,9 +23,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.chips import Chip
+from mmqa_jax.core.chips import Chip, seconds_to_send, sent_bytes
 from mmqa_jax.core.flops import inner_jaxprs, times_run
-from mmqa_jax.core.links import seconds_to_send, sent_bytes
 from mmqa_jax.core.mesh import SEQUENCE
 
 Split = tuple[tuple[str, ...], ...]  # mesh axes that split each dimension of an array

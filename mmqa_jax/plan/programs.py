@@ -10,9 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -23,24 +23,48 @@ from ml_collections import ConfigDict
 from mmqa_jax.core import mesh as meshes
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import traced_flops
-from mmqa_jax.core.serving import AUTO, free_bytes, planned_batch_size, serving_mesh
+from mmqa_jax.core.mesh import batch_sharding, on_shardings, state_shardings
+from mmqa_jax.core.serving import AUTO, Serving, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.core.typed import nearest
+from mmqa_jax.data.detector_pictures import bucket, detector_size
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.sampling import SamplingParameters
 from mmqa_jax.decoding.slot_runner import page_of, pages_of_shard, slot_shards
 from mmqa_jax.decoding.t5_engine import room
 from mmqa_jax.decoding.t5_generate import draw
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
+from mmqa_jax.inference.region_detector import KINDS, DetectorKind, detector_cost, make_find
 from mmqa_jax.models.bart.network import Bart
-from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.bert import network as bert
+from mmqa_jax.models.bert.mpnet import MPNet
+from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, RotaryBert, rotary_config
+from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
+from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
+from mmqa_jax.models.encoders.text_encoders import for_reading
+from mmqa_jax.models.encoders.vlm_keys import for_encoding
+from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.experts import reached
+from mmqa_jax.models.modernbert.network import (
+    ModernBert,
+    ModernBertConfig,
+    modernbert_base,
+    modernbert_large,
+)
+from mmqa_jax.models.qwen_vl.network import QwenVLConfig
+from mmqa_jax.models.qwen_vl.presets import qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.models.t5.network import T5, Texts
-from mmqa_jax.plan import encoders
-from mmqa_jax.plan.detectors import DETECTORS, REGIONS, detector_program
-from mmqa_jax.plan.program import Program, shard_bytes, tree_bytes
+from mmqa_jax.plan.program import Planned, Program, shard_bytes, tree_bytes
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
 from mmqa_jax.prompting.backends.t5 import mesh_of
+from mmqa_jax.retrieval.embedder import (
+    FULL_LENGTH,
+    make_encode_text,
+    rows_of_length,
+)
+from mmqa_jax.retrieval.picture_batches import PicturePrompt, attended, prompt_batches
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path, kind_of_base
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions
@@ -49,6 +73,223 @@ from mmqa_jax.training.optimizer import make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, split_model
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.registry import architecture, architectures
+
+if TYPE_CHECKING:
+    from mmqa_jax.retrieval.embedder import TextEncoderConfig
+
+
+TEXTS = "texts"  # the program
+
+
+def _xlm_roberta(
+    base: Callable[..., bert.BertConfig], positions: int = 512
+) -> Callable[[], bert.BertConfig]:
+    """XLM-R's sizes: BERT's with a larger vocabulary."""
+    sizes = {"vocab_size": 250002, "types": 1, "eps": 1e-5, "positions": positions}
+    return functools.partial(base, **sizes)
+
+
+def _rotary(family: RotaryBert) -> Callable[[], bert.BertConfig]:
+    """The sizes that a family's config.json need not state."""
+    return functools.partial(rotary_config, family, {}, "config.json")
+
+
+_SMALL = functools.partial(bert.minilm_l6, layers=12)
+_QWEN3 = {"positions": 32768, "vocab_size": 151665}
+_QWEN3_8B = {**_QWEN3, "tied": True}  # without a head, as all of them
+# By name: sizes of its config.json.
+ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
+    "minilm_l6": bert.minilm_l6,
+    "bge_small": _SMALL,
+    "e5_small": _SMALL,
+    **dict.fromkeys(("bge_base", "e5_base", "gte_base", "arctic_m"), bert.bert_base_uncased),
+    **dict.fromkeys(("bge_large", "e5_large", "gte_large", "arctic_l"), bert.bert_large_uncased),
+    "multilingual_e5_base": _xlm_roberta(bert.bert_base_uncased),
+    "multilingual_e5_large": _xlm_roberta(bert.bert_large_uncased),
+    "bge_m3": _xlm_roberta(bert.bert_large_uncased, positions=8192),
+    "mpnet_base": functools.partial(bert.bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
+    **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), modernbert_base),
+    "modernbert_large": modernbert_large,
+    "nomic_embed": _rotary(NOMIC),
+    **dict.fromkeys(("gte_multilingual_base", "arctic_m_v2"), _rotary(GTE)),
+    "jina_v3": _rotary(JINA_V3),
+    "qwen3_embedding_06b": functools.partial(
+        RELATIVES["qwen3_06b"], positions=32768, vocab_size=151669
+    ),
+    "qwen3_embedding_4b": functools.partial(RELATIVES["qwen3_4b"], **_QWEN3),
+    "qwen3_embedding_8b": functools.partial(RELATIVES["qwen3_8b"], **_QWEN3_8B),
+}
+
+
+def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
+    """A full batch of texts of 512 tokens, as `mmqa embed` makes it for one of ENCODERS."""
+    config, mesh = ENCODERS[name](), serving_mesh(None, devices)
+    if isinstance(config, LlamaConfig):
+        config = for_reading(config, devices[0].platform)
+    kind: type[nnx.Module] = MPNet if name.startswith("mpnet") else bert.Bert
+    if isinstance(config, ModernBertConfig):
+        kind = ModernBert
+    elif isinstance(config, LlamaConfig):
+        kind = TextDecoder
+
+    def build() -> nnx.Module:
+        return SentenceEncoder(kind(config, rngs=nnx.Rngs()))
+
+    graphdef, state = nnx.split(nnx.eval_shape(build))
+    if isinstance(config, LlamaConfig):  # whose parameters are of the type that it computes in
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.dtype), state)
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
+    held, length = shard_bytes(state), min(FULL_LENGTH, config.positions)
+    examples = planned_batch_size(AUTO, encoder_cost(config, length, TEXTS), mesh, held)
+    rows = meshes.batch_sharding(mesh)
+    batch = tuple(
+        jax.ShapeDtypeStruct((examples, length), kind, sharding=rows)
+        for kind in (np.int32, np.bool_)
+    )
+    return Program.of(
+        TEXTS,
+        make_encode_text(graphdef),
+        (state, *batch),
+        mesh,
+        parameters=held,
+        examples=examples,
+        unit=TEXTS,
+        input_bytes=tree_bytes(batch),
+    )
+
+
+# The programs that embed texts, and pages that are pictures, by a Qwen3-VL-Embedding.
+
+PAGES = "pages"  # the program of the largest pictures; that of texts is TEXTS
+_AROUND = 60  # tokens around a picture: an instruction and a title
+# By name: sizes of its config.json.
+VLM_ENCODERS: Mapping[str, Callable[[], QwenVLConfig]] = {
+    "qwen3_vl_embedding_2b": qwen3_vl_2b,
+    "qwen3_vl_embedding_8b": qwen3_vl_8b,
+}
+
+
+def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) -> Program:
+    """A full batch as `mmqa embed` makes it on devices of one process.
+
+    Args:
+      name: TEXTS, of 512 tokens; or PAGES, pictures of as many tokens as a picture may have.
+      model: of VLM_ENCODERS.
+    """
+    config = for_encoding(VLM_ENCODERS[model](), devices[0].platform)
+    mesh = serving_mesh(None, devices)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: QwenVLEncoder(config, rngs=nnx.Rngs())))
+    # Parameters are of the type that they are computed in.
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.llama.dtype), state)
+    state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
+    held, lengths = shard_bytes(state), length_buckets(LONGEST, config.llama.positions)
+    cost = encoder_cost(config.llama, lengths[-1], TEXTS)
+    size = planned_batch_size(AUTO, cost, mesh, held)
+    prompt = PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))
+    if name == PAGES:
+        prompt = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
+    alone = Serving(meshes.DEFAULT_DEVICE, 1, name)
+    ((_, prompts),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
+    bucket = 0 if prompts.pictures is None else prompts.pictures.order.shape[-1]
+    full = Serving(meshes.RowPlacement(mesh), size, name)
+    count = rows_of_length(full, attended(config, bucket, prompts.input_ids.shape[1]))
+    rows = meshes.batch_sharding(mesh)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), prompts
+    )
+    return Program.of(
+        name,
+        make_encode_prompts(graphdef),
+        (state, batch),
+        mesh,
+        parameters=held,
+        examples=count,
+        unit=name,
+        input_bytes=tree_bytes(batch),
+    )
+
+
+def _largest(config: QwenVLConfig) -> np.ndarray:
+    """Pixels of as many units as a picture may have, nearly square."""
+    rows = math.isqrt(config.vision.most_units)
+    unit = config.vision.unit
+    return np.zeros((rows * unit, config.vision.most_units // rows * unit, 3), np.uint8)
+
+
+REGIONS = "regions"  # the program
+DETECTORS: Mapping[str, DetectorKind] = {kind.name: kind for kind in KINDS}
+PHOTO = (640, 480)  # width and height before resizing; most photos are 4 to 3
+
+
+def detector_program(name: str, devices: Sequence[jax.Device]) -> Program:
+    """A full batch of photos, 4 wide to 3 high, for one of DETECTORS on devices of one process."""
+    kind, mesh = DETECTORS[name], serving_mesh(None, devices)
+    dtype = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    backbone = dataclasses.replace(kind.config.backbone, dtype=dtype)
+    config = dataclasses.replace(kind.config, backbone=backbone)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: FasterRCNN(config, rngs=nnx.Rngs())))
+    state = on_shardings(state, state_shardings(state, mesh))
+    held = shard_bytes(state)
+    count = planned_batch_size(AUTO, detector_cost(config, kind.pictures), mesh, held)
+    width, height, _ = detector_size(*PHOTO, kind.pictures)
+    rows = batch_sharding(mesh)
+
+    def of_pictures(dtype: type, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=rows)
+
+    pictures = Pictures(
+        pixels=of_pictures(np.float32, *bucket((height, width)), 3),
+        sizes=of_pictures(np.int32, 2),
+        originals=of_pictures(np.int32, 2),
+        scales=of_pictures(np.float32),
+    )
+    return Program.of(
+        REGIONS,
+        make_find(graphdef),
+        (state, pictures),
+        mesh,
+        parameters=held,
+        examples=count,
+        unit="pictures",
+        input_bytes=tree_bytes(pictures),
+    )
+
+
+def check_pictures(pictures: int, programs: Sequence[str]) -> None:
+    """UserError for `--pictures` of no picture, or of other programs than a detector's."""
+    if pictures < 1:
+        raise UserError(f"--pictures={pictures}: at least 1 was expected; correct it.")
+    if tuple(programs) != (REGIONS,):
+        raise UserError(
+            f"--pictures={pictures}: only a detector takes pictures; name one by "
+            f"--model={', '.join(DETECTORS)}, or leave the flag out."
+        )
+
+
+def pictures_cost(planned: Planned, pictures: int, devices: int) -> dict[str, Any]:
+    """Bounds the time that so many pictures take: `pictures`, `hours_bound` and `chip_hours_bound`.
+
+    And `pictures_per_second_bound`, how many there are a second at most, on all devices.
+
+    Args:
+      devices: of all hosts, each of which does its share.
+
+    Returns:
+      None for hours and rate where the program does not fit.
+    """
+    program, hours, chips, rate = planned.compiled.program, None, None, None
+    if planned.bound is not None:
+        calls = pictures / program.examples * program.devices / devices
+        hours = calls * planned.bound.seconds / 3600
+        chips = hours * devices / planned.chip.of_chip
+        rate = pictures / (3600 * hours)
+    return {
+        "pictures": pictures,
+        "hours_bound": hours,
+        "chip_hours_bound": chips,
+        "pictures_per_second_bound": rate,
+    }
+
 
 # The program of `mmqa evaluate webqa --bart`, as it makes it; see programs.py.
 
@@ -103,7 +344,7 @@ UPDATE = "update"  # of a training whose moments lie on the host: `train` has th
 TRAINING = ("train", UPDATE)
 GENERATE = "generate"
 # Programs without a size of their own in a config.
-FIXED = (TOWER, FLUENCY, GENERATE, encoders.TEXTS, encoders.PAGES, REGIONS)
+FIXED = (TOWER, FLUENCY, GENERATE, TEXTS, PAGES, REGIONS)
 
 
 _LISTED = "give a size that `mmqa models` lists, the nearest to the model that is meant."
@@ -142,8 +383,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
     """
     alone = {
         **dict.fromkeys(BARTS, (FLUENCY,)),
-        **dict.fromkeys(encoders.ENCODERS, (encoders.TEXTS,)),
-        **dict.fromkeys(encoders.VLM_ENCODERS, (encoders.TEXTS, encoders.PAGES)),
+        **dict.fromkeys(ENCODERS, (TEXTS,)),
+        **dict.fromkeys(VLM_ENCODERS, (TEXTS, PAGES)),
         **dict.fromkeys(DETECTORS, (REGIONS,)),
     }
     if model in alone:
@@ -159,8 +400,8 @@ def program_names(config: ConfigDict, model: str | None = None) -> tuple[str, ..
         raise UserError(
             "--config is missing: name a config of `mmqa train` or configs/prompt/default.py; "
             f"without one plan knows --model={', '.join(BARTS)} (fluency of `mmqa evaluate webqa`) "
-            f"and encoders of texts: {', '.join(encoders.ENCODERS)}; of pictures, too: "
-            f"{', '.join(encoders.VLM_ENCODERS)}; and detectors: {', '.join(DETECTORS)}."
+            f"and encoders of texts: {', '.join(ENCODERS)}; of pictures, too: "
+            f"{', '.join(VLM_ENCODERS)}; and detectors: {', '.join(DETECTORS)}."
         )
     if "task" in config:
         kind = known_tasks().get(config.task)
@@ -194,12 +435,12 @@ def make_program(
         return generation_program(config, devices, model)
     if name == FLUENCY and model is not None:
         return fluency_program(model, devices)
-    if model in encoders.VLM_ENCODERS:
-        return encoders.vlm_encoder_program(name, model, devices)
+    if model in VLM_ENCODERS:
+        return vlm_encoder_program(name, model, devices)
     if name == REGIONS and model is not None:
         return detector_program(model, devices)
-    if name == encoders.TEXTS and model is not None:
-        return encoders.encoder_program(model, devices)
+    if name == TEXTS and model is not None:
+        return encoder_program(model, devices)
     if name in TRAINING:
         return _train(config, devices, model)[name]
     task = read_task(config)

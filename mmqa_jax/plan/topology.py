@@ -16,10 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind
+from mmqa_jax.core.chips import GPUS, TPUS, Chip, chip_of_kind, fewest_links, most_even
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.links import fewest_links, most_even
 from mmqa_jax.core.mesh import slice_of
 from mmqa_jax.plan.exchange import Placement
 

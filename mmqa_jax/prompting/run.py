@@ -17,11 +17,10 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from mmqa_jax.core.chunks import Engine, Job, Part
+from mmqa_jax.core.chunks import WHOLE, Engine, Job, Part, Shard
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl, read_text, write_jsonl
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.pictures.bounds import check_bytes
 from mmqa_jax.decoding.requests import Candidate, Result, Scores

@@ -26,14 +26,13 @@ import numpy as np
 from jaxtyping import Float32, Int, Int64, UInt8
 
 from mmqa_jax.core.checkpoints.checksums import check_sums, digest, read_sums, write_sums
-from mmqa_jax.core.chunks import MOST_PARTS, JobRecord, named
+from mmqa_jax.core.chunks import MOST_PARTS, JobRecord, PartState, Unfinished, named
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, write_json
 from mmqa_jax.core.local_copies import local_copy
 from mmqa_jax.core.locks import alone
 from mmqa_jax.core.paths import as_path, in_store, modified, remove_tree
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.shards import PartState, Unfinished
 from mmqa_jax.core.store import Store, check_no_link
 from mmqa_jax.retrieval.manifest import MANIFEST, check_manifest, manifest_bytes, read_manifest
 from mmqa_jax.retrieval.token_vectors import TokenFormat, TokenVectors

@@ -26,7 +26,7 @@ from mmqa_jax.core.store import Store
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.documents.chunks import TokenLimit
-from mmqa_jax.data.documents.places import place_of, shown_place
+from mmqa_jax.data.documents.document import place_of, shown_place
 from mmqa_jax.data.folder import WHOLE_PAGE, FolderOptions
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.records import corpus_records

@@ -17,7 +17,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, no_empty_folders
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES, WORDS, PassageOptions
-from mmqa_jax.data.atlas.unanswerable import with_unanswerable
+from mmqa_jax.data.atlas.build import with_unanswerable
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.formats.chats import ChatFiles

@@ -26,16 +26,15 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.core.progress import Screen, announce, duration
 from mmqa_jax.core.typed import Key, check_section
 from mmqa_jax.core.workdir import Workdir, claim_workdir, read_config
-from mmqa_jax.data.atlas.build import LEAST_COUNTRIES
-from mmqa_jax.data.atlas.unanswerable import strangers
+from mmqa_jax.data.atlas.build import LEAST_COUNTRIES, strangers
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.evaluation import report, webqa
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
-from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_refusal, tune_threshold
 from mmqa_jax.evaluation.tables import Cell, Table, retrieval_table, to_rich
+from mmqa_jax.evaluation.webqa import SELECTIONS, tune_refusal, tune_threshold
 from mmqa_jax.extensions import similarity
 from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import PARTS
+from mmqa_jax.core.chunks import PARTS, Unfinished
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.paths import check_store
-from mmqa_jax.core.shards import Unfinished
 from mmqa_jax.core.store import HEAD
 from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.records.grid_records import GRIDS

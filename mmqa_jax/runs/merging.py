@@ -25,7 +25,7 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.schema import Prediction, prediction_of, prediction_row
 from mmqa_jax.extensions import similarity
 from mmqa_jax.retrieval.rankings import check_scores, ranking_of, ranking_row
-from mmqa_jax.runs import identity
+from mmqa_jax.runs import part
 from mmqa_jax.runs.reports.row import RowRun
 from mmqa_jax.runs.row import read_row
 from mmqa_jax.runs.run import write_results
@@ -142,7 +142,7 @@ def _merge_row(folder: Path, record: JobRecord, answered: Answered) -> RowRun:
     )
     corpus = row.open_corpus()
     questions = row.questions(corpus)[:limit]
-    asked = {"corpus": corpus.fingerprint, "questions": identity.of_questions(questions)}
+    asked = {"corpus": corpus.fingerprint, "questions": part.of_questions(questions)}
     for key, name in (("corpus", "collection of sources"), ("questions", "set of questions")):
         if record.job.get(key) != asked[key]:
             raise UserError(

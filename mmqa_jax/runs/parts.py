@@ -19,7 +19,7 @@ from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.serving import OnModel, ignored
 from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.pictures.vectors import PictureVectors
+from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
 from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import TEXTS
@@ -37,7 +37,7 @@ from mmqa_jax.retrieval.knowledge import KnowledgeBase
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX
 from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.retrieval.rankings import Asks, Retriever
-from mmqa_jax.runs import identity
+from mmqa_jax.runs import part
 from mmqa_jax.runs.part import OpenedParts, Part
 from mmqa_jax.tasks.library import LibrarySpec, check_similarity, open_text_embedder
 
@@ -134,7 +134,7 @@ class RetrieverSpec(Part):
         # BM25 finds the same from disk as in memory.
         no_folder = in_milvus or not self.index or self.method == "bm25"
         index = "" if no_folder else f"{self.index}/{INDEX}"
-        return identity.of_folders(self.model, index, self.modality_model, text=str(settings))
+        return part.of_folders(self.model, index, self.modality_model, text=str(settings))
 
     def open(self, row: OpenedParts, name: str = "retriever") -> Any:
         """The retriever over the row's corpus."""
@@ -172,7 +172,7 @@ class RerankerSpec(Part):
 
             return open_reranker(self.model, row.corpus, row.inference)
 
-        made_of = identity.of_folders(self.model)
+        made_of = part.of_folders(self.model)
         return _combined(self, row.model("reranker", made_of, load), row)
 
 
@@ -225,7 +225,7 @@ class ReaderSpec(Part):
 
             return open_reader(self.model, row.corpus, row.inference)
 
-        return row.model("reader", identity.of_folders(self.model), load)
+        return row.model("reader", part.of_folders(self.model), load)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,8 +367,7 @@ def retrievers_over(
     `dense` is the retriever over the whole corpus, None where the method needs none; `remember`:
     see HybridSearch.
     """
-    from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
-    from mmqa_jax.retrieval.bm25.webqa import WebQABM25Retriever
+    from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever, WebQABM25Retriever
     from mmqa_jax.retrieval.fusion import HybridSearch, RankFusion, ScoreFusion
     from mmqa_jax.retrieval.modality import ModalityIndex, one_modality
 
@@ -709,7 +708,7 @@ class FusionReaderSpec(Part):
             config = load_config(find_config(self.config))
             return open_published_reader(self.model, self.tokenizer, config, row.corpus)
 
-        made_of = identity.of_folders(self.model, self.tokenizer, text=self.config)
+        made_of = part.of_folders(self.model, self.tokenizer, text=self.config)
         return row.model("fusion_reader", made_of, load)
 
 
@@ -746,7 +745,7 @@ class MultimodalT5Spec(Part):
 
     Attributes:
       model: workdir of a multimodal_cot run, or mm-cot's folder, published or converted.
-      vectors, names: of the questions' pictures, see data/pictures/vectors.py.
+      vectors, names: of the questions' pictures, see data/pictures/store.py.
     """
 
     reads: ClassVar = ("model", "vectors", "names")

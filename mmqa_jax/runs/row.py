@@ -27,13 +27,11 @@ from mmqa_jax.core.workdir import is_free, read_config
 from mmqa_jax.data import corpus as corpora
 from mmqa_jax.data.records.corpus_records import holds_corpus, materials_of, read_manifest
 from mmqa_jax.data.schema import Material, Prediction, Question, united
-from mmqa_jax.evaluation.source_selection import check_threshold
-from mmqa_jax.evaluation.webqa import check_installed
+from mmqa_jax.evaluation.webqa import check_installed, check_threshold
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.modality import of_modality
-from mmqa_jax.runs import identity
 from mmqa_jax.runs import parts as part_kinds
-from mmqa_jax.runs.part import OpenedParts, Part
+from mmqa_jax.runs.part import OpenedParts, Part, of_path, of_questions
 from mmqa_jax.runs.stages import Stage, keeping
 from mmqa_jax.tasks.library import LibrarySpec, has_picture
 from mmqa_jax.weights.hub import is_cached, is_hub_name
@@ -299,11 +297,10 @@ class Row:
             "answers": _ANSWERS,
             "corpus": corpus.fingerprint,
             **({"asked": corpus.asked_by} if corpus.asked_by else {}),
-            "questions": identity.of_questions(questions),
+            "questions": of_questions(questions),
             "config": config_fingerprint(affecting),
             "inputs": {
-                path: identity.of_path(local_copy(path) if in_store(path) else path)
-                for path in self.paths()
+                path: of_path(local_copy(path) if in_store(path) else path) for path in self.paths()
             },
         }
 

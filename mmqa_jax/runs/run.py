@@ -19,13 +19,12 @@ from ml_collections import ConfigDict
 
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark, scorer_of
-from mmqa_jax.core.chunks import PARTS, Engine
+from mmqa_jax.core.chunks import PARTS, WHOLE, Engine, Shard
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_json, write_jsonl
 from mmqa_jax.core.host import cache_dir
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
@@ -37,7 +36,7 @@ from mmqa_jax.runs.ask_corpus import evidence
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.reports.agents import agent_summary
-from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_report
+from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_matches, write_row_report
 from mmqa_jax.runs.row import FREE, Row, read_row
 from mmqa_jax.runs.stages import Answered, answering
 from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
@@ -92,8 +91,6 @@ def run_row(
             answered = Answered.of(chunks)
             opened_parts = parts.once_opened()
             if any(hasattr(getattr(part, "dense", part), "embedder") for part in opened_parts):
-                from mmqa_jax.runs.reports.matches import write_row_matches
-
                 ranked = answered.rankings.get("candidates", ())
                 predictions = answered.predictions
                 write_row_matches(folder, row.row, questions, predictions, ranked, opened_parts)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.core.chunks import Compute, Engine, Job
+from mmqa_jax.core.chunks import WHOLE, Compute, Engine, Job, Shard
 from mmqa_jax.core.chunks import Part as ChunkPart
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_of
 from mmqa_jax.retrieval.rankings import ranking_of, ranking_row
 from mmqa_jax.runs.part import OpenedParts, Part

@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 
 from mmqa_jax import __version__
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.documents.places import cited_place, shown_place
+from mmqa_jax.data.documents.document import cited_place, shown_place
 from mmqa_jax.decoding.online import Closed, QueueFull
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve.page_api import passage_around

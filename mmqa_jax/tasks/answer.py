@@ -15,8 +15,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost, value_bytes
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.atlas.reader import AtlasMasking
-from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.source_reader import AnswerSampling, answer_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.webqa import has_keywords
 from mmqa_jax.data.schema import Question, Ranking

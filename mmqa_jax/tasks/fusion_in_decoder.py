@@ -23,10 +23,9 @@ from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
-from mmqa_jax.data.passage_texts import question_texts, source_passage
+from mmqa_jax.data.formats.kat_knowledge import KATKnowledge, question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
-from mmqa_jax.data.truncation import cut_before_end
+from mmqa_jax.data.tokenizers import cut_before_end
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.inference.fusion_reader import FusionReader

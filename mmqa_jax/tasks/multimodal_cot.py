@@ -18,7 +18,7 @@ from mmqa_jax.core.typed import at_least, changes_of
 from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.seq2seq import seq2seq_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.pictures.vectors import PictureVectors
+from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import cut_tokens
 from mmqa_jax.models.t5.config import MultimodalT5Config
@@ -43,7 +43,7 @@ class VectorsSection:
     """The section `pictures`.
 
     Attributes:
-      file, names: see data.pictures.vectors.
+      file, names: see data.pictures.store.
       vectors: of a picture, and `features` values of each; what the file has.
     """
 

@@ -15,11 +15,11 @@ from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.atlas.reader import AtlasPackingConfig
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
+from mmqa_jax.data.batches.source_reader import PairSampling, rerank_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, Cap, Select, tune_threshold
+from mmqa_jax.evaluation.webqa import CAPS, SELECTIONS, Cap, Select, tune_threshold
 from mmqa_jax.inference.reranker import CachedReranker, Reranker, make_relevance
 from mmqa_jax.models.vlp.atlas_reader import AtlasVLPModel
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
@@ -59,8 +59,8 @@ class ValidateSelection:
       split: the questions', of those with gold sources.
       questions: how many, evenly over the split; 0: all.
       metric: decides on the best step; `source_f1` is that of the best threshold.
-      cap: on the number of candidates (evaluation.source_selection.CAPS).
-      select: limits on the number of cited sources (evaluation.source_selection.SELECTIONS).
+      cap: on the number of candidates (evaluation.webqa.CAPS).
+      select: limits on the number of cited sources (evaluation.webqa.SELECTIONS).
     """
 
     split: str

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.checkpoints.checksums import check_sums, read_sums
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.core.hosts.agreement import check_same_run, check_shared_folder
+from mmqa_jax.core.hosts.distributed import check_same_run, check_shared_folder
 from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.metrics import check_wandb
@@ -23,9 +23,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.tasks.registry import check_config, read_task
 from mmqa_jax.training.attempts import goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
-from mmqa_jax.training.loop import Observed, Resuming, train
+from mmqa_jax.training.loop import Observed, Resuming, parse_steps, train
 from mmqa_jax.training.options import FREE
-from mmqa_jax.training.profile import parse_steps
 from mmqa_jax.training.state import outline
 from mmqa_jax.weights.folder import write_run_sums
 from mmqa_jax.weights.record import RUN_FILES, is_trained
@@ -59,7 +58,7 @@ def run_training(
       corpus: the opened corpus, if the caller has it.
       only_start: saves the initial weights, without training: published weights, or those of
         another run, for the other verbs.
-      profile: START:END, steps to write a trace of; see training.profile.
+      profile: START:END, steps to write a trace of; see training.loop.
       wandb: project in Weights & Biases that gets the rows of metrics.jsonl too.
       skip_damaged: sets damaged checkpoints aside and goes on from an earlier one.
       stretch_schedule: lets another `train.steps` change the schedule of a run that goes on.

@@ -32,13 +32,11 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.batches.feed import Batches, BatchesSection, FeedConfig
 from mmqa_jax.data.batches.packing import Augment
-from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
-from mmqa_jax.data.mixture import member_of, open_mixture
+from mmqa_jax.data.corpus import Corpus, evenly, member_of, open_corpus, open_mixture
 from mmqa_jax.data.pictures.decode import Alpha
 from mmqa_jax.data.pictures.resize import Resize
 from mmqa_jax.data.pictures.store import PictureStore
-from mmqa_jax.data.published_tokenizers import open_tokenizer
-from mmqa_jax.data.question_words import QuestionWords, make_words
+from mmqa_jax.data.published_tokenizers import QuestionWords, make_words, open_tokenizer
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
 from mmqa_jax.data.tokenizers import (
     Tokenizer,

@@ -32,8 +32,7 @@ from mmqa_jax.data.batches.vqa import (
     vqa_batches,
 )
 from mmqa_jax.data.corpus import Corpus, trains_on
-from mmqa_jax.data.published_tokenizers import open_tokenizer
-from mmqa_jax.data.question_words import QuestionWords, read_glove
+from mmqa_jax.data.published_tokenizers import QuestionWords, open_tokenizer, read_glove
 from mmqa_jax.data.records.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates

@@ -14,10 +14,16 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from mmqa_jax.core.compiler_options import training_options
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.core.mesh import batch_sharding, on_device, on_shardings, replicated, state_shardings
+from mmqa_jax.core.mesh import (
+    batch_sharding,
+    on_device,
+    on_shardings,
+    replicated,
+    state_shardings,
+    training_options,
+)
 from mmqa_jax.core.trees import flatten_named, unflatten_named
 from mmqa_jax.models.common.layers import with_rounded_products
 from mmqa_jax.training.optimizer import Schedule

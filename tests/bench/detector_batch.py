@@ -26,8 +26,8 @@ from mmqa_jax.data.detector_pictures import bucket, detector_size
 from mmqa_jax.inference.region_detector import DetectorKind, detector_cost, make_find
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from mmqa_jax.models.detection.keys import publish_detector
-from mmqa_jax.plan.detectors import PHOTO
 from mmqa_jax.plan.program import shard_bytes
+from mmqa_jax.plan.programs import PHOTO
 from tests.bench import torch_reference
 from tests.bench.runner import Case, Work
 from tests.bench.torchvision_detectors import importable, torchvision_detector

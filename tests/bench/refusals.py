@@ -23,7 +23,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import source_text
-from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
+from mmqa_jax.evaluation.webqa import refused_share, tune_refusal
 from mmqa_jax.retrieval.bm25.in_memory import BM25
 from mmqa_jax.runs.ask_folder import MINILM, open_passages
 from tests.bench import Options

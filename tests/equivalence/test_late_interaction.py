@@ -17,8 +17,7 @@ from tiny_encoders import QUESTIONS, save_plain, texts
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.inference.cross_encoder import open_cross_encoder
-from mmqa_jax.inference.late_interaction import LateInteractionReranker
+from mmqa_jax.inference.cross_encoder import LateInteractionReranker, open_cross_encoder
 from mmqa_jax.models.encoders.late_interaction import read_late_interaction
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import FixedVectors, dense_retriever

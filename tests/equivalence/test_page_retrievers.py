@@ -27,9 +27,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.retrieval.page_embedder import PageEmbedder
-from mmqa_jax.retrieval.page_matches import page_matches
-from mmqa_jax.runs.reports.matches import MATCHES, write_row_matches
+from mmqa_jax.retrieval.page_embedder import PageEmbedder, page_matches
+from mmqa_jax.runs.reports.row import MATCHES, write_row_matches
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.pictures import encoded
 from tests.refusals import refuses

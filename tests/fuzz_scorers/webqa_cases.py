@@ -10,8 +10,15 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.data.schema import WEBQA_CATEGORIES, Prediction, Question, Ranking
-from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
-from mmqa_jax.evaluation.webqa import COLORS, SHAPES, LemmatizerName, score_answers, source_f1
+from mmqa_jax.evaluation.webqa import (
+    COLORS,
+    SELECTIONS,
+    SHAPES,
+    LemmatizerName,
+    score_answers,
+    select_sources,
+    source_f1,
+)
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Score
 from tests.fuzz_scorers.official import definitions

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmqa_jax.core.chips import Chip
-from mmqa_jax.core.links import seconds_to_send, sent_bytes
+from mmqa_jax.core.chips import Chip, seconds_to_send, sent_bytes
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -31,7 +30,7 @@ class Collective(NamedTuple):
       bytes: of the whole array of a device's group, summed up: what is gathered, reduced or
         permuted.
       hosts: whether groups reach over several hosts.
-      links: of a TPU slice that a member has to others of its group, see core.links.fewest_links; None:
+      links: of a TPU slice that a member has to others of its group, see core.chips.fewest_links; None:
         all that the device has.
       hidden_cycles: that a TPU works, by its compiler's estimate, while they run; None: they stop
         all else. Infinite where nobody estimates.
@@ -59,7 +58,7 @@ class Collective(NamedTuple):
 
     @property
     def sent_bytes(self) -> float:
-        """See core.links.sent_bytes."""
+        """See core.chips.sent_bytes."""
         return sent_bytes(self.kind, self.members, self.bytes)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from mmqa_jax.core import compiler_options
+from mmqa_jax.core import mesh
 
 FACTS = Path(__file__).with_name("facts")
 REFRESH = "MMQA_REFRESH_FACTS"  # in the environment: facts of programs that changed are written
@@ -57,7 +57,7 @@ def key_of(lowered: jax.stages.Lowered, source: str) -> str:
     """The hash of a program as it goes to the compiler, of the compiler, and of what counts."""
     digest = hashlib.sha256(lowered.as_text().encode())
     here = [file for file in sorted(Path(__file__).parent.glob("*.py")) if file.name not in _APART]
-    for file in (Path(source), Path(compiler_options.__file__), *here):
+    for file in (Path(source), Path(mesh.__file__), *here):
         digest.update(file.read_bytes())
     digest.update(json.dumps({name: _version(name) for name in _PACKAGES}).encode())
     return digest.hexdigest()

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.plan.topology import open_topology
-from mmqa_jax.retrieval.indexes.max_sim_kernel import largest_products
+from mmqa_jax.retrieval.indexes.max_sim import largest_products
 from tests.hlo.bundles import dumping, take
 
 QUERIES, TOKENS, PAGES, LENGTH, DIM = 64, 32, 64, 1024, 128

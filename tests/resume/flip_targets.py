@@ -17,9 +17,8 @@ from flax import nnx
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
-from mmqa_jax.core.chunks import Job, Part
+from mmqa_jax.core.chunks import Job, Part, Shard
 from mmqa_jax.core.metrics import read_metrics
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.core.store import Store
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.pictures.decode import BrokenPictures

@@ -9,8 +9,7 @@ from test_training_resume import run
 
 from mmqa_jax.core.metrics import read_metrics
 from mmqa_jax.training.attempts import PHASES, goodput, read_attempts
-from mmqa_jax.training.loop import Observed
-from mmqa_jax.training.profile import Steps
+from mmqa_jax.training.loop import Observed, Steps
 
 
 def test_the_wall_time_of_a_killed_run_is_accounted_for(tmp_path, killed_run):

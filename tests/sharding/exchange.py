@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.hosts import agreement, distributed
+from mmqa_jax.core.hosts import distributed
 
 
 def refused(function, *arguments):
@@ -32,18 +32,18 @@ def main():
     found["proxies"] = [os.environ[name] for name in ("http_proxy", "HTTPS_PROXY")]
 
     same = {"train": {"steps": 5}, "seed": 1}
-    found["same"] = refused(agreement.check_same_run, same, {})
-    versions = agreement._versions()
-    agreement._versions = lambda: versions | ({"jax": "0.0.1"} if me else {})
+    found["same"] = refused(distributed.check_same_run, same, {})
+    versions = distributed._versions()
+    distributed._versions = lambda: versions | ({"jax": "0.0.1"} if me else {})
     differing = {"train": {"steps": 5 + me}, "seed": 1}
-    found["differing"] = refused(agreement.check_same_run, differing, {"--workdir": "w"})
+    found["differing"] = refused(distributed.check_same_run, differing, {"--workdir": "w"})
 
     own = folder / f"host{me}"
     own.mkdir()
-    found["shared"] = refused(agreement.check_shared_folder, folder)
-    found["not_shared"] = refused(agreement.check_shared_folder, own)
+    found["shared"] = refused(distributed.check_shared_folder, folder)
+    found["not_shared"] = refused(distributed.check_shared_folder, own)
     found["unwritable"] = refused(
-        agreement.check_shared_folder, folder if me == 0 else folder / "absent"
+        distributed.check_shared_folder, folder if me == 0 else folder / "absent"
     )
     distributed.barrier("the marks are removed")
     found["left"] = sorted(path.name for path in folder.glob("**/.*"))

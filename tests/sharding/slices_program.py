@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 from training_programs import ADAM, language_model
 
-from mmqa_jax.core.links import sent_bytes
+from mmqa_jax.core.chips import sent_bytes
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh, slice_of
 from mmqa_jax.plan.program import Program, trace_program
 from mmqa_jax.plan.topology import open_topology

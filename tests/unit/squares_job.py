@@ -9,8 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
-from mmqa_jax.core.chunks import Job, Part
-from mmqa_jax.core.shards import WHOLE, Shard
+from mmqa_jax.core.chunks import WHOLE, Job, Part, Shard
 
 WHAT = {"verb": "test", "model": "m1"}
 

@@ -8,9 +8,9 @@ import pytest
 from tiny_corpus import CORPUS, PACKING, QUESTIONS, REGIONS, ROWS, epoch_of, make_reader, text_of
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.packing import MaskingConfig, Packer
+from mmqa_jax.data.batches.source_reader import AnswerSampling, answer_batches
 from mmqa_jax.data.schema import Question
 
 

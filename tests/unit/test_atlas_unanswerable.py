@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqa_jax.data.atlas.unanswerable import foreign_questions, strangers, with_unanswerable
+from mmqa_jax.data.atlas.build import foreign_questions, strangers, with_unanswerable
 from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Question, Source, is_answerable
 

@@ -8,7 +8,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.retrieval.bm25.webqa import WebQABM25, WebQABM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import WebQABM25, WebQABM25Retriever
 from tests.refusals import refuses
 
 WORDS = ["the", "The", "flag", "star", "red,", "blue", "river", "island", "king.", "sea", "old"]

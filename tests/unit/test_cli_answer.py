@@ -16,7 +16,7 @@ from cli_runs import (
 )
 
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.evaluation.source_selection import SELECTIONS, tune_threshold
+from mmqa_jax.evaluation.webqa import SELECTIONS, tune_threshold
 from mmqa_jax.extensions.similarity import combine, tune_selection
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings

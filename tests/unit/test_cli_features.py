@@ -12,8 +12,8 @@ from PIL import Image
 from test_region_records import shards
 from tiny_detectors import tiny
 
+from mmqa_jax.core.chunks import Shard
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.detector_pictures import BOTTOM_UP, detector_picture
 from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.records import record_shards

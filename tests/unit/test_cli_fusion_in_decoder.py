@@ -13,8 +13,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
-from mmqa_jax.data.passage_texts import question_texts
+from mmqa_jax.data.formats.kat_knowledge import KATKnowledge, question_texts
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat

@@ -15,7 +15,7 @@ from tiny_t5 import write_folder
 
 from mmqa_jax.benchmarks.scienceqa import read_scienceqa
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.pictures.vectors import PictureVectors
+from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Question
 from mmqa_jax.inference.multimodal_t5 import check_width
 from mmqa_jax.models.t5.network import T5, MultimodalT5

@@ -9,8 +9,8 @@ from report_pages import cards_of
 from tiny_llm import write_folder
 from vqa_files import write_okvqa
 
+from mmqa_jax.core.chunks import Shard
 from mmqa_jax.core.files import read_json
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.prompting.backends import config as backend_config
 from mmqa_jax.runs.parts import LLMSpec, open_llm
 from tests.refusals import refuses

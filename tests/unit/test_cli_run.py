@@ -17,8 +17,7 @@ from mmqa_jax.data.schema import source_text
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
-from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever, words
-from mmqa_jax.retrieval.bm25.webqa import WebQABM25Retriever
+from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever, WebQABM25Retriever, words
 from mmqa_jax.retrieval.dense import DenseRetriever
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -28,7 +28,7 @@ from mmqa_jax.models.encoders.text_encoders import (
     published_folder,
 )
 from mmqa_jax.retrieval.text_encoder import load_minilm_embedder, load_text_embedder
-from mmqa_jax.runs import ask_folder, identity
+from mmqa_jax.runs import ask_folder, part
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.hub import find_model, is_cached
 from tests.refusals import refuses
@@ -283,12 +283,12 @@ def test_what_depends_on_a_model_sees_its_weights(cached, tmp_path):
     there = [is_cached(name) for name in (cached[0], "org/none", "minilm")]
     assert there == [True, False, False]
     folder = shutil.copytree(find_model(cached[0]), tmp_path / "copy")
-    before = identity.of_folders(folder)
-    assert identity.of_folders(cached[0]) == before
+    before = part.of_folders(folder)
+    assert part.of_folders(cached[0]) == before
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
-    assert identity.of_folders(folder) != before
+    assert part.of_folders(folder) != before
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
@@ -296,7 +296,7 @@ def test_files_of_a_model_that_lead_nowhere_are_named(tmp_path, name):
     """As in a Hugging Face cache whose blobs were deleted."""
     (tmp_path / name).symlink_to(tmp_path / "blob")
     with pytest.raises(UserError, match=rf"{name}: cannot be read \(No such file or dir.*; check"):
-        identity.of_folders(tmp_path)
+        part.of_folders(tmp_path)
 
 
 def test_by_name_in_python(cached, monkeypatch):

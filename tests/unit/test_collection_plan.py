@@ -8,9 +8,9 @@ import pytest
 from cli_runs import done
 
 from mmqa_jax.core.chips import GIB
-from mmqa_jax.plan import collection
-from mmqa_jax.plan.collection import read_sizes
+from mmqa_jax.plan import row
 from mmqa_jax.plan.program import compile_program, trace_program
+from mmqa_jax.plan.row import read_sizes
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.index import build_index, index_sizes
 from tests.refusals import refuses
@@ -78,7 +78,7 @@ def test_what_does_not_fit_says_how_many_devices_would_hold_it(monkeypatch):
         compile_or_trace = traced if program.name == "embed" else compile_program
         return compile_or_trace(program, placement)
 
-    monkeypatch.setattr(collection, "compile_program", compiled)
+    monkeypatch.setattr(row, "compile_program", compiled)
     plan = done("plan", CONFIG, "--topology=v5e:2x2", "--sources=1B")
     kinds = {one["kind"]: one for one in plan["collections"][0]["indexes"]}
     held = 1e9 * plan["collections"][0]["dim"] * 4 / GIB
@@ -96,7 +96,7 @@ def test_only_encoders_embed_sources(refused):
 @pytest.mark.skipif(sys.platform != "linux", reason="the TPU's compiler is made for Linux alone")
 def test_sources_are_embedded_on_each_host_of_a_slice(monkeypatch):
     """Two of eight chips, each with its share."""
-    monkeypatch.setattr(collection, "compile_program", traced)
+    monkeypatch.setattr(row, "compile_program", traced)
     alone, together = (
         done("plan", CONFIG, f"--topology=v5e:{shape}", "--sources=1k")["collections"][0]["embed"]
         for shape in ("2x4", "4x4")

@@ -35,7 +35,7 @@ from mmqa_jax.data.formats import webqa
 from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.formats.tables import write_spreadsheet
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.question_words import QuestionWords, read_glove, read_words
+from mmqa_jax.data.published_tokenizers import QuestionWords, read_glove, read_words
 from mmqa_jax.data.records.grid_records import NpzFiles
 from mmqa_jax.data.records.record_shards import FeatureError
 from mmqa_jax.data.regions import RegionError, VinVLFeatures, VinVLRows, X101Features, read_sizes

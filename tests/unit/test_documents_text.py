@@ -14,11 +14,12 @@ from document_files import picture
 
 from mmqa_jax.data.documents.document import DocumentError, letters
 from mmqa_jax.data.documents.html import read_epub, read_html
-from mmqa_jax.data.documents.mail import read_eml, read_msg
 from mmqa_jax.data.documents.plain import (
+    read_eml,
     read_json,
     read_json_lines,
     read_markdown,
+    read_msg,
     read_notebook,
     read_plain,
     read_rst,

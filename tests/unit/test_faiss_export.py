@@ -8,9 +8,8 @@ import pytest
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.retrieval.embeddings import Embeddings
-from mmqa_jax.retrieval.indexes import faiss as faiss_export
-from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.indexes.faiss import export_faiss
+from mmqa_jax.retrieval.indexes import exact as faiss_export
+from mmqa_jax.retrieval.indexes.exact import ExactIndex, export_faiss
 from tests.refusals import refuses
 
 IDS = [f"source {n} é" for n in range(500)]

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from test_shards import Counting, run
 
+from mmqa_jax.core.chunks import Shard
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.records.grid_records import GridRecords, write_grids
 from mmqa_jax.retrieval.embeddings import Embeddings, open_embeddings, write_embeddings

@@ -15,8 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.pictures.decode import decode
-from mmqa_jax.data.pictures.tar import PictureTar
+from mmqa_jax.data.pictures.decode import PictureTar, decode
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.runs.corpora import prepare_interchange
 from tests.pictures import plain

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tiny_llm import by_id, llama_config, tiny_llama
 
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
-from mmqa_jax.core.mesh import make_mesh
+from mmqa_jax.core.mesh import EXACT_ON_CPU, make_mesh
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Scoring

@@ -7,9 +7,8 @@ import time
 import pytest
 
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.hosts import meeting as module
-from mmqa_jax.core.hosts.distributed import bound
-from mmqa_jax.core.hosts.meeting import Meeting, join
+from mmqa_jax.core.hosts import distributed as module
+from mmqa_jax.core.hosts.distributed import Meeting, bound, join
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ from mmqa_jax.data.batches.feed import (
 )
 from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
 from mmqa_jax.data.batches.packing import Bucket, Packer
-from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
 from mmqa_jax.data.batches.seq2seq import example_batches
-from mmqa_jax.data.mixture import member_of, open_mixture
+from mmqa_jax.data.batches.source_reader import PairSampling, rerank_batches
+from mmqa_jax.data.corpus import member_of, open_mixture
 from mmqa_jax.data.records.corpus_records import write_records
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.tasks.task import MixedData

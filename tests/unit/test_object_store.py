@@ -26,7 +26,7 @@ from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.retrieval.embeddings import open_embeddings, read_unfinished, write_embeddings
 from mmqa_jax.retrieval.manifest import read_manifest, replace_folder
 from mmqa_jax.runs.merging import merge_parts
-from mmqa_jax.training import profile
+from mmqa_jax.training import loop
 from tests.refusals import refuses
 
 GS, S3 = f"gs://{object_store.BUCKET}", f"s3://{object_store.BUCKET}"
@@ -202,9 +202,9 @@ def test_a_trace_is_put_when_it_is_whole(store, monkeypatch):
         (Path(folder) / "plugins").mkdir()
         (Path(folder) / "plugins/trace").write_text("steps")
 
-    monkeypatch.setattr(profile.jax.profiler, "start_trace", start)
-    monkeypatch.setattr(profile.jax.profiler, "stop_trace", lambda: None)
-    with profile.Profile(profile.Steps(2, 3), as_path(f"{GS}/run")) as traced:
+    monkeypatch.setattr(loop.jax.profiler, "start_trace", start)
+    monkeypatch.setattr(loop.jax.profiler, "stop_trace", lambda: None)
+    with loop.Profile(loop.Steps(2, 3), as_path(f"{GS}/run")) as traced:
         for step in range(1, 5):
             with traced.step(step, lambda: None):
                 assert store.names() == ([] if step < 4 else ["run/profile/plugins/trace"])

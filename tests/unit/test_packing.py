@@ -21,8 +21,7 @@ from mmqa_jax.data.batches.packing import (
     clean,
     cut,
 )
-from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.data.truncation import fair_shares
+from mmqa_jax.data.tokenizers import fair_shares, minilm_tokenizer
 from tests.refusals import refuses
 
 CLS, SEP, UNK, MASK = 101, 102, 100, 103  # BERT's ids

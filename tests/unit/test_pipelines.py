@@ -18,11 +18,15 @@ from tiny_corpus import (
 )
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.answer import AnswerSampling, answer_batches
 from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.packing import INPUT_FIELDS, MaskingConfig, Packer, RawExample
-from mmqa_jax.data.batches.rerank import PairSampling, rerank_batches
+from mmqa_jax.data.batches.source_reader import (
+    AnswerSampling,
+    PairSampling,
+    answer_batches,
+    rerank_batches,
+)
 from mmqa_jax.inference.batches import answer_inputs, rerank_pairs
 from tests.refusals import refuses
 

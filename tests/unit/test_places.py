@@ -8,7 +8,7 @@ from document_files import pdf, picture
 from mmqa_jax.data.boxed_documents import text
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.chunks import ChunkOptions
-from mmqa_jax.data.documents.places import cited_place, place_of, quote_of, shown_place
+from mmqa_jax.data.documents.document import cited_place, place_of, quote_of, shown_place
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.schema import Prediction
 from mmqa_jax.runs.ask_corpus import evidence

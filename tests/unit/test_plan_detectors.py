@@ -14,7 +14,7 @@ from mmqa_jax.data.detector_pictures import VINVL
 from mmqa_jax.inference.region_detector import DetectorKind
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.models.detection.resnext import Conv
-from mmqa_jax.plan import detectors, verdict
+from mmqa_jax.plan import programs, verdict
 from mmqa_jax.plan.program import trace_program
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
@@ -24,7 +24,7 @@ SMALL = dataclasses.replace(VINVL, shorter=60, longer=150)
 
 def test_hours_of_a_number_of_pictures(monkeypatch):
     config, name = tiny("maskrcnn"), "vinvl_x152c4"
-    monkeypatch.setitem(detectors.DETECTORS, name, DetectorKind(name, config, SMALL))
+    monkeypatch.setitem(programs.DETECTORS, name, DetectorKind(name, config, SMALL))
 
     def traced(program, placement):  # test_region_detector.py compiles it
         return trace_program(dataclasses.replace(program, floor_bytes=0.0), placement)

@@ -9,7 +9,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from mmqa_jax.models.bert.network import BertConfig
-from mmqa_jax.plan import encoders, programs
+from mmqa_jax.plan import programs
 from mmqa_jax.plan.topology import open_topology
 from mmqa_jax.plan.verdict import plan
 from tests.refusals import refuses
@@ -37,9 +37,9 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_sizes_are_the_published_ones(name):
-    program = encoders.encoder_program(name, jax.devices()[:1])
+    program = programs.encoder_program(name, jax.devices()[:1])
     millions = program.parameters / 4 / 1e6
-    config = encoders.ENCODERS[name]()
+    config = programs.ENCODERS[name]()
     if isinstance(config, BertConfig):
         millions += config.hidden * (config.hidden + 1) / 1e6
     assert millions == pytest.approx(PARAMETERS[name], rel=2e-3)
@@ -58,7 +58,7 @@ def test_sizes_of_rotary_berts_are_those_of_transformers(name, model):
     with torch.device("meta"):
         theirs = getattr(transformers, f"{model}Model")(config, add_pooling_layer=False)
     count = sum(parameter.numel() for parameter in theirs.parameters())
-    assert encoders.encoder_program(name, jax.devices()[:1]).parameters == 4 * count
+    assert programs.encoder_program(name, jax.devices()[:1]).parameters == 4 * count
 
 
 @pytest.mark.parametrize(
@@ -112,12 +112,12 @@ def test_sizes_of_qwen3_vl_embedding_are_those_of_transformers(name, vision, tex
 
 def test_the_program_is_planned(monkeypatch):
     tiny = BertConfig(vocab_size=50, hidden=24, layers=2, heads=3, mlp=32, positions=40)
-    monkeypatch.setitem(encoders.ENCODERS, "bge_base", lambda: tiny)
+    monkeypatch.setitem(programs.ENCODERS, "bge_base", lambda: tiny)
     planned = plan(ConfigDict(), open_topology("local"), model="bge_base").planned
     assert [one.compiled.program.name for one in planned] == ["texts"]
     program = planned[0].compiled.program
     assert program.unit == "texts"
-    made = nnx.eval_shape(lambda: encoders.bert.Bert(tiny, rngs=nnx.Rngs()))
+    made = nnx.eval_shape(lambda: programs.bert.Bert(tiny, rngs=nnx.Rngs()))
     size = sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(nnx.state(made)))
     assert program.parameters == 4 * size
     refuses("leave --config out", programs.program_names, ConfigDict({"task": "vqa"}), "bge_base")

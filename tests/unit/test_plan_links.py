@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from mmqa_jax.core.chips import GPUS, TPUS, chip_of_kind
+from mmqa_jax.core.chips import GPUS, TPUS, chip_of_kind, fewest_links, wraps
 from mmqa_jax.core.config import load_config
-from mmqa_jax.core.links import fewest_links, wraps
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.plan.exchange import Exchange, Placement, groups_along, least_exchanges
 from mmqa_jax.plan.programs import make_program

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from mmqa_jax.core.chips import CHIPS
-from mmqa_jax.core.chunks import Job
+from mmqa_jax.core.chunks import Job, Shard
 from mmqa_jax.core.chunks import Part as ChunkPart
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.plan.program import least_time, trace_program
 from mmqa_jax.plan.programs import make_program
 from mmqa_jax.plan.row import Done, is_row, plan_row, read_prices, row_counts

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqa_jax.evaluation.source_selection import refused_share, tune_refusal
+from mmqa_jax.evaluation.webqa import refused_share, tune_refusal
 from tests.refusals import refuses
 
 

@@ -18,11 +18,11 @@ from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.coco import read_scored_tsv
 from mmqa_jax.data.records.grid_records import open_features
-from mmqa_jax.data.region_exports import export_regions
 from mmqa_jax.data.region_records import (
     RecordDetections,
     RegionFacts,
     RegionRecords,
+    export_regions,
     read_names,
     region_words,
 )

@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
+from mmqa_jax.core.chunks import Shard
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.shards import Shard
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.records.record_shards import read_unfinished, write_records
 from mmqa_jax.data.region_records import (

@@ -17,12 +17,11 @@ from array_record.python.array_record_module import ArrayRecordReader, ArrayReco
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.local_copies import IN_STORE, local_copy
 from mmqa_jax.data.batches.source_reader import SourceReader
-from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.mixture import open_mixture
+from mmqa_jax.data.corpus import open_corpus, open_mixture
 from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.pictures.store import PictureStore
+from mmqa_jax.data.records.corpus_records import RemoteRecords, RemoteShard
 from mmqa_jax.data.records.grid_records import GridRecords, write_grids
-from mmqa_jax.data.records.remote_records import RemoteRecords, RemoteShard
 from mmqa_jax.data.tokenizers import minilm_tokenizer
 from tests import streamed_batches
 from tests.refusals import refuses

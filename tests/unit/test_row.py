@@ -14,8 +14,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
-from mmqa_jax.runs.identity import of_questions
-from mmqa_jax.runs.part import OpenedParts
+from mmqa_jax.runs.part import OpenedParts, of_questions
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.row import Row, RowData, Scoring, read_row
 from mmqa_jax.runs.run import run_row

@@ -19,9 +19,8 @@ from mmqa_jax.models.vlp.atlas_reader import ProbedInputs
 from mmqa_jax.runs.status import training_status
 from mmqa_jax.training import loop
 from mmqa_jax.training.attempts import FILE, PHASES, Attempts, TimeSplit, goodput, read_attempts
-from mmqa_jax.training.loop import CLOCK_COLUMNS, Throughput, tokens_of
+from mmqa_jax.training.loop import CLOCK_COLUMNS, Throughput, parse_steps, tokens_of
 from mmqa_jax.training.optimizer import OptimizerOptions
-from mmqa_jax.training.profile import parse_steps
 from tests.refusals import refuses
 
 

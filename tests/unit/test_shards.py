@@ -16,9 +16,17 @@ from hypothesis import strategies as st
 from squares_job import run, square
 
 from mmqa_jax.core import chunks
-from mmqa_jax.core.chunks import Part, part_notes, read_job, read_parts, write_job
+from mmqa_jax.core.chunks import (
+    WHOLE,
+    Part,
+    Shard,
+    parse_shard,
+    part_notes,
+    read_job,
+    read_parts,
+    write_job,
+)
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.core.shards import WHOLE, Shard, parse_shard
 from mmqa_jax.core.store import HEAD, Store, chunk_files
 from mmqa_jax.runs.jobs import find_job, job_status
 from tests.refusals import refuses

@@ -5,7 +5,7 @@ import pytest
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.evaluation.source_selection import CAPS, SELECTIONS, THRESHOLDS, select_sources
+from mmqa_jax.evaluation.webqa import CAPS, SELECTIONS, THRESHOLDS, select_sources
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import WEIGHTS, Evidence, combine, interpolate, tune_selection
 from mmqa_jax.retrieval.dense import DenseRetriever

@@ -26,7 +26,7 @@ from mmqa_jax.core.store import (
     read_head,
     write_head,
 )
-from mmqa_jax.runs.identity import of_folders
+from mmqa_jax.runs.part import of_folders
 from tests.refusals import refuses
 
 WHAT = {"model": "m1", "questions": 3}

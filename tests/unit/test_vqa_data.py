@@ -11,8 +11,13 @@ from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.vqa import CaptionInputs, GridInputs, RegionInputs, vqa_batches
 from mmqa_jax.data.corpus import fold_of, trains_on
 from mmqa_jax.data.pictures.decode import BrokenPictures
-from mmqa_jax.data.published_tokenizers import open_tokenizer
-from mmqa_jax.data.question_words import QuestionWords, make_words, read_glove, read_words
+from mmqa_jax.data.published_tokenizers import (
+    QuestionWords,
+    make_words,
+    open_tokenizer,
+    read_glove,
+    read_words,
+)
 from mmqa_jax.data.records.grid_records import NpzFiles, open_features
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece

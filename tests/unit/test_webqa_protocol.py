@@ -4,8 +4,7 @@ import numpy as np
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
-from mmqa_jax.evaluation.source_selection import SELECTIONS, select_sources
-from mmqa_jax.evaluation.webqa import score_sources
+from mmqa_jax.evaluation.webqa import SELECTIONS, score_sources, select_sources
 from mmqa_jax.papers import webqa
 from tests.refusals import refuses
 

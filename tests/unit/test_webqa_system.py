@@ -8,7 +8,7 @@ import pytest
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
-from mmqa_jax.evaluation import source_selection
+from mmqa_jax.evaluation import webqa as source_selection
 from mmqa_jax.evaluation.webqa import EPSILON
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import WEIGHTS, Evidence, interpolate, tune_selection

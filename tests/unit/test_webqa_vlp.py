@@ -26,7 +26,7 @@ from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.regions import PatchRegions
 from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.data.tokenizers import minilm_tokenizer
-from mmqa_jax.evaluation.source_selection import THRESHOLDS
+from mmqa_jax.evaluation.webqa import THRESHOLDS
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.models.vlp.keys import publish_vlp

@@ -12,8 +12,7 @@ from mmqa_jax.evaluation.webqa import accuracy, source_f1
 from mmqa_jax.inference.reader import Reader
 from mmqa_jax.inference.reranker import Reranker
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReranker
-from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever
-from mmqa_jax.retrieval.bm25.webqa import WebQABM25
+from mmqa_jax.retrieval.bm25.in_memory import BM25, BM25Retriever, WebQABM25
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import Embeddings

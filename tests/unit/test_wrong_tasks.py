@@ -14,7 +14,7 @@ from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.published_tokenizers import QuestionWords
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.t5.config import MultimodalT5Config
 from mmqa_jax.models.t5.network import T5, MultimodalT5

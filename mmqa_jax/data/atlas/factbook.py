@@ -12,11 +12,12 @@ import html
 import importlib.util
 import json
 import re
+import tomllib
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas import templates
 
 # Words of a passage (chunks).
 LEAST, MOST = 9, 55
@@ -51,7 +52,7 @@ class Country:
     @property
     def was(self) -> str:
         """`was`, or `were` after a plural name (islands, lands)."""
-        return "were" if re.search(templates.load("names")["plural"], self.name) else "was"
+        return "were" if re.search(load("names")["plural"], self.name) else "was"
 
     @property
     def url(self) -> str:
@@ -74,7 +75,7 @@ class Country:
 
 @functools.cache
 def _has_article(name: str) -> bool:
-    patterns = templates.load("names")["with_article"]
+    patterns = load("names")["with_article"]
     return any(re.search(pattern, name) for pattern in patterns)
 
 
@@ -91,7 +92,7 @@ def factbook_dir() -> Path:
 
 def load_countries() -> list[Country]:
     """All countries and territories that have a flag code, sorted by Factbook code."""
-    countries, others = [], templates.load("names")["not_countries"]
+    countries, others = [], load("names")["not_countries"]
     for path in sorted(factbook_dir().rglob("*.json"), key=lambda p: (p.stem, p.parent.name)):
         if path.stem in others:
             continue
@@ -106,7 +107,7 @@ def load_countries() -> list[Country]:
 
 
 def _display_name(country: Country) -> str:
-    names = templates.load("names")["countries"]
+    names = load("names")["countries"]
     if country.code in names:
         return names[country.code]
     for form in ("conventional short form", "conventional long form"):
@@ -233,3 +234,38 @@ def place_names() -> tuple[str, ...]:
             ):
                 names.add(name)
     return tuple(sorted(names))
+
+
+# Wordings and names that Atlas is made with: the TOML files of the folder `templates`.
+
+
+@functools.cache
+def load(name: str) -> dict[str, Any]:
+    """The content of `templates/{name}.toml`; callers must not change it."""
+    file = resources.files(__package__).joinpath("templates", f"{name}.toml")
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fact:
+    """How one fact is asked and answered; facts.toml explains the fields."""
+
+    topic: str
+    cue: str
+    questions: list[str]
+    answers: list[str]
+    name_like: bool = False
+    bridges: list[str] = dataclasses.field(default_factory=list)
+
+
+@functools.cache
+def facts() -> dict[str, Fact]:
+    """Fact name (`capital`) -> its wordings."""
+    by_name: dict[str, Fact] = {}
+    for name, section in load("facts").items():
+        for color in section.get("colors", [""]):
+            fields = {key: section[key] for key in section if key != "colors"}
+            for key in ("questions", "answers"):
+                fields[key] = [frame.replace("COLOR", color) for frame in fields[key]]
+            by_name[name.replace("COLOR", color)] = Fact(**fields)
+    return by_name

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.atlas import templates
+from mmqa_jax.data.atlas import factbook
 from mmqa_jax.data.atlas.factbook import Country
 
 FLAG_SIZE = (250, 150)  # width, height in pixels
@@ -131,7 +131,7 @@ def decode(png: bytes) -> np.ndarray:
 def make_flags(countries: list[Country]) -> list[Picture]:
     """Flags of the countries, then of the other flags OpenMoji draws, in a fixed order."""
     folder, flags = svg_dir(), []
-    names = templates.load("names")
+    names = factbook.load("names")
     frames = names["flag_captions"]
     named = [(c.iso, c.the_name, c.name) for c in countries]
     other = names["other_flags"].items()
@@ -226,7 +226,7 @@ def emoji_name(points: list[int]) -> str:
         return ""
     if points[0] in (0x1F3F3, 0x1F3F4):  # white and black flag, and the flags joined from them
         return ""
-    known = templates.load("emoji")
+    known = factbook.load("emoji")
     frames = known["joined"]
     if points[-1] == 0x20E3:
         return frames["keycap"].format(_character_name(points[0]))
@@ -249,7 +249,7 @@ def emoji_name(points: list[int]) -> str:
 
 
 def _character_name(point: int) -> str:
-    known = templates.load("emoji")
+    known = factbook.load("emoji")
     name = known["newer"].get(f"{point:X}") or unicodedata.name(chr(point), "").lower()
     if re.search(r"\bflags?\b", name):
         return ""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from mmqa_jax.data.atlas import templates
+from mmqa_jax.data.atlas import factbook
 from mmqa_jax.data.atlas.factbook import Country
 from mmqa_jax.data.atlas.pictures import COLORS, FlagFacts, Picture, color_map, color_shares, decode
 from mmqa_jax.data.atlas.snippets import Snippet
@@ -98,7 +98,7 @@ def picture_draft(
       keywords: the answer; True and False are yes and no.
       template: the draft's, if not `wording`.
     """
-    section = templates.load("picture_questions")[wording]
+    section = factbook.load("picture_questions")[wording]
     if isinstance(keywords, bool):
         keywords = "yes" if keywords else "no"
         answers = [f"{keywords.capitalize()}, {text}" for text in section[keywords]]
@@ -176,10 +176,10 @@ def _draft(
     bridge: tuple[str, str] | None = None,
 ) -> Draft:
     """A question for the fact `name`; `bridge` (fact, its answer) describes the country."""
-    fact = templates.facts()[name]
+    fact = factbook.facts()[name]
     subject, names = country.the_name, [answer] if fact.name_like else []
     if bridge is not None:
-        first = templates.facts()[bridge[0]]
+        first = factbook.facts()[bridge[0]]
         subject = first.bridges[int(rng.integers(len(first.bridges)))].format(b=bridge[1])
         names += [bridge[1]] if first.name_like else []
     question = wordings(fact.questions, rng, X=subject)[0]
@@ -209,7 +209,7 @@ def _unique_bridges(countries: list[Country], snippets: list[Snippet]) -> set[tu
     holders: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
     for snippet in snippets:
         for fact, value in snippet.facts.items():
-            if templates.facts()[fact].bridges:
+            if factbook.facts()[fact].bridges:
                 holders[fact, value].add(snippet.country)
     all_names = sorted(name_of.values(), key=len, reverse=True)
     named = re.compile(r"(?<!\w)(" + "|".join(map(re.escape, all_names)) + r")(?!\w)")
@@ -225,7 +225,7 @@ def _unique_bridges(countries: list[Country], snippets: list[Snippet]) -> set[tu
 
 def _suggests(value: str, country: str) -> bool:
     """Whether `value` holds the start of a word of the country's name (`Russian Empire`)."""
-    common = templates.load("names")["common_words"]
+    common = factbook.load("names")["common_words"]
     stems = {w[:4] for w in re.findall(r"\w{4,}", country) if w not in common}
     return any(stem in value.lower() for stem in stems)
 

@@ -27,7 +27,7 @@ from mmqa_jax.data.batches import packing
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.pictures.resize import patch_boxes
 from mmqa_jax.data.regions import PatchRegions, Tags
-from mmqa_jax.data.truncation import Tokens, cut, fair_shares
+from mmqa_jax.data.tokenizers import Tokens, cut, fair_shares
 
 # --- Regions -------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from mmqa_jax.data.atlas import templates
+from mmqa_jax.data.atlas import factbook
 from mmqa_jax.data.atlas.factbook import Country, chunks, clean, person_name
 
 
@@ -42,7 +42,7 @@ def select_snippets(countries: list[Country], *, most: int) -> tuple[list[Snippe
     about the fact has one gold snippet; where a second card states it, no question asks for it.
     Returns (snippets in country order, number of passages left out for that reason).
     """
-    prose_fields, known = templates.load("prose"), templates.facts()
+    prose_fields, known = factbook.load("prose"), factbook.facts()
     selected: list[tuple[int, Snippet]] = []  # with the country's position
     prose: list[tuple[tuple[int, int], Snippet]] = []
     dropped, texts = 0, set()
@@ -78,7 +78,7 @@ def select_snippets(countries: list[Country], *, most: int) -> tuple[list[Snippe
 
 
 def _states(snippet: Snippet, name: str, answer: str) -> bool:
-    fact = templates.facts().get(name)
+    fact = factbook.facts().get(name)
     return (
         fact is not None
         and answer in snippet.text  # the cheap test first
@@ -98,7 +98,7 @@ def _cards(country: Country) -> Iterator[Snippet]:
 
 
 def _prose(country: Country) -> Iterator[Snippet]:
-    for kind, field in templates.load("prose").items():
+    for kind, field in factbook.load("prose").items():
         value = re.sub(r"\n+", "\n", clean(country.raw(*field["path"].split(" > "))))
         value = re.sub(r"(?i)\bnote(?: \d)?\s*[:-]\s*", "", value).replace("\n", ". ")
         value = re.sub(r"\.+(?= |$)", ".", value).replace(";.", ".").strip(" ;.")
@@ -145,7 +145,7 @@ def _tidy(text: str) -> str:
 def cards(country: Country) -> dict[str, tuple[str, dict[str, str]]]:
     """Kind of card -> (text, {fact: answer}), for the cards whose fields the country has."""
     made = {}
-    for kind, card in templates.load("cards").items():
+    for kind, card in factbook.load("cards").items():
         values = {"X": country.the_name, "name": country.name, "was": country.was}
         for name, steps in card.items():
             if name not in ("text", "facts"):

@@ -21,8 +21,7 @@ from mmqa_jax.data.batches.feed import (
 from mmqa_jax.data.batches.packing import Bucket, Packed, RawExample
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import TokenTable, text_inputs
-from mmqa_jax.data.truncation import Tokens, cut
+from mmqa_jax.data.tokenizers import Tokens, TokenTable, cut, text_inputs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,7 @@ from jaxtyping import Bool, Float, Int, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.data.truncation import Tokens, cut, cut_pair
+from mmqa_jax.data.tokenizers import Tokenizer, Tokens, cut, cut_pair
 
 Packed = dict[str, np.ndarray]
 

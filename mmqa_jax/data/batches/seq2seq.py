@@ -11,7 +11,7 @@ from mmqa_jax.data.batches.feed import Batches, FeedConfig, PlannedBatch, Table,
 from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.packing import Bucket, Packed
 from mmqa_jax.data.pictures.decode import BrokenPictures
-from mmqa_jax.data.truncation import cut_before_end
+from mmqa_jax.data.tokenizers import cut_before_end
 
 
 class PairSize(NamedTuple):

@@ -23,11 +23,10 @@ from mmqa_jax.data.batches.packing import Bucket, Packed, RawExample, RawSource
 from mmqa_jax.data.formats.official import CAPTION
 from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.data.pictures.store import PictureStore
-from mmqa_jax.data.question_words import QuestionWords
+from mmqa_jax.data.published_tokenizers import QuestionWords
 from mmqa_jax.data.records.grid_records import PictureFeatures
 from mmqa_jax.data.schema import Question
-from mmqa_jax.data.tokenizers import Tokenizer, text_inputs
-from mmqa_jax.data.truncation import cut
+from mmqa_jax.data.tokenizers import Tokenizer, cut, text_inputs
 
 
 def vqa_batches(

@@ -29,7 +29,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.pictures.bounds import check_bytes
-from mmqa_jax.data.pictures.tar import PictureTar, plain_path
+from mmqa_jax.data.pictures.decode import PictureTar, plain_path
 from mmqa_jax.data.records.corpus_records import NOTICE, materials_beside
 from mmqa_jax.data.schema import ANSWERABLE, SPLITS, Material, Question, Source
 

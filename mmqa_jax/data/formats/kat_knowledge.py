@@ -17,8 +17,7 @@ from typing import Any
 from mmqa_jax.core.array_pickle import load_arrays
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
-from mmqa_jax.data.passage_texts import answer_passage, entity_passage
-from mmqa_jax.data.schema import Question
+from mmqa_jax.data.schema import Question, Source
 
 Pairs = Sequence[tuple[str, str]]
 _LAST_NUMBER = re.compile(r"(?<!\d)(\d{1,19})(?:\.\w+)?$")  # of COCO_val2014_000000297147.jpg, too
@@ -104,3 +103,27 @@ def _read(
             )
         known[key_name] = pairs
     return known
+
+
+# The texts that Fusion-in-Decoder encodes: a question with one passage each.
+
+
+def source_passage(source: Source, text: str = "") -> str:
+    """A source as FiD's passage; `text` in place of its own."""
+    return f"title: {source.title} context: {text or source.text}"
+
+
+def entity_passage(name: str, description: str) -> str:
+    """An entity of Wikidata as KAT's passage of explicit knowledge."""
+    return f"title: {name} context: {name} is a {description}"
+
+
+def answer_passage(candidate: str, evidence: str) -> str:
+    """A language model's answer with its evidence as KAT's passage of implicit knowledge."""
+    return f"candidate: {candidate} evidence: {evidence}"
+
+
+def question_texts(question: str, passages: Sequence[str]) -> list[str]:
+    """Returns the texts to encode: the question with each passage, or alone where there is none."""
+    asked = f"question: {question}"
+    return [f"{asked} {passage}" for passage in passages] or [asked]

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.checkpoints.checksums import read_sealed, write_sealed
+from mmqa_jax.core.chunks import WHOLE, PartState, Shard, Unfinished
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.core.locks import alone
-from mmqa_jax.core.shards import WHOLE, PartState, Shard, Unfinished
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
 from mmqa_jax.data.records import picture_records
 from mmqa_jax.data.records.corpus_records import column_of, open_records

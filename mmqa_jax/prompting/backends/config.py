@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from ml_collections import ConfigDict
 
+from mmqa_jax.core.chunks import launched_shard
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.shards import launched_shard
 from mmqa_jax.core.typed import check_section, spec_of
 from mmqa_jax.prompting.backends import Backend, Decoding
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig

@@ -15,15 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import BFloat16, Float32, Int32, UInt8
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, make_mesh, platform
 from mmqa_jax.core.serving import free_bytes
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
 from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
-from mmqa_jax.retrieval.indexes.max_sim_kernel import COLUMNS, largest_products
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
 from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors
@@ -320,3 +320,45 @@ def _score(
         return jnp.where(counts > 0, best.sum(-1), least)
 
     return jax.lax.map(of_query, queries)
+
+
+# A TPU's kernel for MaxSim: products of tokens are reduced where they are made.
+
+
+COLUMNS = 512  # tokens of queries that are multiplied at once
+
+
+def largest_products(
+    queries: BFloat16[jax.Array, "C D"],
+    sources: BFloat16[jax.Array, "B L D"],
+    *,
+    interpret: bool = False,
+) -> Float32[jax.Array, "B C"]:
+    """The largest product of each query's token with any token of each source.
+
+    Args:
+      queries: vectors of tokens, as many as COLUMNS divides.
+      sources: vectors of the sources' tokens; a shorter source repeats one of its own.
+      interpret: whether Python runs the kernel, on any device.
+    """
+    (count, dim), (rows, length, _) = queries.shape, sources.shape
+    best = pl.pallas_call(
+        _kernel,
+        grid=(rows, count // COLUMNS),  # a source's tokens stay while all queries pass
+        in_specs=[
+            pl.BlockSpec((COLUMNS, dim), lambda row, column: (column, 0)),
+            pl.BlockSpec((1, length, dim), lambda row, column: (row, 0, 0)),
+        ],
+        out_specs=pl.BlockSpec((1, 1, COLUMNS), lambda row, column: (row, 0, column)),
+        out_shape=jax.ShapeDtypeStruct((rows, 1, count), jnp.float32),
+        interpret=interpret,
+    )(queries, sources)
+    return best[:, 0]
+
+
+def _kernel(queries: jax.Array, source: jax.Array, best: jax.Array) -> None:
+    over_values = (((1,), (1,)), ((), ()))
+    products = jax.lax.dot_general(
+        source[0], queries[...], over_values, preferred_element_type=jnp.float32
+    )  # [L, COLUMNS]
+    best[0] = products.max(0, keepdims=True)

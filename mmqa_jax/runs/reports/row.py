@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import html
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -14,14 +16,17 @@ import numpy as np
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.benchmarks.benchmark import open_benchmark
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.files import read_json, read_jsonl
+from mmqa_jax.core.files import atomic_write, read_json, read_jsonl
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures.decode import decode
+from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.records.corpus_records import materials_of
 from mmqa_jax.data.schema import Prediction, Question, Ranking, is_answerable, united
 from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.report import picture_uri
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.scoring import Evaluation, losses_tables
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
@@ -30,7 +35,11 @@ from mmqa_jax.runs import traces as row_traces
 from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
 
-MATCHES = "matches.html"  # in a row's workdir, see matches.py
+if TYPE_CHECKING:
+    from mmqa_jax.retrieval.embedder import Embedder
+    from mmqa_jax.retrieval.page_embedder import PageTokenEmbedder
+
+MATCHES = "matches.html"  # in a row's workdir, see write_matches
 # What the scores that are shown large begin with, beside a benchmark's own.
 _HEADLINE = (
     *("webqa_acc", "exact_match", "source_f1/official", "recall@20", "vqa_accuracy"),
@@ -368,3 +377,122 @@ def _table(folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> T
 def _link(folder: Path, name: str) -> str:
     """The row's report, seen from the folder's; "" where it has none."""
     return f"./{quote(name)}/report.html" if (folder / name / "report.html").is_file() else ""
+
+
+# The page of `mmqa search --matches`: what of the best page each question matched.
+
+
+_MOST = 20  # questions on a page
+_PIXELS = 900  # of a page's longer side
+_STYLE = """body{font:16px/1.4 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+img{max-width:100%;border:1px solid #999}td,th{padding:.1rem .8rem .1rem 0;text-align:left}"""
+
+
+def check_matches(embedder: Embedder) -> PageTokenEmbedder:
+    """The embedder; UserError for one whose matches have no places."""
+    from mmqa_jax.retrieval.page_embedder import PageTokenEmbedder
+
+    if not isinstance(embedder, PageTokenEmbedder):
+        raise UserError(
+            "--matches: needs a retriever of pages with a vector for each token, such as ColPali; "
+            "leave it out, or name one as --model."
+        )
+    return embedder
+
+
+def write_matches(
+    out: Path,
+    title: str,
+    questions: Sequence[Question],
+    ranked: Sequence[Ranking],
+    *,
+    corpus: Corpus,
+    embedder: PageTokenEmbedder,
+    pictures: PictureStore,
+) -> list[dict[str, Any]]:
+    """Writes the page; returns its rows for JSON.
+
+    Args:
+      out: a file of HTML.
+      title: of the page.
+      questions: of which the first are shown.
+      ranked: their rankings; the best source that is a picture is shown.
+      corpus: of the sources.
+      embedder: that ranked them.
+      pictures: pixels of the corpus, for the embedder.
+    """
+    from mmqa_jax.retrieval.page_embedder import page_matches
+
+    rows, sections = [], []
+    for question, ranking in zip(questions[:_MOST], ranked[:_MOST], strict=True):
+        at = [corpus.row[name] for name in ranking.sources]
+        pixels = next(((row, p) for row in at if (p := pictures.pixels(row)) is not None), None)
+        if pixels is None:
+            continue
+        source = corpus.sources[pixels[0]]
+        matches = page_matches(embedder, question.question, pixels[1])
+        tokens = matches.rows()
+        rows.append({"question": question.id, "source": source.id, "tokens": tokens})
+        picture = decode(corpus.read_picture(source.image) or b"", source.id)
+        picture.thumbnail((_PIXELS, _PIXELS))
+        encoded = io.BytesIO()
+        matches.drawn_on(picture).save(encoded, "PNG")
+        sections.append(_section(question, source.id, tokens, encoded.getvalue()))
+    name = html.escape(f"What the questions matched: {title}")
+    page = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "img-src data:; style-src 'unsafe-inline'\">"
+        f"<title>{name}</title><style>{_STYLE}</style><h1>{name}</h1>"
+        "<p>The redder a place of the page, the better it matches a word of the question. "
+        "A frame is a word's best place.</p>" + "".join(sections) + "</html>\n"
+    )
+    with atomic_write(out) as file:
+        file.write(page)
+    return rows
+
+
+def write_row_matches(
+    folder: Path,
+    title: str,
+    questions: Sequence[Question],
+    predictions: Sequence[Prediction],
+    candidates: Sequence[Ranking],
+    parts: Sequence[Any],
+) -> None:
+    """Writes MATCHES into a row's workdir if one of its open parts retrieves pages by the vectors
+    of their tokens.
+
+    Args:
+      candidates: of the row's retriever; empty: the sources of its predictions are those.
+      parts: retrievers, alone or fused with BM25, and others.
+    """
+    from mmqa_jax.retrieval.page_embedder import PageTokenEmbedder
+
+    for part in parts:
+        retriever = getattr(part, "dense", part)
+        if isinstance(getattr(retriever, "embedder", None), PageTokenEmbedder):
+            ranked = candidates or [
+                Ranking(prediction.question_id, prediction.sources, prediction.source_scores)
+                for prediction in predictions
+            ]
+            seen = {"embedder": retriever.embedder, "pictures": retriever.pictures}
+            out = folder / MATCHES
+            write_matches(out, title, questions, ranked, corpus=retriever.corpus, **seen)
+            return
+
+
+def _section(
+    question: Question, source: str, tokens: Sequence[dict[str, Any]], picture: bytes
+) -> str:
+    cells = "".join(
+        f"<tr><td>{html.escape(row['token'])}</td><td>{row['similarity']:.3f}</td>"
+        f"<td>{', '.join(f'{100 * side:.0f}' for side in row['box'])}</td></tr>"
+        for row in tokens
+    )
+    return (
+        f"<h2>{html.escape(question.question)}</h2><p>{html.escape(source)}</p>"
+        f'<img alt="{html.escape(source)}" src="{picture_uri(picture, _PIXELS)}">'
+        "<table><tr><th>Token</th><th>Similarity</th>"
+        f"<th>Left, top, right, bottom, in percent</th></tr>{cells}</table>"
+    )

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from mmqa_jax.core.chunks import Engine, check_chunk
+from mmqa_jax.core.chunks import WHOLE, Engine, Shard, check_chunk
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, read_json, write_json
 from mmqa_jax.core.hosts import distributed
@@ -24,7 +24,6 @@ from mmqa_jax.core.mesh import fetch
 from mmqa_jax.core.paths import as_path, check_store
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.batches.vqa import image_id
 from mmqa_jax.data.corpus import Corpus, open_corpus, open_sources
 from mmqa_jax.data.pictures.bounds import PictureError
@@ -42,10 +41,14 @@ from mmqa_jax.retrieval.embeddings import (
     open_embeddings,
     read_unfinished,
 )
-from mmqa_jax.retrieval.indexes.exact import ExactIndex, check_embeddings
-from mmqa_jax.retrieval.indexes.faiss import IDS as FAISS_IDS
-from mmqa_jax.retrieval.indexes.faiss import INDEX as FAISS_INDEX
-from mmqa_jax.retrieval.indexes.faiss import check_export, export_faiss
+from mmqa_jax.retrieval.indexes.exact import IDS as FAISS_IDS
+from mmqa_jax.retrieval.indexes.exact import INDEX as FAISS_INDEX
+from mmqa_jax.retrieval.indexes.exact import (
+    ExactIndex,
+    check_embeddings,
+    check_export,
+    export_faiss,
+)
 from mmqa_jax.retrieval.indexes.index import (
     build_index,
     build_shards,

@@ -10,21 +10,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from mmqa_jax.core.chunks import Engine, Part
+from mmqa_jax.core.chunks import WHOLE, Engine, Part, Shard
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import check_out, write_jsonl
 from mmqa_jax.core.serving import Serving
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data.corpus import Corpus, open_corpus, split_questions
 from mmqa_jax.data.schema import Question, Ranking, prediction_row
 from mmqa_jax.evaluation import retrieval
-from mmqa_jax.evaluation.source_selection import SELECTIONS, best_threshold, check_threshold
 from mmqa_jax.evaluation.tables import Table, answer_table, show
+from mmqa_jax.evaluation.webqa import SELECTIONS, best_threshold, check_threshold
 from mmqa_jax.extensions import fusion_tuning, similarity
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval import rankings
 from mmqa_jax.retrieval.modality import modality_report, of_modality
-from mmqa_jax.runs import identity, parts
+from mmqa_jax.runs import part, parts
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.stages import Stage, answering
 
@@ -139,7 +138,7 @@ def search(
         "verb": "search",
         "corpus": corpus.fingerprint,
         **({"asked": corpus.asked_by} if corpus.asked_by else {}),
-        "questions": identity.of_questions(questions),
+        "questions": part.of_questions(questions),
         "retriever": spec.fingerprint(),
         "candidates": "restricted" if restricted else "all",
         "top_k": top_k,
@@ -183,7 +182,7 @@ def open_matches(
     model: str, corpus: Corpus, inference: Mapping[str, Any] | None
 ) -> Callable[..., list[dict[str, Any]]]:
     """Opens what writes the page of --matches: `reports.matches.write_matches` with a model."""
-    from mmqa_jax.runs.reports.matches import check_matches, write_matches
+    from mmqa_jax.runs.reports.row import check_matches, write_matches
     from mmqa_jax.tasks.embedder import open_embedder
 
     if not model:
@@ -276,11 +275,9 @@ def rerank(files: StageFiles, options: RerankOptions) -> dict[str, Any]:
     what = {
         "verb": "rerank",
         "corpus": corpus.fingerprint,
-        "questions": identity.of_questions(questions),
-        "model": identity.of_folders(options.model),
-        "candidates": (
-            options.candidates if candidates is None else identity.of_rankings(candidates)
-        ),
+        "questions": part.of_questions(questions),
+        "model": part.of_folders(options.model),
+        "candidates": (options.candidates if candidates is None else part.of_rankings(candidates)),
         "top_k": options.top_k,
         "cap": options.cap,
         "retriever": dense.fingerprint(),
@@ -408,9 +405,9 @@ def answer(
     what = {
         "verb": "answer",
         "corpus": corpus.fingerprint,
-        "questions": identity.of_questions(questions),
-        "model": identity.of_folders(model),
-        "sources": sources if relevance is None else identity.of_rankings(relevance),
+        "questions": part.of_questions(questions),
+        "model": part.of_folders(model),
+        "sources": sources if relevance is None else part.of_rankings(relevance),
         "threshold": threshold,
         "select": select,
     }

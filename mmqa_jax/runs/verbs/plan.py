@@ -13,11 +13,19 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import read_config
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.plan import verdict as planning
-from mmqa_jax.plan.collection import CollectionPlan, plan_collections, read_sizes
-from mmqa_jax.plan.detectors import check_pictures, pictures_cost
 from mmqa_jax.plan.program import Planned
-from mmqa_jax.plan.programs import engine_of, engine_sizes
-from mmqa_jax.plan.row import Done, RowPlan, is_row, plan_row, read_prices, row_counts
+from mmqa_jax.plan.programs import check_pictures, engine_of, engine_sizes, pictures_cost
+from mmqa_jax.plan.row import (
+    CollectionPlan,
+    Done,
+    RowPlan,
+    is_row,
+    plan_collections,
+    plan_row,
+    read_prices,
+    read_sizes,
+    row_counts,
+)
 from mmqa_jax.plan.topology import Topology, open_topology, read_calibration
 from mmqa_jax.plan.verdict import Found, Plan, described
 from mmqa_jax.retrieval.embeddings import embedded_rows

@@ -14,10 +14,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from mmqa_jax.core.chunks import WHOLE, Shard
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, check_out
 from mmqa_jax.core.progress import Progress
-from mmqa_jax.core.shards import WHOLE, Shard
 from mmqa_jax.data import region_records
 from mmqa_jax.data.batches.vqa import image_id
 from mmqa_jax.data.corpus import open_corpus
@@ -26,7 +26,7 @@ from mmqa_jax.data.pictures.decode import BrokenPictures, decode_upright, read_p
 from mmqa_jax.data.records.corpus_records import MANIFEST as CORPUS
 from mmqa_jax.data.records.corpus_records import materials_beside, write_notice
 from mmqa_jax.data.records.record_shards import write_records
-from mmqa_jax.data.region_exports import check_exports, check_held, export_folder, export_regions
+from mmqa_jax.data.region_records import check_exports, check_held, export_folder, export_regions
 from mmqa_jax.data.regions import RegionError
 from mmqa_jax.data.schema import Material
 from mmqa_jax.inference.region_detector import RegionDetector, RegionEncoder, facts_of
