@@ -49,6 +49,13 @@ SHARED = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
+# Attention over latents.
+LATENT = {
+    **{"num_key_value_heads": 6, "kv_lora_rank": 14, "q_lora_rank": 22, "qk_nope_head_dim": 10},
+    **{"qk_rope_head_dim": 8, "v_head_dim": 12, "moe_intermediate_size": 24},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 2},
+    **{"routed_scaling_factor": 1.7, **TOKENS},
+}
 HALF = {**THETA, "partial_rotary_factor": 0.5}
 NORM_EPS = {"rms_norm_eps": None, "norm_eps": 3e-4}
 # Of families with layer norms.
@@ -501,6 +508,36 @@ CASES = {
             "tie_word_embeddings": False,
             "rope_parameters": THETA,
             **TOKENS,
+        },
+    ),
+    "deepseek_v2": Case(
+        "DeepseekV2",
+        {
+            **{**LATENT, "q_lora_rank": None, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+            **{"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
+            **{"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.6}},
+        },
+    ),
+    "deepseek_v2, no groups": Case(
+        "DeepseekV2", {**LATENT, "tie_word_embeddings": True, "rope_parameters": THETA}
+    ),
+    "deepseek_v3": Case(
+        "DeepseekV3",
+        {
+            **{**LATENT, "num_hidden_layers": 3, "first_k_dense_replace": 1},
+            **{"n_group": 3, "topk_group": 2, "num_nextn_predict_layers": 0},
+            **{"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
+        },
+    ),
+    "glm4_moe_lite": Case(
+        "Glm4MoeLite",
+        {**LATENT, "mlp_layer_types": ["dense", "sparse"], "rope_parameters": THETA},
+    ),
+    "youtu": Case(
+        "Youtu",
+        {
+            **{key: x for key, x in LATENT.items() if not key.startswith(("n_", "moe_", "routed"))},
+            **{"num_experts_per_tok": None, "tie_word_embeddings": False, "rope_parameters": THETA},
         },
     ),
     "smollm3": Case("SmolLM3", {"no_rope_layers": [1, 0], "mlp_bias": True, **TOKENS}),

@@ -27,7 +27,7 @@ from compare import (
     same_parameters,
     with_config,
 )
-from decoder_cases import CASES, COMMON, LAYER_NORMS, LENGTH, NORM_EPS, THETA, TOKENS
+from decoder_cases import CASES, COMMON, LAYER_NORMS, LENGTH, NORM_EPS, THETA, TOKENS, YARN
 from decoder_pair import Pair, run_torch, save_pair, torch_layers
 from flax import nnx
 from safetensors.torch import save_file
@@ -124,7 +124,7 @@ BRANCHING = (("gemma2", False), ("gemma2", True), ("gemma3_text", False), ("qwen
 # or have none (smollm3), sinks (gpt_oss), and rotations that are fitted to the longest text (longrope,
 # in a test of its own); experts are given padding; layers of the gated delta rule have states. Scanned
 # layers have their own code of windows, caps and rotations alone. An MLP of the same input as attention
-# (cohere2) and one without a gate (apertus) are in the layer.
+# (cohere2), one without a gate (apertus) and queries of latents (deepseek_v3) are in the layer.
 ENGINES = [
     *((name, scan) for name in ("gemma2", "gemma3_text") for scan in (False, True)),
     *((name, False) for name in ("smollm3, windows, dynamic", "qwen3_moe", "qwen3_5", *GEMMA4)),
@@ -133,6 +133,7 @@ ENGINES = [
     ("llama4_text, every other layer a mixture", False),
     *(("cohere2", scan) for scan in (False, True)),
     ("apertus", False),
+    *(("deepseek_v3", False), ("youtu", True)),
 ]
 
 
@@ -265,7 +266,7 @@ def test_llama4_with_a_vision_tower_is_its_language_model(tmp_path, caplog):
 
 # A case of each kind of operation that is differentiated: norms of heads, biases and experts; norms
 # behind the parts and caps; the gated delta rule, convolutions and gates, those of heads; a router of
-# sigmoids, norms of whole queries of which a part is rotated.
+# sigmoids, norms of whole queries of which a part is rotated; latents, groups of experts.
 # Windows, rotations and multipliers have no parameters.
 TRAINED = (
     "qwen3_moe",
@@ -280,6 +281,8 @@ TRAINED = (
     "lfm3",
     "minimax_m2",
     "apertus",
+    "deepseek_v2",
+    "deepseek_v3",
 )
 
 
@@ -415,6 +418,12 @@ SWITCHES = {
     "qwen3_moe": [{"norm_topk_prob": False}],
     "glm4_moe": [{"routed_scaling_factor": 1.0}, {"norm_topk_prob": False}],
     "gpt_oss": [_FULL, {"swiglu_limit": 7.0}],
+    "deepseek_v2": [
+        {"topk_method": "greedy"},
+        {"routed_scaling_factor": 1.0},
+        {"rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 0.0}},
+    ],
+    "deepseek_v3": [{"n_group": 1, "topk_group": 1}, {"rope_parameters": THETA}],
     "qwen3_5": [{"rope_parameters": THETA | {"partial_rotary_factor": 1.0}}],
     "qwen3_next": [{"norm_topk_prob": True}],
     "llama4_text": [
@@ -466,6 +475,7 @@ def test_the_switches_of_a_case_matter(pair, request):
 
 
 SIZES = {key: value for key, value in COMMON.items() if key != "attn_implementation"}
+_DEEP = {"first_k_dense_replace": 1}
 REFUSED = [
     ("qwen2", {"attention_bias": True}, "key 'attention_bias'"),
     ("qwen2", {"use_sliding_window": "yes"}, "use_sliding_window is 'yes'"),
@@ -581,7 +591,12 @@ REFUSED = [
     ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace is 1"),
     ("exaone_moe", {"n_group": 2}, "n_group is 2"),
     ("afmoe", {"score_func": "softmax"}, "score_func is 'softmax'"),
-    ("deepseek_v3", {}, "model_type is 'deepseek_v3', expected one of llama, .*, qwen3_moe"),
+    ("deepseek_v3", {**_DEEP, "attention_bias": True}, "attention_bias is True"),
+    ("deepseek_v3", {**_DEEP, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+    ("deepseek_v3", {**_DEEP, "n_group": 3}, "expert_groups is 3: expected a divisor of model.exp"),
+    ("deepseek_v3", {**_DEEP, "topk_group": 9}, "active_groups is 9: expected 1 to .* = 8"),
+    ("deepseek_v3", {**_DEEP, "qk_rope_head_dim": 33}, "turning 33: expected even numbers"),
+    ("deepseek_v32", {}, "model_type is 'deepseek_v32', expected one of llama, .*, qwen3_moe"),
     ("mpt", {}, "model_type is 'mpt', expected one of llama, "),
     ("cohere", {**LAYER_NORMS, "use_qk_norm": True}, "use_qk_norm is True"),
     ("cohere", {**LAYER_NORMS, "logit_scale": 0.0}, r"logit_scale is 0\.0, expected more"),
@@ -692,6 +707,8 @@ def test_presets_of_a_familys_first_model_are_transformers_defaults(name, kind):
     [
         *(("cwm_32b", 32), ("glm4_9b_chat", 9.4), ("qwen15_moe_a27b", 14.3), ("hy3", 295)),
         *(("minimax_m2", 230), ("trinity_nano", 6), ("trinity_mini", 26)),
+        *(("deepseek_v2_lite", 15.7), ("deepseek_v2", 236), ("deepseek_v3", 671)),
+        *(("kimi_k2", 1040), ("glm47_flash", 30), ("youtu_2b", 1.96)),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(name, billions):

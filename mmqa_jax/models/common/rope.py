@@ -67,7 +67,8 @@ class RopeScaling:
     `original_positions` is the context length of pretraining. `proportional` turns the first
     `partial` of all pairs, with the frequencies that these have among all, and divides by the
     factor (Gemma 4). `query_beta` is kept for export alone: by it Ministral 3's queries grow beyond
-    `original_positions`, where texts are refused.
+    `original_positions`, where texts are refused. By
+    `score_scale`, YaRN's mscale_all_dim, attention over latents scales its scores (`score_factor`).
     """
 
     kind: str
@@ -83,6 +84,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] = ()
     partial: float = 1.0
     query_beta: float = 0.0
+    score_scale: float = 0.0
 
     def __post_init__(self):
         for name in ("short_factor", "long_factor"):
@@ -104,6 +106,11 @@ class RopeScaling:
                 f"rope_scaling {self}: expected beta_slow above 0 and at most beta_fast, and an "
                 "attention_factor above 0; correct the config."
             )
+
+    @property
+    def score_factor(self) -> float:
+        """What scores of attention over latents are multiplied by."""
+        return (0.1 * self.score_scale * math.log(self.factor) + 1) ** 2
 
     @property
     def by_length(self) -> bool:
@@ -273,6 +280,8 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
         fields = {key for key in _OF_KIND[scaling.kind] if not key.startswith("mscale")}
         values = {key: getattr(scaling, key) for key in sorted(fields)}
         rope |= {key: [*x] if isinstance(x, tuple) else x for key, x in values.items()}
+    if scaling.score_scale:
+        rope["mscale_all_dim"] = scaling.score_scale
     if scaling.query_beta:
         rope["llama_4_scaling_beta"] = scaling.query_beta
     return rope

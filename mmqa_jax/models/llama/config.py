@@ -17,7 +17,13 @@ from mmqa_jax.models.common.config_checks import (
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
 from mmqa_jax.models.llama import published_config
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.models.llama.layer_kinds import KINDS, RECURRENT, DeltaConfig, FullLayers
+from mmqa_jax.models.llama.layer_kinds import (
+    KINDS,
+    RECURRENT,
+    DeltaConfig,
+    FullLayers,
+    LatentConfig,
+)
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
@@ -66,6 +72,8 @@ class LlamaConfig:
     `router` makes probabilities of its scores, of which those of the chosen experts are weights,
     multiplied by `expert_weight`; with `choice_bias` a number of each expert, which training leaves
     as it is, is added where experts are chosen.
+    With `expert_groups` so many groups of as many experts are ranked first, and experts chosen in
+    the best `active_groups` alone (`Experts.within_groups`).
     `experts_beside` is the width of experts that stand beside an MLP of width `mlp`, and what each
     of both gives is normed before the sum (Gemma 4).
 
@@ -77,6 +85,9 @@ class LlamaConfig:
     of "linear" ones, `conv_taps` the tokens of the convolution of "conv" ones
     (`llama.short_conv`). `gated`: what attention gives is multiplied by a sigmoid of the layer's
     input, of each number or, with `head_gates`, of each head.
+
+    `latent`: sizes of attention over latents (`llama.latent`), whose one key head has a `head_dim`
+    of the latent and the rotated key.
 
     `side`: the width of an input of its own that each layer gets beside what the one before gives,
     None is none: of a projection of the embeddings and, with `side_table`, of a table of the tokens
@@ -172,6 +183,9 @@ class LlamaConfig:
     conv_taps: int | None = None
     borrowers: int | None = None
     borrower_mlp: int | None = None
+    latent: LatentConfig | None = None
+    expert_groups: int | None = None
+    active_groups: int | None = None
 
     def __post_init__(self):
         check_layers(self, "model", "layers")
@@ -191,6 +205,20 @@ class LlamaConfig:
             raise UserError(
                 f"model.active_experts is {self.active_experts}: expected 1 to model.experts = "
                 f"{self.experts}; correct it."
+            )
+        if groups := self.expert_groups:
+            check_divides("model.expert_groups", groups, "model.experts", self.experts or 0)
+            reached = (self.experts or 0) // groups * (self.active_groups or 0)
+            if not (self.active_experts or 1) <= reached <= (self.experts or 0):
+                raise UserError(
+                    f"model.active_groups is {self.active_groups}: expected 1 to "
+                    f"model.expert_groups = {groups}, with at least model.active_experts = "
+                    f"{self.active_experts} experts together; correct it."
+                )
+        if self.latent and self.head_dim != self.latent.rank + self.latent.turning:
+            raise UserError(
+                f"model.head_dim is {self.head_dim}: expected model.latent's rank and turning "
+                f"together, {self.latent.rank + self.latent.turning}; correct it."
             )
         if self.side is not None and self.side < 1:
             raise UserError(f"model.side is {self.side}: expected a width from 1; correct it.")
@@ -288,7 +316,7 @@ class LlamaConfig:
     @property
     def rotary_size(self) -> int:
         """How many numbers of a head are rotated, its first ones in the published layout."""
-        return int(self.head_size * self.rotary_fraction)
+        return self.latent.turning if self.latent else int(self.head_size * self.rotary_fraction)
 
     @property
     def recurrent(self) -> bool:
@@ -314,6 +342,7 @@ class LlamaConfig:
             changes |= dataclasses.asdict(self.full_layers)
         if self.kinds[number].startswith("plain"):
             changes |= dict.fromkeys(("experts", "active_experts", "shared_expert"))
+            changes |= dict.fromkeys(("expert_groups", "active_groups"))
             changes |= {"mlp": self.plain_mlp}
         if number >= self.layers - (self.borrowers or 0):
             changes["mlp"] = self.borrower_mlp or self.mlp
@@ -343,6 +372,12 @@ class LlamaConfig:
     @property
     def mixing(self) -> int:
         """Parameters of the products of one layer's attention, or of what is in its place."""
+        if latent := self.latent:
+            asked = latent.query_rank or self.hidden
+            of_head = asked * (latent.resting + latent.turning)
+            of_head += latent.rank * (latent.resting + latent.value) + latent.value * self.hidden
+            down = (latent.query_rank or 0) + latent.rank + latent.turning
+            return self.heads * of_head + self.hidden * down
         if not self.recurrent:
             projections = 0 if self.borrows else 2 - self.keys_are_values
             heads = 2 * self.heads + projections * self.kv_heads
@@ -369,9 +404,11 @@ class LlamaConfig:
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """The names of a layer's linears, without those inside experts and the gated delta rule."""
+        """The names of a layer's linears, without those inside experts, of the gated delta rule and
+        of latents."""
         names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
         names = ("q", "out") if self.borrows else names
+        names = ("out",) if self.latent else names
         names = () if self.kinds and RECURRENT.issuperset(self.kinds) else names
         names += ("out_gate",) if self.gated and names else ()
         names += ("side_gate", "side_out") if self.side else ()
@@ -505,6 +542,14 @@ _GLM45 |= {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
 _QWEN35 = {"family": "qwen3_5_text", "qk_norm": "head", "unit_norms": True, "gated": True}
 _QWEN35 |= {"head_dim": 256, "rotary_fraction": 0.25, "eps": 1e-6, "rope_theta": 1e7}
 _QWEN35 |= {"vocab_size": 248320, "positions": 262144}
+
+
+def _yarn(factor: float, mscale: float = 1.0, **more: Any) -> dict[str, Any]:
+    """Keys of a DeepSeek's positions, of which the first 4,096 are those of pretraining."""
+    scales = {"mscale": mscale, "mscale_all_dim": mscale, "beta_fast": 32, "beta_slow": 1}
+    rope = {"type": "yarn", "factor": factor, "original_max_position_embeddings": 4096}
+    return {"rope_scaling": rope | scales, "max_position_embeddings": round(4096 * factor), **more}
+
 
 _TRINITY = {"num_dense_layers": 2, "num_experts": 128, "num_experts_per_tok": 8}
 _TRINITY |= {"num_shared_experts": 1, "route_scale": 2.826, "mup_enabled": True}
@@ -709,6 +754,23 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     "solar_open_100b": _of_json("solar_open"),
     "minimax_m2": _of_json("minimax_m2", rotary_dim=64),
     "hy3": _of_json("hy_v3", max_position_embeddings=262144),
+    "deepseek_v2_lite": _of_json("deepseek_v2", **_yarn(40, 0.707), q_lora_rank=None,
+        hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27,
+        num_attention_heads=16, num_experts_per_tok=6, first_k_dense_replace=1,
+    ),
+    "deepseek_v2": _of_json("deepseek_v2", **_yarn(40, 0.707), hidden_size=5120,
+        intermediate_size=12288, moe_intermediate_size=1536, num_hidden_layers=60,
+        num_attention_heads=128, n_routed_experts=160, num_experts_per_tok=6, n_group=8,
+        topk_group=3, topk_method="group_limited_greedy", routed_scaling_factor=16.0,
+        first_k_dense_replace=1,
+    ),
+    "deepseek_v3": _of_json("deepseek_v3", **_yarn(40)),
+    "kimi_k2": _of_json("kimi_k2", **_yarn(32, rope_theta=50000.0), vocab_size=163840,
+        num_attention_heads=64, n_routed_experts=384, n_group=1, topk_group=1,
+        first_k_dense_replace=1, routed_scaling_factor=2.827,
+    ),
+    "glm47_flash": _of_json("glm4_moe_lite", rope_theta=1e6),
+    "youtu_2b": _of_json("youtu", rope_theta=1.6e6),
     "trinity_nano": _of_json("afmoe", **_TRINITY, hidden_size=1024, intermediate_size=3072,
         num_hidden_layers=56, num_attention_heads=8, num_key_value_heads=2,
         moe_intermediate_size=256,

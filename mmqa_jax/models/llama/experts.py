@@ -204,10 +204,12 @@ class Experts(nnx.Module):
         by_scores = jax.nn.sigmoid if self.config.router == "sigmoid" else jax.nn.softmax
         scores = by_scores(logits)
         if self.choice_bias is None:
-            weights, chosen = jax.lax.top_k(scores, self.config.active_experts)
+            ranked = self.within_groups(scores, best=1)
+            weights, chosen = jax.lax.top_k(ranked, self.config.active_experts)
         else:
             bias = jax.lax.stop_gradient(self._of_layer("choice_bias", layer))
-            _, chosen = jax.lax.top_k(scores + bias, self.config.active_experts)
+            ranked = self.within_groups(scores + bias, best=2)
+            _, chosen = jax.lax.top_k(ranked, self.config.active_experts)
             weights = jnp.take_along_axis(scores, chosen, axis=-1)
         if self.config.normed_experts:
             weights = weights / weights.sum(-1, keepdims=True)
@@ -216,6 +218,19 @@ class Experts(nnx.Module):
         if self.config.experts_beside:
             weights = weights * self._of_layer("expert_scale", layer)[chosen]
         return chosen, weights
+
+    def within_groups(self, ranked: jax.Array, *, best: int) -> jax.Array:
+        """Numbers by which experts are chosen, [T, E], -inf outside of the groups in which the sum
+        of the `best` is largest (DeepSeek-V2, section 2.2.2; V3, with two); without groups as they
+        are."""
+        groups = self.config.expert_groups
+        if not groups:
+            return ranked
+        apart = ranked.reshape(len(ranked), groups, -1)
+        of_group = jax.lax.top_k(apart, best)[0].sum(-1)
+        _, chosen = jax.lax.top_k(of_group, self.config.active_groups)
+        is_chosen = jax.nn.one_hot(chosen, groups, dtype=bool).any(1)
+        return jnp.where(is_chosen[..., None], apart, -jnp.inf).reshape(ranked.shape)
 
     def _of_layer(self, name: str, layer: jax.Array | None) -> jax.Array:
         """Returns a parameter of the layer; `layer` is None where all are of one layer."""

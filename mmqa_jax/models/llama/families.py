@@ -2,9 +2,9 @@
 
 Each family is one entry; `family.py` says what an entry holds. A key that a family's class in
 transformers does not read is refused (`published_config.py`), whatever other families do with it.
-To add a family: one entry here, or in `mixture_families.py`, `recurrent_families.py` or
-`gemma_families.py`, its tensors' names in `models/llama/keys.py` where they differ, and one case of
-`tests/equivalence/test_decoder_families.py`.
+To add a family: one entry here, or in `mixture_families.py`, `latent_families.py`,
+`recurrent_families.py` or `gemma_families.py`, its tensors' names in `models/llama/keys.py` where
+they differ, and one case of `tests/equivalence/test_decoder_families.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mmqa_jax.models.llama.family import (
     Family,
 )
 from mmqa_jax.models.llama.gemma_families import GEMMA
+from mmqa_jax.models.llama.latent_families import LATENT
 from mmqa_jax.models.llama.mixture_families import MIXTURES
 from mmqa_jax.models.llama.recurrent_families import RECURRENT
 from mmqa_jax.weights.config_json import kinds
@@ -605,6 +606,7 @@ FAMILIES: Mapping[str, Family] = {
         constants={"mlp.act_fn.beta": 0.5, "mlp.act_fn.eps": -1e-6},
     ),
     **MIXTURES,
+    **LATENT,
     **RECURRENT,
     **GEMMA,
 }

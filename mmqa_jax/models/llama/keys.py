@@ -115,6 +115,15 @@ _COLUMN = Transform(lambda x: x.reshape(-1, 1), lambda x: x.T)
 SWAPPED = Transform(lambda x: x.swapaxes(-1, -2), lambda x: x.swapaxes(-1, -2))
 
 
+def rows_of_heads(heads: int, size: int, order: np.ndarray) -> Transform:
+    """Rows of a projection, `size` of each head, in the order that is given, to our kernel."""
+
+    def taken(x, order):
+        return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
+
+    return Transform(lambda x: taken(x, order).T, lambda x: taken(x.T, np.argsort(order)))
+
+
 def rotary_rows(heads: int, size: int, rotated: int, *, neighbours: bool) -> Transform:
     """Rows of a query or key projection of which the first `rotated` of each head's `size` are
     rotated, to our kernel, in which rotary pairs are the halves of the whole head.
@@ -126,11 +135,7 @@ def rotary_rows(heads: int, size: int, rotated: int, *, neighbours: bool) -> Tra
     first, second = (turning[0::2], turning[1::2]) if neighbours else np.split(turning, 2)
     middle = len(rest) // 2
     ours = np.concatenate([first, rest[:middle], second, rest[middle:]])
-
-    def taken(x, order):
-        return x.reshape(heads, size, *x.shape[1:])[:, order].reshape(x.shape)
-
-    return Transform(lambda x: taken(x, ours).T, lambda x: taken(x.T, np.argsort(ours)))
+    return rows_of_heads(heads, size, ours)
 
 
 def llama_rules(
@@ -182,6 +187,8 @@ def _layer_rules(
         ]
         taps = TRANSPOSE if layout == "gguf" else _TAPS
         rules.append(Rule(f"{layer}conv.conv.weight", f"{path}conv/taps", taps))
+    elif config.latent:
+        rules = _latent_rules(config, f"{layer}self_attn.", f"{path}latent/")
     # llama.cpp keeps what is multiplied by.
     of_norms = LESS_ONE if layout == "gguf" and config.unit_norms else IDENTITY
     neighbours = FAMILIES[config.family].neighbours or layout == "meta"
@@ -262,6 +269,41 @@ def _delta_rules(layer: str, path: str) -> list[Rule]:
     others = {"A_log": "decay_rate", "dt_bias": "decay_bias", "norm.weight": "norm"}
     return rules + [
         Rule(f"{layer}linear_attn.{key}", f"{path}{ours}") for key, ours in others.items()
+    ]
+
+
+def _latent_rules(config: LlamaConfig, attention: str, path: str) -> list[Rule]:
+    """Rules of attention over latents; the rows of keys and values are apart (`fused_rows`). Rotary
+    pairs are neighbours there."""
+    sizes, heads = config.latent, config.heads
+
+    def rows(heads: int, resting: int) -> Transform:
+        turning = np.arange(sizes.turning).reshape(-1, 2).T.reshape(-1) + resting
+        return rows_of_heads(
+            heads, resting + sizes.turning, np.concatenate([np.arange(resting), turning])
+        )
+
+    of_keys = Transform(
+        lambda x: x.reshape(heads, -1, sizes.rank), lambda x: x.reshape(-1, sizes.rank)
+    )
+    of_values = Transform(
+        lambda x: x.reshape(heads, -1, sizes.rank).swapaxes(1, 2),
+        lambda x: x.swapaxes(1, 2).reshape(-1, sizes.rank),
+    )
+    q = rows(heads, sizes.resting)
+    rules = [
+        Rule(f"{attention}kv_a_proj_with_mqa.weight", f"{path}down/kernel", rows(1, sizes.rank)),
+        Rule(f"{attention}kv_a_layernorm.weight", f"{path}norm/scale"),
+        Rule(f"{attention}k_b_proj.weight", f"{path}key_up", of_keys),
+        Rule(f"{attention}v_b_proj.weight", f"{path}value_up", of_values),
+    ]
+    if not sizes.query_rank:
+        return [*rules, Rule(f"{attention}q_proj.weight", f"{path}q/kernel", q)]
+    return [
+        *rules,
+        Rule(f"{attention}q_a_proj.weight", f"{path}q_down/kernel", TRANSPOSE),
+        Rule(f"{attention}q_a_layernorm.weight", f"{path}q_norm/scale"),
+        Rule(f"{attention}q_b_proj.weight", f"{path}q/kernel", q),
     ]
 
 
@@ -605,6 +647,9 @@ def fused_rows(config: LlamaConfig) -> Fused:
             {"self_attn.q_proj": size, "self_attn.gate_proj": size}, config.heads
         ),
     }
+    if latent := config.latent:
+        parts = {"self_attn.k_b_proj": latent.resting, "self_attn.v_b_proj": latent.value}
+        wholes["self_attn.kv_b_proj"] = Parts(parts, config.heads)
     if config.conv_taps:
         rows = dict.fromkeys((f"conv.{part}_proj" for part in CONV_LINEARS[:3]), config.hidden)
         wholes["conv.in_proj"] = Parts(rows)

@@ -41,6 +41,29 @@ class DeltaConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentConfig:
+    """Sizes of attention over latents (`llama.latent`).
+
+    `rank` is the width of a token's latent, `query_rank` of what queries are made of (None: of the
+    layer's input); `resting` and `turning` are the parts of a head's query that positions leave
+    and rotate, `value` is the width of a head's value.
+    """
+
+    rank: int = 512
+    query_rank: int | None = 1536
+    resting: int = 128
+    turning: int = 64
+    value: int = 128
+
+    def __post_init__(self):
+        if self.rank % 2 or self.turning % 2:
+            raise UserError(
+                f"model.latent has rank {self.rank} and turning {self.turning}: expected even "
+                "numbers, since both are halved; correct them."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class FullLayers:
     """Heads of the layers that see all, in a model whose other layers have a window (Gemma 4).
 

@@ -17,9 +17,9 @@ from mmqa_jax.models.llama.family import (
 from mmqa_jax.weights.config_json import kinds
 
 # DeepSeek-V3's router, and its expert that sees every token.
-_BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
-_SHARED = {"mlp.shared_experts.": "mlp.shared_expert."}
-_PROPOSING = ("num_nextn_predict_layers", "num_mtp_layers")
+BIASED_SIGMOIDS = {"router": "sigmoid", "choice_bias": True, "shared_gate": False}
+SHARED = {"mlp.shared_experts.": "mlp.shared_expert."}
+PROPOSING = ("num_nextn_predict_layers", "num_mtp_layers")
 _ROUTED = {"num_experts_per_tok": 8, "norm_topk_prob": True}
 _ROUTED_KEYS = kinds(size="intermediate_size moe_intermediate_size num_experts num_experts_per_tok")
 _DENSE_FIRST = kinds(
@@ -54,13 +54,13 @@ _GLM4_MOE = Family(
         "first_k_dense_replace": 1,
         "norm_topk_prob": True,
     },
-    computes={**_BIASED_SIGMOIDS, "out_bias": False},
-    harmless=(*BALANCING, *_PROPOSING),
+    computes={**BIASED_SIGMOIDS, "out_bias": False},
+    harmless=(*BALANCING, *PROPOSING),
     fixed=_ONE_GROUP,
     names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
     partial=True,
     dense_first="first_k_dense_replace",
-    tensors=_SHARED,
+    tensors=SHARED,
 )
 _OLMOE = Family(
     title="OLMoE",
@@ -188,12 +188,12 @@ MIXTURES: Mapping[str, Family] = {
             **{"moe_intermediate_size": 1408, "num_hidden_layers": 62},
             **{"first_k_dense_replace": 0, "sliding_window": 4096, "max_window_layers": 62},
         },
-        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
+        computes={**BIASED_SIGMOIDS, "qk_norm": "head"},
         harmless=BALANCING,
         fixed=_ONE_GROUP,
         names={"intermediate_size": "moe_intermediate_size", "num_experts": "n_routed_experts"},
         dense_first="first_k_dense_replace",
-        tensors=_SHARED,
+        tensors=SHARED,
     ),
     "qwen2_moe": Family(
         title="Qwen1.5's and Qwen2's mixtures of experts",
@@ -240,7 +240,7 @@ MIXTURES: Mapping[str, Family] = {
             },
         },
         computes={"qk_norm": "head"},
-        harmless=(*BALANCING, *_PROPOSING, "mtp_layer_types", "mtp_mlp_layer_types"),
+        harmless=(*BALANCING, *PROPOSING, "mtp_layer_types", "mtp_mlp_layer_types"),
         fixed={"use_sliding_window": (True,)},
         names={"intermediate_size": "moe_intermediate_size"},
         renamed={"num_experts": "num_local_experts"},
@@ -268,7 +268,7 @@ MIXTURES: Mapping[str, Family] = {
             **{"head_dim": 128, "max_position_embeddings": 196608, "rope_theta": 5000000.0},
             **{"num_local_experts": 256, "num_experts_per_tok": 8},
         },
-        computes={**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "whole"},
+        computes={**BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "whole"},
         harmless=(
             *(*BALANCING, "router_jitter_noise", "num_mtp_modules", "use_mtp", "shared_moe_mode"),
             *("mtp_transformer_layers", "attn_type_list", "mlp_intermediate_size"),
@@ -320,8 +320,8 @@ MIXTURES: Mapping[str, Family] = {
             **{"num_experts": 192, "num_experts_per_tok": 8, "moe_intermediate_size": 1536},
             **{"router_scaling_factor": 2.826, "first_k_dense_replace": 1},
         },
-        computes={**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
-        harmless=(*BALANCING, *_PROPOSING, "enable_moe_fp32_combine", "expert_hidden_dim"),
+        computes={**BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
+        harmless=(*BALANCING, *PROPOSING, "enable_moe_fp32_combine", "expert_hidden_dim"),
         fixed={"mlp_bias": (False,), "qk_norm": (True,)},
         names={**_ROUTED_NAMES, "routed_scaling_factor": "router_scaling_factor"},
         renamed={"num_experts": "num_local_experts"},
@@ -331,7 +331,7 @@ MIXTURES: Mapping[str, Family] = {
             **{"mlp.router.gate.": "mlp.gate.", "mlp.shared_mlp.": "mlp.shared_expert."},
             # As transformers holds them.
             "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
-            **_SHARED,
+            **SHARED,
         },
     ),
     "exaone_moe": Family(
@@ -350,8 +350,8 @@ MIXTURES: Mapping[str, Family] = {
             **{"moe_intermediate_size": 1024, "num_experts": 64, **_ROUTED},
             "routed_scaling_factor": 2.5,
         },
-        computes={**_BIASED_SIGMOIDS, "qk_norm": "head"},
-        harmless=(*BALANCING, *_PROPOSING),
+        computes={**BIASED_SIGMOIDS, "qk_norm": "head"},
+        harmless=(*BALANCING, *PROPOSING),
         fixed={
             **_ONE_GROUP,
             "sliding_window_pattern": (4, 0, "LLLG"),  # layer_types say it
@@ -362,7 +362,7 @@ MIXTURES: Mapping[str, Family] = {
         dense_first="first_k_dense_replace",
         tensors={
             "mlp.e_score_correction_bias": "mlp.gate.e_score_correction_bias",
-            **_SHARED,
+            **SHARED,
         },
     ),
     "afmoe": Family(
@@ -387,7 +387,7 @@ MIXTURES: Mapping[str, Family] = {
             "num_shared_experts": 2,
         },
         computes={
-            **{**_BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
+            **{**BIASED_SIGMOIDS, "normed_experts": True, "qk_norm": "head"},
             **{"norms": "both", "gated": True},
         },
         harmless=(*BALANCING, "use_grouped_mm", "load_balance_coeff"),
@@ -406,7 +406,7 @@ MIXTURES: Mapping[str, Family] = {
         dense_first="num_dense_layers",
         tensors={
             "mlp.expert_bias": "mlp.gate.e_score_correction_bias",
-            **{"mlp.router.gate.": "mlp.gate.", **_SHARED},
+            **{"mlp.router.gate.": "mlp.gate.", **SHARED},
             **{"pre_mlp_layernorm": "pre_feedforward_layernorm"},
             "post_mlp_layernorm": "post_feedforward_layernorm",
         },

@@ -29,7 +29,6 @@ from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED, gated, xiel
 from mmqa_jax.models.common.config_checks import check_length
 from mmqa_jax.models.common.layers import (
     Embedding,
-    LayerNorm,
     Linear,
     TransposedLinear,
     attention,
@@ -43,14 +42,15 @@ from mmqa_jax.models.common.layers import (
     split_key,
     stack_layers,
     word_head,
-    zeros_init,
 )
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies, rotate
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts, SharedExpert
 from mmqa_jax.models.llama.gated_delta import GatedDelta, State
+from mmqa_jax.models.llama.latent import Latent
 from mmqa_jax.models.llama.layer_kinds import CONV_LINEARS, DELTA_LINEARS
 from mmqa_jax.models.llama.long_texts import FarTokens, far_tokens
+from mmqa_jax.models.llama.norms import RMSNorm, norm_of, unit_rms
 from mmqa_jax.models.llama.short_conv import ShortConv
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
@@ -234,48 +234,6 @@ def _rotated_backward(angles: tuple[jax.Array, jax.Array], dy: jax.Array) -> Any
 rotate_rows.defvjp(_rotated_forward, _rotated_backward)
 
 
-def unit_rms(x: jax.Array, eps: float) -> jax.Array:
-    """x / its root mean square over the last axis; float32 inside, returned in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    mean_square = jnp.square(x32).mean(-1, keepdims=True)
-    return (x32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype)
-
-
-class RMSNorm(nnx.Module):
-    """x / root mean square * scale over the last axis; float32 inside, returned in x's dtype.
-
-    unit: it is multiplied by 1 + scale (Gemma).
-    """
-
-    def __init__(
-        self,
-        features: int,
-        eps: float,
-        *,
-        rngs: nnx.Rngs,
-        name: str = "embed",
-        unit: bool = False,
-    ):
-        self.scale = param(rngs, zeros_init if unit else ones_init, (features,), (name,))
-        self.eps, self.unit = eps, unit
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        y = unit_rms(x.astype(jnp.float32), self.eps)
-        scale = self.scale[...].astype(jnp.float32)
-        return (y * (scale + 1 if self.unit else scale)).astype(x.dtype)
-
-
-def norm_of(
-    config: LlamaConfig, features: int, *, rngs: nnx.Rngs, name: str = "embed"
-) -> RMSNorm | LayerNorm:
-    """A new norm of the config's kind."""
-    kind, unit = config.norm_kind, config.unit_norms
-    if kind == "rms":
-        return RMSNorm(features, config.eps, rngs=rngs, name=name, unit=unit)
-    biased = kind == "biased_layer"
-    return LayerNorm(features, config.eps, rngs=rngs, name=name, use_bias=biased, unit=unit)
-
-
 class LlamaLayer(nnx.Module):
     """x = x + attention(norm(x)); x = x + down(act(gate(norm(x))) * up(norm(x))).
 
@@ -298,6 +256,10 @@ class LlamaLayer(nnx.Module):
             self.delta = GatedDelta(config, rngs=rngs)
         elif config.recurrent:
             self.conv = ShortConv(config, rngs=rngs)
+        elif config.latent:
+            self.latent = Latent(config, rngs=rngs)
+            width = config.heads * config.latent.value
+            self.out = linear(width, size, ("heads", "embed"), use_bias=False)
         else:
             self.q = linear(size, width, ("embed", "heads"), use_bias="q" in biases)
             if "k" in config.linears:
@@ -385,6 +347,9 @@ class LlamaLayer(nnx.Module):
         """
         config = self.config
         y = x if config.norms == "after" else self.input_norm(x)
+        if config.latent:
+            q, k, v = self.latent.products(y, config.kv_heads)
+            return self._asked(q), k, v
         if config.borrows:
             return self._asked(self.q_norm(split_heads(self.q(y), config.heads))), None, None
         q, k = self.q(y), self.k(y)
@@ -413,6 +378,8 @@ class LlamaLayer(nnx.Module):
         self, x: jax.Array, attended: jax.Array, traits: LayerTraits = NO_TRAITS
     ) -> jax.Array:
         """The rest of the layer: x [B, L, H], attended [B, L, heads, D] -> [B, L, H]."""
+        if self.config.latent:
+            attended = self.latent.values(attended)
         if self.config.gated:
             gates = jax.nn.sigmoid(self.out_gate(self.input_norm(x)))
             attended = attended * split_heads(gates, self.config.heads)  # of one number or all
@@ -465,6 +432,8 @@ class LlamaLayer(nnx.Module):
             yield from ((self.delta, name) for name in DELTA_LINEARS)
         elif self.config.recurrent:
             yield from ((self.conv, name) for name in CONV_LINEARS)
+        elif self.config.latent:
+            yield from self.latent.each_linear()
         if self.config.shared_expert:
             yield from ((self.shared, name) for name in ("gate", "up", "down"))
         yield from ((self, name) for name in self.config.linears)

@@ -12,7 +12,8 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.family import CONV, FULL, LINEAR, SLIDING, TEMPER, Family
-from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers, plain_first
+from mmqa_jax.models.llama.latent_families import LATENT_KEYS
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers, LatentConfig, plain_first
 from mmqa_jax.models.llama.recurrent_families import DELTA_KEYS
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 
@@ -50,6 +51,8 @@ _PLAIN = {
     "expert_weight": ("routed_scaling_factor", 1.0),
     "choice_bias": ("use_expert_bias", True),
     "conv_taps": ("conv_L_cache", 3),
+    "expert_groups": ("n_group", None),
+    "active_groups": ("topk_group", None),
 }
 _COMMON = kinds(
     size="vocab_size hidden_size num_hidden_layers num_attention_heads intermediate_size "
@@ -147,6 +150,12 @@ def fields_from_hf(published: Mapping[str, Any], where: str) -> dict[str, Any]:
         sizes = DeltaConfig()
         sizes = {ours: value(key, getattr(sizes, ours)) for ours, key in DELTA_KEYS.items()}
         fields |= {"delta": DeltaConfig(**sizes), "kinds": _layer_kinds(value, fields, where)}
+    if LATENT_KEYS["rank"] in read:
+        fields |= _of_latents(value, fields, rope)
+    if value("topk_method") == "greedy" or fields.get("expert_groups") == 1:
+        fields["expert_groups"] = None
+    if not fields.get("expert_groups"):
+        fields |= dict.fromkeys(("expert_groups", "active_groups"))
     if "conv_L_cache" in read:
         fields["kinds"] = _layer_kinds(value, fields, where, CONV)
     if "block_multiple_of" in read and value("block_auto_adjust_ff_dim", True):
@@ -362,6 +371,22 @@ def _layer_kinds(
     return tuple(names[kind] for kind in types)
 
 
+def _of_latents(value: Any, fields: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of attention over latents."""
+    usual = LatentConfig()
+    latent = {ours: value(key, getattr(usual, ours)) for ours, key in LATENT_KEYS.items()}
+    latent, scaling = LatentConfig(**latent), fields["rope_scaling"]
+    scale = (latent.resting + latent.turning) ** -0.5
+    if scaling is not None:
+        all_scale = rope.get("mscale_all_dim") or 0.0
+        scaling = dataclasses.replace(scaling, score_scale=float(all_scale))
+        scale *= scaling.score_factor
+    return {
+        **{"latent": latent, "attention_scale": scale, "rope_scaling": scaling},
+        **{"kv_heads": 1, "head_dim": latent.rank + latent.turning},
+    }
+
+
 def _dense_first(
     value: Any, family: Family, fields: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
@@ -511,6 +536,15 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["no_rope_layers"] = [int(flag) for flag in rotated]
     if config.delta:
         published |= {key: getattr(config.delta, ours) for ours, key in DELTA_KEYS.items()}
+    if config.latent:
+        published |= {key: getattr(config.latent, ours) for ours, key in LATENT_KEYS.items()}
+        published |= {"num_key_value_heads": config.heads, "head_dim": config.latent.turning}
+    if "n_group" in read:
+        published |= {"n_group": config.expert_groups or 1}
+        published["topk_group"] = config.active_groups or 1
+    if "topk_method" in read:
+        in_groups = bool(config.expert_groups)
+        published["topk_method"] = "group_limited_greedy" if in_groups else "greedy"
     shared = family.names.get("n_shared_experts", "n_shared_experts")
     if shared in read:
         published[shared] = (config.shared_expert or 0) // config.mlp

@@ -23,7 +23,7 @@ from mmqa_jax.models.common.layers import (
     param,
     zeros_init,
 )
-from mmqa_jax.models.llama.network import RMSNorm, unit_rms
+from mmqa_jax.models.llama.norms import RMSNorm, unit_rms
 from mmqa_jax.weights.keymap import TRANSPOSE, Rule, Transform, linear_rules, norm_rules
 
 if TYPE_CHECKING:

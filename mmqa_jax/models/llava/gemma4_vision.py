@@ -22,7 +22,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known, check_layers
-from mmqa_jax.models.llama.network import RMSNorm, rotate, unit_rms
+from mmqa_jax.models.common.rope import rotate
+from mmqa_jax.models.llama.norms import RMSNorm, unit_rms
 from mmqa_jax.models.llava.pixtral import PixtralVision, rope_theta
 from mmqa_jax.models.qwen_vl.network import PatchBatch
 from mmqa_jax.models.two_towers.config import SIGLIP_MEAN, SIGLIP_STD

@@ -18,7 +18,7 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.config_checks import check_divides, check_known
-from mmqa_jax.models.llama.network import RMSNorm
+from mmqa_jax.models.llama.norms import RMSNorm
 from mmqa_jax.models.two_towers import config as two_towers
 from mmqa_jax.models.two_towers.network import VisionTower, unfold_patches
 from mmqa_jax.weights import layouts

@@ -37,8 +37,10 @@ from mmqa_jax.models.common.layers import (
     split_heads,
     stack_layers,
 )
+from mmqa_jax.models.common.rope import rotate
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.network import Llama, RMSNorm, rotate
+from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llama.norms import RMSNorm
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
 
 if TYPE_CHECKING:

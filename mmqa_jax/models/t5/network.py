@@ -41,7 +41,7 @@ from mmqa_jax.models.common.layers import (
     uniform_init,
     word_head,
 )
-from mmqa_jax.models.llama.network import RMSNorm
+from mmqa_jax.models.llama.norms import RMSNorm
 from mmqa_jax.models.t5.config import MultimodalT5Config, T5Config
 
 
