@@ -630,6 +630,21 @@ def test_both_layouts_of_experts_are_read(layout, folder, tmp_path):
     same_parameters(load_published("llama", tmp_path, unroll=1), ours)
 
 
+def test_kimi_k2_is_read_and_written_as_deepseek_v3(folder, tmp_path):
+    theirs, ours, saved, _ = make_pair("deepseek_v3", folder / "deepseek_v3")
+    published = json.loads((saved / "config.json").read_text())
+    published |= {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+    (tmp_path / "config.json").write_text(json.dumps(published))
+    (tmp_path / "model.safetensors").symlink_to(saved / "model.safetensors")
+    kimi = load_published("llama", tmp_path, unroll=1)
+    same_parameters(kimi, ours)
+    out = tmp_path / "out"
+    write_published(out, publish_llama(kimi.config, nnx.state(kimi)), more=TOKENS)
+    again = type(theirs).from_pretrained(out, attn_implementation="eager")
+    ids = tokens(1, 30)
+    assert deviation(run_torch(again, ids), run_torch(theirs, ids)) == 0
+
+
 def test_a_window_that_nothing_is_outside_of_is_none():
     """Mistral 7B v0.1 with the positions of its window has the programs of a LLaMA."""
     published = {"model_type": "mistral", **SIZES, "sliding_window": 640}

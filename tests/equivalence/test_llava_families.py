@@ -124,6 +124,7 @@ MORE: dict[str, dict[str, Any]] = {
     family: {} for family in FAMILIES if family not in {case.decoder for case in CASES.values()}
 }
 del MORE["paddleocr_vl_text"]  # transformers has no class for it without its tower
+del MORE["kimi_k2"]  # DeepSeek-V3's
 MORE["ministral"] = MORE["helium"] = {"head_dim": 8}
 MORE["dots1"] = {
     **{"head_dim": 8, "moe_intermediate_size": 20, "n_routed_experts": 5, "num_experts_per_tok": 2},
@@ -153,7 +154,8 @@ MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
 _LARGE = (
     *("glm", "hyperclovax", "iquestcoder", "internlm3", "cwm", "granite_swa", "granitemoe_swa"),
     *("granitemoeshared", "qwen2_moe", "mellum", "flex_olmo", "minimax_m2", "solar_open", "hy_v3"),
-    *("exaone_moe", "afmoe", "lfm3", "vaultgemma"),
+    *("exaone_moe", "afmoe", "lfm3", "vaultgemma", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    "youtu",
 )
 for _family in _LARGE:
     _values = decoder_cases.CASES[_family].values
@@ -276,7 +278,8 @@ def test_answers_equal_generate(pair):
 
 def test_checkpoints_go_both_ways(pair, tmp_path):
     published = publish_llava(pair.ours.config, nnx.state(pair.ours))
-    published.config["text_config"]["pad_token_id"] = 0  # Phi-3's default is beyond the words
+    if pair.ours.config.llama.family != "youtu":  # whose class empties the row of this token
+        published.config["text_config"]["pad_token_id"] = 0  # Phi-3's is beyond the words
     export_is_read_by_both(pair, "llava", published, tmp_path / "out")
 
 

@@ -33,6 +33,7 @@ class Family:
     Attributes:
       title: what people call it.
       architecture: its class in transformers.
+      model_type: what transformers calls it, where its checkpoints have another model_type.
       keys: kinds of the keys of its config.json beside the common ones (`config_json.kinds`).
       defaults: of transformers, of all its keys, where they are not LLaMA's.
       computes: our fields that its code fixes, and no key says.
@@ -68,6 +69,7 @@ class Family:
 
     title: str
     architecture: str
+    model_type: str = ""
     keys: Mapping[str, str] = _none()
     defaults: Mapping[str, Any] = _none()
     computes: Mapping[str, Any] = _none()

@@ -78,7 +78,9 @@ LATENT: Mapping[str, Family] = {
         dense_first="first_k_dense_replace",
     ),
     "deepseek_v3": _DEEPSEEK_V3,
-    "kimi_k2": dataclasses.replace(_DEEPSEEK_V3, title="Kimi K2, whose class is DeepSeek-V3's"),
+    "kimi_k2": dataclasses.replace(
+        _DEEPSEEK_V3, title="Kimi K2, K2-Thinking", model_type="deepseek_v3"
+    ),
     "glm4_moe_lite": dataclasses.replace(
         _DEEPSEEK_V3,
         title="GLM-4.7-Flash",

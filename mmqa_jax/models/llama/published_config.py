@@ -495,7 +495,7 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
     read = _read(family)
     published: dict[str, Any] = {
         "architectures": [family.architecture],
-        "model_type": config.family,
+        "model_type": family.model_type or config.family,
         **{key: getattr(config, field) for field, (key, _) in _plain(family).items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_size,
@@ -591,7 +591,8 @@ def fields_to_hf(config: Any) -> dict[str, Any]:
         published["attention_k_eq_v"] = full.keys_are_values
         published["num_kv_shared_layers"] = config.borrowers or 0
         published["use_double_wide_mlp"] = config.borrower_mlp is not None
-    again = type(config)(**fields_from_hf(published, "the exported config.json"))
+    as_own = published | {"model_type": config.family}
+    again = type(config)(**fields_from_hf(as_own, "the exported config.json"))
     names = [field.name for field in dataclasses.fields(config) if field.name not in _OWN]
     for name in (*names, "head_size", "biases"):
         if getattr(again, name) != getattr(config, name):
