@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mmqa_jax.benchmarks import NAMES
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_text
 from mmqa_jax.data.corpus import Corpus, open_corpus, split_questions
 from mmqa_jax.data.formats.official import BenchmarkFiles
 from mmqa_jax.data.records.corpus_records import MANIFEST
@@ -53,11 +55,26 @@ class Board:
     """
 
     measure: str
-    scorer: str
     systems: tuple[Published, ...]
+    scorer: str = ""
     sets: tuple[str, ...] = ()
     one_pool: bool = False
     title: str = "board"
+
+
+def read_boards(name: str, sets: Iterable[str] = ()) -> tuple[Board, ...]:
+    """The boards of a benchmark, those of boards.toml.
+
+    Args:
+      sets: those that the figures of its boards `of_sets` are means over.
+    """
+    tables = tomllib.loads(read_text(Path(__file__).with_name("boards.toml")))[name]
+    boards = []
+    for table in tables:
+        systems = tuple(Published(*row) for row in table.pop("systems"))
+        means_over = tuple(sets) if table.pop("of_sets", False) else ()
+        boards.append(Board(**table, systems=systems, sets=means_over))
+    return tuple(boards)
 
 
 @dataclasses.dataclass(frozen=True)

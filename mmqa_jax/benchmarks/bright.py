@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
 from mmqa_jax.data.formats.parquet import parquet_entries
@@ -126,21 +126,6 @@ def score_bright(questions: Sequence[Question], predictions: Sequence[Prediction
     return evaluation
 
 
-_AUTHORS = "the authors' leaderboard"
-_BOARD = Board(
-    "nDCG@10, mean over the 12 tasks",
-    SCORER,
-    (
-        Published("Mira-Reasoning-Retrieval", 66.9, _AUTHORS, "2026-04-22"),
-        Published("INF-X-Retriever", 63.4, _AUTHORS, "2025-12-20"),
-        Published("RakanEmbed4B", 52.4, _AUTHORS, "2026-03-20"),
-        Published("NeMo Retriever's Agentic Retrieval", 50.9, _AUTHORS, "2026-03-13"),
-        Published("DIVER-v3-GroupRank", 46.8, _AUTHORS, "2025-11-13"),
-    ),
-    sets=TASKS,
-)
-
-
 BENCHMARK = Benchmark(
     read=read_bright,
     materials=MATERIALS,
@@ -152,5 +137,5 @@ BENCHMARK = Benchmark(
     headline="bright",
     ranks=True,
     takes_file=True,
-    boards=(_BOARD,),
+    boards=read_boards("bright", TASKS),
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.answers import normalize_answer
@@ -167,20 +167,6 @@ def write_dynvqa_results(
     write_jsonl(path, rows)
 
 
-_TABLE = "Li et al., table 4 (version 202406)"
-_BOARD = Board(
-    "F1-Recall over both languages",
-    SCORER,
-    (
-        Published("humans", 55.12, _TABLE, "2024-11"),
-        Published("OmniSearch (GPT-4V)", 50.03, _TABLE, "2024-11"),
-        Published("OmniSearch (Qwen-VL-Chat)", 41.20, _TABLE, "2024-11"),
-        Published("Gemini as a search engine", 37.69, _TABLE, "2024-11"),
-        Published("GPT-4V, two-step retrieval by captions", 37.15, _TABLE, "2024-11"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_dynvqa,
     materials=MATERIALS,
@@ -193,5 +179,5 @@ BENCHMARK = Benchmark(
     headline="dynvqa",
     write_submission=write_dynvqa_results,
     submission="results.jsonl",
-    boards=(_BOARD,),
+    boards=read_boards("dynvqa"),
 )

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.data.answers import strip_whitespace, vqa_contractions
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import read_table, whole_number
@@ -264,21 +264,6 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
 
 
-_BOARD = Board(
-    "accuracy by BEM",
-    "evqa/bem",
-    (
-        Published("gold article given, single-hop", 87.0, "Mensink et al., abstract", "2023-06"),
-        Published(
-            "the authors' retrieval, single-hop", 48.8, "Mensink et al., abstract", "2023-06"
-        ),
-        Published("EchoSight", 41.8, "Yan and Xie, abstract", "2024-07"),
-        Published("Wiki-PRF", 36.0, "Hong et al., abstract", "2025-10"),
-        Published("PaLI", 13.0, "Mensink et al., abstract", "2023-06"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_evqa,
     materials=MATERIALS,
@@ -291,5 +276,5 @@ BENCHMARK = Benchmark(
     headline="evqa",
     verdicts=("evqa/bem", "evqa/exact_match"),
     judged=True,
-    boards=(_BOARD,),
+    boards=read_boards("evqa"),
 )

@@ -24,7 +24,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question
@@ -116,21 +116,6 @@ def score_fvqa(questions: Sequence[Question], predictions: Sequence[Prediction])
     return scored.evaluation(scores, groups_by(scored.counted, lambda q: q.category))
 
 
-_VISION = "Vision-DeepResearch's paper"
-_MIA = "MIA's paper, table 3"
-_BOARD = Board(
-    "accuracy on test as a language model judges it (no score of ours is the same)",
-    "",
-    (
-        Published("Vision-DeepResearch-30B-A3B", 74.2, _VISION, "2026-01"),
-        Published("MIA, 7B", 69.6, _MIA, "2026-04"),
-        Published("Gemini 3 Flash, no search", 69.3, _MIA, "2026-04"),
-        Published("GPT-5 as an agent", 69.0, _VISION, "2026-01"),
-        Published("MMSearch-R1-7B", 58.4, "Wu et al., table 1", "2025-06"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_fvqa,
     materials=MATERIALS,
@@ -142,5 +127,5 @@ BENCHMARK = Benchmark(
     score=score_fvqa,
     headline="fvqa",
     verdicts=(EXACT,),
-    boards=(_BOARD,),
+    boards=read_boards("fvqa"),
 )

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
@@ -264,19 +264,6 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
 
 
-_BOARD = Board(
-    "accuracy on the validation split",
-    SCORER,
-    (
-        Published("CC-VQA", 45.1, "arXiv 2602.23952, main results", "2026-02"),
-        Published("Wiki-PRF", 42.8, "Hong et al., abstract", "2025-10"),
-        Published("ReflectiVA", 40.1, "Hong et al., main results", "2025-10"),
-        Published("MMKB-RAG", 36.4, "Hong et al., main results", "2025-10"),
-        Published("EchoSight", 31.3, "Yan and Xie, abstract", "2024-07"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_infoseek,
     materials=MATERIALS,
@@ -288,5 +275,5 @@ BENCHMARK = Benchmark(
     score=score_infoseek,
     headline="infoseek",
     write_submission=write_infoseek_submission,
-    boards=(_BOARD,),
+    boards=read_boards("infoseek"),
 )

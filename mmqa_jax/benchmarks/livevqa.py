@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.prediction_lines import read_own_lines
@@ -113,20 +113,6 @@ def score_livevqa(questions: Sequence[Question], predictions: Sequence[Predictio
     return scored.evaluation(scores, groups)
 
 
-_PAPER = "Vision-DeepResearch's paper"
-_BOARD = Board(
-    "accuracy as a language model judges it (no score of ours is the same)",
-    "",
-    (
-        Published("Vision-DeepResearch-30B-A3B", 77.6, _PAPER, "2026-01"),
-        Published("Vision-DeepResearch-8B", 76.7, _PAPER, "2026-01"),
-        Published("Gemini 2.5 Pro as an agent", 76.0, _PAPER, "2026-01"),
-        Published("GPT-5 as an agent", 73.3, _PAPER, "2026-01"),
-        Published("WebWatcher-32B", 58.7, "WebWatcher's paper", "2025-08"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_livevqa,
     materials=MATERIALS,
@@ -138,5 +124,5 @@ BENCHMARK = Benchmark(
     score=score_livevqa,
     headline="livevqa",
     verdicts=(EXACT,),
-    boards=(_BOARD,),
+    boards=read_boards("livevqa"),
 )

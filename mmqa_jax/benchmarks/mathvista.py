@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats import official
@@ -248,20 +248,6 @@ def write_mathvista_submission(
     write_json(path, problems)
 
 
-_AUTHORS = "the authors' project page, score files"
-_BOARD = Board(
-    "accuracy on testmini",
-    OFFICIAL,
-    (
-        Published("VL-Rethinker", 80.3, _AUTHORS, "2025-04-10"),
-        Published("Step R1-V-Mini", 80.1, _AUTHORS, "2025-04-07"),
-        Published("Kimi-k1.6-preview-20250308", 80.0, _AUTHORS, "2025-03-10"),
-        Published("Doubao-pro-1.5", 79.5, _AUTHORS, "2025-01-22"),
-        Published("Ovis2-34B", 77.1, _AUTHORS, "2025-02-10"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mathvista,
     materials=MATERIALS,
@@ -274,5 +260,5 @@ BENCHMARK = Benchmark(
     headline="mathvista",
     write_submission=write_mathvista_submission,
     split_names={"testmini": "val"},
-    boards=(_BOARD,),
+    boards=read_boards("mathvista"),
 )

@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import parse_json
 from mmqa_jax.data.corpus import Corpus, fold_of
@@ -407,21 +407,6 @@ def _groups(questions: Sequence[Question]) -> Mapping[str, np.ndarray]:
     }
 
 
-_PYSERINI = "means of the figures in Pyserini 2.3.0"
-_BOARD = Board(
-    "recall@5 (Fashion: @10) in the pool of all sets, mean over the 16 sets",
-    OFFICIAL,
-    (
-        Published("MM-Embed", 52.7, "its model card", "2024-11"),
-        Published("UniIR, the paper's best", 48.9, "MM-Embed's model card", "2024-11"),
-        Published("UniIR CLIP_SF, checkpoint", 47.51, _PYSERINI, "2026-06"),
-        Published("UniIR BLIP_FF, checkpoint", 44.33, _PYSERINI, "2026-06"),
-    ),
-    sets=tuple(SETS),
-    one_pool=True,
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mbeir,
     materials=MATERIALS,
@@ -436,5 +421,5 @@ BENCHMARK = Benchmark(
     submission="mbeir_run.txt",
     ranks=True,
     analyze=first_errors,
-    boards=(_BOARD,),
+    boards=read_boards("mbeir", SETS),
 )

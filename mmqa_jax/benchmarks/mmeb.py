@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import hub_tables, parquet_entries
@@ -142,33 +142,6 @@ def score_mmeb(questions: Sequence[Question], predictions: Sequence[Prediction])
     return evaluation
 
 
-_QWEN = "Qwen3-VL-Embedding's repository"
-_BOARD = Board(
-    "hit@1, mean over the 36 image tasks",
-    SCORER,
-    (
-        Published("Qwen3-VL-Embedding-8B", 80.1, _QWEN, "2026-01"),
-        Published("Seed-1.6-embedding-1215", 78.0, _QWEN, "2026-01"),
-        Published("IFM-TTE, 8B", 77.9, _QWEN, "2026-01"),
-        Published("RzenEmbed, 8B", 75.9, _QWEN, "2026-01"),
-        Published("Qwen3-VL-Embedding-2B", 75.0, _QWEN, "2026-01"),
-    ),
-    sets=TASKS,
-)
-_WHOLE = Board(
-    "mean over all 78 tasks (no score of ours is the same)",
-    "",
-    (
-        Published("Qwen3-VL-Embedding-8B", 77.8, _QWEN, "2026-01"),
-        Published("Seed-1.6-embedding-1215", 76.9, _QWEN, "2026-01"),
-        Published("IFM-TTE, 8B", 74.1, _QWEN, "2026-01"),
-        Published("Qwen3-VL-Embedding-2B", 73.2, _QWEN, "2026-01"),
-        Published("RzenEmbed, 8B", 72.9, _QWEN, "2026-01"),
-    ),
-    title="board of images, videos and pages",
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mmeb,
     materials=MATERIALS,
@@ -179,5 +152,5 @@ BENCHMARK = Benchmark(
     score=score_mmeb,
     headline="mmeb",
     ranks=True,
-    boards=(_BOARD, _WHOLE),
+    boards=read_boards("mmeb", TASKS),
 )

@@ -27,7 +27,7 @@ from math import isclose
 from pathlib import Path
 from typing import Any
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question
@@ -261,21 +261,6 @@ def read_results(path: Path, questions: Sequence[Question] = ()) -> list[Predict
     return predictions
 
 
-_RESULTS = "the authors' results on the hub"
-_POST = "the authors' post of July 2025"
-_BOARD = Board(
-    "score",
-    SCORER,
-    (
-        Published("TeleMM2.0", 56.09, _RESULTS, "2026-01-05"),
-        Published("GPT-4.1", 49.74, _RESULTS, "2025-04-14"),
-        Published("GPT-4o", 46.25, _RESULTS, "2024-11-20"),
-        Published("GLM-4.1V-Thinking", 42.4, _POST, "2025-07-04"),
-        Published("Kimi-VL-Thinking-2506", 42.1, _POST, "2025-07-04"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mmlongbench,
     materials=MATERIALS,
@@ -286,5 +271,5 @@ BENCHMARK = Benchmark(
     has_reference=has_answers,
     score=score_mmlongbench,
     headline="mmlongbench",
-    boards=(_BOARD,),
+    boards=read_boards("mmlongbench"),
 )

@@ -28,7 +28,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats import official
@@ -252,20 +252,6 @@ def write_mmmu_submission(
     write_json(path, {q.id: (texts | letters).get(q.id, "") for q in questions})
 
 
-_AUTHORS = "the authors' leaderboard data"
-_BOARD = Board(
-    "accuracy on the validation split",
-    OFFICIAL,
-    (
-        Published("GPT-5.1", 85.4, _AUTHORS, "2025-11-13"),
-        Published("DreamPRM-1.5 (GPT-5-mini)", 84.6, _AUTHORS, "2025-09-05"),
-        Published("GPT-5, thinking", 84.2, _AUTHORS, "2025-08-07"),
-        Published("Gemini 2.5 Pro Deep-Think", 84.0, _AUTHORS, "2025-05-20"),
-        Published("o3", 82.9, _AUTHORS, "2025-04-16"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mmmu,
     materials=MATERIALS,
@@ -279,5 +265,5 @@ BENCHMARK = Benchmark(
     verdicts=("mmmu/unparsed_wrong",),
     write_submission=write_mmmu_submission,
     split_names={"dev": "train", "validation": "val"},
-    boards=(_BOARD,),
+    boards=read_boards("mmmu"),
 )

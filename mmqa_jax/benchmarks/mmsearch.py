@@ -19,7 +19,7 @@ import functools
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
@@ -85,20 +85,6 @@ def score_mmsearch(questions: Sequence[Question], predictions: Sequence[Predicti
     return scored.evaluation({SCORER: f1}, areas | subfields)
 
 
-_AUTHORS = "the authors' leaderboard"
-_BOARD = Board(
-    "F1 of the end-to-end task",
-    SCORER,
-    (
-        Published("humans", 68.2, _AUTHORS, "2025-02-05"),
-        Published("GPT-4o with MMSearch-Engine", 60.4, _AUTHORS, "2025-02-05"),
-        Published("GPT-4V with MMSearch-Engine", 52.1, _AUTHORS, "2025-02-05"),
-        Published("Claude 3.5 Sonnet with MMSearch-Engine", 49.9, _AUTHORS, "2025-02-05"),
-        Published("Qwen2-VL-72B with MMSearch-Engine", 49.1, _AUTHORS, "2025-02-05"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mmsearch,
     materials=MATERIALS,
@@ -109,5 +95,5 @@ BENCHMARK = Benchmark(
     has_reference=has_answers,
     score=score_mmsearch,
     headline="mmsearch",
-    boards=(_BOARD,),
+    boards=read_boards("mmsearch"),
 )

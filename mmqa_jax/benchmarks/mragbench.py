@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
@@ -198,20 +198,6 @@ def write_mragbench_submission(
     )
 
 
-_AUTHORS = "the authors' project page"
-_BOARD = Board(
-    "accuracy",
-    SCORER,
-    (
-        Published("GPT-4o, gold pictures", 74.5, _AUTHORS, "2025-01"),
-        Published("humans, gold pictures", 71.63, _AUTHORS, "2025-01"),
-        Published("GPT-4o, no pictures given", 68.68, _AUTHORS, "2025-01"),
-        Published("best open model, gold pictures", 59.28, _AUTHORS, "2025-01"),
-        Published("best open model, no pictures given", 53.29, _AUTHORS, "2025-01"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_mragbench,
     materials=MATERIALS,
@@ -224,5 +210,5 @@ BENCHMARK = Benchmark(
     headline="mragbench",
     write_submission=write_mragbench_submission,
     submission="submission.jsonl",
-    boards=(_BOARD,),
+    boards=read_boards("mragbench"),
 )

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
@@ -269,21 +269,6 @@ def _groups(questions: Sequence[Question]) -> dict[str, np.ndarray]:
     }
 
 
-_AUTHORS = "the authors' repository"
-_BU = "Bu et al., ACL Findings, main results"
-_BOARD = Board(
-    "list F1 on all questions of dev",
-    "multimodalqa/list_f1",
-    (
-        Published("Query-Driven Multimodal GraphRAG", 68.0, _BU, "2025-07"),
-        Published("SKURG", 64.0, _BU, "2025-07"),
-        Published("Binder", 57.1, _BU, "2025-07"),
-        Published("ImplicitDecomp", 55.48, _AUTHORS, "2021"),
-        Published("AutoRouting", 51.13, _AUTHORS, "2021"),
-    ),
-)
-
-
 BENCHMARK = Benchmark(
     read=read_multimodalqa,
     materials=MATERIALS,
@@ -296,5 +281,5 @@ BENCHMARK = Benchmark(
     headline="multimodalqa",
     write_submission=write_multimodalqa_submission,
     split_names={"dev": "val"},
-    boards=(_BOARD,),
+    boards=read_boards("multimodalqa"),
 )

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark, Board, Published
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
 from mmqa_jax.data.formats import official, parquet
@@ -302,36 +302,6 @@ def _language(question: Question) -> str:
     return question.extra.get(LANGUAGE, "")
 
 
-_MTEB = "means of the files in MTEB's results repository"
-_PIPELINE_BOARD = "the authors' board of pipelines"
-_FILES = "means of the files in the authors' repository"
-_NVIDIA = f"{_PIPELINE_BOARD}, NVIDIA's post"
-_BOARD = Board(
-    "nDCG@10, mean over v3's 8 public sets",
-    OFFICIAL,
-    (
-        Published("webAI-ColVec1.1-8b", 65.32, _MTEB, "2026-08-20"),
-        Published("VultronRetrieverPrime-Qwen3.5-8B", 64.72, _MTEB, "2026-08-20"),
-        Published("webAI-ColVec1-9b", 64.45, _MTEB, "2026-08-20"),
-        Published("webAI-ColVec1.1-4b", 64.24, _MTEB, "2026-08-20"),
-        Published("VultronRetrieverCore-Qwen3.5-4.5B", 63.72, _MTEB, "2026-08-20"),
-    ),
-    sets=tuple(V3),
-)
-_PIPELINES = Board(
-    "nDCG@10, mean over v3's 8 public sets",
-    OFFICIAL,
-    (
-        Published("NeMo Retriever, agentic, 136 s a query", 69.2, _NVIDIA, "2026-03-13"),
-        Published("Nemotron ColEmbed VL 8B v2, 3.6 s", 64.4, _PIPELINE_BOARD, "2026-03"),
-        Published("Jina Embeddings v4 on texts, zerank-2", 63.83, _FILES, "2026-02"),
-        Published("mxbai-edge-colbert-v0-32m, 4.7 ms", 44.0, _PIPELINE_BOARD, "2026-03"),
-    ),
-    sets=tuple(V3),
-    title="board of pipelines",
-)
-
-
 BENCHMARK = Benchmark(
     read=read_vidore,
     materials=MATERIALS,
@@ -343,5 +313,5 @@ BENCHMARK = Benchmark(
     headline="vidore/official",
     write_submission=write_vidore_results,
     ranks=True,
-    boards=(_BOARD, _PIPELINES),
+    boards=read_boards("vidore", V3),
 )
