@@ -51,7 +51,8 @@ def attend(
 
     last = of_queries(last_seen(columns, branches))
     if branches is not None:
-        trunk, begin = branches.trunk[:, None, None, None], of_queries(branches.begin)
+        trunk = branches.trunk[:, None, None, None]
+        of_branch = jax.tree.map(of_queries, (branches.begin, branches.hidden))
     if window is not None:
         first, in_trunk = (
             x if x is None else of_queries(x) for x in first_seen(columns, branches, window)
@@ -60,7 +61,7 @@ def attend(
     def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
         seen = column <= last
         if branches is not None:
-            seen &= (column < trunk) | (column >= begin)
+            seen &= in_sight(column, trunk, *of_branch)
         if window is not None:
             seen &= column >= (
                 first if branches is None else jnp.where(column < trunk, in_trunk, first)
@@ -126,12 +127,12 @@ def attend_to_rows(
     column = jnp.arange(key.shape[1])
     mask = column <= last_seen(columns, branches)[:, :, None]  # [R, L, T]
     if branches is not None:
-        of_trunk = column < branches.trunk[:, None, None]
-        mask &= of_trunk | (column >= branches.begin[:, :, None])
+        mask &= branches.in_sight(column)
     if window is not None:
         first, in_trunk = first_seen(columns, branches, window)
         first = first[:, :, None]
         if branches is not None:
+            of_trunk = column < branches.trunk[:, None, None]
             first = jnp.where(of_trunk, in_trunk[:, :, None], first)
         mask &= column >= first
     options = {"implementation": implementation, "cap": cap, "sinks": sinks}
@@ -230,16 +231,34 @@ class LayerCache:
 class Branches:
     """Continuations of one prompt side by side in the columns after it, as branches of a trunk.
 
-    A token sees the trunk and its own branch up to itself. All zeros: one sequence, every column
-    up to the token's own, or up to `last` where that is not None.
+    A token sees the trunk, but for what is hidden from it, and its own branch up to itself. All
+    zeros: one sequence, every column up to the token's own, or up to `last` where that is not None.
     """
 
     trunk: jax.Array  # int32 [R]: columns below belong to the prompt
     begin: jax.Array  # int32 [R, L]: the column where the token's branch begins, 0 in the trunk
     last: jax.Array | None = None  # int32 [R, L]: the last column that a token sees
     whole: jax.Array | None = None  # bool [R, L]: whether a token has no window
+    # int32 [R, L] twice: the first column that is hidden from a token, and the one behind the last.
+    hidden: tuple[jax.Array, jax.Array] | None = None
+
+    def in_sight(self, column: jax.Array) -> jax.Array:
+        """Whether the tokens see columns int [T] or [R, 1, T] in front of them: bool [R, L, T]."""
+        of_token = jax.tree.map(lambda x: x[:, :, None], (self.begin, self.hidden))
+        return in_sight(column, self.trunk[:, None, None], *of_token)
 
     def positions(self, columns: jax.Array) -> jax.Array:
         """Positions of the tokens in `columns` [R, L]: a branch continues where the trunk ends."""
         after = self.trunk[:, None] + columns - self.begin
         return jnp.where(self.begin > 0, after, columns)
+
+
+def in_sight(
+    column: jax.Array,
+    trunk: jax.Array,
+    begin: jax.Array,
+    hidden: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    """`Branches.in_sight` of arrays that are broadcast against each other."""
+    seen = (column < trunk) | (column >= begin)
+    return seen if hidden is None else seen & ((column < hidden[0]) | (column >= hidden[1]))

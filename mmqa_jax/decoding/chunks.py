@@ -25,6 +25,8 @@ class Chunk(NamedTuple):
       trunk: where the prompt ends whose continuations follow as branches; 0: one sequence.
       branches: of every token the column where its branch begins (0 in the trunk); () without.
       adapter: its number, on which keys and values depend as they do on the tokens.
+      hidden: of every token the first column of the trunk that it does not see, and the one behind
+        the last; () without.
     """
 
     start: int
@@ -32,6 +34,7 @@ class Chunk(NamedTuple):
     trunk: int = 0
     branches: tuple[int, ...] = ()
     adapter: int = 0
+    hidden: tuple[tuple[int, int], ...] = ()
 
     @property
     def end(self) -> int:

@@ -430,7 +430,7 @@ class Engine:
                 groups[of_program].extend((sequence, chunk) for chunk in next_chunks)
         shards = self._runner.shards
         full, rest = [], []
-        for (bucket, _), group in groups.items():
+        for (bucket, *_), group in groups.items():
             count = self.config.rows(bucket, shards)
             share = count // shards
             of_shard: list[list[tuple[AnySequence, Chunk]]] = [[] for _ in range(shards)]
@@ -450,9 +450,10 @@ class Engine:
             return full
         return [max(rest, key=lambda share_and_batch: share_and_batch[0])[1]]
 
-    def _program(self, chunk: Chunk) -> tuple[int, bool]:
+    def _program(self, chunk: Chunk) -> tuple[int, bool, bool]:
         """Chunks with equal ones are encoded by one program: branches may have another."""
-        return bucket_of(len(chunk.tokens), self.config.buckets), chunk.trunk > 0
+        bucket = bucket_of(len(chunk.tokens), self.config.buckets)
+        return bucket, chunk.trunk > 0, bool(chunk.hidden)
 
     def _prefill(
         self, batches: Sequence[Batch], active: dict[int, scheduler.GeneratedSequence]
@@ -489,13 +490,17 @@ class Engine:
         starts, ends = np.zeros(count, np.int32), np.zeros(count, np.int32)
         rows = np.full(count, self.config.slots, np.int32)  # slots; this of padding rows
         branches = Branches(np.zeros(count, np.int32), np.zeros((count, bucket), np.int32))
+        hidden = np.zeros((2, count, bucket), np.int32)
         for row, (sequence, chunk) in batch.items():
             tokens[row, : len(chunk.tokens)] = marked(chunk.tokens)
             starts[row], ends[row], rows[row] = chunk.start, chunk.end, sequence.slot
             branches.trunk[row] = chunk.trunk
             branches.begin[row, : len(chunk.branches)] = chunk.branches
+            hidden[:, row, : len(chunk.hidden)] = np.reshape(chunk.hidden, (-1, 2)).T
             sequence.encoded += 1
             self.throughput.prefill_tokens += len(chunk.tokens)
+        if any(chunk.hidden for _, chunk in batch.values()):
+            branches = branches.replace(hidden=tuple(hidden))
         patches = None
         if self._pictures is not None:
             patches = self._pictures.rows(batch, tokens.shape)

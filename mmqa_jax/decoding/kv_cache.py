@@ -298,7 +298,8 @@ def _layer(
         width = held.value.shape[2]
         read = table.shape[1] * width if limit is None else limit
         options = {"window": window, "cap": cap, "sinks": sinks}
-        if implementation == "ragged":
+        # The kernels know nothing of hidden columns.
+        if implementation == "ragged" and (branches is None or branches.hidden is None):
             from mmqa_jax.decoding import ragged_triton  # Pallas takes long to import
 
             of_layer = {**options, "read": read}
@@ -306,7 +307,7 @@ def _layer(
                 out = ragged_triton.attend_to_own(q, held, table, starts + 1, **of_layer)
             else:
                 out = ragged_triton.attend_in_place(q, held, table, starts, branches, **of_layer)
-        elif implementation == "blocks":
+        elif implementation in ("blocks", "ragged"):
             out = attend(q, held, columns, branches, table, ends.max(), **options)
         else:
             table = table[:, : -(-read // width)]

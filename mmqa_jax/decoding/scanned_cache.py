@@ -330,8 +330,7 @@ def prompt_attention(
         last = starts[:, None] + last_of_pictures(pictures)
         mask = mask & (column <= last[:, :, None])[:, None]
     if branches is not None:
-        seen = (column < branches.trunk[:, None, None]) | (column >= branches.begin[:, :, None])
-        mask = mask & seen[:, None]  # [R, 1, L, limit + L]
+        mask = mask & branches.in_sight(column)[:, None]  # [R, 1, L, limit + L]
 
     read = _reader(cache, mesh)
     pages = table[:, : -(-limit // cache.key.shape[3])]

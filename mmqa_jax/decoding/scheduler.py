@@ -181,6 +181,17 @@ class TokenizedRequest:
         return requests.Result(self.original.id, tuple(candidates), len(self.prompt), reused)
 
 
+class Continuation(NamedTuple):
+    """Tokens behind a prompt, and what of it they do not see, as in `Scoring`."""
+
+    tokens: tuple[int, ...]
+    hidden: tuple[int, int] = (0, 0)
+
+    def begins_with(self, other: Continuation) -> bool:
+        """Whether another continuation is the beginning of this one."""
+        return self.hidden == other.hidden and self.tokens[: len(other.tokens)] == other.tokens
+
+
 class Target(NamedTuple):
     """A token whose log-probability is read from the hidden state of another."""
 
@@ -190,6 +201,8 @@ class Target(NamedTuple):
 
 class ScoredSequence(SlotSequence):
     """A prompt and continuations of it, as branches side by side in one slot.
+
+    A continuation with which an earlier one begins has no branch of its own.
 
     Args:
       request: whose sequence it is.
@@ -203,37 +216,50 @@ class ScoredSequence(SlotSequence):
         self,
         request: TokenizedScoring,
         prompt: Sequence[int],
-        continuations: Sequence[Sequence[int]],
+        continuations: Sequence[Continuation],
         chunking: Chunking,
         pictures: Pictures,
         shifts: np.ndarray | None = None,
         adapter: int = 0,
     ):
         trunk = len(prompt)
-        tokens, begins = list(prompt), [0] * trunk
+        tokens, begins, hidden = list(prompt), [0] * trunk, [(0, 0)] * trunk
+        branches: list[tuple[int, Continuation]] = []  # with the columns where they begin
+        unscored = request.original.unscored
         self._targets: dict[int, list[Target]] = collections.defaultdict(list)  # by column
         for number, continuation in enumerate(continuations):
-            begin = len(tokens)
-            # The last token is only predicted, never encoded.
-            tokens += continuation[:-1]
-            begins += [begin] * (len(continuation) - 1)
-            for column, token in zip(
-                (trunk - 1, *range(begin, len(tokens))), continuation, strict=True
-            ):
+            begun = (column for column, longer in branches if longer.begins_with(continuation))
+            begin = next(begun, None)
+            if begin is None:
+                begin = len(tokens)
+                branches.append((begin, continuation))
+                # The last token is only predicted, never encoded.
+                tokens += continuation.tokens[:-1]
+                begins += [begin] * (len(continuation.tokens) - 1)
+                hidden += [continuation.hidden] * (len(continuation.tokens) - 1)
+            columns = (trunk - 1, *range(begin, begin + len(continuation.tokens) - 1))
+            scored = list(zip(columns, continuation.tokens, strict=True))[unscored:]
+            for column, token in scored:
                 self._targets[column].append(Target(number, token))
+        if not any(map(any, hidden)):
+            hidden = []
         chunks = [
             chunk
             if chunk.end <= trunk
-            else chunk._replace(trunk=trunk, branches=tuple(begins[chunk.start : chunk.end]))
+            else chunk._replace(
+                trunk=trunk,
+                branches=tuple(begins[chunk.start : chunk.end]),
+                hidden=tuple(hidden[chunk.start : chunk.end]),
+            )
             for chunk in chunking.split(tokens, adapter=adapter, prompt=trunk)
         ]
         # The chunk of the prompt's last token is always encoded: its hidden state is needed.
         super().__init__(chunks, sum(chunk.end < trunk for chunk in chunks), pictures, shifts)
         self.request = request
-        self.continuations = continuations
+        self._scored = [continuation.tokens[unscored:] for continuation in continuations]
         self.logprobs: list[list[float]] = [[] for _ in continuations]
         self.likeliest: list[list[requests.Likeliest]] = [[] for _ in continuations]
-        self._unread = sum(map(len, continuations))
+        self._unread = sum(map(len, self._scored))
 
     def targets(self, chunk: Chunk) -> list[tuple[int, Target]]:
         """What the hidden states of a chunk predict: (offset in the chunk, target)."""
@@ -264,7 +290,7 @@ class ScoredSequence(SlotSequence):
                 tuple(likeliest),
             )
             for tokens, logprobs, likeliest in zip(
-                self.continuations, self.logprobs, self.likeliest, strict=True
+                self._scored, self.logprobs, self.likeliest, strict=True
             )
         ]
 
@@ -290,10 +316,13 @@ class TokenizedScoring:
     ):
         self.original, self._prompt_tokens = original, len(prompt)
         most = min(chunking.buckets[-1], length - len(prompt))  # tokens after the prompt
-        groups: list[list[Sequence[int]]] = []
+        groups: list[list[Continuation]] = []
         room = 0
-        for continuation in continuations:
-            encoded = len(continuation) - 1
+        hidden = original.hidden or [(0, 0)] * len(continuations)
+        for continuation in map(Continuation, map(tuple, continuations), hidden):
+            encoded = len(continuation.tokens) - 1
+            if groups and any(longer.begins_with(continuation) for longer in groups[-1]):
+                encoded = 0
             if apart or not groups or encoded > room:
                 groups.append([])
                 room = most

@@ -1,8 +1,10 @@
 """Citations by cause: which sources the sentences of a language model's answer rest on.
 
 ContextCite (Cohen-Wang et al., NeurIPS 2024) asks what an answer's log-probability loses when a
-source is taken away. Each sentence is scored behind the prompt with all sources and behind those
-that lack one; prompts that begin alike are read once as far as they do (decoding/ENGINE.md).
+source is taken away. A model that `hides` scores each sentence behind the prompt as it was read,
+with each source hidden in turn, so that the question and the answer alone are read anew: what later
+sources have taken from a hidden one stays. Of others, and where pictures are shown, prompts are
+read that lack a source.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ class Answered(NamedTuple):
       prediction: with all that the model `read`.
       scores: of each source that it read.
       ask: places of sources -> text and query of the prompt with these alone.
+      shots: the sources as they stand in the prompt; () where it has pictures.
     """
 
     prediction: Prediction
     scores: Sequence[float]
     ask: Ask
+    shots: Sequence[str]
 
 
 def cited_by_cause(
@@ -51,19 +55,34 @@ def cited_by_cause(
     Args:
       support: nats that a sentence loses without a source that it cites.
     """
-    queries = []
-    for prediction, _, ask in answered:
-        texts = list(itertools.accumulate(sentences_of(prediction.answer), lambda a, b: f"{a} {b}"))
-        every = range(len(prediction.read))
-        for without in (None, *every):
-            _, query = ask([place for place in every if place != without])
-            queries.append(_scored((prediction.question_id, without), query, tuple(texts)))
-    scores = answer_all(llm, queries, "Citing").by_id
-    for prediction, of_sources, _ in answered:
-        keys = [(prediction.question_id, n) for n in (None, *range(len(prediction.read)))]
-        if all(isinstance(scores.get(key), Scores) for key in keys):
-            whole, *rest = (_of_sentences(scores[key]) for key in keys)
+    queries = {one.prediction.question_id: _queries(llm, one) for one in answered}
+    scores = answer_all(llm, list(itertools.chain(*queries.values())), "Citing").by_id
+    for prediction, of_sources, *_ in answered:
+        answers = [scores.get(query.id) for query in queries[prediction.question_id]]
+        if all(isinstance(answer, Scores) for answer in answers):
+            totals = [score.total for answer in answers for score in answer.scores]
+            count = len(totals) // (1 + len(prediction.read))  # of sentences
+            whole, *rest = (
+                _of_sentences(totals[first : first + count])
+                for first in range(0, len(totals), count)
+            )
             yield _cited(prediction, of_sources, whole, rest, support)
+
+
+def _queries(llm: Backend, answered: Answered) -> list[Choices]:
+    """The queries that score the sentences with all sources, then without each of them."""
+    prediction, _, ask, shots = answered
+    sentences = sentences_of(prediction.answer)
+    # The longest first: those with which it begins have no branch of their own.
+    texts = tuple(itertools.accumulate(sentences, lambda a, b: f"{a} {b}"))[::-1]
+    every = range(len(prediction.read))
+    name, (_, query) = prediction.question_id, ask(every)
+    if llm.hides and shots:
+        return [_scored((name, None), query, texts, tuple(shots))]
+    return [
+        _scored((name, without), ask([place for place in every if place != without])[1], texts)
+        for without in (None, *every)
+    ]
 
 
 def sentences_of(answer: str) -> list[str]:
@@ -73,17 +92,19 @@ def sentences_of(answer: str) -> list[str]:
 
 
 def _scored(
-    key: tuple[str, int | None], query: Chat | Completion, texts: tuple[str, ...]
+    key: tuple[str, int | None],
+    query: Chat | Completion,
+    texts: tuple[str, ...],
+    hidden: tuple[str, ...] = (),
 ) -> Choices:
     if isinstance(query, Chat):
-        return Choices(key, query.messages, texts)
-    return Choices(key, query.prompt, tuple(f" {text}" for text in texts), query.images)
+        return Choices(key, query.messages, texts, hidden=hidden)
+    return Choices(key, query.prompt, tuple(f" {text}" for text in texts), query.images, hidden)
 
 
-def _of_sentences(scores: Scores) -> list[float]:
-    """The log-probability of each sentence behind those before it."""
-    totals = [0.0, *(score.total for score in scores.scores)]
-    return [after - before for before, after in itertools.pairwise(totals)]
+def _of_sentences(totals: Sequence[float]) -> list[float]:
+    """The log-probability of each sentence behind those before it, by those of ever fewer ones."""
+    return [after - before for before, after in itertools.pairwise([0.0, *totals[::-1]])]
 
 
 def _cited(

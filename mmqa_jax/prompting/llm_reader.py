@@ -81,6 +81,7 @@ class _Prompt(NamedTuple):
       trace: what was left out, and why.
       is_refused: there are no sources to answer from.
       ask: its text and query with those of its sources in these places alone.
+      shots: its sources as they stand in it; () where it has pictures.
     """
 
     query: backends.Query | None
@@ -89,6 +90,7 @@ class _Prompt(NamedTuple):
     trace: dict[str, Any]
     is_refused: bool = False
     ask: Ask | None = None
+    shots: tuple[str, ...] = ()
 
 
 class LLMReader:
@@ -131,7 +133,7 @@ class LLMReader:
         if self.options.citations == "asked":
             return predictions
         answered = [
-            Answered(prediction, ranking.scores[: prompt.sources], prompt.ask)
+            Answered(prediction, ranking.scores[: prompt.sources], prompt.ask, prompt.shots)
             for prediction, ranking, prompt in zip(predictions, cited, prompts, strict=True)
             if prompt.ask is not None and prediction.answer and "not_found" not in prediction.trace
         ]
@@ -212,8 +214,15 @@ class LLMReader:
             else:
                 shown = pictures[: len(quoted)]
                 ask = functools.partial(self._query, question, quoted, shown, own_pictures)
-                return _Prompt(query, text, len(quoted), trace | left_out, ask=ask)
+                shots = () if own_pictures or any(shown) else tuple(self._shots(quoted))
+                return _Prompt(query, text, len(quoted), trace | left_out, ask=ask, shots=shots)
         return _Prompt(None, "", 0, {**trace, "too_long": [reason]})
+
+    def _shots(self, texts: Sequence[str]) -> Iterator[str]:
+        """Sources without pictures as they stand in a prompt."""
+        alone = dataclasses.replace(self._template, head="", query="")
+        for place, text in enumerate(texts):
+            yield alone.render([_fields(place, text, None)], {})
 
     def _query(
         self,
@@ -230,14 +239,7 @@ class LLMReader:
             None: all.
         """
         which = range(len(texts)) if which is None else which
-        quoted = [
-            {
-                "number": str(place + 1),
-                "text": texts[place],
-                "picture": few_shot.mark_of(pictures[place]),
-            }
-            for place in which
-        ]
+        quoted = [_fields(place, texts[place], pictures[place]) for place in which]
         asked = {
             "question": question.question.replace(few_shot.MARK, " "),
             "picture": few_shot.MARKED if own_pictures else "",
@@ -263,6 +265,11 @@ class LLMReader:
         options = zip(LETTERS, question.choices, strict=False)
         lettered = [{"letter": letter, "choice": choice} for letter, choice in options]
         return self._options.render(lettered, {}).rstrip("\n").replace(few_shot.MARK, " ")
+
+
+def _fields(place: int, text: str, picture: backends.Picture | None) -> dict[str, str]:
+    """What a template's shot says of the source in a place."""
+    return {"number": str(place + 1), "text": text, "picture": few_shot.mark_of(picture)}
 
 
 def shortened(texts: Sequence[str]) -> Iterator[tuple[Sequence[str], dict[str, int]]]:

@@ -17,6 +17,8 @@ class FakeLLM:
       takes_pictures, takes_messages: as a backend's.
     """
 
+    hides = False
+
     def __init__(
         self,
         say: Callable[[str], tuple[str, float]] = lambda prompt: ("", 0.0),
@@ -57,7 +59,11 @@ class FakeLLM:
                 self.usage.failures += 1
                 self.failures.append(Failure(query.id, "timed out"))
             elif isinstance(query, Choices):
-                logprobs = [self._score(text, option) for option in query.continuations]
+                logprobs = [
+                    self._score(text.replace(hidden, "") if hidden else text, option)
+                    for hidden in ("", *query.hidden)
+                    for option in query.continuations
+                ]
                 scores = tuple(Score(sum(values), tuple(values), False) for values in logprobs)
                 yield Scores(query.id, scores)
             else:

@@ -1,6 +1,7 @@
 """The engine as a backend: texts, conversations, pictures, and what the cache changes (nothing)."""
 
 import contextlib
+import dataclasses
 import io
 import tempfile
 
@@ -55,6 +56,34 @@ def test_texts_and_conversations_are_the_engines_own_tokens(engine, backend):
     assert (usage.requests, usage.failures, usage.retries) == (3, 0, 0)
     assert usage.completion_tokens == 2 * len(want.candidates[0].tokens)
     assert set(backend.rates()) == {"prefill", "decode"}
+
+
+def test_pieces_of_a_prompt_are_hidden_with_all_their_tokens(engine, tmp_path):
+    pieces = ("one <|im_end|>.\n", "two.\n")
+    message = Message("user", (f"Read:\n{''.join(pieces)}What?",))
+    query = Choices("c", (message,), ("A yes.", "A"), hidden=pieces)
+    encode, begin = text_tokenizer().encode_plain, "<|im_start|>user\nRead:\n"
+    places, trunk = [(0, 0)], encode(begin)
+    for piece in ("one imend.\n", "two.\n"):  # a mark in a source is letters
+        places.append((len(trunk), len(trunk) + len(piece)))
+        trunk += encode(piece)
+    tail = encode("What?<|im_end|>\n<|im_start|>assistant\n")
+    rows = [[*tail, *encode(text)] for text in query.continuations]
+    scoring = Scoring(
+        "c", trunk, rows * 3, hidden=[place for place in places for _ in rows], unscored=len(tail)
+    )
+    (want,) = engine.score([scoring])
+    backend = tiny_backend(engine)
+    with contextlib.closing(ResponseCache(tmp_path)) as cache:
+        (got,) = Cached(backend, cache).answer([query])
+        (kept,) = Cached(backend, cache).answer([query])
+        unhidden = dataclasses.replace(query, hidden=())
+        (whole,) = Cached(backend, cache).answer([unhidden])
+    assert got == kept
+    assert [score.logprobs for score in got.scores] == [score.logprobs for score in want.scores]
+    assert len(whole.scores) == 2
+    for one, other in zip(whole.scores, got.scores[:2], strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
 
 
 words = st.text("abcde ", min_size=1, max_size=60).filter(str.strip)

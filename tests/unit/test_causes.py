@@ -23,15 +23,20 @@ def score(prompt: str, continuation: str) -> tuple[float, ...]:
     return (first, second, -7.0)[: len(sentences_of(continuation))]
 
 
-def answered(**options):
-    llm = FakeLLM(lambda prompt: (ANSWER, -1.0), score)
+class Hiding(FakeLLM):
+    hides = True
+
+
+def answered(llm=FakeLLM, **options):
+    llm = llm(lambda prompt: (ANSWER, -1.0), score)
     reader = LLMReader(CORPUS, llm, LLMReaderOptions(citations="cause", **options))
     (prediction,) = reader.answer([Question("q", "", "What?")], [RANKING])
     return prediction
 
 
-def test_sentences_cite_what_they_lose_most_without():
-    prediction = answered()
+@pytest.mark.parametrize("llm", [FakeLLM, Hiding])
+def test_sentences_cite_what_they_lose_most_without(llm):
+    prediction = answered(llm)
     assert prediction.sources == ("s1", "s0", "s2")
     assert prediction.source_scores == (0.8, 0.9, 0.7)
     sentences = prediction.trace[SENTENCES]

@@ -327,6 +327,50 @@ def test_continuations_share_one_pass_over_the_prompt(engine):
     assert engine.throughput.reused_tokens == before.reused_tokens
 
 
+@pytest.mark.parametrize(("layers", "begin"), [(1, 20), (2, 50)])
+def test_hidden_tokens_are_as_if_they_were_not_read(layers, begin):
+    """As keys that the forward pass masks for all tokens: with one layer wherever they stand, with
+    more where no token of the prompt stands behind them, whose keys have seen them."""
+    model = dataclasses.replace(MODEL, layers=layers)
+    rng = np.random.default_rng(10)
+    prompt, tail = rng.integers(0, MODEL.vocab_size, 70), rng.integers(0, MODEL.vocab_size, 5)
+    answers = [[*tail, *rng.integers(0, MODEL.vocab_size, size)] for size in (9, 20)]
+    answers.insert(0, [*answers[1], 3])  # of which one is the beginning
+    places = [(0, 0), (begin, 70), (begin + 5, 70)]
+    scoring = Scoring(
+        0,
+        prompt,
+        [answer for _ in places for answer in answers],
+        hidden=[place for place in places for _ in answers],
+        unscored=len(tail),
+    )
+    (scores,) = make_engine(model).score([scoring])
+    graphdef, state = nnx.split(tiny_llama(model))
+    forward = jax.jit(lambda state, ids, seen: nnx.merge(graphdef, state)(ids, seen))
+    for score, answer, place in zip(
+        scores.scores, scoring.continuations, scoring.hidden, strict=True
+    ):
+        ids = np.zeros((1, 112), np.int32)
+        ids[0, : 70 + len(answer)] = [*prompt, *answer]
+        seen = np.ones(ids.shape, bool)
+        seen[0, slice(*place)] = False
+        rows = jax.nn.log_softmax(forward(state, ids, seen))[0]
+        scored = range(70 + len(tail), 70 + len(answer))
+        want = [rows[column - 1, ids[0, column]] for column in scored]
+        np.testing.assert_allclose(score.logprobs, want, rtol=0, atol=1e-4)
+
+
+def test_a_continuation_that_begins_another_is_read_with_it(engine):
+    rng = np.random.default_rng(11)
+    prompt, longest = rng.integers(0, MODEL.vocab_size, 40), rng.integers(0, MODEL.vocab_size, 20)
+    alone = [engine.loglikelihood(prompt, [longest[:size]])[0] for size in (20, 7, 1)]
+    engine.forget()
+    before = engine.throughput.prefill_tokens
+    together = engine.loglikelihood(prompt, [longest, longest[:7], longest[:1]])
+    assert engine.throughput.prefill_tokens - before == 40 + 19
+    assert [score.logprobs for score in together] == [score.logprobs for score in alone]
+
+
 def test_columns_of_branches_are_not_reused_as_a_sequence(engine, log_probs):
     """A prompt with the tokens of an earlier prompt and all its continuations, in that order."""
     rng = np.random.default_rng(9)

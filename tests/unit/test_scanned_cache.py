@@ -41,6 +41,9 @@ def run(*, attention=None, ragged="", model=MODEL, **changes):
         Scoring(n, head[:size], [rng.integers(0, 61, m) for m in (1, 3, 20)])
         for n, size in enumerate((2, 31, 64))
     ]
+    if not model.recurrent:  # whose states hide nothing
+        answer, places = rng.integers(0, 61, 9), [(0, 0), (3, 20), (20, 40)]
+        scorings.append(Scoring(3, head[:40], [answer] * 3, hidden=places, unscored=2))
     mesh = None
     with pytest.MonkeyPatch.context() as patch:
         if attention is not None:  # a mesh: without one, every layer is a program of a CPU's own

@@ -119,12 +119,19 @@ class Chat:
 
 @dataclasses.dataclass(frozen=True)
 class Choices:
-    """A text or a conversation, and continuations to be scored."""
+    """A text or a conversation, and continuations to be scored.
+
+    Attributes:
+      hidden: pieces of the prompt in their order, of a backend that `hides`: the continuations are
+        scored with all of it, and once more with each of these hidden. What stands behind a hidden
+        piece and in front of the last one has been read with it.
+    """
 
     id: Hashable
     prompt: str | tuple[Message, ...]
     continuations: tuple[str, ...]
     images: tuple[Picture, ...] = ()  # of a text
+    hidden: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not self.continuations:
@@ -175,6 +182,10 @@ class Backend(Protocol):
     @property
     def takes_messages(self) -> bool:
         """Whether it answers conversations; a model without a chat template continues texts."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether it scores with pieces of a prompt hidden, where that has no pictures."""
 
     @property
     def fingerprint(self) -> str:

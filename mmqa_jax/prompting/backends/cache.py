@@ -268,6 +268,8 @@ def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = Tr
         parts["images"] = [picture.digest for picture in request.images]
     if isinstance(request, backends.Choices):
         parts["continuations"] = list(request.continuations)
+        if request.hidden:
+            parts["hidden"] = list(request.hidden)
     else:
         decoding = dataclasses.asdict(request.decoding)
         decoding["stop"] = list(decoding["stop"])
@@ -369,7 +371,8 @@ def _plain(answer: Result | Scores) -> dict[str, Any]:
 
 def _scores(request: backends.Choices, value: dict[str, Any]) -> Scores:
     _check(value.keys() <= {"scores", "prompt_tokens"}, "its keys")
-    _check(len(value["scores"]) == len(request.continuations), "another number of scores")
+    count = len(request.continuations) * (1 + len(request.hidden))
+    _check(len(value["scores"]) == count, "another number of scores")
     scores = []
     for row in value["scores"]:
         _check(row.keys() == {"total", "logprobs", "greedy"}, "a score's keys")

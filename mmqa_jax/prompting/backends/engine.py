@@ -56,6 +56,7 @@ class EngineBackend:
       pictures: the config of a model that takes them; None: it takes none.
       resize: gives the engine the sizes for later queries that need larger ones; None: its sizes
         are enough for all.
+      hides: see backends.Backend.
 
     Attributes:
       cannot: what of a request it cannot do, and why: nothing.
@@ -72,6 +73,7 @@ class EngineBackend:
         fingerprint: str,
         pictures: PictureConfig | None = None,
         resize: Callable[[Engine, Demand], None] | None = None,
+        hides: bool = False,
     ):
         self._make_engine, self.tokenizer = make_engine, tokenizer
         self._pictures = None if pictures is None else picture_format(pictures, tokenizer)
@@ -80,6 +82,7 @@ class EngineBackend:
         self.takes_pictures = pictures is not None
         self.page_prompt: str = getattr(pictures, "page_prompt", "")
         self.takes_messages = self._chat_format is not None
+        self.hides = hides
         self._throughput = requests.Throughput()  # the engine's, once it is made
         self._warm = requests.Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
@@ -188,7 +191,7 @@ class EngineBackend:
         if isinstance(request, Choices):
             lengths = [
                 len(continuation) for continuation in self._continuations(request, prompt)[1]
-            ]
+            ] * (1 + len(request.hidden))
             together = max(max(lengths), min(sum(lengths), _SHARED))
         else:
             lengths, together = [request.decoding.max_new_tokens], request.decoding.max_new_tokens
@@ -265,7 +268,35 @@ class EngineBackend:
         if not isinstance(request, Choices):
             return request.decoding.request(request.id, prompt.tokens, pixels)
         start, rows = self._continuations(request, prompt)
-        return requests.Scoring(request.id, start, rows, images=pixels)
+        if not request.hidden:
+            return requests.Scoring(request.id, start, rows, images=pixels)
+        hidden = self._places(request, prompt, start)
+        trunk = min(hidden[-1][1], len(start) - 1)
+        rows = [start[trunk:] + row for row in rows]
+        places = [place for place in ((0, 0), *hidden) for _ in rows]
+        return requests.Scoring(
+            request.id,
+            start[:trunk],
+            rows * (1 + len(hidden)),
+            hidden=places,
+            unscored=len(start) - trunk,
+        )
+
+    def _places(
+        self, request: Choices, prompt: _Prompt, tokens: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Of each hidden piece the first of the prompt's tokens and the one behind its last."""
+
+        def tokens_before(place: int) -> int:
+            pairs = zip(prompt.encode(prompt.text[:place]), tokens, strict=False)
+            return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+        places, end = [], 0
+        for piece in map(self.tokenizer.shield, request.hidden):
+            begin = prompt.text.index(piece, end)
+            end = begin + len(piece)
+            places.append((tokens_before(begin), tokens_before(end)))
+        return places
 
     def _continuations(
         self, request: Choices, prompt: _Prompt

@@ -60,6 +60,7 @@ class OpenAIBackend:
 
     takes_pictures = None
     takes_messages = True
+    hides = False
 
     def __init__(
         self,

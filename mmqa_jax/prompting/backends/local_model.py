@@ -203,6 +203,7 @@ def open_backend(
         fingerprint=hashlib.sha256(json.dumps(parts).encode()).hexdigest(),
         pictures=pictures,
         resize=resize,
+        hides=not llama.recurrent and llama.picture_sight == "causal",
     )
 
 

@@ -46,6 +46,7 @@ class T5Backend:
 
     takes_pictures = False
     takes_messages = False
+    hides = False
     cannot: Mapping[str, str] = MappingProxyType(
         {
             "stream": "a T5 answers in batches, each a program that runs to its end, so that there "
