@@ -13,7 +13,6 @@ import difflib
 import gc
 import importlib
 import io
-import json
 import os
 import select
 import sys
@@ -25,7 +24,7 @@ from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
-from mmqa_jax.core.terminal import escape_streams
+from mmqa_jax.core.terminal import escape_streams, json_line
 
 VERBS = (
     *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             skip_absent_tpu()
             places = [str(place) for name in _PLACES if (place := getattr(arguments, name, None))]
             result = command(arguments.verb).run(arguments)
-            _print_result(_json_line(result) if arguments.json else None)
+            _print_result(json_line(result) if arguments.json else None)
     except KeyboardInterrupt:
         print("mmqa: interrupted; start the same command again to continue.", file=sys.stderr)
         return _INTERRUPTED
@@ -173,16 +172,6 @@ def _check_text(argv: Sequence[str]) -> None:
                 f"{argument}: holds bytes that are no text in this locale "
                 f"({sys.getfilesystemencoding()}); rename the file, or set LC_ALL=C.UTF-8."
             ) from None
-
-
-def _json_line(result: Any) -> str:
-    """One line of JSON that stdout's encoding can hold: in others than UTF-8 in ASCII."""
-    text = json.dumps(result, ensure_ascii=False)
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:  # Python's own escapes are not all JSON's
-        return json.dumps(result)
-    return text
 
 
 def _check_stores(arguments: argparse.Namespace) -> None:

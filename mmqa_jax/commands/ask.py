@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.terminal import json_line
+
+if TYPE_CHECKING:
+    from mmqa_jax.runs.ask_folder import AskOptions
 
 SUMMARY = "answer a question from a folder of documents with its sources, or say that none has it."
 EXAMPLE = 'mmqa ask --data=manuals "How often is the filter cleaned?"'
@@ -35,15 +41,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  sentences, with --citations=cause, [{text, sources, losses}] of the answer: numbers of\n"
         "  what was read, the one that it needs most first, and nats that it loses without each;\n"
         "  thinking, thinking_tokens of a model that thought, cut where its tokens ran out;\n"
-        "  of several questions, and of --workdir, {answers: [...]}"
+        "  of several questions a line each as it comes, and last, as of --workdir,\n"
+        "  {answers: [...]}"
     )
     flags.add_reading(parser, f"a finished demo's workdir ({_DEMO}, without --data)")
     parser.add_argument("--image", help="a picture file that belongs to the question")
-    parser.add_argument("question", nargs="+", help="the question; several are answered in turn")
+    parser.add_argument(
+        "--calibrate",
+        metavar="FILE.csv",
+        help="with --data, instead of a question: chooses --least_similarity for --encoder on your "
+        "own, in the columns question,answered (yes or no: whether the folder answers it)",
+    )
+    parser.add_argument("question", nargs="*", help="the question; several are answered in turn")
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Answers the questions in turn and prints each answer with its sources."""
+    if bool(arguments.question) == (arguments.calibrate is not None):
+        raise UserError("give a question in quotes, or --calibrate=FILE.csv with many.")
     if not all(text.strip() for text in arguments.question):
         raise UserError("the question is empty; write one in quotes.")
     _check_flags(arguments)
@@ -65,12 +80,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         from mmqa_jax.runs.ask import ask_demo
 
         workdir = Path(arguments.workdir or _DEMO)
-        return {"answers": ask_demo(workdir, arguments.question, picture)}
+        return {"answers": _in_turn(arguments, ask_demo(workdir, arguments.question, picture))}
     from mmqa_jax.runs.ask_folder import ask_folder
 
     flags.download(arguments, "model", "encoder", "reranker", "ocr")
     options, reading = flags.reading_options(arguments)
-    answers = ask_folder(
+    if arguments.calibrate is not None:
+        return _calibrated(arguments, options)
+    asked = ask_folder(
         Path(arguments.data),
         arguments.question,
         picture,
@@ -82,14 +99,44 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         options=options,
         reading=reading,
     )
+    answers = _in_turn(arguments, asked)
     return answers[0] if len(answers) == 1 else {"answers": answers}
+
+
+def _calibrated(arguments: argparse.Namespace, options: AskOptions) -> dict[str, Any]:
+    from mmqa_jax.runs.ask_folder import open_folder
+    from mmqa_jax.runs.calibration import calibrate
+
+    cache = flags.optional_path(arguments.cache)
+    folder = flags.folder_options(arguments)
+    corpus = open_folder(Path(arguments.data), cache, folder, encoder=options.encoder)
+    chosen = calibrate(corpus, options.encoder, Path(arguments.calibrate))
+    print(
+        f"--least_similarity={chosen['least_similarity']}: refuses "
+        f"{chosen['refused_answered']:.0%} of the questions that are answered, and "
+        f"{chosen['refused_others']:.0%} of the others.",
+        file=sys.stderr,
+    )
+    return chosen
+
+
+def _in_turn(
+    arguments: argparse.Namespace, answers: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """All answers, each of several printed as it comes where `--json` asks for it."""
+    kept = []
+    for answer in answers:
+        kept.append(answer)
+        if arguments.json and len(arguments.question) > 1:
+            print(json_line(answer), flush=True)
+    return kept
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:
     if arguments.data is not None:
         flags.check_reading(arguments)
         return
-    for name in flags.READING:
+    for name in (*flags.READING, "calibrate"):
         if getattr(arguments, name) is not None:
             raise UserError(
                 f"--{name}: a demo answers with its own models; give --data=FOLDER with it, or "

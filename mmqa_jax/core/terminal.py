@@ -11,6 +11,7 @@ a text in another order than it has.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,16 @@ def escaped(text: str) -> str:
 def _escape(character: re.Match[str]) -> str:
     number = ord(character[0])
     return f"\\x{number:02x}" if number < 0x20 else f"\\u{number:04x}"
+
+
+def json_line(value: Any) -> str:
+    """One line of JSON that stdout's encoding can hold: in others than UTF-8 in ASCII."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # Python's own escapes are not all JSON's
+        return json.dumps(value)
+    return text
 
 
 class EscapingStream:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -164,12 +164,10 @@ def _least_similarity(folder: Path) -> float:
 
 def ask_demo(
     workdir: Path, questions: Sequence[str], picture: bytes | None = None
-) -> list[dict[str, Any]]:
-    """Answers questions in turn from a demo, by its models; returns what `--json` prints."""
+) -> Iterator[dict[str, Any]]:
+    """Answers questions in turn from a demo, by its models; yields what `--json` prints of each."""
     answerer = Answerer(workdir)
-    rows = []
     for answer, row in ask_in_turn(answerer, questions, picture):
         pairs = zip(row["sources"], answer.sources_shown(answerer.corpus), strict=True)
         sources = [{**source, "title": shown_source.source.title} for source, shown_source in pairs]
-        rows.append({**row, "raw_answer": answer.prediction.answer, "sources": sources})
-    return rows
+        yield {**row, "raw_answer": answer.prediction.answer, "sources": sources}

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,6 +111,17 @@ class AskOptions:
     reranker: str = ""
     candidates: int = at_least(1, 20)
     quote_below: float = 0.0
+
+    @property
+    def notes(self) -> list[str]:
+        """Says that the least similarity of the encoder is not known, where that is so."""
+        if self.least_similarity is not None or self.encoder == MINILM:
+            return []
+        return [
+            f"--encoder={self.encoder}: no question is refused for its distance from all passages, "
+            "since this encoder's threshold is not known; choose one on questions of yours with "
+            "`mmqa ask --calibrate`, and set it as --least_similarity."
+        ]
 
     def threshold(self, passages: int) -> float:
         """The least similarity in use with so many passages."""
@@ -391,8 +402,8 @@ def ask_folder(
     folder: FolderOptions | None,
     options: AskOptions,
     reading: LLMReaderOptions,
-) -> list[dict[str, Any]]:
-    """Answers questions in turn from a folder; returns what `--json` prints of each.
+) -> Iterator[dict[str, Any]]:
+    """Answers questions in turn from a folder; yields what `--json` prints of each.
 
     Args:
       data, cache, folder: see `open_folder`.
@@ -403,21 +414,19 @@ def ask_folder(
     from mmqa_jax.runs.prepare import folder_notes
 
     corpus = open_folder(data, cache, folder, encoder=options.encoder)
-    for line in folder_notes(corpus.manifest["origin"]):
+    for line in (*folder_notes(corpus.manifest["origin"]), *options.notes):
         print(line, file=sys.stderr)
     spec = LLMSpec(model, backend, thinking=thinking)
     llm = open_llm(spec, cache_dir() / "responses", "--model")
-    rows = []
     try:
         answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
         for answer, row in ask_in_turn(answerer, questions, picture):
             for note in answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
             trace = answer.prediction.trace
-            rows.append({**row, **{key: trace[key] for key in _TOLD if key in trace}})
+            yield {**row, **{key: trace[key] for key in _TOLD if key in trace}}
     finally:
         llm.close()
-    return rows
 
 
 def open_passages(

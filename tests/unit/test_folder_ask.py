@@ -283,10 +283,38 @@ def test_several_questions_and_one_that_is_refused(opened, folder):
     flags = ("--model=gpt", "--backend=openai", "--least_similarity=0.3", "--top_k=1", "--json")
     ended = mmqa("ask", f"--data={folder}", *flags, "Wash the filter?", "Who composed an opera?")
     first, second = ended.value["answers"]
+    assert [json.loads(line) for line in ended.out.splitlines()[:2]] == [first, second]
     assert (first["found"], len(first["sources"])) == (True, 1)
     assert (second["answer"], second["found"]) == (NOT_FOUND, False)
     assert "The nearest source:" in ended.err
     assert (opened[0][1].model, opened[0][1].backend) == ("gpt", "openai")
+
+
+def test_a_threshold_is_chosen_on_own_questions(encoder, folder, tmp_path, refused):
+    rows = ["question,answered", "Wash the filter?,yes", "Where is the pump?,yes",
+            '"Who composed, perhaps, Carmen?",no', "Which operas are on?,no"]  # fmt: skip
+    (tmp_path / "asked.csv").write_text("\n".join(rows))
+    flags = ("ask", f"--data={folder}", f"--calibrate={tmp_path / 'asked.csv'}")
+    ended = succeeded(*flags, "--json")
+    chosen = ended.value
+    assert (chosen["refused_answered"], chosen["refused_others"]) == (0, 1)
+    asked = answerer(folder, least_similarity=chosen["least_similarity"])
+    assert asked.answer("Where is the pump?").read.sources[0] == "manual.pdf#1"
+    assert asked.answer("Which operas are on?").prediction.trace["refusal"]
+    assert f"--least_similarity={chosen['least_similarity']}: refuses 0%" in ended.err
+    refused(*flags, "Why?", message="give a question in quotes, or --calibrate")
+    refused("ask", f"--data={folder}", message="give a question in quotes, or --calibrate")
+    (tmp_path / "asked.csv").write_text("question,answered\nWash the filter?,perhaps\n")
+    refused(*flags, message="asked.csv: row 2 has question 'Wash the filter\\?' and answered 'perh")
+    (tmp_path / "asked.csv").write_text("question,answered\nWash the filter?,yes\n")
+    refused(*flags, message="1 questions with an answer and 0 without one")
+    refused("ask", "--calibrate=x", message="--calibrate: a demo answers with its own models")
+
+
+def test_an_encoder_without_a_threshold_is_told():
+    assert AskOptions().notes == AskOptions("a/clip", least_similarity=0.2).notes == []
+    (note,) = AskOptions("a/clip").notes
+    assert note.startswith("--encoder=a/clip: no question is refused for its distance")
 
 
 def test_what_cannot_be_asked(refused, tmp_path):
