@@ -28,6 +28,7 @@ from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.quotes import CONFIDENCE
 
 READER = "reader"  # key of this reader's traces: how many sources each question came with
+_AT_FIRST = 16  # questions whose answers are scored together, before an engine says its slots
 _LEAST_WORDS = 16  # that a source is cut to, at least
 
 
@@ -93,6 +94,9 @@ class _Prompt(NamedTuple):
     shots: tuple[str, ...] = ()
 
 
+_Asked = tuple[Question, Ranking, _Prompt]
+
+
 class LLMReader:
     """Answers questions by a language model, from the sources of a corpus and its questions'
     pictures."""
@@ -124,17 +128,28 @@ class LLMReader:
             self._prompt(question, ranking)
             for question, ranking in zip(questions, cited, strict=True)
         ]
-        queries = [prompt.query for prompt in prompts if prompt.query is not None]
-        answers = answer_all(self._llm, queries, "Reading", checked=True)
-        predictions = [
-            self._read(question, ranking, prompt, answers)
-            for question, ranking, prompt in zip(questions, cited, prompts, strict=True)
-        ]
+        asked = list(zip(questions, cited, prompts, strict=True))
         if self.options.citations == "asked":
-            return predictions
+            return self._answered(asked)
+        predictions: list[Prediction] = []
+        while asked:
+            # As many at a time as the engine has slots: it still holds their prompts.
+            count = (self._llm.sizes() or {}).get("slots", _AT_FIRST)
+            predictions += self._with_causes(asked[:count], self._answered(asked[:count]))
+            asked = asked[count:]
+        return predictions
+
+    def _answered(self, asked: Sequence[_Asked]) -> list[Prediction]:
+        queries = [prompt.query for _, _, prompt in asked if prompt.query is not None]
+        answers = answer_all(self._llm, queries, "Reading", checked=True)
+        return [self._read(*one, answers) for one in asked]
+
+    def _with_causes(
+        self, asked: Sequence[_Asked], predictions: Sequence[Prediction]
+    ) -> list[Prediction]:
         answered = [
             Answered(prediction, ranking.scores[: prompt.sources], prompt.ask, prompt.shots)
-            for prediction, ranking, prompt in zip(predictions, cited, prompts, strict=True)
+            for prediction, (_, ranking, prompt) in zip(predictions, asked, strict=True)
             if prompt.ask is not None and prediction.answer and "not_found" not in prediction.trace
         ]
         by_cause = cited_by_cause(self._llm, answered, self.options.support)
