@@ -73,6 +73,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"them, alone, both in turn, or rewritten by the reader ({default.follow_up})",
     )
     parser.add_argument(
+        "--uploads",
+        type=int,
+        default=default.uploads,
+        metavar="N",
+        help="documents, each up to three quarters of --body, that users may add to the folder of "
+        f"--data from the page ({default.uploads})",
+    )
+    parser.add_argument(
         "--origins",
         type=lambda text: tuple(text.split(",")),
         default=(),
@@ -202,6 +210,8 @@ def _check_flags(arguments: argparse.Namespace) -> None:
         )
     if arguments.mcp is not None and arguments.data is None and arguments.workdir is None:
         raise UserError("--mcp: its tools search sources; give --data=FOLDER or --workdir=DIR.")
+    if arguments.uploads < 0:
+        raise UserError(f"--uploads={arguments.uploads}: 0 (none) or more was expected.")
     if not 0 <= arguments.port <= 65535:
         raise UserError(f"--port={arguments.port}: 0 to 65535 was expected; give such a port.")
     for flag in ("queue", "timeout", "body"):

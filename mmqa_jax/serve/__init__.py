@@ -26,6 +26,7 @@ class ServeOptions:
       mcp: whether an assistant finds tools over the sources at /mcp.
       follow_up: how a folder is searched for a question behind others: joined with the last of
         them, alone, both in turn, or rewritten by the reader.
+      uploads: documents that users may add to the folder; 0: none.
       origins: of pages that may ask, such as https://chat.example.org; "*": of all.
     """
 
@@ -39,4 +40,5 @@ class ServeOptions:
     upload: float = 10.0
     mcp: bool = False
     follow_up: str = "both"
+    uploads: int = 0
     origins: tuple[str, ...] = ()

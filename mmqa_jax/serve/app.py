@@ -56,7 +56,7 @@ def make_app(parts: Parts, options: ServeOptions) -> door.Door | CORSMiddleware:
 
         tools = mcp_server(parts)
         beside["/mcp"] = mcp_application(tools, int(options.body * 2**20))
-    page, api = PageApi(parts), OpenAIApi(parts, metrics)
+    page, api = PageApi(parts, options.uploads), OpenAIApi(parts, metrics)
     entrances = [
         door.Entrance("/", page.page, is_open=True),
         door.Entrance("/page/{name}", page.file, is_open=True),
@@ -70,6 +70,7 @@ def make_app(parts: Parts, options: ServeOptions) -> door.Door | CORSMiddleware:
         door.Entrance("/api/page/{name:path}", page.page_picture),
         door.Entrance("/api/original/{name:path}", page.original),
         door.Entrance("/api/ask", page.ask, is_queued=True),
+        door.Entrance("/api/upload", page.upload, is_queued=True),
         door.Entrance("/v1/models", api.models),
         door.Entrance("/v1/models/{name:path}", api.model),
         door.Entrance("/v1/completions", api.completions, is_queued=True),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import collections
 import json
 import urllib.parse
@@ -26,6 +28,7 @@ from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.serve import door
 from mmqa_jax.serve.marked_text import elements_of
 from mmqa_jax.serve.systems import Directions, Parts
+from mmqa_jax.serve.uploads import ENDINGS, Uploads
 
 _FILES = {
     "page.css": "text/css",
@@ -46,10 +49,14 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"}
 
 
 class PageApi:
-    """Answers the routes of the page with the parts."""
+    """Answers the routes of the page with the parts.
 
-    def __init__(self, parts: Parts):
-        self._parts = parts
+    Args:
+      uploads: documents that users may add.
+    """
+
+    def __init__(self, parts: Parts, uploads: int = 0):
+        self._parts, self._uploads = parts, Uploads(parts, uploads)
         folder = resources.files("mmqa_jax.serve") / "page"
         self._files = {name: (folder / name).read_bytes() for name in ("index.html", *_FILES)}
 
@@ -92,6 +99,8 @@ class PageApi:
                 "credits": list(dict.fromkeys(credits)),
                 "files": files,
                 "unread": unread,
+                "uploads": self._uploads.left,
+                "endings": list(ENDINGS),
             }
         )
 
@@ -128,6 +137,19 @@ class PageApi:
                 yield _sent_event("error", door.refusal(error).to_json()["error"])
 
         return StreamingResponse(events(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def upload(self, request: Request) -> Response:
+        """Adds a document to the folder, as base64, and says what was read of it."""
+        visit = door.visit_of(request)
+        fields = await visit.fields()
+        name, encoded = fields.take("name", str), fields.take("data", str)
+        fields.end()
+        try:
+            data = base64.b64decode(encoded, validate=True)
+        except binascii.Error as error:
+            raise door.ApiError(400, f"data is broken base64 ({error}).", param="data") from error
+        adding = visit.works(self._uploads.add(name, data))
+        return JSONResponse(await asyncio.wrap_future(adding.future), headers=_HEADERS)
 
     async def source(self, request: Request) -> Response:
         """A source, with what stands before and after it in the same document."""

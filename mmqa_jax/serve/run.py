@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.folder import FolderOptions
+from mmqa_jax.data.records.corpus_records import MANIFEST
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.inference.cross_encoder import CrossEncoderReranker
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
@@ -38,6 +39,7 @@ from mmqa_jax.serve.systems import (
     DemoChain,
     FindPassages,
     FromMemory,
+    Growing,
     Parts,
     ReadPassages,
     RowSystem,
@@ -96,6 +98,14 @@ def open_parts(
     """
     threads = Threads(options.queue)
     asking, reading = asking or AskOptions(), reading or LLMReaderOptions()
+    growing = None
+    if options.uploads:
+        if data is None or not _is_of_documents(data):
+            raise UserError(
+                f"--uploads={options.uploads}: documents are added to a folder of documents; name "
+                "one as --data."
+            )
+        growing = Growing(data, functools.partial(_answerer, data, cache, folder, asking))
     corpus: AskedCorpus | None = None
     embedder: Any = None
     embedder_name, title = asking.encoder, model_name
@@ -156,8 +166,13 @@ def open_parts(
     return Parts(
         title, llm, model_name, embedder, embedder_name,
         {system.name: system for system in systems}, corpus, threads, tuple(adapters),
-        reranker, asking.reranker, further,
+        reranker, asking.reranker, further, growing,
     )  # fmt: skip
+
+
+def _is_of_documents(folder: Path) -> bool:
+    """Whether a folder holds documents, and no prepared or interchange corpus."""
+    return not any((folder / name).exists() for name in (MANIFEST, "sources.jsonl"))
 
 
 def _answerer(
@@ -165,7 +180,7 @@ def _answerer(
 ) -> FolderAnswerer:
     """A folder's answerer, whose programs are compiled."""
     corpus = open_folder(data, cache, folder, encoder=asking.encoder)
-    for line in folder_notes(corpus.manifest["origin"]):
+    for line in (*folder_notes(corpus.manifest["origin"]), *asking.notes):
         print(line, file=sys.stderr)
     answerer = FolderAnswerer(corpus, None, asking)
     with corpus.asked("What is this?") as question:

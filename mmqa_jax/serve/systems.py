@@ -22,7 +22,8 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -641,6 +642,13 @@ def _step(node: TraceNode) -> dict[str, Any]:
     return {"who": node.text, "prompt": node.long, "steps": list(map(_step, node.children))}
 
 
+class Growing(NamedTuple):
+    """A folder of documents that others may be added to, and what opens it anew."""
+
+    folder: Path
+    reopen: Callable[[], FolderAnswerer]
+
+
 _AT_ONCE = 8  # texts that are embedded before others have their turn
 
 
@@ -659,6 +667,8 @@ class Parts:
       adapters: of the language model, which answer under their names.
       reranker: scores pairs of a query and a text, and its name; None: the encoder's cosines do.
       also: corpora of further folders, by name.
+      growing: the first folder, where documents may be added to it.
+      corpora: all by folder; "" is the first one.
     """
 
     title: str
@@ -666,18 +676,26 @@ class Parts:
     llm_name: str
     embedder: Any
     embedder_name: str
-    systems: Mapping[str, System]
+    systems: dict[str, System]
     corpus: AskedCorpus | None
     threads: Threads
     adapters: Sequence[str] = ()
     reranker: CrossEncoderReranker | None = None
     reranker_path: str = ""
     also: Mapping[str, AskedCorpus] = dataclasses.field(default_factory=dict)
+    growing: Growing | None = None
+    corpora: dict[str, AskedCorpus] = dataclasses.field(init=False, default_factory=dict)
 
-    @property
-    def corpora(self) -> dict[str, AskedCorpus]:
-        """All corpora by folder; "" is the first one."""
-        return {**({} if self.corpus is None else {"": self.corpus}), **self.also}
+    def __post_init__(self) -> None:
+        self.corpora.update({} if self.corpus is None else {"": self.corpus}, **self.also)
+
+    def renew(self, answerer: FolderAnswerer) -> None:
+        """Answers from the first folder as it was opened anew; what has begun ends as it began."""
+        self.corpora[""] = answerer.corpus
+        for name, system in [*self.systems.items()]:
+            if isinstance(system, ReadPassages | FindPassages) and not system.folder:
+                changes = {"answerer": answerer, "examples": examples_of(answerer.corpus)}
+                self.systems[name] = dataclasses.replace(system, **changes)
 
     @property
     def reranker_name(self) -> str:

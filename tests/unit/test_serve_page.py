@@ -1,6 +1,7 @@
 """The page of `mmqa serve`: what its systems tell and answer, and clicks in a real browser."""
 
 import asyncio
+import base64
 import dataclasses
 import json
 import re
@@ -267,16 +268,32 @@ def test_several_folders(folder, tmp_path, monkeypatch):
     other.mkdir()
     (other / "manual.pdf").write_bytes(pdf([[(10, 700, "Sales of pumps rose.")]]))
     parts = open_parts(None, "", OPTIONS, data=folder, also=[other])
-    with serving(make_app(parts, OPTIONS)) as at:
+
+    async def calls(at):
+        async with mcp.Client(f"{at}/mcp") as client:
+            results = [await client.call_tool(*call) for call in OF_FOLDERS]
+        return [result.structured_content or result.content[0].text for result in results]
+
+    with serving(make_app(parts, dataclasses.replace(OPTIONS, mcp=True))) as at:
         about = HTTP.get(f"{at}/api/about").json()
         rows = asked(at, "Sales of pumps", system="search:reports")["answer"]["sources"]
         found = HTTP.get(f"{at}/api/source/manual.pdf%231?folder=reports").json()
         assert HTTP.get(f"{at}/api/source/manual.pdf%231?folder=x").status_code == 404
         assert "pump" in HTTP.get(f"{at}/api/source/manual.pdf%231").json()["text"]
+        everywhere, within, nearest, same_ids, page, file, foreign = asyncio.run(calls(at))
     assert [one["label"] for one in about["systems"]] == ["Find passages", "reports: find passages"]
     assert about["files"]["reports/manual.pdf"] == 1
     assert [(row["id"], row["folder"]) for row in rows] == [("manual.pdf#1", "reports")]
     assert found["text"] == "Sales of pumps rose."
+    first = everywhere["sources"][0]
+    assert (first["folder"], first["id"], first["number"]) == ("reports", "manual.pdf#1", 1)
+    assert {source["folder"] for source in everywhere["sources"]} == {"reports", "manuals"}
+    assert {source["folder"] for source in within["sources"]} == {"manuals"}
+    assert nearest["sources"][0]["text"] == "Sales of pumps rose."
+    assert "several folders have a source 'manual.pdf#1'" in same_ids
+    assert page["text"] == "Sales of pumps rose."
+    assert file["text"].startswith("The pump is on the left.")
+    assert "there is no folder 'x', but manuals, reports." in foreign
     (tmp_path / "x" / "manuals").mkdir(parents=True)
     refuses(
         "another folder is called manuals",
@@ -287,6 +304,60 @@ def test_several_folders(folder, tmp_path, monkeypatch):
         data=folder,
         also=[tmp_path / "x" / "manuals"],
     )
+
+
+def test_documents_are_added_where_that_is_allowed(folder, tmp_path, monkeypatch):
+    install(monkeypatch, tmp_path / "cache")
+    here = tmp_path / "here"
+    shutil.copytree(folder, here)
+    options = dataclasses.replace(OPTIONS, uploads=2)
+    parts = open_parts(None, "", options, data=here)
+
+    def sent(name, data):
+        body = {"name": name, "data": base64.b64encode(data).decode()}
+        reply = HTTP.post(f"{at}/api/upload", json=body)
+        return reply.json() if reply.status_code == 200 else reply.json()["error"]["message"]
+
+    notes = b"# Notes\n\nThe turbine rests on Sundays.\n"
+    with serving(make_app(parts, options)) as at:
+        assert HTTP.get(f"{at}/api/about").json()["uploads"] == 2
+        for name, data, message in [
+            ("../notes.md", notes, "is no plain name of a file"),
+            ("x\\notes.md", notes, "is no plain name of a file"),
+            ("a" * 121 + ".md", notes, "is no plain name of a file"),
+            (".notes.md", notes, "of no kind that is read"),
+            ("notes.exe", notes, "of no kind that is read: .txt"),
+            ("fees.csv", notes, "the folder has a file of this name"),
+            ("empty.md", b"", "is empty"),
+            ("broken.pdf", b"%PDF-1.4 no more", "broken.pdf: "),
+        ]:
+            assert message in sent(name, data), name
+        broken = HTTP.post(f"{at}/api/upload", json={"name": "b.md", "data": "a"})
+        assert "data is broken base64" in broken.json()["error"]["message"]
+        foreign = HTTP.post(f"{at}/api/upload", json={}, headers={"Sec-Fetch-Site": "cross-site"})
+        assert foreign.status_code == 403
+        assert {path.name for path in here.iterdir()} == {path.name for path in folder.iterdir()}
+        assert sent("notes.md", notes) == {"file": "notes.md", "sources": 1, "left": 1}
+        (first, *_) = asked(at, "Who rests on Sundays?", "search")["answer"]["sources"]
+        assert (first["file"], first["lines"]) == ("notes.md", [3, 3])
+        assert sent("more.md", b"More.")["left"] == 0
+        assert "takes no more documents" in sent("most.md", b"Most.")
+        assert HTTP.get(f"{at}/api/source/notes.md%231").json()["text"].startswith("The turbine")
+    assert (here / "notes.md").read_bytes() == notes
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "sources.jsonl").write_text('{"id": "s", "modality": "text", "text": "a"}')
+    refuses(
+        "documents are added to a folder of documents",
+        open_parts, None, "", options, data=tmp_path / "rows",
+    )  # fmt: skip
+
+
+OF_FOLDERS = [("search", {"query": "Sales of pumps"}),
+              ("search", {"query": "Sales of pumps", "folder": "manuals"}),
+              ("ask", {"question": "Sales of pumps"}), ("open_page", {"id": "manual.pdf#1"}),
+              ("open_page", {"id": "manual.pdf#1", "folder": "reports"}),
+              ("read", {"file": "manual.pdf", "folder": "manuals"}),
+              ("cite", {"id": "manual.pdf#1", "folder": "x"})]  # fmt: skip
 
 
 def test_markdown_is_elements_without_html():

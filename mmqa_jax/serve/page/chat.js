@@ -103,18 +103,22 @@ function sentenceOf(error, isAnswering) {
     : "The server cannot be reached; see whether it still runs, and ask again.";
 }
 
-// The picture of a file as a data: URL; an error where the browser cannot show it.
-function readPicture(file) {
+// A file as a data: URL.
+function dataOf(file) {
   return new Promise((resolve, reject) => {
-    const bad = () => reject(new Error(`${file.name} is no picture that can be shown; choose a PNG, JPEG, WebP or GIF.`));
     const reader = new FileReader();
-    reader.onerror = bad;
-    reader.onload = () => {
-      const image = new Image();
-      image.onerror = bad;
-      image.onload = () => resolve(reader.result);
-      image.src = reader.result;
-    };
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read; choose it again.`));
+    reader.onload = () => resolve(reader.result);
     reader.readAsDataURL(file);
   });
+}
+
+// The picture of a file as a data: URL; an error where the browser cannot show it.
+async function readPicture(file) {
+  const image = new Image();
+  image.src = await dataOf(file);
+  await image.decode().catch(() => {
+    throw new Error(`${file.name} is no picture that can be shown; choose a PNG, JPEG, WebP or GIF.`);
+  });
+  return image.src;
 }

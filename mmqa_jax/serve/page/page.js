@@ -41,7 +41,7 @@ function askKey() {
 }
 
 async function begin() {
-  about = await (await call("/api/about")).json();
+  await showFolder();
   document.title = about.title;
   $("title").textContent = about.title;
   for (const one of about.systems) {
@@ -49,6 +49,17 @@ async function begin() {
     option.value = one.name;
     system.append(option);
   }
+  choose();
+  for (const turn of conversation.open(about.title)) card(turn.question, null).answer(turn.row);
+  if (conversation.turns.length) $("answers").lastElementChild.scrollIntoView();
+  showTools();
+}
+
+// What the server has read, and whether it takes more.
+async function showFolder() {
+  about = await (await call("/api/about")).json();
+  $("add").hidden = !about.uploads;
+  $("documents").accept = about.endings.join(",");
   const files = Object.entries(about.files);
   $("read").hidden = !files.length;
   $("read").querySelector("summary").textContent = `What was read (${files.length.toLocaleString("en")} files)`;
@@ -57,10 +68,31 @@ async function begin() {
   $("unread").hidden = !about.unread.length;
   $("unread").querySelector("ul").replaceChildren(...about.unread.map((line) => make("li", "", line)));
   $("credits").replaceChildren(...about.credits.map((line) => make("p", "", line)));
+}
+
+async function addDocuments() {
+  const files = [...$("documents").files];
+  $("refused").textContent = "";
+  for (const [index, file] of files.entries()) {
+    $("added").textContent = `Reading ${file.name} (${index + 1} of ${files.length}) ...`;
+    try {
+      const data = (await dataOf(file)).split(",")[1] || "";
+      const reply = await call("/api/upload", {
+        method: "POST",
+        headers: { "Content-Type": "application/json" },
+        body: JSON.stringify({ name: file.name, data }),
+      });
+      const { sources } = await reply.json();
+      $("added").textContent = `${file.name} was added: ${sources} ${sources === 1 ? "source" : "sources"}.`;
+    } catch (error) {
+      $("added").textContent = "";
+      $("refused").textContent = sentenceOf(error, false);
+      break;
+    }
+  }
+  $("documents").value = "";
+  await showFolder();
   choose();
-  for (const turn of conversation.open(about.title)) card(turn.question, null).answer(turn.row);
-  if (conversation.turns.length) $("answers").lastElementChild.scrollIntoView();
-  showTools();
 }
 
 function choose() {
@@ -421,9 +453,12 @@ document.addEventListener("keydown", (event) => {
     question.focus();
   }
 });
-$("attach").addEventListener("keydown", (event) => {
-  if (event.key === "Enter" || event.key === " ") { event.preventDefault(); picture.click(); }
-});
+for (const [label, input] of [["attach", picture], ["add", $("documents")]]) {
+  $(label).addEventListener("keydown", (event) => {
+    if (event.key === "Enter" || event.key === " ") { event.preventDefault(); input.click(); }
+  });
+}
+$("documents").addEventListener("change", addDocuments);
 system.addEventListener("change", choose);
 $("remove").addEventListener("click", forget);
 $("stop").addEventListener("click", () => running?.abort());
