@@ -9,7 +9,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_text
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.source_selection import tune_refusal
+from mmqa_jax.evaluation.webqa import tune_refusal
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.ask_folder import open_encoded
 
