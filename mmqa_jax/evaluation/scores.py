@@ -177,6 +177,21 @@ def groups_by(
     }
 
 
+def hop_groups(questions: Sequence[Question]) -> dict[str, np.ndarray] | None:
+    """The categories with `text` also by the hops that its questions have (Atlas's); None where no
+    question says how many, as `Scores.groups`."""
+    if not any(q.category == "text" and "hops" in q.extra for q in questions):
+        return None
+    names = dict.fromkeys(question.category for question in questions)
+    groups = groups_by(questions, lambda question: question.category, names)
+    for name, is_two in (("text, one-hop", False), ("text, two-hop", True)):
+        groups[name] = group_of(
+            questions,
+            lambda q, is_two=is_two: q.category == "text" and (q.extra.get("hops") == 2) is is_two,
+        )
+    return groups
+
+
 def scores_of(
     questions: Sequence[Question],
     scored: Sequence[Question],
@@ -191,5 +206,5 @@ def scores_of(
         per_question=per_question,
         missing=sum(question.id not in predictions for question in scored),
         unscored=len(questions) - len(scored),
-        groups=groups,
+        groups=hop_groups(scored) if groups is None else groups,
     )

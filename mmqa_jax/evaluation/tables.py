@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.terminal import escaped
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
@@ -156,53 +155,21 @@ def to_markdown(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def answer_table(title: str, scores: Scores, constant: Scores | None = None) -> Table:
-    """One setting by category: n, each scorer with its 95% interval, the constant answer's score.
-
-    `constant` is the constant-answer baseline scored on the same questions.
-    """
-    if constant is not None and constant.question_ids != scores.question_ids:
-        raise UserError(
-            f"{title}: the constant-answer baseline was scored on different questions; score both "
-            "on the same split."
-        )
-    scorers = list(scores.per_question)
-    columns = ["category", "n", *scorers]
-    if constant is not None:
-        columns += [f"constant {scorer}" for scorer in constant.per_question]
+def answer_table(title: str, scores: Scores) -> Table:
+    """One setting by category: n, and each scorer with its 95% interval."""
 
     def row(name: str, n: int, category: str | None) -> list[Cell]:
-        cells: list[Cell] = [name, n]
-        for scorer in scorers:
-            cells.append(bootstrap_interval(_values(scores, scorer, category)))
-        for scorer in constant.per_question if constant is not None else ():
-            cells.append(float(_values(constant, scorer, category).mean()))
-        return cells
+        values = [_values(scores, scorer, category) for scorer in scores.per_question]
+        return [name, n, *map(bootstrap_interval, values)]
 
     rows = [row(category, n, category) for category, n in scores.counts.items()]
     rows.append(row("all", scores.n, None))
     notes = ["Intervals: 95%, bootstrap over questions."]
-    if constant is not None:
-        notes.append("Constant: each category's single best answer, chosen on the other splits.")
     if scores.missing:
         notes.append(f"{scores.missing:,} questions without a prediction count 0.")
     if scores.unscored:
         notes.append(f"{scores.unscored:,} questions without a reference that counts are left out.")
-    return Table(title, columns, rows, " ".join(notes))
-
-
-def retrieval_table(
-    title: str,
-    recall: Mapping[str, Mapping[int, float]],
-    source_f1: Mapping[str, float],
-    note: str = "",
-) -> Table:
-    """One row per retriever: recall@k for every k, and the F1 of the sources it cites."""
-    ks = sorted({k for values in recall.values() for k in values})
-    rows: list[list[Cell]] = []
-    for name in dict.fromkeys((*recall, *source_f1)):
-        rows.append([name, *(recall.get(name, {}).get(k) for k in ks), source_f1.get(name)])
-    return Table(title, ["retriever", *(f"recall@{k}" for k in ks), "source F1"], rows, note)
+    return Table(title, ["category", "n", *scores.per_question], rows, " ".join(notes))
 
 
 def _values(scores: Scores, scorer: str, category: str | None):

@@ -16,7 +16,15 @@ from typing import Any, Protocol
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.webqa import CAPS, SELECTIONS, Cap, Select, select_sources
+from mmqa_jax.evaluation.webqa import (
+    CAPS,
+    SELECTIONS,
+    Cap,
+    Select,
+    constant_predictions,
+    fit_constant_answers,
+    select_sources,
+)
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.retrieval.rankings import (
     Retriever,
@@ -44,6 +52,13 @@ class Reader(Protocol):
 def answer_question_only(questions: Sequence[Question], reader: Reader) -> list[Prediction]:
     """Table 6, `VLP (Q-only)`: the reader sees no source."""
     return reader.answer(questions, [Ranking(question.id, (), ()) for question in questions])
+
+
+def answer_constant(questions: Sequence[Question], corpus: Corpus) -> list[Prediction]:
+    """Ours: nothing is read; each category's best single answer to the other splits' questions."""
+    asked = {question.split for question in questions}
+    known = [question for question in corpus.questions() if question.split not in asked]
+    return constant_predictions(questions, fit_constant_answers(known))
 
 
 def answer_oracle(questions: Sequence[Question], reader: Reader) -> list[Prediction]:
@@ -174,6 +189,7 @@ def _cap_notes(questions: Sequence[Question], options: Mapping[str, Any]) -> lis
 # The settings that `mmqa run` executes, by the name in a row's config.
 SETTINGS = {
     "question_only": Setting(answer_question_only),
+    "constant": Setting(answer_constant),
     "oracle": Setting(answer_oracle, of_gold=True),
     "restricted": Setting(answer_restricted, write_notes=_cap_notes),
     "full_scale": Setting(answer_full_scale),

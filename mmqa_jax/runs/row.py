@@ -180,7 +180,8 @@ class Row:
     def answers(self) -> bool:
         """Whether it answers in words or by a choice, not with sources alone."""
         taken = self.answering.parts()  # a language model that only reranks is none of them
-        return any(part.answers for name, part in self.parts.items() if name in taken)
+        # What takes no part answers by itself.
+        return not taken or any(self.parts[name].answers for name in taken if name in self.parts)
 
     @property
     def finds_sources(self) -> bool:

@@ -6,14 +6,12 @@ import re
 import jax
 import pytest
 from cli_runs import ROOT, done
-from ml_collections import ConfigDict
 
-from mmqa_jax.core.config import load_config, to_plain_dict
+from mmqa_jax.core.config import load_config, load_module, to_plain_dict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.workdir import Workdir
 from mmqa_jax.papers import webqa
 from mmqa_jax.runs import demo
-from mmqa_jax.runs.demo import read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -170,4 +168,4 @@ def test_the_precision_is_measured_once(fast, stages_run, monkeypatch, tmp_path)
 def test_rows_that_are_gone_are_named(tmp_path):
     """Deleted by hand, while the stages that wrote them count as finished."""
     with pytest.raises(UserError, match=r"rows: lacks bm25, .*read\.json in .*stages, and run"):
-        read_results(tmp_path, ConfigDict(), None)
+        demo.demo_scores(tmp_path, load_module(ROOT / "configs/atlas/tables.py"))

@@ -9,6 +9,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
 from mmqa_jax.evaluation import webqa as source_selection
+from mmqa_jax.evaluation.scores import hop_groups
 from mmqa_jax.evaluation.webqa import EPSILON
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
 from mmqa_jax.extensions.similarity import WEIGHTS, Evidence, interpolate, tune_selection
@@ -16,7 +17,6 @@ from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.runs.demo import question_groups
 from tests.refusals import refuses
 
 BEST = source_selection.SELECTIONS["best"]
@@ -267,17 +267,29 @@ def test_questions_are_taken_evenly():
         assert len({q.id for q in taken}) == count
 
 
-def test_groups_are_categories_and_hops_of_text_questions():
+def test_a_constant_answer_is_the_other_splits_best():
+    def of_split(name, split, answer):
+        return Question(name, split, f"{name}?", "color", answers=(answer,), keywords=answer)
+
+    known = [
+        of_split("a", "train", "red"),
+        of_split("b", "val", "red"),
+        of_split("c", "val", "blue"),
+    ]
+    asked = [of_split("d", "test", "blue"), of_split("e", "test", "blue")]
+    predictions = webqa.answer_constant(asked, Corpus(SOURCES, [*known, *asked]))
+    assert [prediction.answer for prediction in predictions] == ["red", "red"]
+    assert [prediction.question_id for prediction in predictions] == ["d", "e"]
+
+
+def test_text_questions_are_grouped_by_their_hops_too():
     questions = [
         question("a", category="text", extra={"hops": 2}),
         question("b", category="color"),
-        question("c", category="text"),
+        question("c", category="text", extra={"hops": 1}),
         question("d", category="text", extra={"hops": 2}),
     ]
-    groups = {name: places.tolist() for name, places in question_groups(questions).items()}
-    assert groups == {
-        "color": [1],
-        "text": [0, 2, 3],
-        "text, one-hop": [2],
-        "text, two-hop": [0, 3],
-    }
+    groups = {name: np.flatnonzero(rows).tolist() for name, rows in hop_groups(questions).items()}
+    two_hop = {"text, one-hop": [2], "text, two-hop": [0, 3]}
+    assert groups == {"text": [0, 2, 3], "color": [1], **two_hop}
+    assert hop_groups(questions[1:2]) is None

@@ -27,7 +27,7 @@ from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.compare import read_run
 from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import picture_uri
-from mmqa_jax.evaluation.scores import Scores
+from mmqa_jax.evaluation.scores import Scores, hop_groups
 from mmqa_jax.evaluation.scoring import Evaluation, losses_tables
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
 from mmqa_jax.retrieval.rankings import read_rankings
@@ -293,17 +293,19 @@ def _evaluation(
         ids = tuple(q.id for q in questions if name in per_question.get(q.id, {}))
         values = np.array([per_question[question_id][name] for question_id in ids], float)
         by_questions.setdefault(ids, {})[name] = values
-    categories = {question.id: question.category for question in questions}
+    by_id = {question.id: question for question in questions}
     asked = sum(is_answerable(question) or not row.answers for question in questions)
     for ids, values in by_questions.items():
         for kind in dict.fromkeys(map(_kind, values)):
             of_kind = {name: x for name, x in values.items() if _kind(name) == kind}
             unscored = 0 if _REFUSED in next(iter(of_kind)) else asked - len(ids)
+            scored = [by_id[question_id] for question_id in ids]
             scores = Scores(
                 ids,
-                tuple(categories[question_id] for question_id in ids),
+                tuple(question.category for question in scored),
                 of_kind,
                 unscored=unscored,
+                groups=hop_groups(scored),
             )
             if kind == "retrieval":
                 evaluation.retrieval = scores
@@ -326,11 +328,20 @@ _MOST_COLUMNS = 8
 _OF_SOURCES = ("source_f1", "recall@", "mrr", "modality_")  # rows that answer nothing
 
 
-def report_rows(folder: Path) -> tuple[Path, list[Table]]:
-    """Writes `folder`/report.html of all finished rows below it; returns its path and tables."""
+def report_rows(
+    folder: Path, rows_in: str = ".", page: report.ReportData | None = None
+) -> tuple[Path, list[Table]]:
+    """Writes `folder`/report.html of all finished rows below it; returns its path and tables.
+
+    Args:
+      folder: of the report.
+      rows_in: the folder in it that has the rows.
+      page: what else stands on the page, beside the rows.
+    """
     from mmqa_jax.runs.status import finished_rows
 
-    rows = finished_rows(folder)
+    place = folder / rows_in
+    rows = finished_rows(place)
     groups: dict[tuple[str, str, str], dict[str, Mapping[str, Any]]] = {}
     for name, scores in rows.items():
         scorer = next(iter(scores["scores"]), "")
@@ -345,22 +356,22 @@ def report_rows(folder: Path) -> tuple[Path, list[Table]]:
         title = f"{dataset}, {split}: {scorer}"
         if len(names) > 1:
             bars[title] = [
-                report.Bar(name, score_cell(group[name], scorer), _link(folder, name))
+                report.Bar(name, score_cell(group[name], scorer), _link(place, name, folder))
                 for name in names
             ]
-        tables.append(_table(folder, title, {name: group[name] for name in names}))
-    data = report.ReportData(
+        tables.append(_table(place, folder, title, {name: group[name] for name in names}))
+    page = page or report.ReportData(
         title=f"{'/'.join(folder.resolve().parts[-2:])}: {len(rows)} rows",
         description="The best first; a row's name leads to its report.",
-        bars=bars,
-        tables=tables,
-        materials=united(*map(materials_of, rows.values())),
     )
+    tables += page.tables
+    materials = united(*map(materials_of, rows.values()))
+    data = dataclasses.replace(page, bars=bars, tables=tables, materials=materials)
     report.write_report(folder / "report.html", data)
     return folder / "report.html", tables
 
 
-def _table(folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+def _table(place: Path, folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """A line per row, a column per score."""
     scorers = list(dict.fromkeys(name for scores in rows.values() for name in scores["scores"]))
     scorers = scorers[:_MOST_COLUMNS]
@@ -369,14 +380,15 @@ def _table(folder: Path, title: str, rows: Mapping[str, Mapping[str, Any]]) -> T
         [name, scores.get("n"), *(score_cell(scores, scorer) for scorer in scorers), *asked]
         for (name, scores), asked in zip(rows.items(), counts, strict=True)
     ]
-    links = {i: link for i, name in enumerate(rows) if (link := _link(folder, name))}
+    links = {i: link for i, name in enumerate(rows) if (link := _link(place, name, folder))}
     note = "95% intervals, bootstrap over questions. mmqa compare tests the differences of rows."
     return Table(title, ("row", "n", *scorers, *used), lines, note, links)
 
 
-def _link(folder: Path, name: str) -> str:
-    """The row's report, seen from the folder's; "" where it has none."""
-    return f"./{quote(name)}/report.html" if (folder / name / "report.html").is_file() else ""
+def _link(place: Path, name: str, folder: Path) -> str:
+    """The report of the row `name` in `place`, seen from `folder`; "" where it has none."""
+    file = place / name / "report.html"
+    return f"./{quote(file.relative_to(folder).as_posix())}" if file.is_file() else ""
 
 
 # The page of `mmqa search --matches`: what of the best page each question matched.
