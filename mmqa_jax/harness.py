@@ -38,10 +38,10 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.backends.cache import answer_all
 from mmqa_jax.retrieval.dense import DenseRetriever
+from mmqa_jax.retrieval.embeddings import TokenFormat
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex
 from mmqa_jax.retrieval.late_interaction import TokenEmbedder, dense_retriever
-from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 
 if TYPE_CHECKING:

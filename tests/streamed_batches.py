@@ -61,8 +61,8 @@ def host(place=PLACE, rows=None, start=0, batches=8, size=8, stream=True, thread
     import s3fs
 
     from mmqa_jax.core.local_copies import local_copy
-    from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
     from mmqa_jax.data.batches.feed import FeedConfig
+    from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
     from mmqa_jax.data.batches.source_reader import SourceReader
     from mmqa_jax.data.corpus import open_corpus
     from mmqa_jax.data.pictures.store import PictureStore

@@ -6,8 +6,14 @@ import dataclasses
 import hashlib
 from typing import Any
 
-from mmqa_jax.data.documents.document import LINED, Document, DocumentError, decoded, with_lines
-from mmqa_jax.data.documents.read import READERS
+from mmqa_jax.data.documents.document import (
+    LINED,
+    READERS,
+    Document,
+    DocumentError,
+    decoded,
+    with_lines,
+)
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import verify
 

@@ -40,17 +40,21 @@ from mmqa_jax.core.typed import at_least
 from mmqa_jax.data import boxed_documents
 from mmqa_jax.data.documents import ocr
 from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
-from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place, letters, one_line
-from mmqa_jax.data.documents.ocr import PageReader
-from mmqa_jax.data.documents.read import (
+from mmqa_jax.data.documents.document import (
     PAGES_VERSION,
     READERS,
     VERSION,
+    DocumentError,
+    Paragraph,
+    Place,
     budget_of,
     budget_of_scans,
     check_libraries,
     ending_of,
+    letters,
+    one_line,
 )
+from mmqa_jax.data.documents.ocr import PageReader
 from mmqa_jax.data.pictures.bounds import MOST_BYTES
 from mmqa_jax.data.schema import Source
 

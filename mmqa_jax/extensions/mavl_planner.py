@@ -25,12 +25,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh, mesh_in_use, put_batch, state_shardings
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.language_model import (
-    RowSize,
-    TokenExample,
-    language_model_batches,
-    packed_batch,
-)
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, language_model_batches, packed_batch
 from mmqa_jax.data.corpus import Corpus, evenly, fold_of
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.engine import Engine

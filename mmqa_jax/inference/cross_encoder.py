@@ -46,15 +46,16 @@ from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.retrieval import late_interaction
 from mmqa_jax.retrieval.embedder import batches_by_length
-from mmqa_jax.retrieval.picture_batches import (
+from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.retrieval.vlm_encoder import (
     HELD,
     PicturePrompt,
     SeeingConfig,
     beyond_placeholders,
+    picture_sizes,
     prompt_batches,
+    prompt_lengths,
 )
-from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.vlm_encoder import picture_sizes, prompt_lengths
 from mmqa_jax.weights.config_json import check_keys, kinds
 
 
@@ -203,7 +204,7 @@ class VLMReranker(PairScorer):
       model: gives a logit of each prompt.
       chat: makes the prompts.
       pad_token: of the tokenizer.
-      lengths: to which prompts are padded, see retrieval/picture_batches.py.
+      lengths: to which prompts are padded, see retrieval/vlm_encoder.py.
       batch_size: pairs a call, over all devices, or `auto`.
     """
 

@@ -62,9 +62,14 @@ from mmqa_jax.retrieval.embedder import (
     make_encode_text,
     rows_of_length,
 )
-from mmqa_jax.retrieval.picture_batches import PicturePrompt, attended, prompt_batches
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.vlm_encoder import LONGEST, make_encode_prompts
+from mmqa_jax.retrieval.vlm_encoder import (
+    LONGEST,
+    PicturePrompt,
+    attended,
+    make_encode_prompts,
+    prompt_batches,
+)
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path, kind_of_base
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions

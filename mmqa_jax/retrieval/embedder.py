@@ -33,7 +33,7 @@ from mmqa_jax.models.common.array_layout import restacked, unstacked
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.retrieval import embeddings
-from mmqa_jax.retrieval.token_vectors import TokenFormat
+from mmqa_jax.retrieval.embeddings import TokenFormat
 
 if TYPE_CHECKING:
     from mmqa_jax.models.bert.network import BertConfig

@@ -3,7 +3,7 @@
 MUVERA (Dhulipala et al. 2024, "Multi-Vector Retrieval via Fixed Dimensional Encodings", section 2)
 makes one vector of a text's many, whose product with that of a question is close to MaxSim. So the
 indexes that are here find candidates, and MaxSim ranks them (indexes/max_sim.py), by the tokens'
-vectors that `mmqa embed` stored (token_vectors.py).
+vectors that `mmqa embed` stored (embeddings.py).
 """
 
 from __future__ import annotations
@@ -43,11 +43,17 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.two_towers.network import l2_normalize
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, ReadPixels, batches_by_length
-from mmqa_jax.retrieval.embeddings import BROKEN, EmbeddedRows, check_finite
+from mmqa_jax.retrieval.embeddings import (
+    BROKEN,
+    EmbeddedRows,
+    EncodedTokens,
+    TokenFormat,
+    check_finite,
+    pool_tokens,
+)
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, pool_tokens
 
 
 class Side(NamedTuple):

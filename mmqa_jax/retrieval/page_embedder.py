@@ -37,12 +37,15 @@ from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig, grid_of
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.late_interaction import FixedVectors, TokenBatch, TokenEmbedder
-from mmqa_jax.retrieval.picture_batches import HELD, PicturePrompt, SeeingConfig, prompt_batches
 from mmqa_jax.retrieval.text_encoder import encoder_cost
 from mmqa_jax.retrieval.vlm_encoder import (
+    HELD,
     LONGEST,
+    PicturePrompt,
+    SeeingConfig,
     VLMEmbedder,
     picture_options,
+    prompt_batches,
     prompt_lengths,
 )
 

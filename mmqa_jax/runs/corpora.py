@@ -25,8 +25,13 @@ from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.formats.row_files import parse_columns, read_rows
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.records.streamed_records import write_streamed
-from mmqa_jax.data.wikipedia.dump import DumpStream
-from mmqa_jax.data.wikipedia.streams import DPRStream, InfoSeekStream, KILTStream, Stream
+from mmqa_jax.data.wikipedia.streams import (
+    DPRStream,
+    DumpStream,
+    InfoSeekStream,
+    KILTStream,
+    Stream,
+)
 
 if TYPE_CHECKING:
     from mmqa_jax.runs.cited import CitedOptions

@@ -11,8 +11,7 @@ from typing import NamedTuple
 from mmqa_jax.core.box import Box, Failed, OverBudget
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data import boxed_documents
-from mmqa_jax.data.documents.document import DocumentError
-from mmqa_jax.data.documents.read import budget_of_scans
+from mmqa_jax.data.documents.document import DocumentError, budget_of_scans
 from mmqa_jax.data.folder import known_checksums, read_file
 
 _KEPT_PAGES = 32  # pictures of pages that are held, of at most 2 MiB or so

@@ -311,7 +311,7 @@ class Resumable:
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
         """Reads as Fusion-in-Decoder; finished batches are kept."""
-        from mmqa_jax.inference.fusion_reader import read_prediction
+        from mmqa_jax.inference.t5_readers import read_prediction
 
         keys = [
             _key(question, *sources) for question, sources in zip(questions, passages, strict=True)

@@ -757,7 +757,7 @@ class MultimodalT5Spec(Part):
 
     def open(self, row: OpenedParts) -> Any:
         """Opens the model that writes texts about the questions."""
-        from mmqa_jax.inference.multimodal_t5 import open_multimodal_writer
+        from mmqa_jax.inference.t5_readers import open_multimodal_writer
 
         writer = open_multimodal_writer(self.model, PictureVectors(self.vectors, self.names))
         row.on_model(Path(self.model).name)("model", writer)

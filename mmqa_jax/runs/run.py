@@ -35,11 +35,10 @@ from mmqa_jax.retrieval.rankings import write_rankings
 from mmqa_jax.runs.ask_corpus import evidence
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
-from mmqa_jax.runs.reports.agents import agent_summary
 from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_matches, write_row_report
 from mmqa_jax.runs.row import FREE, Row, read_row
 from mmqa_jax.runs.stages import Answered, answering
-from mmqa_jax.runs.traces import llm_cost, trace_counts, trace_rows
+from mmqa_jax.runs.traces import agent_summary, llm_cost, trace_counts, trace_rows
 
 CHUNK = 512  # questions
 

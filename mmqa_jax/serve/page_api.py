@@ -16,8 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.documents.document import LINED, place_of
-from mmqa_jax.data.documents.read import ending_of
+from mmqa_jax.data.documents.document import LINED, ending_of, place_of
 from mmqa_jax.data.schema import Source
 from mmqa_jax.prompting.backends import Message, Picture
 from mmqa_jax.prompting.backends.json_fields import strings, wrong

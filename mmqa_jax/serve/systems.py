@@ -44,9 +44,9 @@ from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, answer_notes
 from mmqa_jax.runs.ask_folder import FolderAnswerer
 from mmqa_jax.runs.part import OpenedParts
-from mmqa_jax.runs.reports.agents import agent_tree
 from mmqa_jax.runs.row import Row
 from mmqa_jax.runs.stages import open_parts
+from mmqa_jax.runs.traces import agent_tree
 from mmqa_jax.serve import follow_up
 from mmqa_jax.serve.follow_up import recent
 

@@ -15,8 +15,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.serving import RowCost
 from mmqa_jax.core.typed import at_least, mapping
-from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.pictures.store import PictureStore

@@ -52,7 +52,7 @@ class ContrastiveObjective(OfLayers):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss of the global batch, and the in-batch accuracy.
 
-        The batch is `data.batches.contrastive`'s: B questions, and S = B * (1 + n) sources.
+        The batch is `data.batches.retriever`'s: B questions, and S = B * (1 + n) sources.
         """
 
         queries, sources = self.vectors(model, batch, dropout_key)

@@ -21,14 +21,14 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost, value_bytes
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_batches
+from mmqa_jax.data.batches.texts import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.kat_knowledge import KATKnowledge, question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import cut_before_end
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.evaluation.vqa import squad_exact_match
-from mmqa_jax.inference.fusion_reader import FusionReader
+from mmqa_jax.inference.t5_readers import FusionReader
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.t5.network import T5, Passages
 from mmqa_jax.retrieval.rankings import read_rankings

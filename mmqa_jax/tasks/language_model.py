@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.typed import changes_of
-from mmqa_jax.data.batches import language_model
+from mmqa_jax.data.batches import texts
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.packing import Packed
 from mmqa_jax.data.corpus import Corpus
@@ -53,7 +53,7 @@ class RowBatches(BatchesSection):
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """Shapes of a batch of `data.batches.language_model`."""
+        """Shapes of a batch of `data.batches.texts`."""
         wide, few = (self.batch_size, self.length), (self.batch_size, self.targets)
         return {
             **{name: ints(*wide) for name in ("input_ids", "segments", "positions")},
@@ -76,8 +76,8 @@ class LanguageModel(solved_questions.SolvedQuestions):
     batches: RowBatches
 
     @property
-    def size(self) -> language_model.RowSize:
-        return language_model.RowSize(self.batches.length, self.batches.targets)
+    def size(self) -> texts.RowSize:
+        return texts.RowSize(self.batches.length, self.batches.targets)
 
     @property
     def row_length(self) -> int:
@@ -109,7 +109,7 @@ class LanguageModel(solved_questions.SolvedQuestions):
             encode_text(tokenizer),
             encode_chat=self._encode_chat(tokenizer),
         )
-        batches = language_model.language_model_batches(
+        batches = texts.language_model_batches(
             examples.versions,
             examples.shares,
             self.feed(),
@@ -128,16 +128,14 @@ class LanguageModel(solved_questions.SolvedQuestions):
     def evaluation(
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
-        def make_score(examples: Sequence[language_model.TokenExample]) -> solved_questions.Score:
+        def make_score(examples: Sequence[texts.TokenExample]) -> solved_questions.Score:
             sizes = np.array([(len(example.tokens), example.targets) for example in examples])
 
             def pack(rows: solved_questions.Rows) -> tuple[Packed, np.ndarray]:
-                batch = language_model.packed_batch(
-                    [[examples[i] for i in row] for row in rows], self.size
-                )
+                batch = texts.packed_batch([[examples[i] for i in row] for row in rows], self.size)
                 return batch, batch["target_segments"]
 
-            rows = language_model.pack_rows(sizes, self.size)
+            rows = texts.pack_rows(sizes, self.size)
             return solved_questions.row_scores(
                 model, rows, self.inference.batch_size, pack, target_log_probs
             )

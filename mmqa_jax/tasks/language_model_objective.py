@@ -46,7 +46,7 @@ class LanguageModelObjective(OfLayers):
     def loss(
         self, model: Llama, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a batch of `data.batches.language_model`, and its number of targets."""
+        """Mean loss of a batch of `data.batches.texts`, and its number of targets."""
         log_probs = self.log_probs(model, batch, dropout_key)  # [B, T]
         return mean_over_targets(log_probs, batch["target_segments"] > 0)
 

@@ -15,12 +15,11 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least, changes_of
-from mmqa_jax.data.batches.language_model import TokenExample
-from mmqa_jax.data.batches.seq2seq import seq2seq_batches
+from mmqa_jax.data.batches.texts import TokenExample, seq2seq_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Question
-from mmqa_jax.inference.multimodal_t5 import cut_tokens
+from mmqa_jax.inference.t5_readers import cut_tokens
 from mmqa_jax.models.t5.config import MultimodalT5Config
 from mmqa_jax.models.t5.network import PicturedTexts
 from mmqa_jax.prompting.rationales import Format, source_text, target_text

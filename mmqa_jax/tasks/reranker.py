@@ -51,10 +51,9 @@ from mmqa_jax.models.encoders.trained_reranker import RerankerRecord, cross_enco
 from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
 from mmqa_jax.models.encoders.vlm_keys import read_vlm_config
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig
-from mmqa_jax.retrieval.picture_batches import PicturePrompt, Slots, prompt_arrays, slots_of
 from mmqa_jax.retrieval.rankings import read_rankings, restricted_candidates
 from mmqa_jax.retrieval.text_encoder import length_buckets
-from mmqa_jax.retrieval.vlm_encoder import AROUND
+from mmqa_jax.retrieval.vlm_encoder import AROUND, PicturePrompt, Slots, prompt_arrays, slots_of
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.contrastive_losses import teacher_divergence
 from mmqa_jax.tasks.published_trunk import AS_PUBLISHED, PublishedTrunk, SeenPictures

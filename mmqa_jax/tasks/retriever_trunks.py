@@ -38,15 +38,18 @@ from mmqa_jax.retrieval.late_interaction import (
     side_of,
 )
 from mmqa_jax.retrieval.page_embedder import PageWriter, page_embedder
-from mmqa_jax.retrieval.picture_batches import PicturePrompt, Slots, prompt_arrays, slots_of
 from mmqa_jax.retrieval.text_encoder import encoder_cost, text_embedder
 from mmqa_jax.retrieval.two_towers import towers_embedder, towers_resize
 from mmqa_jax.retrieval.vlm_encoder import (
     AROUND,
     LONGEST,
+    PicturePrompt,
+    Slots,
     chat_prompts,
     picture_options,
+    prompt_arrays,
     prompt_lengths,
+    slots_of,
     vlm_embedder,
 )
 from mmqa_jax.tasks import task as tasks

@@ -20,9 +20,8 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.typed import changes_of
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.language_model import TokenExample
 from mmqa_jax.data.batches.packing import Packed
-from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch, seq2seq_batches
+from mmqa_jax.data.batches.texts import PairSize, TokenExample, pair_batch, seq2seq_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.t5.config import T5Config

@@ -42,7 +42,7 @@ class Seq2SeqObjective(OfLayers):
     def loss(
         self, model: T5, batch: dict[str, jax.Array], dropout_key: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Mean loss of a batch of `data.batches.seq2seq`, and its number of targets."""
+        """Mean loss of a batch of `data.batches.texts`, and its number of targets."""
         log_probs = answer_log_probs(model, batch, dropout_key, self.inputs)  # [B, T]
         targets = self._targets(batch)
         loss, metrics = mean_over_targets(log_probs, targets)

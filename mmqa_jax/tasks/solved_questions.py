@@ -17,9 +17,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, placement_of
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Packed
-from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.batches.texts import PairSize, RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.formats.chats import is_chat
 from mmqa_jax.data.schema import Question

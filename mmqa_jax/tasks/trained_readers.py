@@ -8,7 +8,7 @@ from typing import Any
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Modality
-from mmqa_jax.inference.fusion_reader import FusionReader
+from mmqa_jax.inference.t5_readers import FusionReader
 from mmqa_jax.models.t5.network import T5
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
 from mmqa_jax.tasks.answer import Answer, load_reader

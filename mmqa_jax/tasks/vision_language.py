@@ -23,9 +23,8 @@ from mmqa_jax.core.errors import UserError, first_names
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket, Packed
-from mmqa_jax.data.batches.seq2seq import example_batches
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, example_batches
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.formats.chats import is_chat, shown_pictures
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
@@ -454,7 +453,7 @@ def pictured_shapes(
     Returns:
       input_ids int32[B, L], each picture's token repeated once for each of its own; of a Qwen-VL
       positions int32[B, L, 3]; rows int32[B, L], which of its row's features a token takes, -1:
-      none; the targets as of `data.batches.language_model.packed_batch`; the arrays of
+      none; the targets as of `data.batches.texts.packed_batch`; the arrays of
       `Layout.lay_out` of B * M pictures, those of a row one behind the other.
     """
     layout = layout_of(config)

@@ -259,7 +259,7 @@ def _by_docling(folder: Path) -> dict[str, float]:
 
 
 def _by_reader(folder: Path) -> dict[str, float]:
-    from mmqa_jax.data.documents.read import READERS
+    from mmqa_jax.data.documents.document import READERS
 
     cpu = _cpu_seconds()
     for file in sorted(folder.rglob("*.pdf")):

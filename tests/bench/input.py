@@ -174,8 +174,8 @@ def _pipeline_rate(
     reader: SourceReader, workers: int, sizes: dict[str, int]
 ) -> tuple[float, float]:
     """Pictures a second once the batches made ahead are gone, and how many were shown."""
-    from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
     from mmqa_jax.data.batches.feed import FeedConfig
+    from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
 
     feed = FeedConfig(sizes["batch"], threads=-(-threads() // max(1, workers)), workers=workers)
     batches = contrastive_batches(

@@ -172,11 +172,10 @@ def _write_encoder(folder: Path, components: np.ndarray | None) -> None:
 
 
 def _cases(vectors: Vectors, wanted: tuple[str, ...], python: str | None) -> Iterator[Case]:
-    from mmqa_jax.retrieval.embeddings import Embeddings
+    from mmqa_jax.retrieval.embeddings import Embeddings, TokenFormat, TokenVectors
     from mmqa_jax.retrieval.indexes.exact import ExactIndex
     from mmqa_jax.retrieval.indexes.index import ScannIndex, TokenIndex, write_scann
     from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
-    from mmqa_jax.retrieval.token_vectors import TokenFormat, TokenVectors
 
     documents, asked = vectors
     form = TokenFormat()

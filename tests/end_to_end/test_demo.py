@@ -257,8 +257,8 @@ def test_other_answers_give_other_scores(demo, tmp_path):
         shutil.copy(demo.workdir / name, workdir)
     for name in ("read", "score"):
         (workdir / "stages" / f"{name}.json").unlink()
-    for setting in SETTINGS:
-        shutil.rmtree(workdir / "rows" / setting)
+    for name in (*SETTINGS, "constant"):
+        shutil.rmtree(workdir / "rows" / name)
     # Of every two questions one is answered rightly, whatever the sources.
     right = {q.id: q.answers[0] for i, q in enumerate(demo.questions) if i % 2 == 0}
     (journal,) = (workdir / "journals").glob("reader-*")

@@ -23,10 +23,10 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_res
 
 from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question
+from mmqa_jax.retrieval.embeddings import TokenFormat
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.max_sim import decoded
 from mmqa_jax.retrieval.late_interaction import dense_retriever
-from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.pictures import encoded
 from tests.refusals import refuses

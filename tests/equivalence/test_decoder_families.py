@@ -34,7 +34,7 @@ from safetensors.torch import save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request, Result, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig

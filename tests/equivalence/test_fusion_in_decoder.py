@@ -18,7 +18,7 @@ from flax import nnx
 from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_arrays
+from mmqa_jax.data.batches.texts import PassagesSize, passage_arrays
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.t5.keys import publish_t5
 from mmqa_jax.models.t5.network import T5, Passages

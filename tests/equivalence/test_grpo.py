@@ -10,7 +10,7 @@ from test_language_model import LORA, pair, their_linear, with_lora  # noqa: F40
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.extensions.mavl_planner import GrpoObjective, group_advantages, make_log_probs
 
 pytestmark = pytest.mark.slow

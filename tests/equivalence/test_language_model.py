@@ -15,7 +15,7 @@ from flax import nnx
 
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama

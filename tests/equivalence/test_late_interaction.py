@@ -19,9 +19,9 @@ from mmqa_jax.data.corpus import corpus_of_lists
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.inference.cross_encoder import LateInteractionReranker, open_cross_encoder
 from mmqa_jax.models.encoders.late_interaction import read_late_interaction
+from mmqa_jax.retrieval.embeddings import TokenFormat
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import FixedVectors, dense_retriever
-from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.refusals import refuses
 

@@ -16,8 +16,8 @@ from test_onevision import pictures as smooth_pictures
 from test_onevision import torch_pictures
 from updates import our_updates
 
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llava.keys import llava_key_map, publish_llava

@@ -36,7 +36,7 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.inference.cross_encoder import Side, pair_prompts, reranked_pictures
 from mmqa_jax.models.encoders.trained_pictured import read_pictured_record, read_seeing_reranker
-from mmqa_jax.retrieval.picture_batches import Slots, prompt_arrays, slots_of
+from mmqa_jax.retrieval.vlm_encoder import Slots, prompt_arrays, slots_of
 from mmqa_jax.tasks.reranker import RerankerObjective
 from mmqa_jax.tasks.retriever_objective import RetrieverLoss, RetrieverObjective
 from mmqa_jax.tasks.retriever_trunks import trunk_of

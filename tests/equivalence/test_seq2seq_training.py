@@ -26,7 +26,7 @@ from updates import (
 from mmqa_jax.core.config import load_config, load_module
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.core.typed import read_typed
-from mmqa_jax.data.batches.seq2seq import passage_arrays, target_arrays
+from mmqa_jax.data.batches.texts import passage_arrays, target_arrays
 from mmqa_jax.models.t5.config import MultimodalT5Config
 from mmqa_jax.models.t5.keys import multimodal_t5_key_map, t5_key_map
 from mmqa_jax.models.t5.network import PictureFusion

@@ -25,8 +25,7 @@ from compare import (
 )
 from flax import nnx
 
-from mmqa_jax.data.batches.language_model import TokenExample
-from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch
+from mmqa_jax.data.batches.texts import PairSize, TokenExample, pair_batch
 from mmqa_jax.decoding.t5_generate import beam_search
 from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import PRESETS

@@ -10,7 +10,7 @@ from qwen_vl_pair import CASES, IMAGE, Pair, make_pair, torch_inputs
 from qwen_vl_prompts import small_pictures
 
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.keys import to_rule_tensors

@@ -13,8 +13,8 @@ from test_vision_language_on_mesh import Shown
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import make_mesh
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.models.attention import splash
 from mmqa_jax.models.attention.masked import Window
 from mmqa_jax.models.common.layers import attention

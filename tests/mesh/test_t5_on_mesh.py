@@ -9,8 +9,7 @@ from compare import LAYER, load_on_mesh
 from random_weights import publish
 from steps import MESHES, same_step, take_step
 
-from mmqa_jax.data.batches.language_model import TokenExample
-from mmqa_jax.data.batches.seq2seq import PairSize, pair_batch
+from mmqa_jax.data.batches.texts import PairSize, TokenExample, pair_batch
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.t5_engine import T5Engine, T5EngineConfig
 from mmqa_jax.models.t5.config import T5Config

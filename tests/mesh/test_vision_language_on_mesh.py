@@ -8,8 +8,8 @@ from flax import nnx
 from steps import MESHES, same_step, take_step
 
 from mmqa_jax.core.mesh import make_mesh, state_shardings
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.slot_runner import EngineConfig

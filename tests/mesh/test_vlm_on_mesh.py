@@ -10,8 +10,7 @@ from mmqa_jax.core.serving import RowCost, serve
 from mmqa_jax.models.encoders.heads import QwenVLEncoder
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
-from mmqa_jax.retrieval.picture_batches import PicturePrompt, prompt_batches
-from mmqa_jax.retrieval.vlm_encoder import make_encode_prompts
+from mmqa_jax.retrieval.vlm_encoder import PicturePrompt, make_encode_prompts, prompt_batches
 
 IMAGE = 30
 CONFIG = QwenVLConfig(

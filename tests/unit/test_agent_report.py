@@ -9,9 +9,8 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.evaluation.report import Card, CardAnswer, ReportData, TraceNode, render_report
 from mmqa_jax.evaluation.scoring import Evaluation
 from mmqa_jax.papers.mavl import answer_mavl
-from mmqa_jax.runs.reports.agents import agent_summary, agent_tables, agent_tree
 from mmqa_jax.runs.reports.row import RowRun, row_cards
-from mmqa_jax.runs.traces import trace_counts
+from mmqa_jax.runs.traces import agent_summary, agent_tables, agent_tree, trace_counts
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,8 @@
 
 import re
 
-from mmqa_jax.data.atlas import snippets
-from mmqa_jax.data.atlas.factbook import Country
-from mmqa_jax.data.atlas.snippets import cards
+from mmqa_jax.data.atlas import factbook
+from mmqa_jax.data.atlas.factbook import Country, cards
 
 
 def country(**sections):
@@ -75,4 +74,4 @@ def test_an_answer_is_found_as_whole_words_wherever_it_stands():
     )
     for text in texts:
         found = re.search(r"(?<!\w)Niger(?!\w)", text) is not None
-        assert snippets._contains(text, "Niger") == found, text
+        assert factbook._contains(text, "Niger") == found, text

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from mmqa_jax.data.documents.read import READERS, ending_of
+from mmqa_jax.data.documents.document import READERS, ending_of
 from tests.bench import BENCHES, Options
 from tests.bench.__main__ import main
 from tests.bench.timing import interleave, speed_ratio

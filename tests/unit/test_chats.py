@@ -11,8 +11,8 @@ from tiny_llm import END, PICTURED, SPECIAL, flag, pictured_letters, qwen_vl_con
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
 from mmqa_jax.data.batches.packing import Bucket
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.data.schema import Question

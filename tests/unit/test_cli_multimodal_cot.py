@@ -17,7 +17,7 @@ from mmqa_jax.benchmarks.scienceqa import read_scienceqa
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Question
-from mmqa_jax.inference.multimodal_t5 import check_width
+from mmqa_jax.inference.t5_readers import check_width
 from mmqa_jax.models.t5.network import T5, MultimodalT5
 from mmqa_jax.papers.mmcot import SETTINGS, chosen_option
 from mmqa_jax.prompting.rationales import source_text, target_text

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmqa_jax.core.box import Budget
 from mmqa_jax.data import boxed_documents, folder
-from mmqa_jax.data.documents import document, read
+from mmqa_jax.data.documents import document
 from mmqa_jax.data.documents.document import DocumentError, Paragraph, Place
 from mmqa_jax.data.folder import FolderOptions, read_folder
 
@@ -138,17 +138,19 @@ def test_a_file_over_its_budget_is_named_with_the_limit_and_not_tried_again(
 
 
 def test_budgets_grow_with_the_file_and_end():
-    small, large, huge = (read.budget_of(".pdf", size) for size in (0, 1 << 20, 1 << 40))
+    small, large, huge = (document.budget_of(".pdf", size) for size in (0, 1 << 20, 1 << 40))
     assert small < large < huge
     assert small.seconds <= 3 < 1800 == huge.seconds
     assert small.memory < 1 << 30
-    assert read.budget_of(".txt", 1 << 20).seconds < large.seconds  # a page of text has more bytes
-    few, many = (read.budget_of_scans(pages, 1 << 14).seconds for pages in (3, 10**6))
+    assert (
+        document.budget_of(".txt", 1 << 20).seconds < large.seconds
+    )  # a page of text has more bytes
+    few, many = (document.budget_of_scans(pages, 1 << 14).seconds for pages in (3, 10**6))
     assert 45 <= few <= many <= 100  # some 3 seconds a page; a file that claims many has few
 
 
 def test_a_parser_that_fails_is_named(files, monkeypatch):
-    monkeypatch.setattr(folder, "READERS", {**read.READERS, ".odd": read.READERS[".txt"]})
+    monkeypatch.setattr(folder, "READERS", {**document.READERS, ".odd": document.READERS[".txt"]})
     report = files(new_odd=b"Text.").report  # the child does not know the ending
     assert report.bad == {"new.odd": "its parser fails (KeyError: '.odd')"}
 
@@ -157,8 +159,8 @@ def test_documents_and_pictures_are_parsed_in_children_alone(files, monkeypatch)
     def here(*_):
         raise AssertionError("parsed in this process")
 
-    for ending, reader in read.READERS.items():
-        monkeypatch.setitem(read.READERS, ending, reader._replace(read=here))
+    for ending, reader in document.READERS.items():
+        monkeypatch.setitem(document.READERS, ending, reader._replace(read=here))
     monkeypatch.setattr(boxed_documents, "verify", here)
     content = files(a_pdf=pdf([[(10, 700, "Typed.")]]), b_png=picture(), c_md=b"# H\n\nText.")
     ids = {source.id for source in content.sources}
@@ -205,7 +207,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch, changes):
 
 def kept_of(monkeypatch, *paragraphs, **more):
     made = document.Document(paragraphs, **more)
-    monkeypatch.setitem(read.READERS, ".txt", read.Reader(lambda data: made))
+    monkeypatch.setitem(document.READERS, ".txt", document.Reader(lambda data: made))
     return boxed_documents.text(b"", ".txt", 64)
 
 
@@ -238,5 +240,5 @@ def test_a_heading_that_is_too_long_or_deep_to_be_repeated_is_a_paragraph():
     levels = [f"level {n}" for n in range(1, 14)]
     assert [p.text for p in made.paragraphs[2:]] == [*levels[9:], "Deep."]
     assert made.paragraphs[-1].heading.count(" > ") == 9
-    read = ("Guide", long, "Part", "Text.", "Levels", *levels, "Deep.")
-    assert made.letters_read == sum(map(document.letters, read))
+    texts = ("Guide", long, "Part", "Text.", "Levels", *levels, "Deep.")
+    assert made.letters_read == sum(map(document.letters, texts))

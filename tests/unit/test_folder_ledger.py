@@ -17,8 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from office_files import LAYOUT, behind, deck, root, run, shape, slide
 
-from mmqa_jax.data.documents.document import Document, letters
-from mmqa_jax.data.documents.read import READERS
+from mmqa_jax.data.documents.document import READERS, Document, letters
 from mmqa_jax.data.folder import FolderOptions, Ledger, read_folder
 from mmqa_jax.runs.prepare import folder_notes
 

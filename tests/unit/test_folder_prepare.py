@@ -12,7 +12,7 @@ from document_files import docx, docx_bomb, huge_png, pdf, picture
 
 from mmqa_jax.data import folder
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.documents import read as readers
+from mmqa_jax.data.documents import document as readers
 from mmqa_jax.data.documents.pdf import page_pictures
 from tests.refusals import refuses
 

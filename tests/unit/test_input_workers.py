@@ -17,11 +17,11 @@ from tiny_corpus import PACKING, QUESTIONS, make_reader
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.answers import AnswerVocabulary
-from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig, feed_batches
-from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
 from mmqa_jax.data.batches.packing import Bucket, MaskingConfig, Packer
+from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.source_reader import answer_batches, rerank_batches
+from mmqa_jax.data.batches.texts import TokenExample, language_model_batches
 from mmqa_jax.data.batches.vqa import CaptionInputs, vqa_batches
 from mmqa_jax.data.pictures.decode import BrokenPictures
 from mmqa_jax.tasks.modality import modality_batches

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_llm import END, text_tokenizer
 
-from mmqa_jax.data.batches import language_model
+from mmqa_jax.data.batches import texts
 from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.batches.language_model import (
+from mmqa_jax.data.batches.texts import (
     RowSize,
     TokenExample,
     language_model_batches,
@@ -78,7 +78,7 @@ def test_an_example_in_one_version_is_packed_once(monkeypatch):
         packed.append(len(sizes))
         return pack_rows(sizes, size)
 
-    monkeypatch.setattr(language_model, "pack_rows", count)
+    monkeypatch.setattr(texts, "pack_rows", count)
     for share, once in ((0.0, True), (0.5, False)):
         packed.clear()
         iterator = batches(6, share)

@@ -24,7 +24,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.extensions.mavl_votes import revote, vote_on_draws
 from mmqa_jax.papers.mavl import answer_mavl
 from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
-from mmqa_jax.runs.reports.agents import agent_summary, agent_tree
+from mmqa_jax.runs.traces import agent_summary, agent_tree
 from tests.refusals import refuses
 
 # What the manager's prompt for q0 must be, with the nearest example (figures 1b and 9).

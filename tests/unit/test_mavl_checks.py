@@ -13,8 +13,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
 from mmqa_jax.extensions.mavl_votes import revote
 from mmqa_jax.papers.mavl import answer_mavl
-from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import read_row
+from mmqa_jax.runs.traces import agent_summary, agent_tables
 from tests.refusals import refuses
 
 

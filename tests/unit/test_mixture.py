@@ -10,7 +10,6 @@ from tiny_corpus import PACKING, QUESTIONS, make_reader
 from tiny_llm import flag
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import (
     BatchPlan,
     FeedConfig,
@@ -18,10 +17,10 @@ from mmqa_jax.data.batches.feed import (
     mixture_counts,
     mixture_epoch,
 )
-from mmqa_jax.data.batches.language_model import TokenExample, language_model_batches
 from mmqa_jax.data.batches.packing import Bucket, Packer
-from mmqa_jax.data.batches.seq2seq import example_batches
+from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.source_reader import PairSampling, rerank_batches
+from mmqa_jax.data.batches.texts import TokenExample, example_batches, language_model_batches
 from mmqa_jax.data.corpus import member_of, open_mixture
 from mmqa_jax.data.records.corpus_records import write_records
 from mmqa_jax.data.schema import Question, Source

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from tiny_llm import text_tokenizer
 
-from mmqa_jax.data.batches.language_model import RowSize
+from mmqa_jax.data.batches.texts import RowSize
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.examples.library import ExampleLibrary

@@ -9,8 +9,8 @@ from tiny_llm import END, PICTURED, flag, pictured_letters, qwen_vl_config, text
 from transformers.image_utils import load_image
 
 from mmqa_jax.core.errors import RunError
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
 from mmqa_jax.data.batches.packing import Bucket
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Picture

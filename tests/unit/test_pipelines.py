@@ -18,9 +18,9 @@ from tiny_corpus import (
 )
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.contrastive import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.batches.packing import INPUT_FIELDS, MaskingConfig, Packer, RawExample
+from mmqa_jax.data.batches.retriever import ContrastSampling, contrastive_batches
 from mmqa_jax.data.batches.source_reader import (
     AnswerSampling,
     PairSampling,

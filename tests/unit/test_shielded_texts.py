@@ -17,7 +17,7 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import MarkedTokenizer, minilm_tokenizer
 from mmqa_jax.extensions.mavl_planner import plan_prompts
 from mmqa_jax.inference.cross_encoder import YesNoPairs, YesNoPrompt
-from mmqa_jax.inference.multimodal_t5 import cut_tokens
+from mmqa_jax.inference.t5_readers import cut_tokens
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Completion, Message

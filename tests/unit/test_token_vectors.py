@@ -10,11 +10,15 @@ import pytest
 import torch
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.retrieval import token_vectors
+from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.embeddings import (
     EmbeddedRows,
     Embeddings,
+    EncodedTokens,
+    TokenFormat,
+    TokenVectors,
     open_embeddings,
+    pool_tokens,
     write_embeddings,
 )
 from mmqa_jax.retrieval.indexes import index as index_room
@@ -22,7 +26,6 @@ from mmqa_jax.retrieval.indexes import max_sim
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.indexes.index import build_index, is_current, load_index
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
-from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors, pool_tokens
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
@@ -168,7 +171,7 @@ def test_queries_have_few_lengths():
 
 
 def test_few_encoded_sources_stay(monkeypatch):
-    monkeypatch.setattr(token_vectors, "_HELD", 5)
+    monkeypatch.setattr(embeddings, "_HELD", 5)
     encoded = []
 
     def encode(rows):

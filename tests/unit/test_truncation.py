@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.data.batches.feed import FeedConfig
-from mmqa_jax.data.batches.seq2seq import PassagesSize, passage_batches
+from mmqa_jax.data.batches.texts import PassagesSize, passage_batches
 from mmqa_jax.data.tokenizers import cut_before_end
 from mmqa_jax.tasks.registry import read_task
 

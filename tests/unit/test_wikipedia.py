@@ -14,9 +14,8 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.data.articles import Article, PassageOptions, Section, sources_of
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.pictures.bounds import PictureError
-from mmqa_jax.data.wikipedia import dump, streams
-from mmqa_jax.data.wikipedia.dump import PageReader
-from mmqa_jax.data.wikipedia.streams import InputFile, json_entries
+from mmqa_jax.data.wikipedia import streams
+from mmqa_jax.data.wikipedia.streams import InputFile, PageReader, json_entries
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.runs.parts import KnowledgeSpec, open_knowledge
 from mmqa_jax.runs.verbs.region_features import open_pictures
@@ -388,7 +387,7 @@ def test_pages_of_a_dump(tmp_path):
 def test_an_element_of_a_dump_that_does_not_end(tmp_path, monkeypatch):
     path = tmp_path / "dump.xml"
     path.write_text(DUMP)
-    monkeypatch.setattr(dump, "LONGEST_LINE", 20)
+    monkeypatch.setattr(streams, "LONGEST_LINE", 20)
     message = r"dump\.xml: page '.*' has an element of more than 20 characters; this is no dump of"
     refuses(message, list, PageReader(InputFile(path)).pages())
 

@@ -26,7 +26,7 @@ from scipy import sparse
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write, read_json, write_json
 from mmqa_jax.data.atlas import factbook
-from mmqa_jax.data.atlas.factbook import Country, load_countries
+from mmqa_jax.data.atlas.factbook import Country, Snippet, load_countries, select_snippets
 from mmqa_jax.data.atlas.pictures import (
     COLORS,
     Picture,
@@ -49,7 +49,6 @@ from mmqa_jax.data.atlas.questions import (
     split_groups,
     two_hop,
 )
-from mmqa_jax.data.atlas.snippets import Snippet, select_snippets
 from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import ANSWERABLE, Question, Source
 

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from mmqa_jax.data.atlas import factbook
-from mmqa_jax.data.atlas.factbook import Country
+from mmqa_jax.data.atlas.factbook import Country, Snippet
 from mmqa_jax.data.atlas.pictures import COLORS, FlagFacts, Picture, color_map, color_shares, decode
-from mmqa_jax.data.atlas.snippets import Snippet
 
 SPLITS = ("train", "val", "test")
 

@@ -149,7 +149,7 @@ class PageRecord:
         return None if tower else _TOWER
 
     def encode(self, model: Any, inputs: Mapping[str, jax.Array]) -> jax.Array:
-        """Vectors of prompts, whose arrays are those of `retrieval.picture_batches` by name."""
+        """Vectors of prompts, whose arrays are those of `retrieval.vlm_encoder` by name."""
         prompts = prompts_of(inputs)
         return model(*prompts) if self.vectors == "token" else model.encode_prompts(*prompts)
 

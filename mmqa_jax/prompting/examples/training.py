@@ -10,8 +10,7 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample
-from mmqa_jax.data.batches.seq2seq import PairSize
+from mmqa_jax.data.batches.texts import PairSize, RowSize, TokenExample
 from mmqa_jax.data.formats.chats import conversation
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong

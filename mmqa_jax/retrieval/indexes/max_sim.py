@@ -22,11 +22,16 @@ from jaxtyping import BFloat16, Float32, Int32, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.mesh import fetch, make_mesh, platform
 from mmqa_jax.core.serving import free_bytes
-from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
+from mmqa_jax.retrieval.embeddings import (
+    BROKEN,
+    EncodedTokens,
+    TokenFormat,
+    TokenVectors,
+    check_finite,
+)
 from mmqa_jax.retrieval.indexes.exact import SHARE, index_manifest
 from mmqa_jax.retrieval.manifest import replace_folder
 from mmqa_jax.retrieval.rankings import candidate_rows, check_top_k
-from mmqa_jax.retrieval.token_vectors import EncodedTokens, TokenFormat, TokenVectors
 
 KIND = "maxsim"
 _CANDIDATES = 800  # of fixed vectors, which MaxSim ranks

@@ -32,8 +32,8 @@ from mmqa_jax.evaluation.scoring import Evaluation, losses_tables
 from mmqa_jax.evaluation.tables import Cell, Table, llm_columns, llm_use, score_cell
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs import traces as row_traces
-from mmqa_jax.runs.reports.agents import agent_summary, agent_tables
 from mmqa_jax.runs.row import Row, recorded_row
+from mmqa_jax.runs.traces import agent_summary, agent_tables
 
 if TYPE_CHECKING:
     from mmqa_jax.retrieval.embedder import Embedder

@@ -37,6 +37,7 @@ from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.retrieval.bm25.on_disk import build_bm25
 from mmqa_jax.retrieval.embeddings import (
     Embeddings,
+    TokenFormat,
     join_embeddings,
     open_embeddings,
     read_unfinished,
@@ -59,7 +60,6 @@ from mmqa_jax.retrieval.indexes.index import (
 from mmqa_jax.retrieval.indexes.milvus import ingest, open_milvus
 from mmqa_jax.retrieval.late_interaction import TokenEmbedder
 from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX, MANIFEST
-from mmqa_jax.retrieval.token_vectors import TokenFormat
 from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder

@@ -25,8 +25,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.host import device_name
-from mmqa_jax.data.documents.document import letters
-from mmqa_jax.data.documents.read import READERS, ending_of
+from mmqa_jax.data.documents.document import READERS, ending_of, letters
 from tests.bench import Options
 from tests.bench.timing import run_child
 
