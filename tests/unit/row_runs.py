@@ -9,6 +9,7 @@ from mmqa_jax.core.config import load_config
 # One row of every setting, and those whose parts differ.
 ROWS = {
     "atlas:question_only": "question_only",
+    "atlas:constant": "constant",
     "atlas:oracle": "oracle",
     "atlas:restricted": "restricted",  # with the retriever's similarity and a second hop
     "atlas:full": "full_scale",  # the same
