@@ -6,7 +6,7 @@ from typing import Any
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import atomic_write
-from mmqa_jax.data.documents.read import READERS, check_libraries, ending_of
+from mmqa_jax.data.documents.document import READERS, check_libraries, ending_of
 from mmqa_jax.data.folder import PICTURES
 from mmqa_jax.serve.systems import Asking, Parts, Turn
 

@@ -181,7 +181,7 @@ def search(
 def open_matches(
     model: str, corpus: Corpus, inference: Mapping[str, Any] | None
 ) -> Callable[..., list[dict[str, Any]]]:
-    """Opens what writes the page of --matches: `reports.matches.write_matches` with a model."""
+    """Opens what writes the page of --matches: `reports.row.write_matches` with a model."""
     from mmqa_jax.runs.reports.row import check_matches, write_matches
     from mmqa_jax.tasks.embedder import open_embedder
 
