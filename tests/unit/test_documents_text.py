@@ -1,6 +1,7 @@
 """HTML and text formats: what a person sees is read, and every other letter is counted."""
 
 import base64
+import contextlib
 import io
 import json
 import random
@@ -12,7 +13,7 @@ from email.message import EmailMessage
 import pytest
 from document_files import picture
 
-from mmqa_jax.data.documents.document import DocumentError, letters
+from mmqa_jax.data.documents.document import READERS, DocumentError, letters
 from mmqa_jax.data.documents.html import read_epub, read_html
 from mmqa_jax.data.documents.plain import (
     read_eml,
@@ -26,6 +27,13 @@ from mmqa_jax.data.documents.plain import (
 )
 from mmqa_jax.data.documents.tex import read_tex
 from tests.refusals import refuses
+
+
+@pytest.mark.parametrize("ending", READERS)
+def test_each_ending_has_its_reader(ending):
+    """Readers are named in strings; what is no file of a kind is read as text or refused."""
+    with contextlib.suppress(DocumentError):
+        READERS[ending].read(b"no file of this kind")
 
 
 def texts(document):

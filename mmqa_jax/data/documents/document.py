@@ -513,8 +513,8 @@ READERS: Mapping[str, Reader] = {
     ".jsonl": Reader(_by("plain", "read_json_lines")),
     ".ipynb": Reader(_by("plain", "read_notebook"), "nbformat", "nbformat"),
     ".epub": Reader(_by("html", "read_epub"), "turbohtml", "turbohtml", rate=50_000),
-    ".eml": Reader(_by("mail", "read_eml"), "turbohtml", "turbohtml"),
-    ".msg": Reader(_by("mail", "read_msg"), "oxmsg", "python-oxmsg"),
+    ".eml": Reader(_by("plain", "read_eml"), "turbohtml", "turbohtml"),
+    ".msg": Reader(_by("plain", "read_msg"), "oxmsg", "python-oxmsg"),
 }
 
 
