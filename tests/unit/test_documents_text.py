@@ -124,6 +124,16 @@ def test_front_matter_is_no_text_and_states_the_title(front, title):
     assert document.left_out["front matter"] == letters(front) - letters(title)
 
 
+@pytest.mark.parametrize("rule", ["---", "+++", "***"])
+@pytest.mark.parametrize("front", ["", "---\ntitle: Ä\n---\n"])
+def test_what_stands_between_rules_is_no_front_matter(front, rule):
+    text = f"{front}First.\n\n{rule}\n## Second\nIt stays.\n\n{rule}\n## Third\nIt too.\n"
+    document = read_markdown(text.encode())
+    said = [text.removeprefix("+++ ") for _, text in texts(document) if text != "+++"]
+    assert said == ["First.", "It stays.", "It too."]
+    assert document.left_out == ({"front matter": 5} if front else {})
+
+
 def test_a_table_of_markdown_keeps_its_header_in_each_row():
     document = read_markdown(b"| Part | Days |\n|---|---|\n| Filter | 7 |\n| Belt \\| seal | 30 |")
     assert rows(document) == [("Part | Days", "Filter | 7"), ("Part | Days", "Belt | seal | 30")]

@@ -453,7 +453,7 @@ def _count(line: str) -> int:
 # The readers of documents, by the ending of the file.
 
 
-VERSION = 5  # of what the readers make of a file; raised when that changes
+VERSION = 6  # of what the readers make of a file; raised when that changes
 PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else

@@ -135,11 +135,12 @@ def _add_markdown(page: Page, text: str) -> None:
         | kinds.ENABLE_HEADING_ATTRIBUTES
         | kinds.ENABLE_MATH
         | kinds.ENABLE_WIKILINKS
-        | kinds.ENABLE_YAML_STYLE_METADATA_BLOCKS
-        | kinds.ENABLE_PLUSES_DELIMITED_METADATA_BLOCKS
     )
+    # It would take what stands between two rules further below for front matter as well.
+    front = kinds.ENABLE_YAML_STYLE_METADATA_BLOCKS | kinds.ENABLE_PLUSES_DELIMITED_METADATA_BLOCKS
+    begins = text.startswith(("---", "+++"))
     kind = ""
-    for event in pyromark.events(text, options=options) if text.startswith(("---", "+++")) else ():
+    for event, place in pyromark.events_with_range(text, options=front) if begins else ():
         if "Start" in event:
             kind = event["Start"].get("MetadataBlock") if isinstance(event["Start"], dict) else None
             if not kind:
@@ -149,6 +150,7 @@ def _add_markdown(page: Page, text: str) -> None:
             page.set_title(title)
             page.add_left_out("front matter", letters(event["Text"]) - letters(title))
         else:
+            text = text.encode()[place["end"] :].decode()  # places are bytes
             break
     page.add_markup(pyromark.html(text, options=options))
 
