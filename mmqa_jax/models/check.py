@@ -228,7 +228,11 @@ def outputs(
     ).eval()
     states_of: dict[str, list[np.ndarray]] = {name: [] for name in check.stacks}
     for name, path in check.stacks.items():
-        layers = _layers(_module(model, path))
+        module = _module(model, path)
+        if module is None:  # Gemma 4's 12B has no tower
+            del states_of[name]
+            continue
+        layers = _layers(module)
         for layer in layers:
             layer.register_forward_pre_hook(_entering(states_of[name]), with_kwargs=True)
         layers[-1].register_forward_hook(_leaving(states_of[name]))
@@ -243,11 +247,11 @@ def outputs(
 
 
 def _module(model: Any, path: str | tuple[str, ...]) -> Any:
-    """The first module of these paths that the model has."""
-    paths = (path,) if isinstance(path, str) else path
-    known = {name for name, _ in model.named_modules()}
-    return model.get_submodule(
-        next((candidate for candidate in paths if candidate in known), paths[0])
+    """The first module of these paths that the model has; None: it has none."""
+    modules = dict(model.named_modules())
+    return next(
+        (modules[name] for name in ([path] if isinstance(path, str) else path) if name in modules),
+        None,
     )
 
 

@@ -716,6 +716,15 @@ CASES = {
             **TOKENS,
         },
     ),
+    "gemma4_unified_text": Case(
+        "Gemma4Unified",
+        {
+            **{"num_hidden_layers": 3, "head_dim": 8, "global_head_dim": 12},
+            **{"num_global_key_value_heads": 3, "attention_k_eq_v": True, "sliding_window": 33},
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            **{"final_logit_softcapping": 4.0, "rope_parameters": GEMMA4_ROTATIONS, **TOKENS},
+        },
+    ),
     "gemma4_text, E2B": Case(
         "Gemma4",
         {

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,6 +49,7 @@ from tests.refusals import refuses
 pytestmark = pytest.mark.slow
 
 PATCH, BEFORE, AFTER = 4, 93, 94
+UNIFIED = "gemma4_unified"
 NAMES = ("<start_of_image>", "<end_of_image>")
 TEXT = {key: value for key, value in TEXT.items() if key != "rope_theta"} | {
     "head_dim": 8,
@@ -103,6 +107,20 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"use_clipped_linears": True, "pooling_kernel_size": 3},
     ),
+    "12B, without a tower": (
+        {
+            "num_hidden_layers": 3,
+            "global_head_dim": 12,
+            "num_global_key_value_heads": 3,
+            "attention_k_eq_v": True,
+            "sliding_window": 71,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        },
+        {
+            **{"patch_size": PATCH, "pooling_kernel_size": 2, "mm_embed_dim": 56},
+            **{"mm_posemb_size": 90, "rms_norm_eps": 3e-4, "output_proj_dims": 56},
+        },
+    ),
 }
 SIZES = [(50, 33), (20, 71), (9, 9), (200, 1)]  # width and height
 
@@ -112,16 +130,22 @@ def pair(request, tmp_path_factory) -> Pair:
     folder = tmp_path_factory.mktemp("gemma4")
     text, vision = CASES[request.param]
     torch.manual_seed(0)
-    config = transformers.Gemma4Config(
-        text_config=TEXT | {"pad_token_id": 0} | text,
-        vision_config=TOWER | vision,
+    unified = "mm_embed_dim" in vision
+    kind = transformers.Gemma4UnifiedConfig if unified else transformers.Gemma4Config
+    values = TEXT | {"pad_token_id": 0} | text
+    if unified:
+        del values["vocab_size_per_layer_input"]
+    config = kind(
+        text_config=values,
+        vision_config=vision if unified else TOWER | vision,
         audio_config=None,
         image_token_id=IMAGE,
         boi_token_id=BEFORE,
         eoi_token_id=AFTER,
         attn_implementation="eager",
     )
-    theirs = randomize(transformers.Gemma4ForConditionalGeneration(config), 0, 0.05)
+    name = f"Gemma4{'Unified' * unified}ForConditionalGeneration"
+    theirs = randomize(getattr(transformers, name)(config), 0, 0.05)
     for name, buffer in theirs.named_buffers():  # those of a checkpoint
         if name.endswith(("_min", "_max")):
             buffer.fill_(-0.9 if name.endswith("_min") else 1.1)
@@ -149,6 +173,8 @@ def torch_inputs(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, 
     """transformers' inputs of a prompt. Its Gemma4Processor needs processors of videos and sound,
     so that its rule for texts (`replace_image_token`) is written here again."""
     made = dict(pair.processor(images, return_tensors="pt")) if images else {}
+    if images and "mm_embed_dim" in vars(pair.theirs.config.vision_config):
+        made |= as_large_patches(made, pair.processor.pooling_kernel_size)
     first, *pieces = text.split("<image>")
     counts = made.pop("num_soft_tokens_per_image", [])
     for count, piece in zip(counts, pieces, strict=True):
@@ -158,15 +184,41 @@ def torch_inputs(pair: Pair, text: str, images: list[Image.Image]) -> dict[str, 
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), **types, **made}
 
 
+def as_large_patches(made: dict[str, torch.Tensor], merge: int) -> dict[str, torch.Tensor]:
+    """The patches of a unit as one, by transformers' own function, whose file needs torchvision."""
+    file = Path(transformers.__file__).parent / f"models/{UNIFIED}/image_processing_{UNIFIED}.py"
+    (merged,) = (
+        node
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef) and node.name == "patches_merge"
+    )
+    scope = {"torch": torch, "math": math}
+    exec(compile(ast.Module([merged], []), str(file), "exec"), scope)
+    of_pictures = []
+    for patches, places in zip(made["pixel_values"], made["image_position_ids"], strict=True):
+        real = (places >= 0).all(-1)
+        count = int(real.sum()) // merge**2
+        of_picture = scope["patches_merge"](patches[real][None], places[real][None], count)
+        rest = made["pixel_values"].shape[1] // merge**2 - count
+        pads = zip(of_picture, (0, -1), strict=True)
+        of_pictures.append(
+            [torch.nn.functional.pad(x[0], (0, 0, 0, rest), value=pad) for x, pad in pads]
+        )
+    names = ("pixel_values", "image_position_ids")
+    return {n: torch.stack(x) for n, x in zip(names, zip(*of_pictures, strict=True), strict=True)}
+
+
 @pytest.mark.parametrize(("text", "used"), PROMPTS)
 def test_tokens_and_pixels_are_the_processors(pair, text, used):
     images = [pictures()[n] for n in used]
     ids, pixels = tokens_and_pixels(pair, text, images, IMAGE)
     want = torch_inputs(pair, text, images)
     np.testing.assert_array_equal(want["input_ids"].numpy(), ids)
+    units = pair.ours.config.units
+    side = PATCH if pair.ours.config.vision.layers else units.unit
     for got, patches in zip(pixels, want["pixel_values"].numpy(), strict=True):
-        rows, columns = (side // PATCH for side in got.shape[:2])
-        ours = got.reshape(rows, PATCH, columns, PATCH, 3).swapaxes(1, 2) / 255.0
+        rows, columns = (pixels // side for pixels in got.shape[:2])
+        ours = got.reshape(rows, side, columns, side, 3).swapaxes(1, 2) / 255.0
         np.testing.assert_allclose(ours.reshape(rows * columns, -1), patches[: rows * columns])
         assert not patches[rows * columns :].any()
 
@@ -199,7 +251,7 @@ def test_logits_equal(pair):
     got = compiled(pair.ours, logits)(ids, np.concatenate(real)[None])
     np.testing.assert_allclose(got, want, **WHOLE)
     assert np.abs(want).max() > 1
-    whole = pair.ours.config.llama.picture_sight == "near"
+    whole = pair.ours.config.llama.picture_sight != "causal"
     assert (np.abs(want - causal).max() > 1e-2) == whole
 
 
@@ -305,6 +357,24 @@ FILES = [
     ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean is"),
     ({"resample": 2}, "resample is 2"),
 ]
+
+
+def test_a_picture_of_the_12b_is_within_its_window(tmp_path):
+    published = GEMMA4_31B | {"model_type": UNIFIED, "vision_config": {}}
+    text = {"model_type": f"{UNIFIED}_text", "hidden_size_per_layer_input": None}
+    published["text_config"] = GEMMA4_31B["text_config"] | text
+    config = llava_config(published)
+    (tmp_path / "preprocessor_config.json").write_text('{"max_soft_tokens": 560}')
+    assert with_budget(tmp_path, config).budget == 560
+    (tmp_path / "preprocessor_config.json").write_text('{"max_soft_tokens": 1120}')
+    refuses(
+        "has up to 1120 tokens, expected at most the window of 1024", with_budget, tmp_path, config
+    )
+    refuses(
+        "key 'num_experts'", llava_config, changed(published, {"text_config": {"num_experts": 8}})
+    )
+    wrong = changed(published, {"vision_config": {"output_proj_dims": 7}})
+    refuses("output_proj_dims is 7", llava_config, wrong)
 
 
 @pytest.mark.parametrize(("content", "match"), FILES)

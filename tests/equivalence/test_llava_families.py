@@ -154,7 +154,16 @@ MORE["qwen3_5_moe_text"] = MORE["qwen3_next"] = {
 _LARGE = (
     *("glm", "hyperclovax", "iquestcoder", "internlm3", "cwm", "granite_swa", "granitemoe_swa"),
     *("granitemoeshared", "qwen2_moe", "mellum", "flex_olmo", "minimax_m2", "solar_open", "hy_v3"),
-    *("exaone_moe", "afmoe", "lfm3", "vaultgemma", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *(
+        "gemma4_unified_text",
+        "exaone_moe",
+        "afmoe",
+        "lfm3",
+        "vaultgemma",
+        "deepseek_v2",
+        "deepseek_v3",
+        "glm4_moe_lite",
+    ),
     "youtu",
 )
 for _family in _LARGE:

@@ -23,6 +23,11 @@ _WIDE_LAYERS = kinds(
     flag="attention_k_eq_v",
     object_or_null="per_layer_config",
 )
+# Keys of inputs of layers' own and of experts, which Gemma 4's 12B has not.
+_OTHERS = (
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input"),
+    *("enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"),
+)
 # Gemma's key in the place of a common one.
 _GEMMA_NAMES = {"hidden_act": "hidden_activation"}
 _GEMMA_DEFAULTS = {
@@ -56,6 +61,61 @@ _GEMMA2 = Family(
     names=_GEMMA_NAMES,
     scaled=True,
     full_every=2,
+)
+_GEMMA4 = Family(
+    title="Gemma 4, its language model",
+    architecture="Gemma4ForCausalLM",
+    keys={
+        **{key: kind for key, kind in _GEMMA.items() if key != "query_pre_attn_scalar"},
+        **_WIDE_LAYERS,
+        **kinds(
+            flag="enable_moe_block use_double_wide_mlp",
+            integer_or_null="hidden_size_per_layer_input",
+            integer="num_kv_shared_layers",
+            size="vocab_size_per_layer_input",
+            size_or_null="num_experts top_k_experts moe_intermediate_size",
+        ),
+    },
+    defaults={
+        **_GEMMA_DEFAULTS,
+        "vocab_size": 262144,
+        "num_hidden_layers": 30,
+        "max_position_embeddings": 131072,
+        "sliding_window": 512,
+        "rope_parameters": {
+            SLIDING: {"rope_theta": 10000.0},
+            FULL: {
+                "rope_type": "proportional",
+                "rope_theta": 1000000.0,
+                "partial_rotary_factor": 0.25,
+            },
+        },
+        "global_head_dim": 512,
+        "hidden_size_per_layer_input": 256,
+    },
+    computes={
+        "norms": "both",
+        "qk_norm": "head",
+        "attention_scale": 1.0,
+        "value_norm": True,
+        "layer_scales": True,
+        "normed_experts": True,
+    },
+    harmless=_GEMMA_HARMLESS,
+    fixed={
+        # "vision": of pictures' tokens, of which the language model alone has none.
+        "use_bidirectional_attention": ("vision",),
+        "rope_scaling": (),  # rope_parameters say it
+    },
+    names={
+        **_GEMMA_NAMES,
+        "num_experts_per_tok": "top_k_experts",
+    },
+    scaled=True,
+    full_every=6,
+    local=True,
+    tensors={".router.proj.weight": ".mlp.gate.weight", ".experts.": ".mlp.experts."},
+    experts_paired=True,
 )
 GEMMA: Mapping[str, Family] = {
     "gemma": Family(
@@ -118,59 +178,13 @@ GEMMA: Mapping[str, Family] = {
         full_every=6,
         local=True,
     ),
-    "gemma4_text": Family(
-        title="Gemma 4, its language model",
-        architecture="Gemma4ForCausalLM",
-        keys={
-            **{key: kind for key, kind in _GEMMA.items() if key != "query_pre_attn_scalar"},
-            **_WIDE_LAYERS,
-            **kinds(
-                flag="enable_moe_block use_double_wide_mlp",
-                integer_or_null="hidden_size_per_layer_input",
-                integer="num_kv_shared_layers",
-                size="vocab_size_per_layer_input",
-                size_or_null="num_experts top_k_experts moe_intermediate_size",
-            ),
-        },
-        defaults={
-            **_GEMMA_DEFAULTS,
-            "vocab_size": 262144,
-            "num_hidden_layers": 30,
-            "max_position_embeddings": 131072,
-            "sliding_window": 512,
-            "rope_parameters": {
-                SLIDING: {"rope_theta": 10000.0},
-                FULL: {
-                    "rope_type": "proportional",
-                    "rope_theta": 1000000.0,
-                    "partial_rotary_factor": 0.25,
-                },
-            },
-            "global_head_dim": 512,
-            "hidden_size_per_layer_input": 256,
-        },
-        computes={
-            "norms": "both",
-            "qk_norm": "head",
-            "attention_scale": 1.0,
-            "value_norm": True,
-            "layer_scales": True,
-            "normed_experts": True,
-        },
-        harmless=_GEMMA_HARMLESS,
-        fixed={
-            # "vision": of pictures' tokens, of which the language model alone has none.
-            "use_bidirectional_attention": ("vision",),
-            "rope_scaling": (),  # rope_parameters say it
-        },
-        names={
-            **_GEMMA_NAMES,
-            "num_experts_per_tok": "top_k_experts",
-        },
-        scaled=True,
-        full_every=6,
-        local=True,
-        tensors={".router.proj.weight": ".mlp.gate.weight", ".experts.": ".mlp.experts."},
-        experts_paired=True,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": dataclasses.replace(
+        _GEMMA4,
+        title="Gemma 4's 12B, its language model",
+        architecture="Gemma4UnifiedForCausalLM",
+        keys={key: kind for key, kind in _GEMMA4.keys.items() if key not in _OTHERS},
+        defaults={key: x for key, x in _GEMMA4.defaults.items() if key not in _OTHERS}
+        | {"max_position_embeddings": 262144, "sliding_window": 1024},
     ),
 }

@@ -534,6 +534,7 @@ def _llama2c_config(header: Header) -> LlamaConfig:
 # What people call it, and whether its class takes the head's cap.
 WITH_TOWER = {
     **{"gemma3": ("Gemma 3", False), "gemma4": ("Gemma 4", True)},
+    "gemma4_unified": ("Gemma 4", True),
     "llama4": ("Llama 4", False),
 }
 _READ = kinds(
@@ -548,7 +549,7 @@ _LANGUAGE_MODEL = re.compile(
     r"^(?:language_model\.(model\.|lm_head\.)|model\.language_model\.|(lm_head\.))"
 )
 _TOWER = re.compile(
-    r"^(?:model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|embed_vision|"
+    r"^(?:model\.)?(vision_tower|vision_model|audio_tower|multi_modal_projector|vision_embedder|embed_vision|"
     r"embed_audio)\."
 )
 

@@ -19,6 +19,7 @@ from mmqa_jax.models.common.activations import ACTIVATIONS
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.llava.gemma4_patches import Gemma4PatchesConfig
 from mmqa_jax.models.llava.gemma4_vision import Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
@@ -31,7 +32,7 @@ from mmqa_jax.models.two_towers.network import blocks_before
 ORIGINAL_IMAGE_TOKEN = -200
 CONNECTORS = (
     *("mlp", "shuffle", "plain", "normed_shuffle", "merger", "pooled", "unit_pooled", "units"),
-    "adapter",
+    *("adapter", "unit_normed"),
 )
 SELECTS = ("default", "full", "leading")
 RESIZES = ("pad", "squash", "squash_bilinear")
@@ -79,6 +80,7 @@ class LlavaConfig:
         | SiglipVisionConfig
         | InternVisionConfig
         | Gemma4VisionConfig
+        | Gemma4PatchesConfig
         | Llama4VisionConfig
     )
     llama: LlamaConfig

@@ -279,7 +279,31 @@ class UnitPooled(nnx.Module):
         return rules
 
 
-Connector = Projector | Shuffle | Pooled | UnitPooled
+class UnitNormed(nnx.Module):
+    """An RMS norm of each unit without a scale, then a linear without bias (Gemma 4's 12B)."""
+
+    def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
+        self.linear = Linear(
+            config.vision.width,
+            config.llama.hidden,
+            ("mlp", "embed"),
+            use_bias=False,
+            rngs=rngs,
+            kernel_init=normal_init(config.llama.init_stddev),
+        )
+        self.eps = config.vision.eps
+
+    def __call__(self, states: jax.Array) -> jax.Array:
+        """[N, U, vision width] -> [N, U, H]."""
+        return self.linear(unit_rms(states, self.eps))
+
+    @staticmethod
+    def rules(config: LlavaConfig) -> list[Rule]:
+        """Rules of its tensors in a checkpoint."""
+        return linear_rules(f"{PREFIX}embedding_projection", f"{_PATH}linear", False)
+
+
+Connector = Projector | Shuffle | Pooled | UnitPooled | UnitNormed
 KINDS: Mapping[str, type[Connector]] = {
     "mlp": Projector,
     "shuffle": Shuffle,
@@ -288,6 +312,7 @@ KINDS: Mapping[str, type[Connector]] = {
     "merger": PatchMerger,
     "pooled": Pooled,
     "unit_pooled": UnitPooled,
+    "unit_normed": UnitNormed,
     "units": UnitProjector,
     "adapter": Adapter,
 }

@@ -54,6 +54,7 @@ class Family:
       length_key: its key for a square's tokens, which follow from other keys.
       length: what transformers takes where `length_key` is absent, if `merge` follows from it.
       sight: `LlamaConfig.picture_sight`, which its code fixes; "": its text_config says it.
+      seen_whole: what it is where a text_config says "vision".
       is_capped: whether its head has the cap that its text_config says.
       inverse: those of our fields whose key says 1 / value.
       nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
@@ -81,6 +82,7 @@ class Family:
     length_key: str = ""
     length: int = 0
     sight: str = "causal"
+    seen_whole: str = "near"
     is_capped: bool = False
     inverse: tuple[str, ...] = ()
     nested: bool = False
@@ -215,6 +217,23 @@ _GEMMA4 = Family(
     sight="",
     is_capped=True,
 )
+_GEMMA4_UNIFIED = dataclasses.replace(
+    _GEMMA4,
+    title="Gemma 4's 12B, with its pictures",
+    architecture="Gemma4UnifiedForConditionalGeneration",
+    tower="gemma4_unified_vision",
+    computes={**_GEMMA4.computes, "connector": "unit_normed"},
+    text={"model_type": "gemma4_unified_text", "use_bidirectional_attention": "vision"},
+    prefixes={
+        "model.language_model.": "language_model.model.",
+        "model.vision_embedder.": "vision_tower.",
+        "model.embed_vision.": "multi_modal_projector.",
+        "lm_head.": "language_model.lm_head.",
+    },
+    of_tower={},
+    # As its class's forward and generate have it; with a static cache transformers has Gemma 4's.
+    seen_whole="both",
+)
 _LFM2_VL = Family(
     title="LFM2-VL",
     architecture="Lfm2VlForConditionalGeneration",
@@ -330,6 +349,7 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
     "internvl": _INTERNVL,
     "gemma3": _GEMMA3,
     "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4_UNIFIED,
     "paligemma": _PALIGEMMA,
     "lfm2_vl": _LFM2_VL,
     "llama4": _LLAMA4,

@@ -33,6 +33,7 @@ from mmqa_jax.models.llama.keys import llama_rules, to_published_tensors, to_rul
 from mmqa_jax.models.llava import families, towers
 from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, PREFIX
+from mmqa_jax.models.llava.gemma4_patches import Gemma4PatchesConfig
 from mmqa_jax.models.llava.network import Llava, expand_images
 from mmqa_jax.models.llava.processor import processor_to_hf, with_budget, with_split
 from mmqa_jax.models.llava.towers import TOWERS
@@ -308,6 +309,8 @@ def fields_from_hf(
     if tower or vision is None:
         tower = {"model_type": family.tower} | tower
         vision = TOWERS[family.tower].read(tower, f"{where}, vision_config")
+    if isinstance(vision, Gemma4PatchesConfig):
+        fields["merge"] = vision.merge
     if family.length and not isinstance(vision, SiglipVisionConfig):
         raise UserError(
             f"{where}, vision_config: model_type is {tower['model_type']!r}, expected "
@@ -323,8 +326,9 @@ def fields_from_hf(
                 "it was published."
             )
     llama = _decoder(published, f"{where}, text_config", family, has_head)
-    near = published["text_config"].get(_SIGHT) == "vision"
-    llama = dataclasses.replace(llama, picture_sight=family.sight or ("near" if near else "causal"))
+    whole = {**family.text, **published["text_config"]}.get(_SIGHT) == "vision"
+    sight = family.sight or (family.seen_whole if whole else "causal")
+    llama = dataclasses.replace(llama, picture_sight=sight)
     if not family.is_capped:  # transformers' classes take the decoder's head without them
         llama = dataclasses.replace(llama, logit_cap=None, logit_divisor=1.0)
     return {
@@ -430,7 +434,8 @@ def llava_to_hf(config: LlavaConfig) -> dict[str, Any]:
     fields |= {family.keys[name][0]: 1 / getattr(config, name) for name in family.inverse}
     lengths = {family.length_key: config.features} if family.length_key else {}
     lengths |= {family.width_key: config.llama.hidden} if family.width_key else {}
-    sight = {_SIGHT: "vision"} if config.llama.picture_sight == "near" else {}
+    whole = config.llama.picture_sight == family.seen_whole
+    sight = {} if family.sight else {_SIGHT: "vision" if whole else None}
     of_tower = {
         key: getattr(config, name)
         for name, (keys, _) in family.of_tower.items()
@@ -509,10 +514,17 @@ def _inputs_of_units(config: LlavaConfig) -> dict[str, Any]:
             "pixel_attention_mask": np.ones(order[None].shape, np.int64),
         }
     else:
+        places = batch.places[:, order, ::-1]
+        if not config.vision.layers:  # transformers has large patches, one a unit
+            patch = (config.vision.merge, config.vision.patch_size)
+            shape = (comparison.GRID[0], patch[0], comparison.GRID[1], patch[0], *patch[1:] * 2, 3)
+            pixels = pixels.reshape(shape).transpose(0, 2, 1, 4, 3, 5, 6)
+            pixels = pixels.reshape(1, math.prod(comparison.GRID), -1)
+            places = np.indices(comparison.GRID)[::-1].reshape(1, 2, -1).swapaxes(1, 2)
         theirs = {
             "mm_token_type_ids": (ids == config.image_token).astype(np.int64),
             "pixel_values": pixels,
-            "image_position_ids": batch.places[:, order, ::-1].astype(np.int64),
+            "image_position_ids": places.astype(np.int64),
         }
     theirs["input_ids"] = ids
     return {"ids": ids, "batch": batch, "order": order, "theirs": theirs}
@@ -529,6 +541,8 @@ def _run(model: Llava, inputs: Mapping[str, Any]) -> comparison.Outputs:
     if "batch" in inputs:
         batch = model.vision.normalize(inputs["batch"])
         outputs = run_pictured(model, inputs["ids"], batch, batch)
+        if "picture" not in outputs.stacks:
+            return outputs
         picture = outputs.stacks["picture"][:, :, inputs["order"]]
         return outputs._replace(stacks=outputs.stacks | {"picture": picture})
     pixels = inputs["pixels"].reshape(-1, *inputs["pixels"].shape[-3:])
@@ -539,10 +553,9 @@ def run_pictured(model: Llava, ids: jax.Array, pictures: Any, pixels: Any) -> co
     """A prompt with pictures; `pixels` are what the tower's layers get of them."""
     embedded = model.embed(ids, model.encode_images(pictures))
     layers = model.llama.layer_outputs(embedded, pictures=model.seen_whole(ids))
-    stacks = {
-        "picture": model.vision.hidden_states(pixels),
-        "": comparison.states_of(embedded, layers),
-    }
+    stacks = {"": comparison.states_of(embedded, layers)}
+    if model.config.vision.layers:
+        stacks["picture"] = model.vision.hidden_states(pixels)
     logits = model.llama.logits(model.llama.norm(layers[-1]))
     return comparison.Outputs(stacks, {"logits": logits})
 

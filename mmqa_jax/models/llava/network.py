@@ -26,6 +26,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import KINDS, Connector
+from mmqa_jax.models.llava.gemma4_patches import Gemma4Patches, Gemma4PatchesConfig
 from mmqa_jax.models.llava.gemma4_vision import Gemma4Vision, Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4Vision, Llama4VisionConfig
@@ -53,6 +54,7 @@ _TOWERS = {
     InternVisionConfig: InternVision,
     PixtralVisionConfig: PixtralVision,
     Gemma4VisionConfig: Gemma4Vision,
+    Gemma4PatchesConfig: Gemma4Patches,
     Llama4VisionConfig: Llama4Vision,
 }
 
@@ -111,6 +113,8 @@ class Llava(nnx.Module):
         names = ("vision", "projector", "newline")
         parts = {name: getattr(self, name) for name in names if hasattr(self, name)}
         parts = nnx.merge(*nnx.split(nnx.Dict(**parts)))
+        if not self.config.vision.layers:
+            return parts
         graphdef, layers = nnx.split(parts.vision.layers)
         count = blocks_before(self.config.feature_layer, self.config.vision.layers)
         # Cut once, not in every call; in one program, not in one for each shape.

@@ -138,6 +138,13 @@ def with_budget(folder: Path, config: LlavaConfig) -> LlavaConfig:
         check_keys(processor, str(file), read=read, harmless=harmless, fixed=fixed)
         budget = processor.get("max_soft_tokens") or config.budget
         config = dataclasses.replace(config, budget=budget)
+    window = min((window for window in config.llama.windows if window), default=config.budget)
+    if config.llama.picture_sight == "both" and config.budget > window:
+        raise UserError(
+            f"{folder}: a picture has up to {config.budget} tokens, expected at most the window of "
+            f"{window}, beyond which they would have to see each other; lower max_soft_tokens of "
+            "its processor's file."
+        )
     return config
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from mmqa_jax.models.llava import gemma4_vision, intern_vit, llama4_vision, pixtral
+from mmqa_jax.models.llava import gemma4_patches, gemma4_vision, intern_vit, llama4_vision, pixtral
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
 from mmqa_jax.weights import layouts
@@ -95,6 +95,9 @@ TOWERS: Mapping[str, Tower] = {
     NAFLEX: Tower(_naflex, two_towers.vision_to_hf, two_towers.vision_rules),
     llama4_vision.MODEL_TYPE: Tower(llama4_vision.read, llama4_vision.write, llama4_vision.rules),
     pixtral.MODEL_TYPE: Tower(pixtral.read, pixtral.write, pixtral.rules),
+    gemma4_patches.MODEL_TYPE: Tower(
+        gemma4_patches.read, gemma4_patches.write, gemma4_patches.rules
+    ),
     gemma4_vision.MODEL_TYPE: Tower(gemma4_vision.read, gemma4_vision.write, gemma4_vision.rules),
     intern_vit.MODEL_TYPE: Tower(intern_vit.read, intern_vit.write, intern_vit.rules),
 }
