@@ -332,13 +332,24 @@ def columns_over_tensor(x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, "tensor"))
 
 
+def columns_of_all(x: jax.Array) -> jax.Array:
+    """What `columns_over_tensor` split, on every device of its rows; traced. Several products that
+    take columns in different orders else gather them each by itself."""
+    if tensor_columns(x.shape[1]) == 1:
+        return x
+    axes = batch_axes(jax.sharding.get_abstract_mesh(), x.shape[0])
+    columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, columns))
+
+
 def heads_over_tensor(x: jax.Array) -> jax.Array:
-    """Queries, keys or values [B, L, heads, D], whose heads `tensor` splits; traced."""
+    """Queries, keys or values [B, L, heads, ...], whose heads `tensor` splits; traced."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.manual_axes or x.shape[2] % mesh.shape["tensor"]:
         return x
     axes = batch_axes(mesh, x.shape[0])
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, None, "tensor"))
+    columns = SEQUENCE if column_shards(x.shape[1]) > 1 else None
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(axes, columns, "tensor"))
 
 
 def tensor_columns(length: int) -> int:

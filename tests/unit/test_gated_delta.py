@@ -15,7 +15,7 @@ from mmqa_jax.decoding.requests import Request
 from mmqa_jax.decoding.sizes import choose_sizes
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.gated_delta import GatedDelta, in_chunks, one_token
+from mmqa_jax.models.llama.gated_delta import GatedDelta, in_chunks, one_token, solved_by_products
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig
 from mmqa_jax.models.llama.network import Llama
 from tests.drawn_weights import drawn
@@ -166,3 +166,29 @@ def test_layers_repeat_with_their_period(kinds, period):
     assert config.period == period
     model = Llama(config, rngs=nnx.Rngs(0))
     assert [layer.config.kinds[0] for layer in model.each_layer()] == list(kinds)
+
+
+@pytest.mark.parametrize("kind", ["drawn", "alike"])
+def test_systems_solved_by_products(kind):
+    """As NumPy solves them in float64, and with gradients of the rows' solution, also where all keys
+    of a chunk are alike, whose powers grow beyond float32."""
+    rng, size = np.random.default_rng(0), 64
+    below = np.tril(
+        rng.normal(size=(3, size, size)) / 4 if kind == "drawn" else np.ones((3, size, size)), -1
+    )
+    wanted = rng.normal(size=(3, size, 5))
+    want = np.linalg.solve(below + np.eye(size), wanted)
+    system = (below + 7 * np.eye(size)).astype(np.float32)  # whose diagonal counts as ones
+    arguments = (system, wanted.astype(np.float32))
+    np.testing.assert_allclose(solved_by_products(*arguments), want, rtol=2e-5, atol=2e-5)
+
+    def row_by_row(system: jax.Array, wanted: jax.Array) -> jax.Array:
+        return jax.scipy.linalg.solve_triangular(system, wanted, lower=True, unit_diagonal=True)
+
+    factors = rng.normal(size=want.shape).astype(np.float32)
+    gradients, wants = (
+        jax.grad(lambda *x, f=f: (f(*x) * factors).sum(), (0, 1))(*arguments)
+        for f in (solved_by_products, row_by_row)
+    )
+    for gradient, want in zip(gradients, wants, strict=True):
+        np.testing.assert_allclose(gradient, want, rtol=1e-4, atol=1e-3)
