@@ -94,18 +94,6 @@ class ShownSource(NamedTuple):
         }
 
 
-def evidence(corpus: Corpus, prediction: Prediction) -> dict[str, Any]:
-    """`evidence` of a line of predictions.jsonl: file, page and place of each cited source, and of
-    what the answer quotes; {} where none was read from a file."""
-    rows = [corpus.row[name] for name in prediction.sources if name in corpus.row]
-    cited = [corpus.sources[row] for row in rows]
-    if not any(source.extra.get("file") for source in cited):
-        return {}
-    keys = ("id", "file", "page", "boxes", "lines", "cells", "quote")
-    whole = [ShownSource(source, None, None).row(prediction.answer) for source in cited]
-    return {"evidence": [{key: row[key] for key in keys} for row in whole]}
-
-
 def answer_notes(prediction: Prediction) -> list[str]:
     """Returns notes for an answer: sources that the model did not see, and failures."""
     trace, notes = prediction.trace, []

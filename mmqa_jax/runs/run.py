@@ -27,12 +27,12 @@ from mmqa_jax.core.local_copies import with_local_copies
 from mmqa_jax.core.paths import in_store, key_of
 from mmqa_jax.core.workdir import claim_workdir, read_config
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.documents.document import cited_place
 from mmqa_jax.data.schema import Prediction, Question, Ranking, prediction_row
 from mmqa_jax.evaluation import retrieval as ranking_scores
 from mmqa_jax.evaluation import scoring
 from mmqa_jax.evaluation.scores import count_empty
 from mmqa_jax.retrieval.rankings import write_rankings
-from mmqa_jax.runs.ask_corpus import evidence
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.parts import RetrieverSpec
 from mmqa_jax.runs.reports.row import RowRun, verdict_scorer, write_row_matches, write_row_report
@@ -331,3 +331,22 @@ def _write(folder: Path, run: RowRun, seconds: Mapping[str, float], limit: int |
     )
     write_json(folder / "scores.json", run.scores)
     write_row_report(folder, run)
+
+
+def evidence(corpus: Corpus, prediction: Prediction) -> dict[str, Any]:
+    """`evidence` of a line of predictions.jsonl: file, page and place of each cited source, and of
+    what the answer quotes; {} where none was read from a file."""
+    rows = [corpus.row[name] for name in prediction.sources if name in corpus.row]
+    cited = [corpus.sources[row] for row in rows]
+    if not any(source.extra.get("file") for source in cited):
+        return {}
+    places = [
+        {
+            "id": source.id,
+            "file": source.extra.get("file"),
+            "page": source.extra.get("page"),
+            **cited_place(source.text, source.extra, prediction.answer),
+        }
+        for source in cited
+    ]
+    return {"evidence": places}

@@ -11,12 +11,6 @@ import numpy as np
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.report import TraceNode
 from mmqa_jax.evaluation.tables import Cell, Table
-from mmqa_jax.papers.mavl import TOOL_NAMES
-from mmqa_jax.papers.prophet import vote
-from mmqa_jax.prompting.few_shot import lacks_caption
-from mmqa_jax.prompting.llm_reader import READER
-from mmqa_jax.prompting.search_loop import TURNS
-from mmqa_jax.tasks.library import has_picture
 
 # Counts of `trace_counts` -> what is shown of those above 0.
 _SHOWN = {
@@ -80,6 +74,11 @@ def trace_counts(
     Args:
       shots: how many examples a prompt was to show.
     """
+    from mmqa_jax.prompting.few_shot import lacks_caption
+    from mmqa_jax.prompting.llm_reader import READER
+    from mmqa_jax.prompting.search_loop import TURNS
+    from mmqa_jax.tasks.library import has_picture
+
     traces = [prediction.trace for prediction in predictions if prediction.trace]
     known = [trace for trace in traces if "knowledge" in trace]
     knowledge = {
@@ -173,6 +172,10 @@ def reference_rows(question: Question) -> list[tuple[str, str]]:
 def trace_tree(prediction: Prediction) -> list[TraceNode]:
     """The agents of a prediction, or the turns of a model that searches, as a tree; [] of another
     system."""
+    if not prediction.trace:  # not prompted
+        return []
+    from mmqa_jax.prompting.search_loop import TURNS
+
     if turns := prediction.trace.get(TURNS):
         return [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
     if "agents" not in prediction.trace:
@@ -241,8 +244,14 @@ def trace_details(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
 # Shows agents' work from their traces: a tree per question, and summaries over all questions.
 
 
-_ACTIONS = tuple(TOOL_NAMES)
 _RETRIEVES, _GENERATES = 2, 3
+
+
+def _tools() -> Mapping[int, str]:
+    """Action -> its tool's name; imported for rows with agents alone."""
+    from mmqa_jax.papers.mavl import TOOL_NAMES
+
+    return TOOL_NAMES
 
 
 def agent_tree(trace: Mapping[str, Any], answer: str) -> list[TraceNode]:
@@ -288,7 +297,7 @@ def _tool(trace: Mapping[str, Any], action: int) -> TraceNode:
         behind = [TraceNode(f"passages: {listed}")]
     if action == _GENERATES:
         behind = _long("the tool's prompt", trace.get("knowledge_prompt"))
-    return TraceNode(f"{TOOL_NAMES[action]}: {text}", children=behind)
+    return TraceNode(f"{_tools()[action]}: {text}", children=behind)
 
 
 def _long(name: str, text: str | None) -> list[TraceNode]:
@@ -310,7 +319,7 @@ def agent_summary(predictions: Iterable[Prediction]) -> dict[str, Any]:
     agents = {role: _of_agent([team[role] for team in teams]) for role in roles}
     return {
         "agents": agents,
-        "actions": {str(action): _of_action(action, traces) for action in _ACTIONS},
+        "actions": {str(action): _of_action(action, traces) for action in _tools()},
         "changed_by_leaving_out": {
             role: sum(_changes(trace, role) for trace in traces) for role in roles
         },
@@ -323,7 +332,7 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
     """The summary as the report shows it; [] for systems without agents."""
     if not summary:
         return []
-    actions = [str(action) for action in _ACTIONS]
+    actions = [str(action) for action in _tools()]
     columns = ["agent", *(f"plans {a}" for a in actions), *(f"uses {a}" for a in actions)]
     columns += ["empty plans", "refused", "no answer", "accuracy alone", "decides"]
     rows: list[list[Cell]] = [
@@ -345,7 +354,7 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
         f"All agents that answer agree in {summary['all_agree']:,}. {scoring}"
     )
     effects: list[list[Cell]] = [
-        [f"{a}: {TOOL_NAMES[int(a)]}", *effect.values()] for a, effect in summary["actions"].items()
+        [f"{a}: {_tools()[int(a)]}", *effect.values()] for a, effect in summary["actions"].items()
     ]
     seen = (
         "Pairs of answers to one question whose prompts differ in this action alone. The oracle's "
@@ -358,8 +367,8 @@ def agent_tables(summary: Mapping[str, Any]) -> list[Table]:
 def _of_agent(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     scores = [agent["score"] for agent in answers if agent["score"] is not None]
     return {
-        "planned": {str(a): sum(a in agent["plan"] for agent in answers) for a in _ACTIONS},
-        "used": {str(a): sum(a in agent["used"] for agent in answers) for a in _ACTIONS},
+        "planned": {str(a): sum(a in agent["plan"] for agent in answers) for a in _tools()},
+        "used": {str(a): sum(a in agent["used"] for agent in answers) for a in _tools()},
         "empty_plans": sum(not agent["plan"] for agent in answers),
         "refused_actions": sum(bool(agent["refused"]) for agent in answers),
         "no_answer": sum(not agent["answer"] for agent in answers),
@@ -387,6 +396,8 @@ def _of_action(action: int, traces: Sequence[Mapping[str, Any]]) -> dict[str, An
 
 def _left_out(agents: Sequence[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], str]]:
     """Every agent, and what the others elect without it."""
+    from mmqa_jax.papers.prophet import vote
+
     for agent in agents:
         others = [other for other in reversed(agents) if other is not agent]
         yield agent, vote([(other["answer"], other["ballot"]) for other in others])[0]

@@ -11,7 +11,7 @@ from mmqa_jax.data.documents.chunks import ChunkOptions
 from mmqa_jax.data.documents.document import cited_place, place_of, quote_of, shown_place
 from mmqa_jax.data.folder import FolderOptions, read_folder
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.runs.ask_corpus import evidence
+from mmqa_jax.runs.run import evidence
 
 LINES = [
     "The pump stands on the left side of the tank.",
