@@ -110,7 +110,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if model is None:
         check_declared(source)
         raise UserError(
-            f"--source={name}: does not say which model it holds; add --model={'|'.join(names())}."
+            f"--source={name}: does not say which model it holds, by a model_type in a config.json "
+            f"or by its tensors; add the config.json that it was published with, or "
+            f"--model={'|'.join(names())}."
         )
     made = convert(
         model,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import types
 import typing
@@ -296,10 +297,12 @@ def check_keys(
             or key.endswith(_HARMLESS_ENDS)
             or value in ({}, [], "")
         ):
+            near = difflib.get_close_matches(key, [*read, *allowed], n=1, cutoff=0.85)
+            asked = f", unlike {near[0]!r}," if near else ""
             raise UserError(
-                f"{where}: the key {key!r} ({_shown(value)}) is not known here and may change "
-                "what the model computes; take it out of the file if it does not, or use another "
-                "checkpoint."
+                f"{where}: the key {key!r} ({_shown(value)}) is not known here{asked} and may "
+                "change what the model computes; take it out of the file if it does not, or use "
+                "another checkpoint."
             )
 
 

@@ -483,6 +483,7 @@ REFUSED = [
     ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "layer_types is .*chunked"),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2}, "no sliding_window is in use"),
     ("qwen2", {"num_experts": 8}, "key 'num_experts'"),
+    ("qwen2", {"sliding_windows": 8}, "key 'sliding_windows' .*, unlike 'sliding_window', and may"),
     ("mistral", {"use_sliding_window": True}, "key 'use_sliding_window'"),
     ("mistral", {"sliding_window": 0}, "sliding_window is 0, expected a whole number of at least"),
     ("mistral", {"layer_types": ["full_attention"] * 2}, "key 'layer_types'"),

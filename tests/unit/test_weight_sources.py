@@ -228,6 +228,14 @@ def test_a_tensor_in_two_shards_is_named(tmp_path):
     refuses(r"tensor 'l.*' is in two of its files; keep one of them", open_source, folder)
 
 
+def test_a_shard_that_is_not_there_is_named(tmp_path):
+    folder = sharded(tmp_path, "model", ".safetensors", save_file)
+    (folder / "model-1.safetensors").unlink()
+    missing = r"lacks model-1\.safetensors, which its index names; fetch the missing files, or give"
+    refuses(missing, open_source, folder)
+    refuses(missing, open_source, folder / "model.safetensors.index.json")
+
+
 def test_a_file_that_cannot_be_opened_is_named(tmp_path):
     refuses(r"absent: cannot be read .*; check the path", gguf_file, tmp_path / "absent")
     for name in ("a.gguf", "b.gguf"):

@@ -260,11 +260,15 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def _files_of(path: Path) -> list[Path]:
-    if path.name.endswith(".index.json"):
-        return indexed_files(path)
-    if not path.is_dir():
+    if not path.is_dir() and not path.name.endswith(".index.json"):
         return [path]
-    files = files_in(path, SAFETENSORS)
+    files = files_in(path, SAFETENSORS) if path.is_dir() else indexed_files(path)
+    if missing := [file.name for file in files if not file.exists()]:
+        more = f" and {len(missing) - 1} more" if missing[1:] else ""
+        raise UserError(
+            f"{path}: lacks {missing[0]}{more}, which its index names; fetch the missing files, or "
+            "give --source=ORG/NAME with --download."
+        )
     if not files:
         raise UserError(
             f"{path}: holds neither {SAFETENSORS} nor {SAFETENSORS}.index.json; "
