@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import json
 import urllib.parse
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mmqa_jax.core.errors import UserError
@@ -144,12 +144,9 @@ SECTION = "section"
 # Keys of Question.extra that name the articles that answer it, one or a list.
 _ANSWERS = ("wikipedia_url", "entity_id")
 
-# A source -> all names of its article, the one that results use first; none: it is of no article.
-NamesOf = Callable[[Source], Sequence[str]]
-
 
 def article_names(source: Source) -> list[str]:
-    """The names of a source's article."""
+    """The names of a source's article, the first of which results use; none: it is of none."""
     return _texts(source.extra, NAMES)
 
 
@@ -167,13 +164,10 @@ class Articles:
     Args:
       sources: of the collection, in memory or on disk.
       row: source id -> its row.
-      names_of: see NamesOf.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], row: Mapping[str, int], names_of: NamesOf = article_names
-    ):
-        self._sources, self._row, self._names_of = sources, row, names_of
+    def __init__(self, sources: Sequence[Source], row: Mapping[str, int]):
+        self._sources, self._row = sources, row
 
     def of(self, source_id: str) -> str:
         """The article of a source; the source itself where it is of none."""
@@ -197,14 +191,14 @@ class Articles:
         return Ranking(ranking.question_id, tuple(scores), tuple(scores.values()))
 
     def _names(self, source_id: str) -> Sequence[str]:
-        return self._names_of(self._sources[self._row[source_id]]) or [source_id]
+        return article_names(self._sources[self._row[source_id]]) or [source_id]
 
     @functools.cached_property
     def _runs(self) -> Mapping[str, list[range]]:
         """An article by each of its names -> the rows of its sources, which mostly follow."""
         runs: dict[str, list[range]] = {}
         for row, source in enumerate(self._sources):
-            names = self._names_of(source)
+            names = article_names(source)
             if not names:
                 continue
             rows = next((runs[name] for name in names if name in runs), [])

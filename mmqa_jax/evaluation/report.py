@@ -743,13 +743,11 @@ def _policy(scripts: Iterable[str]) -> str:
     )
 
 
-def read_curves(
-    path: str | os.PathLike, metrics: Sequence[str] | None = None
-) -> dict[str, list[tuple[float, float]]]:
+def read_curves(path: str | os.PathLike) -> dict[str, list[tuple[float, float]]]:
     """Reads a metrics.jsonl: metric -> [(step, value)], in order of step.
 
     A step written twice (a resumed run) keeps its last value; values that are not finite
-    numbers are skipped. `metrics` limits the result to those. A missing file gives no curves.
+    numbers are skipped. A missing file gives no curves.
     Raises UserError naming a line that is not an object with a number "step".
     """
     if not as_path(path).exists():
@@ -761,8 +759,7 @@ def read_curves(
                 f'{path}, line {number}: expected an object with a number "step"; remove that line.'
             )
         for name, value in row.items():
-            wanted = name != "step" and (metrics is None or name in metrics)
-            if wanted and real_number(value) is not None:
+            if name != "step" and real_number(value) is not None:
                 values.setdefault(name, {})[row["step"]] = float(value)
     return {name: sorted(points.items()) for name, points in values.items()}
 

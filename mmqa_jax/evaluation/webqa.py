@@ -277,16 +277,18 @@ def score_sources(questions: Sequence[Question], predictions: Sequence[Predictio
     )
 
 
+_MOST_CONSTANTS = 2000
+
+
 def fit_constant_answers(
     questions: Sequence[Question],
     *,
     lemmatizer: LemmatizerName | Normalizer = "none",
-    max_candidates: int = 2000,
 ) -> dict[str, str]:
     """Category -> the one answer that scores best on `questions` (train or val).
 
     Candidates are the category's own keywords and full-sentence answers, the
-    `max_candidates` most frequent of them. Ties go to the more frequent one.
+    2,000 most frequent of them. Ties go to the more frequent one.
     """
     normalizer = lemmatizer if isinstance(lemmatizer, Normalizer) else Normalizer(lemmatizer)
     by_category: dict[str, list[Question]] = {}
@@ -296,7 +298,7 @@ def fit_constant_answers(
     best = {}
     for category, group in by_category.items():
         texts = Counter(text for q in group for text in (q.keywords, *q.answers[:1]))
-        candidates = [text for text, _ in texts.most_common(max_candidates)]
+        candidates = [text for text, _ in texts.most_common(_MOST_CONSTANTS)]
         normalizer.remember([*candidates, *(question.keywords for question in group)])
         means = _mean_accuracies(
             [normalizer.tokens(text, category) for text in candidates],

@@ -98,20 +98,16 @@ class Hops(NamedTuple):
     questions: list[Question | None]
 
 
+_SECOND_HOP = 10  # candidates that are scored again
+
+
 class SecondHopReranker:
     """A Reranker that scores two-hop questions' candidates again with the first hop's title. The
-    retriever decides on the second hop, in which the `second_hop_k` most similar candidates are
+    retriever decides on the second hop, in which the 10 most similar candidates are
     scored; `weight` is that of similarity.combine."""
 
-    def __init__(
-        self,
-        retriever: SecondHopRetriever,
-        reranker: Reranker,
-        weight: float = 0.0,
-        second_hop_k: int = 10,
-    ):
-        self.retriever, self.reranker = retriever, reranker
-        self.weight, self.second_hop_k = weight, second_hop_k
+    def __init__(self, retriever: SecondHopRetriever, reranker: Reranker, weight: float = 0.0):
+        self.retriever, self.reranker, self.weight = retriever, reranker, weight
 
     def score(self, questions: Sequence[Question], candidates: Sequence[Ranking]) -> list[Ranking]:
         """Ranks the same sources by the combined probability of both hops, best first."""
@@ -122,7 +118,7 @@ class SecondHopReranker:
         hops = self.retriever.hops(questions, candidates)
         relevance = self.reranker.score(questions, candidates)
         two_hop = [i for i, question in enumerate(hops.questions) if question is not None]
-        second = [top(ranking, self.second_hop_k) for ranking in hops.second]
+        second = [top(ranking, _SECOND_HOP) for ranking in hops.second]
         second_relevance = list(second)  # empty where there is no second hop
         if two_hop:
             rescored = self.reranker.score(

@@ -334,7 +334,6 @@ def test_curves_are_read_from_metrics(tmp_path):
     ]
     path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
     assert report.read_curves(path) == {"loss": [(0, 3.0), (10, 2.5), (20, 1.5)], "lr": [(20, 0.1)]}
-    assert set(report.read_curves(path, ["lr"])) == {"lr"}
     assert report.read_curves(tmp_path / "absent.jsonl") == {}
     path.write_text('{"step": 0, "loss": 1}\n{"loss": 1}\n')
     refuses(r"metrics\.jsonl, line 2", report.read_curves, path)
