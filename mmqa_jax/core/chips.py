@@ -1,4 +1,4 @@
-"""The figures of the makers' data sheets for accelerators."""
+"""The figures of the makers' data sheets for accelerators, and what a slice's links carry."""
 
 from __future__ import annotations
 

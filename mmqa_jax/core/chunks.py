@@ -1,5 +1,7 @@
 """A job in chunks: each is computed alone, and its rows are committed as one part (core.store).
 
+Processes share it by `--shard=I/N`.
+
     OUT.parts/job.json      what the job is
     OUT.parts/00003.jsonl   chunk 3: its part
 

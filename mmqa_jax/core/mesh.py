@@ -1,4 +1,5 @@
-"""Device mesh, logical-axis rules, and models initialized straight onto their shards.
+"""Device mesh, logical-axis rules, models initialized straight onto their shards, and options of
+XLA's compilers for programs of a mesh.
 
 Every parameter carries logical axis names ("embed", "heads", ...) as Flax metadata
 (`out_sharding`). The rules map logical axes to mesh axes; they are plain tuples, so a config can

@@ -1,4 +1,4 @@
-"""The corpus: its sources, and the questions on them.
+"""The corpus: its sources, and the questions on them; of several corpora one, by weights.
 
 `mmqa prepare` once (prepare.py), `open_corpus` ever after: texts are held in memory, encoded
 pictures are read from ArrayRecord on demand. The sources of a corpus of Wikipedia's size stay on

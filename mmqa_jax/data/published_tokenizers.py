@@ -1,4 +1,4 @@
-"""Opens published tokenizers: of encoders of texts, of CLIP and of SigLIP."""
+"""Opens published tokenizers: of encoders of texts, of CLIP and of SigLIP; openvqa's words."""
 
 from __future__ import annotations
 

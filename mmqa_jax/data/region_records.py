@@ -1,4 +1,5 @@
-"""Regions of a detector in ArrayRecord: written by `mmqa features`, read by VLP, MCAN and Oscar.
+"""Regions of a detector in ArrayRecord: written by `mmqa features`, read by VLP, MCAN and Oscar,
+and exported in the formats of the originals.
 
 A record is the bytes of a safetensors file, so that reading it executes nothing:
 

@@ -1,4 +1,5 @@
-"""Tokenizers of encoders: one class for all, and BERT's WordPiece.
+"""Tokenizers of encoders: one class for all, and BERT's WordPiece; how texts that are too long are
+cut.
 
 published_tokenizers opens those of CLIP, SigLIP and others.
 """

@@ -1,4 +1,5 @@
-"""Published rerankers of pairs: ms-marco MiniLM, bge-reranker, Qwen3-Reranker and their like.
+"""Published rerankers of pairs: ms-marco MiniLM, bge-reranker, Qwen3-Reranker and their like, and
+those with late interaction.
 
 What reads pictures too, Qwen3-VL-Reranker, is in vlm_reranker.
 """

@@ -1,4 +1,5 @@
-"""Qwen3-VL-Embedding as an embedder: texts, pictures, and both together, in one space.
+"""Qwen3-VL-Embedding as an embedder: texts, pictures, and both together, in one space; and
+prompts with pictures in batches of a few shapes.
 
 Everything is a conversation of the checkpoint's chat template: the instruction is the system's
 message, and the user's holds a picture, a text, or a picture and then its text. The state of the

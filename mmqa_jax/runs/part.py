@@ -1,4 +1,5 @@
-"""Defines a part of a row, and opens each part of the rows of one run once."""
+"""Defines a part of a row and what its results depend on, and opens each part of the rows of one
+run once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traces how a prompted system came to its answers: trace.jsonl, and its rows on cards."""
+"""Traces how a prompted system came to its answers: trace.jsonl, its rows on cards, agents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one training loop: every task, on any mesh, resumable at every checkpoint.
+"""The one training loop: every task, on any mesh, resumable at every checkpoint; traces of steps.
 
 Order within a step, which is what makes a killed and resumed run equal to an uninterrupted one:
 batch, update, log, evaluate, save. A checkpoint's step therefore has all its rows in

@@ -1,4 +1,4 @@
-"""Builds the Atlas benchmark: sources, facts, questions, splits, negatives.
+"""Builds the Atlas benchmark: sources, facts, questions, splits, negatives, unanswerable questions.
 
 It is written in WebQA's official files: two JSON objects of datums, imgs.tsv and imgs.lineidx.
 """

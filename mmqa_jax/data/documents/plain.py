@@ -1,5 +1,5 @@
 """Texts: plain, Markdown by pyromark, reStructuredText by docutils, JSON, Jupyter's notebooks, and
-tables of values divided by commas, semicolons, tabs or bars (.csv, .tsv).
+tables of values divided by commas, semicolons, tabs or bars (.csv, .tsv); and mails.
 
 Markdown and reStructuredText become HTML, of which a person's view is read (html.Page).
 """

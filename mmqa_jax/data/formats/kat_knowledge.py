@@ -1,4 +1,5 @@
-"""KAT's knowledge of OK-VQA's questions, as its authors publish it (guilk/KAT, okvqa.zip).
+"""KAT's knowledge of OK-VQA's questions, as its authors publish it (guilk/KAT, okvqa.zip), and the
+passages that Fusion-in-Decoder encodes.
 
 Explicit: `wikidata_okvqa_{train,val}2014_topentities.pkl`, picture -> [entities, ...], each entity
 (name, description), best first. Implicit: `gpt3_okvqa_{train,val}2014_answers.pkl`,

@@ -1,4 +1,5 @@
-"""Tables of text cells: tab- or comma-separated files with a header, and Excel's spreadsheets."""
+"""Tables of text cells: tab- or comma-separated files with a header, and Excel's spreadsheets; and
+the columns of tables that other libraries hand over."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures: from encoded bytes to RGB, square pixels, and patches with their boxes.
+"""Pictures: from encoded bytes, or a tar of them, to RGB, square pixels, and patches with boxes.
 
 What the pixels of each of Pillow's modes mean: one table, from a file's samples to 8 bits.
 

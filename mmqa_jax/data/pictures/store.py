@@ -1,4 +1,4 @@
-"""Decoded pictures of a corpus, kept in a bounded memory."""
+"""Decoded pictures of a corpus, kept in a bounded memory, and vectors of pictures in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BM25 over snippets and captions.
+"""BM25 over snippets and captions; and WebQA's baseline, with its quirks.
 
 Robertson's formula with Lucene's idf ln(1 + (N - n + .5) / (n + .5)), which is positive even for
 very common words: the scores are those of bm25s's `lucene`, to the bit (computed and added in its

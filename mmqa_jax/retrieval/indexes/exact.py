@@ -1,4 +1,4 @@
-"""Exact dense search: dot products with every row, on any device."""
+"""Exact dense search: dot products with every row, on any device; as an index of faiss, too."""
 
 from __future__ import annotations
 

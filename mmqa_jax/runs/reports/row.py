@@ -1,4 +1,5 @@
-"""The report of a row: its questions as cards, scores and tables; of a finished run, made anew."""
+"""The report of a row: its questions as cards, scores and tables; of a finished run, made anew;
+of a folder of rows; and the page of what late interaction matched."""
 
 from __future__ import annotations
 
