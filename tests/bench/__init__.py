@@ -37,6 +37,7 @@ BENCHES = {
     "lists": "which models of CiteVQA, tpu-inference and colpali_engine are read here",
     "plan": "what the compiler makes of the programs that `mmqa plan` judges",
     "store": "keeping finished work: core/store.py against ArrayRecord, SQLite and LMDB",
+    "evidence": "five folders, 20 questions each: answer, passage, place and refusals right",
     "refusals": "the threshold below which `mmqa ask --data` refuses, chosen on --data",
     "citations": "citations by cause beside those that SmolLM2 is asked for, on --data",
     "rerank": "VLP on every pair of WebQA: each encoded in full, or sources and questions once",
@@ -55,6 +56,7 @@ _ON_DATA = (
     "rectangles",
     "refusals",
     "citations",
+    "evidence",
     "folders",
     "follow_ups",
 )  # benches that can measure on a user's corpus
