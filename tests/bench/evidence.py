@@ -177,7 +177,7 @@ def _facts(folder: Path, llm: Any) -> tuple[list[Fact], list[bool]]:
         answer = answerer.answer(asked.question)
         if not asked.file:
             foreign.append(not answer.found)
-            _tell(folder, asked, answer=answer.text)
+            _tell(folder, asked.question, answer=answer.text)
             continue
         read = [corpus.sources[corpus.row[name]] for name in answer.read.sources]
         if not any(map(asked.is_passage, corpus.sources)):
@@ -204,13 +204,14 @@ def _facts(folder: Path, llm: Any) -> tuple[list[Fact], list[bool]]:
         )
         gold = [n for n, source in enumerate(read, start=1) if source.id in passages]
         more = {"quote": quoted and quoted["text"], "sentences": trace.get(SENTENCES)}
-        _tell(folder, asked, answer=answer.text, gold=gold, **more, **facts[-1]._asdict())
+        more |= {"answer": answer.text, "gold": gold, **facts[-1]._asdict()}
+        _tell(folder, asked.question, **more)
     return facts, foreign
 
 
-def _tell(folder: Path, asked: Asked, **what: Any) -> None:
+def _tell(folder: Path, question: str, **what: Any) -> None:
     """Prints what came of a question as a line of JSON."""
-    row = {"folder": folder.name, "question": asked.question, **what}
+    row = {"folder": folder.name, "question": question, **what}
     print(json.dumps(row, ensure_ascii=False), file=sys.stderr, flush=True)
 
 
