@@ -14,7 +14,7 @@ pytestmark = [
         sys.platform != "linux", reason="the TPU's compiler is made for Linux alone"
     ),
 ]
-LAYERS, TOKENS, HIDDEN = 2, 2048, 1024  # of recurrent_program.py
+LAYERS, TOKENS, HIDDEN, WORDS = 2, 2048, 5120, 1024  # of recurrent_program.py
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +24,13 @@ def prefill() -> dict[str, Any]:
 
 
 def test_a_layer_gathers_its_input_once(prefill):
-    """And that of its MLP; sums are scattered, and heads stay where they are."""
-    states, exchanged = 2 * TOKENS * HIDDEN, prefill["exchanged"]  # bytes
+    """And that of its MLP; heads stay where they are. Beside these the table of words is gathered, and
+    what the last layer gives."""
+    states, table = 2 * TOKENS * HIDDEN, 2 * WORDS * HIDDEN  # bytes
+    exchanged = prefill["exchanged"]
     assert "all-to-all" not in exchanged
-    assert exchanged["all-gather"] < (2 * LAYERS + 1.1) * states
-    assert exchanged["reduce-scatter"] < (2 * LAYERS + 1.1) * states
+    assert exchanged["all-gather"] <= (2 * LAYERS + 1) * states + table
+    assert exchanged["reduce-scatter"] <= 2 * LAYERS * states
 
 
 def test_systems_are_not_solved_row_by_row(prefill):
