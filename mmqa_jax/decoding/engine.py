@@ -110,10 +110,10 @@ class Engine:
             )
         check_end_ids(end_ids, model.config.vocab_size)
         config = for_kinds(config, model.config)
-        _serve_ready(model, config, mesh)
+        serve_ready(model, config, mesh)
         if draft is not None:
             check_draft(draft.config, config, sees=whole is not None)
-            _serve_ready(draft, config, mesh)
+            serve_ready(draft, config, mesh)
         self._draft = draft
         self._adapters = tuple(adapters or ())
         if adapters:
@@ -140,7 +140,7 @@ class Engine:
         assert not self._running, "an engine cannot get other weights while it serves"
         assert self._whole is None, "only a model without a tower gets other weights"
         assert not self._adapters, "only a model without adapters gets other weights"
-        _serve_ready(model, self.config, self.mesh)
+        serve_ready(model, self.config, self.mesh)
         self._model = model
         self._runner.use(for_length(model, self.config.length))
         self._beams = BeamBatches(model, self.config, self._end_ids)
@@ -671,7 +671,7 @@ class Engine:
         }
 
 
-def _serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
+def serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
     """Brings a model's arrays into the form in which they serve, in place."""
     repeat_key_heads(model, mesh)
     if not scans(config, mesh) and not isinstance(model.layers, nnx.List):

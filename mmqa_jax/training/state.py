@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.flops import jaxpr_flops
 from mmqa_jax.core.mesh import (
+    EXACT_ON_CPU,
     batch_sharding,
     on_device,
     on_shardings,
@@ -524,6 +525,8 @@ def make_step(
     # The old parameters make room for the new ones: one copy in memory, not two.
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     whole, options = replicated(mesh), {"compiler_options": training_options(mesh)}
+    if getattr(objective, "exact", False) and mesh.devices.flat[0].platform == "cpu":
+        options = {"compiler_options": EXACT_ON_CPU}
     if not model.offload:
         out = (shardings, whole)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=out, **options)

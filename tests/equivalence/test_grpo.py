@@ -11,7 +11,12 @@ from test_language_model import LORA, pair, their_linear, with_lora  # noqa: F40
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
-from mmqa_jax.extensions.mavl_planner import GrpoObjective, group_advantages, make_log_probs
+from mmqa_jax.tasks.policy import (
+    GrpoSection,
+    PolicyObjective,
+    group_advantages,
+    make_log_probs,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -84,19 +89,20 @@ def test_loss_and_gradients(pair, moved):  # noqa: F811
     loss, divergence = equation_3(policy, theirs, moved)
     loss.backward()
 
-    objective = GrpoObjective(model.config, LORA, TEMPERATURE, CLIP, BETA)
+    options = GrpoSection(
+        temperature=TEMPERATURE, clip=CLIP, kl_weight=BETA, updates=1 if moved is None else 2
+    )
+    objective = PolicyObjective(model.config, LORA, options)
     batch = packed_batch([[row] for row in ROWS], SIZE)
     mesh = make_mesh({"data": 1}, devices=jax.devices()[:1])
     with jax.default_matmul_precision("highest"):
-        found = make_log_probs(objective, mesh, old=moved is not None)(model, batch)
+        found = make_log_probs(objective, mesh)(model, batch)
     assert ("old_log_probs" in found) == (moved is not None)
     batch |= found
     if moved is not None:
         batch["old_log_probs"] = np.asarray(batch["old_log_probs"]) + MOVED
     batch["advantages"] = group_advantages(REWARDS).ravel().astype(np.float32)
-    zeros = np.zeros(len(ROWS), np.float32)
-    batch |= dict.fromkeys(("reward", "score", "calls", "deciding"), zeros)
-    batch["plans"] = np.zeros((len(ROWS), 8), np.float32)
+    batch["measured"] = {"reward": REWARDS.ravel().astype(np.float32)}
     graphdef, state = nnx.split(model)
 
     def of(state):

@@ -36,7 +36,9 @@ def _sequences(query: Query) -> int:
     return 1 if isinstance(query, Choices) else query.decoding.n
 
 
-class _Prompt(NamedTuple):
+class Prompt(NamedTuple):
+    """A query's prompt, as the engine takes it."""
+
     tokens: list[int]  # one placeholder per picture
     pictures: tuple[Picture, ...]
     encode: Callable[[str], list[int]]  # for longer prompts with this prefix
@@ -101,7 +103,7 @@ class EngineBackend:
             self._throughput = self._engine.throughput
         return self._engine
 
-    def _prepared(self, prompts: Sequence[tuple[Query, _Prompt]]) -> Engine:
+    def _prepared(self, prompts: Sequence[tuple[Query, Prompt]]) -> Engine:
         """The engine with sizes for queries.
 
         It is resized once for more sequences, more than twice the first ones, then for any number;
@@ -171,7 +173,7 @@ class EngineBackend:
             raise requests.TooLong(request.id, count, more, self.length)
         self._checked = self._with(self._checked, request, prompt)
 
-    def _with(self, demand: Demand, request: Query, prompt: _Prompt) -> Demand:
+    def _with(self, demand: Demand, request: Query, prompt: Prompt) -> Demand:
         """A demand with a query more."""
         sequences = _sequences(request)
         count, more, together = self._count_tokens(request, prompt)
@@ -185,7 +187,7 @@ class EngineBackend:
             demand.new_tokens + sequences * more,
         )
 
-    def _count_tokens(self, request: Query, prompt: _Prompt) -> tuple[int, int, int]:
+    def _count_tokens(self, request: Query, prompt: Prompt) -> tuple[int, int, int]:
         """Tokens of the prompt, the longest answer, and all answers that may share its columns."""
         count = self._prompt_tokens(prompt)
         if isinstance(request, Choices):
@@ -227,7 +229,7 @@ class EngineBackend:
         """The most that the context holds behind a query's prompt."""
         return max(self.length - self.prompt_tokens(query), 1)
 
-    def _prompt_tokens(self, prompt: _Prompt) -> int:
+    def _prompt_tokens(self, prompt: Prompt) -> int:
         of_pictures = [
             self._pictures.tokens(picture) - self._pictures.places(picture)
             for picture in shown_pictures(prompt.pictures)
@@ -247,7 +249,7 @@ class EngineBackend:
         return self._request(query, prompt, list(itertools.chain(*tiles)))
 
     def _requests(
-        self, prompts: Sequence[tuple[Query, _Prompt]]
+        self, prompts: Sequence[tuple[Query, Prompt]]
     ) -> Iterator[requests.Request | requests.Scoring]:
         if self._pictures is None:
             yield from (self._request(query, prompt, ()) for query, prompt in prompts)
@@ -263,7 +265,7 @@ class EngineBackend:
                 yield self._request(query, prompt, list(itertools.chain(*tiles)))
 
     def _request(
-        self, request: Query, prompt: _Prompt, pixels: Sequence[np.ndarray]
+        self, request: Query, prompt: Prompt, pixels: Sequence[np.ndarray]
     ) -> requests.Request | requests.Scoring:
         if not isinstance(request, Choices):
             return request.decoding.request(request.id, prompt.tokens, pixels)
@@ -299,7 +301,7 @@ class EngineBackend:
         return places
 
     def _continuations(
-        self, request: Choices, prompt: _Prompt
+        self, request: Choices, prompt: Prompt
     ) -> tuple[list[int], list[list[int]]]:
         """The prompt's tokens, and those that each continuation adds to them.
 
@@ -320,7 +322,7 @@ class EngineBackend:
                 )
         return start, rows
 
-    def _prompt(self, request: Query) -> _Prompt:
+    def _prompt(self, request: Query) -> Prompt:
         if isinstance(request, Chat):
             return self._conversation(request.id, request.messages, request.begun)
         if not isinstance(request.prompt, str):
@@ -332,11 +334,11 @@ class EngineBackend:
             self._no_video(request.id, request.prompt)
             text = self._pictures.with_places(request.prompt, len(request.images))
             encode = self._encoder(request.id, text, request.images)
-        return _Prompt(encode(text), request.images, encode, text, "")
+        return Prompt(encode(text), request.images, encode, text, "")
 
     def _conversation(
         self, request_id: Hashable, messages: Sequence[Message], begun: str = ""
-    ) -> _Prompt:
+    ) -> Prompt:
         if self._chat_format is None:
             raise UserError(
                 f"request {request_id!r}: it has messages, but the model has no chat template; "
@@ -352,7 +354,7 @@ class EngineBackend:
             encode = self.tokenizer.encode_plain  # the template spells the special tokens
         else:
             encode = self._encoder(request_id, text, pictures)
-        return _Prompt(encode(text), pictures, encode, text, self._chat_format.before_answer)
+        return Prompt(encode(text), pictures, encode, text, self._chat_format.before_answer)
 
     def _no_pictures(self, request_id: Hashable, pictures: Sequence[Picture]) -> None:
         if pictures:
