@@ -158,26 +158,33 @@ def run_episodes(
     llm: Backend,
     retriever: Retriever,
     budget: Budget,
+    *,
+    quiet: bool | None = None,
 ) -> list[Episode]:
-    """Lets the model search and answer; all episodes have ended."""
+    """Lets the model search and answer; all episodes have ended. `quiet`: see Progress."""
     episodes = [Episode(question) for question in questions]
     for number in range(budget.turns):
         running = [episode for episode in episodes if episode.is_running]
         if not running:
             break
-        _write(running, number, style, llm, budget)
+        _write(running, number, style, llm, budget, quiet)
         _search(running, retriever, budget)
     return episodes
 
 
 def _write(
-    episodes: Sequence[Episode], number: int, style: Style, llm: Backend, budget: Budget
+    episodes: Sequence[Episode],
+    number: int,
+    style: Style,
+    llm: Backend,
+    budget: Budget,
+    quiet: bool | None,
 ) -> None:
     """Adds a turn to each, whose search is not made yet."""
     names = {(episode.question.id, number): episode for episode in episodes}
     queries = [style.query(episode, name) for name, episode in names.items()]
     title = f"Turn {number + 1} of at most {budget.turns}"
-    answers = answer_all(llm, queries, title, thoughts_apart=False)
+    answers = answer_all(llm, queries, title, thoughts_apart=False, quiet=quiet)
     for name, episode in names.items():
         if name not in answers.by_id:
             episode.problem = answers.failed.get(name, "the model gave no answer")

@@ -186,8 +186,8 @@ class PolicyObjective(LanguageModelObjective):
         metrics |= {name: values.mean() for name, values in batch["measured"].items()}
         metrics["tokens"] = is_token.sum(axis=1).mean(dtype=jnp.float32)
         if "drawn_log_probs" in batch:
-            above = jnp.where(is_token, log_probs - batch["drawn_log_probs"], 0.0)
-            metrics["engine_kl"] = _of_rows(jnp.exp(above) - above - 1, is_token)
+            gap = jnp.abs(log_probs - batch["drawn_log_probs"])
+            metrics["engine_gap"] = _of_rows(gap, is_token)
         if self.options.average == "tokens":  # by which the parts of an update count
             metrics[WEIGHT] = is_token.sum().astype(jnp.float32)
         return loss, metrics
@@ -503,8 +503,8 @@ def check_groups(task: Any) -> None:
         raise UserError(
             f"config key batches.batch_size={task.batches.batch_size}: a multiple of "
             f"{options.rows}, the rows of a prompt (grpo.group={options.group}, "
-            f"grpo.learn={options.learn}), times train.accumulate={accumulate} was expected; change "
-            "it."
+            f"grpo.learn={options.learn}), times train.accumulate={accumulate} was expected; "
+            "change it."
         )
     if accumulate > 1 and options.updates > 1:
         raise UserError(

@@ -192,7 +192,8 @@ def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
         named[path] = kernel.replace(merged)
         if consume and merged is not kernel.get_value():
             kernel.get_value().delete()
-    plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # its axes are no names
+        plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
 
 

@@ -446,6 +446,7 @@ def answer_all(
     *,
     checked: bool = False,
     thoughts_apart: bool = True,
+    quiet: bool | None = None,
 ) -> Answers:
     """Answers queries with unique ids; those in the response cache first.
 
@@ -458,6 +459,7 @@ def answer_all(
         sizes for as many as were checked.
       thoughts_apart: whether candidates' texts are answers alone; else with the thoughts that a
         model marks in them.
+      quiet: see Progress.
     """
     not_sent: dict[Hashable, str] = {}
     for query in () if checked else queries:
@@ -475,7 +477,7 @@ def answer_all(
     before = len(backend.failures)
     if missing:
         start = len(answers)
-        with Progress(title, len(queries), "requests", start=start) as progress:
+        with Progress(title, len(queries), "requests", start=start, quiet=quiet) as progress:
             failed = 0
             for result in backend.answer(missing):
                 answers[result.id] = result

@@ -300,9 +300,7 @@ class EngineBackend:
             places.append((tokens_before(begin), tokens_before(end)))
         return places
 
-    def _continuations(
-        self, request: Choices, prompt: Prompt
-    ) -> tuple[list[int], list[list[int]]]:
+    def _continuations(self, request: Choices, prompt: Prompt) -> tuple[list[int], list[list[int]]]:
         """The prompt's tokens, and those that each continuation adds to them.
 
         A text's last token may change with the continuation, and its last spaces belong to that, as

@@ -101,7 +101,8 @@ class PolicyBackend(EngineBackend):
             yield result
 
     def _keep(self, query: Query, prompt: Prompt, drawn: requests.Candidate) -> None:
-        assert not isinstance(query, Choices) and drawn.logprobs is not None
+        assert not isinstance(query, Choices)
+        assert drawn.logprobs is not None
         tokens, log_probs = list(drawn.tokens), list(drawn.logprobs)
         shield = self.tokenizer.shield
         text = prompt.text + shield(drawn.text or "")
@@ -125,8 +126,8 @@ class PolicyBackend(EngineBackend):
         rest = before.rest(prompt.text)
         if rest is None:
             raise requests.Unanswerable(
-                f"request {request.id!r}: its prompt does not begin with the turns before it; use a "
-                "chat template that leaves earlier messages as they are."
+                f"request {request.id!r}: its prompt does not begin with the turns before it; use "
+                "a chat template that leaves earlier messages as they are."
             )
         return prompt._replace(tokens=before.tokens + self.tokenizer.encode_plain(rest))
 
