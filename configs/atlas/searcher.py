@@ -82,4 +82,3 @@ def get_config(mode: str = "") -> ConfigDict:
         config.train.update({"steps": 4, "checkpoint_every": 2})
         config.validate.questions = 2
     return config
-

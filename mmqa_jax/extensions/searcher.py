@@ -293,8 +293,8 @@ class Searcher(TextModelTask):
 
     Attributes:
       exact: whether the trainer's log-probabilities have the engine's bits, so that the first
-        ratios are 1 and `engine_gap` is 0 (decoding/ENGINE.md, "The same bits"); grpo.temperature is
-        then 1.
+        ratios are 1 and `engine_gap` is 0 (decoding/ENGINE.md, "The same bits"); grpo.temperature
+        is then 1.
     """
 
     name: ClassVar[str] = "searcher"
