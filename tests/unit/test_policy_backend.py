@@ -9,7 +9,7 @@ from printable_llm import END, VOCABULARY, printable_llama, printable_tokenizer
 from tiny_llm import SIZES, TEMPLATE
 
 import mmqa_jax as mmqa
-from mmqa_jax.core.compiler_options import EXACT_ON_CPU
+from mmqa_jax.core.mesh import EXACT_ON_CPU
 from mmqa_jax.data.batches.language_model import RowSize, packed_batch
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.engine import Engine
