@@ -25,7 +25,7 @@ from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.mesh import make_mesh, mesh_in_use
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.language_model import RowSize
+from mmqa_jax.data.batches.texts import RowSize
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Modality, Question
 from mmqa_jax.decoding.engine import Engine

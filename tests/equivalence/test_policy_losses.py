@@ -14,7 +14,7 @@ from trl.trainer.grpo_trainer import GRPOTrainer
 
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.data.batches.language_model import RowSize, TokenExample, packed_batch
+from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.tasks.policy import GrpoSection, PolicyObjective, learned_rows, make_log_probs
 
 pytestmark = pytest.mark.slow

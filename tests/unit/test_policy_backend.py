@@ -10,7 +10,7 @@ from tiny_llm import SIZES, TEMPLATE
 
 import mmqa_jax as mmqa
 from mmqa_jax.core.mesh import EXACT_ON_CPU
-from mmqa_jax.data.batches.language_model import RowSize, packed_batch
+from mmqa_jax.data.batches.texts import RowSize, packed_batch
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Scoring

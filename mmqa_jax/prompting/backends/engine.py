@@ -285,7 +285,7 @@ class EngineBackend:
         )
 
     def _places(
-        self, request: Choices, prompt: _Prompt, tokens: Sequence[int]
+        self, request: Choices, prompt: Prompt, tokens: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Of each hidden piece the first of the prompt's tokens and the one behind its last."""
 
