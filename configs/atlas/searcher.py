@@ -30,7 +30,7 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     config.tokenizer = ""
     config.model = {
-        "changes": {"dtype": "float32", "remat": "none"},
+        "changes": {"dtype": "float32", "remat": "full"},
         "lora": {"rank": 16, "alpha": 32.0, "targets": ()},
     }
     config.train = {

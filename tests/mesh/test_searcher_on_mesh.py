@@ -33,10 +33,10 @@ def inputs(tmp_path_factory):
 
 
 def test_episodes_and_bits(inputs):
-    """On one, two, four and eight devices; of the second step the gradients were summed elsewhere,
+    """On one and eight devices; of the second step the gradients were summed elsewhere,
     so that its episodes may differ, but not the bits of trainer and engine."""
     first = []
-    for data in (1, 2, 4, 8):
+    for data in (1, 8):
         run = inputs / f"on_{data}"
         values = {**RUN, "data.dir": inputs / "data", "mesh.data": data}
         values["reward.function"] = f"{inputs / 'rewards.py'}:vowels"
@@ -46,4 +46,4 @@ def test_episodes_and_bits(inputs):
         assert [row["engine_gap"] for row in rows] == [0, 0], data
         assert rows[1]["grad_norm"] > 0
         first.append((run / "rollouts" / "000000.jsonl").read_bytes())
-    assert first == first[:1] * 4
+    assert first == first[:1] * 2

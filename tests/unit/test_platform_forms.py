@@ -140,3 +140,27 @@ def test_every_kind_of_recomputation_has_the_same_gradient():
                 continue
             scale = float(np.abs(expected).max()) + 1e-6
             assert float(np.abs(got - expected).max()) <= 1e-5 * scale
+
+
+def compiled_bytes(layers: int, remat: str) -> int:
+    """Temporaries of a gradient on this machine, its layers as they lie by default."""
+    config = BertConfig(
+        vocab_size=50, hidden=32, layers=layers, heads=4, mlp=96, positions=256, remat=remat
+    )
+    graphdef, shapes = nnx.split(nnx.eval_shape(lambda: Bert(config, rngs=nnx.Rngs())))
+    rows = jax.ShapeDtypeStruct((8, 256, 32), np.float32)
+
+    def loss(params, rows):
+        return nnx.merge(graphdef, params).encode(rows, None).sum()
+
+    compiled = jax.jit(jax.grad(loss)).lower(shapes, rows).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def test_recomputation_takes_less_memory_on_a_cpu():
+    """Scores of a layer are 8 MiB: without recomputation each layer keeps several."""
+    assert compiled_bytes(8, "none") > 1.8 * compiled_bytes(4, "none")
+    for remat in ("full", "dots"):
+        few, many = compiled_bytes(4, remat), compiled_bytes(8, remat)
+        assert many - few < 4 * 2**23
+        assert many < 0.5 * compiled_bytes(8, "none")

@@ -739,13 +739,14 @@ def scan_layers(
     product before its bias.
 
     `unroll` goes to `jax.lax.scan`; None unrolls wholly on CPU, where a loop costs 1.3x in the
-    backward pass, and keeps one compiled layer elsewhere.
+    backward pass, and keeps one compiled layer elsewhere, and where `remat` asks for memory: of
+    layers that are unrolled XLA merges what is computed again with what it was.
 
     Parameters that lie in the host's memory come to the devices layer by layer, again in the
     backward pass, and each layer's gradient goes to the host.
     """
     if unroll is None:
-        unroll = platform() == "cpu"
+        unroll = platform() == "cpu" and remat == "none"
     check_known("model.remat", remat, _REMAT_POLICIES)
     graphdef, params = nnx.split(layers)
     count = jax.tree.leaves(params)[0].shape[0]
