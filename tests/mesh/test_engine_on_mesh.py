@@ -20,7 +20,7 @@ from mmqa_jax.decoding.scanned_cache import ScannedCache, specs_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.layer_kinds import DeltaConfig
+from mmqa_jax.models.llama.layer_kinds import DeltaConfig, LatentConfig
 from mmqa_jax.models.llama.lora import Additions
 from mmqa_jax.models.llama.network import Llama, unstack_layers
 from tests.drawn_weights import drawn
@@ -52,6 +52,15 @@ SWITCHED = dataclasses.replace(
     unit_norms=True,
     attention_cap=3.0,
     logit_cap=8.0,
+)
+# One key head for all, which a mesh repeats.
+LATENT = dataclasses.replace(
+    MODEL,
+    family="youtu",
+    kv_heads=1,
+    head_dim=16,
+    latent=LatentConfig(rank=12, query_rank=10, resting=6, turning=4, value=8),
+    attention_scale=0.4,
 )
 
 
@@ -90,7 +99,8 @@ def answers_and_scores(mesh, sizes, config):
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "config"), [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED)]
+    ("cache_dtype", "config"),
+    [("float32", MODEL), ("int8", MODEL), ("float32", SWITCHED), ("float32", LATENT)],
 )
 def test_answers_are_those_of_one_device(cache_dtype, config):
     sizes = EngineConfig(
