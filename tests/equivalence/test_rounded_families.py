@@ -72,15 +72,21 @@ def rounded(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"": codes, "_scale_inv": scale}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "phi3"])
+# Of latents, in whole blocks; the matrix of keys and values of latents is whole here.
+_EVEN = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_nope_head_dim": 8, "v_head_dim": 16}
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "phi3", "youtu"])
 def test_fp8_is_read_as_transformers_reads_it(name, tmp_path):
     case = CASES[name]
     kind = getattr(transformers, f"{case.family}ForCausalLM")
-    config = kind.config_class(**COMMON | dict(case.values))
+    sizes = _EVEN if name == "youtu" else {}
+    config = kind.config_class(**COMMON | dict(case.values) | sizes)
     randomize(kind(config), 0, 0.05).save_pretrained(tmp_path)
     saved = {}
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
-        parts = rounded(tensor) if key.endswith("_proj.weight") else {"": tensor}
+        is_rounded = key.endswith(("_proj.weight", "_proj_with_mqa.weight"))
+        parts = rounded(tensor) if is_rounded else {"": tensor}
         saved |= {key + end: part for end, part in parts.items()}
     rewrite(tmp_path, saved, {"activation_scheme": "dynamic", "weight_block_size": [SIZE, SIZE]})
     theirs = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
