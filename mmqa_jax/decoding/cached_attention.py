@@ -61,7 +61,7 @@ def attend(
     def visible(column: jax.Array) -> jax.Array:  # int [T] -> bool [R, 1, G * L, T]
         seen = column <= last
         if branches is not None:
-            seen &= in_sight(column, trunk, *of_branch)
+            seen &= in_sight(column, column < trunk, *of_branch)
         if window is not None:
             seen &= column >= (
                 first if branches is None else jnp.where(column < trunk, in_trunk, first)
@@ -127,12 +127,12 @@ def attend_to_rows(
     column = jnp.arange(key.shape[1])
     mask = column <= last_seen(columns, branches)[:, :, None]  # [R, L, T]
     if branches is not None:
-        mask &= branches.in_sight(column)
+        of_trunk = column < branches.trunk[:, None, None]
+        mask &= branches.in_sight(column, of_trunk)
     if window is not None:
         first, in_trunk = first_seen(columns, branches, window)
         first = first[:, :, None]
         if branches is not None:
-            of_trunk = column < branches.trunk[:, None, None]
             first = jnp.where(of_trunk, in_trunk[:, :, None], first)
         mask &= column >= first
     options = {"implementation": implementation, "cap": cap, "sinks": sinks}
@@ -242,10 +242,11 @@ class Branches:
     # int32 [R, L] twice: the first column that is hidden from a token, and the one behind the last.
     hidden: tuple[jax.Array, jax.Array] | None = None
 
-    def in_sight(self, column: jax.Array) -> jax.Array:
-        """Whether the tokens see columns int [T] or [R, 1, T] in front of them: bool [R, L, T]."""
+    def in_sight(self, column: jax.Array, of_trunk: jax.Array) -> jax.Array:
+        """Whether the tokens see columns int [T] or [R, 1, T] in front of them, bool [R, L, T];
+        `of_trunk` says which belong to the trunk."""
         of_token = jax.tree.map(lambda x: x[:, :, None], (self.begin, self.hidden))
-        return in_sight(column, self.trunk[:, None, None], *of_token)
+        return in_sight(column, of_trunk, *of_token)
 
     def positions(self, columns: jax.Array) -> jax.Array:
         """Positions of the tokens in `columns` [R, L]: a branch continues where the trunk ends."""
@@ -255,10 +256,10 @@ class Branches:
 
 def in_sight(
     column: jax.Array,
-    trunk: jax.Array,
+    of_trunk: jax.Array,
     begin: jax.Array,
     hidden: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     """`Branches.in_sight` of arrays that are broadcast against each other."""
-    seen = (column < trunk) | (column >= begin)
+    seen = of_trunk | (column >= begin)
     return seen if hidden is None else seen & ((column < hidden[0]) | (column >= hidden[1]))

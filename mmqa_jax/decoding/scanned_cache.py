@@ -330,7 +330,8 @@ def prompt_attention(
         last = starts[:, None] + last_of_pictures(pictures)
         mask = mask & (column <= last[:, :, None])[:, None]
     if branches is not None:
-        mask = mask & branches.in_sight(column)[:, None]  # [R, 1, L, limit + L]
+        of_trunk = column < branches.trunk[:, None, None]
+        mask = mask & branches.in_sight(column, of_trunk)[:, None]  # [R, 1, L, limit + L]
 
     read = _reader(cache, mesh)
     pages = table[:, : -(-limit // cache.key.shape[3])]
