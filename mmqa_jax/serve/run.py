@@ -294,7 +294,9 @@ def _of_workdir(
         row = recorded_row(workdir / name)
         same = Path(row.data.dir).resolve() == data.resolve()
         same = same and not (row.data.context or row.data.sources)
-        if same and row.answers and not row.answering.needs_all and not row.missing_inputs():
+        # The constant answer takes no part, and reads no question.
+        asks = row.answers and row.parts and not row.answering.needs_all
+        if same and asks and not row.missing_inputs():
             systems.append(RowSystem(row, demo.corpus, opened, threads))
             demo.corpus.materials = row.materials(demo.corpus)
     return demo.corpus, demo, systems

@@ -28,6 +28,8 @@ from mmqa_jax.core.store import Store, read_head
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.runs.corpora import prepare_atlas
+from mmqa_jax.serve.run import _of_workdir
+from mmqa_jax.serve.systems import Threads
 from mmqa_jax.training.attempts import read_attempts
 from mmqa_jax.training.loop import CLOCK_COLUMNS
 from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
@@ -358,6 +360,13 @@ def test_an_answer_is_read_only_from_sources_above_the_threshold(demo, threshold
         assert answer["answer"] == "Not found in the sources."
         assert len(answer["sources"]) == 1
         assert "nearest source" in err
+
+
+def test_a_server_asks_the_rows_that_read_a_question(demo):
+    _, _, systems = _of_workdir(demo.workdir, Threads(1))
+    names = {system.name for system in systems}
+    assert names >= {*SETTINGS}
+    assert "constant" not in names
 
 
 def test_questions_that_cannot_be_asked(demo):
