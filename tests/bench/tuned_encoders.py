@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -56,10 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for named in arguments.models:
         name, _, model = named.partition("=")
         values = reciprocal_ranks(model, asked, samples["val"])
-        scores = {"mrr": sum(values.values()) / len(values)}
-        described = {"dataset": arguments.data, "split": arguments.split, "scores": scores}
-        of_questions = {question: {"mrr": value} for question, value in values.items()}
-        runs.append(ScoredRun(name, described, of_questions))
+        runs.append(scored_run(name, arguments.data, arguments.split, values))
         if arguments.keep is not None:
             keep(runs[-1], arguments.keep / name)
     print(f"{len(asked.questions)} questions search {len(asked.pool)} sources")
@@ -74,6 +72,10 @@ class Sample:
       count: of the questions, evenly over the split.
       sources: of the corpus that are searched beside the questions' own.
       reranked: the first sources of a ranking that rerankers order.
+
+    Attributes:
+      found_by: encoder -> the rankings that it gave.
+      judged_by: (encoder, reranker) -> the first sources with the reranker's scores.
     """
 
     def __init__(self, corpus: Corpus, split: str, count: int, sources: int, reranked: int):
@@ -82,27 +84,29 @@ class Sample:
         own = [row for question in self.questions for row in corpus.candidates(question)]
         self.pool = part_of(corpus, [*own, *evenly(range(len(corpus)), sources)])
         self._reranked = reranked
-        self._found: dict[str, list[Ranking]] = {}
-        self._odds: dict[tuple[str, str], list[Ranking]] = {}
+        self.found_by: dict[str, list[Ranking]] = {}
+        self.judged_by: dict[tuple[str, str], list[Ranking]] = {}
 
     def found(self, encoder: str) -> list[Ranking]:
         """The first _TOP sources by an encoder."""
-        if encoder not in self._found:
+        if encoder not in self.found_by:
             embedder, pictures = open_embedder(Path(encoder), self.pool)
             vectors = embedder.embed_rows(self.pool, pictures, range(len(self.pool)))
             index = ExactIndex(Embeddings(vectors, "", self.pool.fingerprint))
             retriever = dense_retriever(self.pool, embedder, index, pictures)
-            self._found[encoder] = find_candidates(self.questions, retriever, _TOP)
-        return self._found[encoder]
+            self.found_by[encoder] = find_candidates(self.questions, retriever, _TOP)
+        return self.found_by[encoder]
 
     def reordered(self, encoder: str, reranker: str, weight: float) -> list[Ranking]:
         """These rankings with their first sources in the order of a reranker."""
         heads, key = [self._head(x) for x in self.found(encoder)], (encoder, reranker)
-        if key not in self._odds:
+        if key not in self.judged_by:
             model = open_reranker(Path(reranker), self.pool)
-            self._odds[key] = model.score(self.questions, heads)
+            self.judged_by[key] = model.score(self.questions, heads)
         made = []
-        for ranking, head, judged in zip(self.found(encoder), heads, self._odds[key], strict=True):
+        for ranking, head, judged in zip(
+            self.found(encoder), heads, self.judged_by[key], strict=True
+        ):
             odds = dict(zip(judged.sources, _log_odds(judged.scores), strict=True))
             pairs = zip(head.sources, head.scores, strict=True)
             best = by_score(head.question_id, {x: odds[x] + weight * y for x, y in pairs}).sources
@@ -133,15 +137,21 @@ def reciprocal_ranks(model: str, asked: Sample, val: Sample) -> dict[str, float]
     reranker, *given = reranking
     weights = [float(weight) for weight in given] or _WEIGHTS
     means = {
-        weight: float(np.mean([*val.values(val.reordered(encoder, reranker, weight)).values()]))
+        weight: fmean(val.values(val.reordered(encoder, reranker, weight)).values())
         for weight in (weights if len(weights) > 1 else ())
     }
     if means:
-        alone = np.mean([*val.values(val.found(encoder)).values()])
+        alone = fmean(val.values(val.found(encoder)).values())
         shown = ", ".join(f"{weight:g}: {mean:.4f}" for weight, mean in means.items())
         print(f"{model}: val, {alone:.4f} by the encoder alone; by weight {shown}")
     weight = max(means, key=means.__getitem__) if means else weights[0]
     return asked.values(asked.reordered(encoder, reranker, weight))
+
+
+def scored_run(name: str, data: str, split: str, values: Mapping[str, float]) -> ScoredRun:
+    """Reciprocal ranks as `compare_runs` takes them."""
+    described = {"dataset": data, "split": split, "scores": {"mrr": fmean(values.values())}}
+    return ScoredRun(name, described, {question: {"mrr": x} for question, x in values.items()})
 
 
 def keep(run: ScoredRun, folder: Path) -> None:

@@ -30,21 +30,28 @@ from test_clip_embedder import published as clip  # noqa: F401, a fixture
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from updates import our_updates
 
+from mmqa_jax.core.config import load_config
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.data.chat_template import PictureChat
-from mmqa_jax.data.corpus import corpus_of_lists
+from mmqa_jax.data.corpus import Corpus, corpus_of_lists
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
+from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.inference.cross_encoder import Side, pair_prompts, reranked_pictures
 from mmqa_jax.models.encoders.trained_pictured import read_pictured_record, read_seeing_reranker
 from mmqa_jax.retrieval.vlm_encoder import Slots, prompt_arrays, slots_of
+from mmqa_jax.runs.verbs.conversion import export_retrieval_run
+from mmqa_jax.tasks.embedder import open_embedder
 from mmqa_jax.tasks.reranker import RerankerObjective
 from mmqa_jax.tasks.retriever_objective import RetrieverLoss, RetrieverObjective
 from mmqa_jax.tasks.retriever_trunks import trunk_of
+from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.optimizer import OptimizerOptions
 from tests.pictures import encoded
 
 pytestmark = pytest.mark.slow
 
+CONFIG = Path(__file__).parents[2] / "configs/openstax/retriever.py"
 BOUND = 1e-6
 MOST = 2304  # pixels of a Qwen-VL's picture
 TEXTS = ["two red flags", "it", "a", "a b", "which flag", "of cedar"]
@@ -366,3 +373,38 @@ def reopened(peer, record, tensors, out) -> dict[str, torch.Tensor]:
     save_file(dict(tensors), out / "model.safetensors", metadata={"format": "pt"})
     model = peer.reopened(out)
     return {name: x.detach() for name, x in model.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", ["pages", "towers"])
+def test_modes_of_the_config(mode, request, tmp_path):
+    """configs/openstax/retriever.py from a corpus to vectors, in the run and as exported."""
+    pixels = {f"{n}.png": encoded(picture) for n, picture in enumerate(small_pictures())}
+    sources = [Source(name, "image", "a flag", image=name) for name in pixels]
+    asked = [
+        Question(f"q{n}", "train", text, positives=(name,))
+        for n, (text, name) in enumerate(zip(ASKED, pixels, strict=True))
+    ]
+    corpus = Corpus(sources, asked, pixels.__getitem__, fingerprint="flags")
+    if mode == "pages":
+        folder = make_published(tmp_path / "Qwen3-VL", "$A", "<|endoftext|>").folder
+        lengths = {"batches.query_length": 40, "batches.source_lengths": (200,)}
+        sizes = {"pictures.max_pixels": MOST, **lengths}
+    else:
+        folder = request.getfixturevalue("clip")
+        sizes = {"batches.query_length": 20, "batches.source_lengths": (20,)}
+    values = {
+        "init": str(folder), "data.dir": "flags", "batches.batch_size": 2, "batches.threads": 0,
+        "train.steps": 3, "train.checkpoint_every": 3, "train.log_every": 1,
+        "train.optimizer.learning_rate": 0.01, "train.optimizer.warmup": 0.0,
+        "model.changes.dtype": "float32", **sizes,
+    }  # fmt: skip
+    run = tmp_path / "run"
+    run_training(load_config(f"{CONFIG}:{mode}", values), run, corpus=corpus)
+    export_retrieval_run(run, tmp_path / "exported", overwrite=False)
+    vectors = []
+    for place in (run, tmp_path / "exported"):
+        embedder, pictures = open_embedder(place, corpus)
+        vectors.append(embedder.embed_rows(corpus, pictures, range(len(corpus))))
+    np.testing.assert_allclose(*vectors, rtol=0, atol=1e-6)
+    losses = [row["loss"] for _, row in read_jsonl(run / "metrics.jsonl") if "loss" in row]
+    assert losses[-1] < losses[0]
