@@ -375,9 +375,8 @@ def reopened(peer, record, tensors, out) -> dict[str, torch.Tensor]:
     return {name: x.detach() for name, x in model.named_parameters()}
 
 
-@pytest.mark.parametrize("mode", ["pages", "towers"])
-def test_modes_of_the_config(mode, request, tmp_path):
-    """configs/openstax/retriever.py from a corpus to vectors, in the run and as exported."""
+def test_mode_pages_of_the_config(tmp_path):
+    """configs/openstax/retriever.py:pages from a corpus to vectors, in the run and as exported."""
     pixels = {f"{n}.png": encoded(picture) for n, picture in enumerate(small_pictures())}
     sources = [Source(name, "image", "a flag", image=name) for name in pixels]
     asked = [
@@ -385,21 +384,16 @@ def test_modes_of_the_config(mode, request, tmp_path):
         for n, (text, name) in enumerate(zip(ASKED, pixels, strict=True))
     ]
     corpus = Corpus(sources, asked, pixels.__getitem__, fingerprint="flags")
-    if mode == "pages":
-        folder = make_published(tmp_path / "Qwen3-VL", "$A", "<|endoftext|>").folder
-        lengths = {"batches.query_length": 40, "batches.source_lengths": (200,)}
-        sizes = {"pictures.max_pixels": MOST, **lengths}
-    else:
-        folder = request.getfixturevalue("clip")
-        sizes = {"batches.query_length": 20, "batches.source_lengths": (20,)}
+    folder = make_published(tmp_path / "Qwen3-VL", "$A", "<|endoftext|>").folder
     values = {
         "init": str(folder), "data.dir": "flags", "batches.batch_size": 2, "batches.threads": 0,
         "train.steps": 3, "train.checkpoint_every": 3, "train.log_every": 1,
         "train.optimizer.learning_rate": 0.01, "train.optimizer.warmup": 0.0,
-        "model.changes.dtype": "float32", **sizes,
+        "model.changes.dtype": "float32", "pictures.max_pixels": MOST,
+        "batches.query_length": 40, "batches.source_lengths": (200,),
     }  # fmt: skip
     run = tmp_path / "run"
-    run_training(load_config(f"{CONFIG}:{mode}", values), run, corpus=corpus)
+    run_training(load_config(f"{CONFIG}:pages", values), run, corpus=corpus)
     export_retrieval_run(run, tmp_path / "exported", overwrite=False)
     vectors = []
     for place in (run, tmp_path / "exported"):
