@@ -124,12 +124,12 @@ def _in_turn(
     arguments: argparse.Namespace, answers: Iterable[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """All answers, each of several printed as it comes where `--json` asks for it."""
-    kept = []
+    printed = []
     for answer in answers:
-        kept.append(answer)
+        printed.append(answer)
         if arguments.json and len(arguments.question) > 1:
             print(json_line(answer), flush=True)
-    return kept
+    return printed
 
 
 def _check_flags(arguments: argparse.Namespace) -> None:

@@ -183,8 +183,8 @@ def compare_pairs(
         )
     summaries = {run["name"]: run for of_pair in compared for run in of_pair["runs"]}
     pairs = _holm([pair for of_pair in compared for pair in of_pair["pairs"]])
-    found = {"metric": metrics[0], "against_first": False, "by_pairs": True}
-    return {**found, "runs": list(summaries.values()), "pairs": pairs}
+    how = {"metric": metrics[0], "against_first": False, "by_pairs": True}
+    return {**how, "runs": list(summaries.values()), "pairs": pairs}
 
 
 def compare_tables(compared: Mapping[str, Any]) -> list[Table]:

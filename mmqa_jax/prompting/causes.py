@@ -55,7 +55,7 @@ def cited_by_cause(
     Args:
       support: nats that a sentence loses without a source that it cites.
     """
-    queries = {one.prediction.question_id: _queries(llm, one) for one in answered}
+    queries = {a.prediction.question_id: _queries(llm, a) for a in answered}
     scores = answer_all(llm, list(itertools.chain(*queries.values())), "Citing").by_id
     for prediction, of_sources, *_ in answered:
         answers = [scores.get(query.id) for query in queries[prediction.question_id]]

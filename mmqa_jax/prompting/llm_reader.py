@@ -142,7 +142,7 @@ class LLMReader:
     def _answered(self, asked: Sequence[_Asked]) -> list[Prediction]:
         queries = [prompt.query for _, _, prompt in asked if prompt.query is not None]
         answers = answer_all(self._llm, queries, "Reading", checked=True)
-        return [self._read(*one, answers) for one in asked]
+        return [self._read(*question, answers) for question in asked]
 
     def _with_causes(
         self, asked: Sequence[_Asked], predictions: Sequence[Prediction]

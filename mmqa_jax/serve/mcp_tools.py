@@ -169,7 +169,8 @@ class _Tools:
 
     def _place(self, name: str, folder: str) -> tuple[AskedCorpus, int]:
         """A source by its id: its corpus, and its row there."""
-        held = [self._corpora[one] for one in self._names(folder) if name in self._corpora[one].row]
+        every = [self._corpora[place] for place in self._names(folder)]
+        held = [corpus for corpus in every if name in corpus.row]
         if not held:
             raise ToolError(f"there is no source {name!r:.200}; ids come from search and ask.")
         if len(held) > 1:
