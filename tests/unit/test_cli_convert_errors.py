@@ -107,7 +107,7 @@ def test_files_that_are_not_whole(bert, refused, tmp_path):
     refused(*flags, message=r"bert: holds neither model\.safetensors nor pytorch_model\.bin")
     index = bert.path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model-00002-of-00002.safetensors"}}))
-    refused(*flags, message=r"model-00002-of-00002\.safetensors: no such file")
+    refused(*flags, message=r"lacks model-00002-of-00002\.safetensors, which its index names")
     index.unlink()
     torch.save({"weights": np.ones(3)}, bert.path / "pytorch_model.bin")
     refused(*flags, message=r"pytorch_model\.bin: not a torch file of plain tensors")
