@@ -89,9 +89,9 @@ HOSTILE = {
 READ = """
 import json, resource, sys
 from pathlib import Path
-from mmqa_jax.data.documents import read
+from mmqa_jax.data.documents import document
 from mmqa_jax.data.folder import FolderOptions, read_folder
-read._SECONDS = 1
+document._SECONDS = 1
 content = read_folder(*map(Path, sys.argv[1:]), FolderOptions())
 children = resource.getrusage(resource.RUSAGE_CHILDREN)
 print(json.dumps({
