@@ -170,7 +170,8 @@ def test_sharded_folder_is_read_through_its_index(tiny, tmp_path):
     state = keymap.load_into(tiny, MAP, safetensors.SafetensorsSource(tmp_path))
     np.testing.assert_array_equal(state["norm"]["bias"][...], arrays["norm.bias"])
     (tmp_path / "b.safetensors").unlink()
-    refuses(r"b\.safetensors: no such file", safetensors.SafetensorsSource, tmp_path)
+    missing = r"lacks b\.safetensors, which its index names"
+    refuses(missing, safetensors.SafetensorsSource, tmp_path)
 
 
 def test_conv_patches_is_the_convolution():
