@@ -346,5 +346,5 @@ def test_every_training_config_can_be_validated(folder):
         assert read_task(config).validate.split == "val"
         seen.add(config.task)
     assert seen >= {"contrastive", "rerank"}
-    # test_cli_fusion_in_decoder.py, test_retriever_task.py, test_reranker_task.py
-    assert {*TINY_OF, "fusion_in_decoder", "retriever", "reranker"} >= seen
+    # test_cli_fusion_in_decoder.py, test_retriever_task.py, test_reranker_task.py, test_cli_searcher.py
+    assert {*TINY_OF, "fusion_in_decoder", "retriever", "reranker", "searcher"} >= seen
