@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mmqa_jax.core.chunks import Shard, launched_shard, parse_shard
 from mmqa_jax.core.errors import UserError
 
 if TYPE_CHECKING:
+    from mmqa_jax.core.chunks import Shard
     from mmqa_jax.data.documents.ocr import PageReader
     from mmqa_jax.data.folder import FolderOptions
     from mmqa_jax.data.text_analysis import Analyzer
@@ -180,6 +180,8 @@ def start(arguments: argparse.Namespace, *, jax: bool = True) -> Shard:
     A shard is a program of its own: only without `--shard` the processes of a launch are joined,
     and then share the job.
     """
+    from mmqa_jax.core.chunks import launched_shard, parse_shard
+
     share = None if arguments.shard is None else parse_shard(arguments.shard, os.environ)
     if jax:
         from mmqa_jax.core.hosts import distributed

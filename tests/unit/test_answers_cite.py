@@ -43,7 +43,7 @@ PICTURED = Corpus(
 )
 # Settings without a part that has sources, and those that are asked without any on purpose.
 NONE_TO_CITE = {
-    "webqa": {"question_only"},
+    "webqa": {"question_only", "constant"},
     "pica": {"pica_promptcap", "pica_question_only", "copy_nearest", "vote_of_nearest"},
     "prophet": {"prophet", "prophet_choice", "prophet_candidate"},
     # Of equal answers the shortest plan is taken: none here (test_mavl_planner.py has others).

@@ -77,7 +77,7 @@ def test_the_installed_command_ends_as_main_does():
         (["report", "--config.seed=1"], r"seed=1: `mmqa report` takes no --config"),
         (["demo", "--config.seed", "1"], r"--config\.seed: write it as --config\.KEY=VALUE"),
         (["train", "--workdir=x"], r"required: --config"),
-        (["ask"], r"required: question"),
+        (["ask"], r"give a question in quotes, or --calibrate"),
     ],
 )
 def test_wrong_commands(arguments, message, refused):
