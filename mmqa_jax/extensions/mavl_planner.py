@@ -21,7 +21,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import make_mesh, mesh_in_use
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize, TokenExample, language_model_batches
 from mmqa_jax.data.corpus import Corpus, evenly, fold_of
@@ -35,7 +35,7 @@ from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers import mavl
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
-from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_rows, model_config
+from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
 from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
 from mmqa_jax.tasks.policy import (
@@ -48,6 +48,7 @@ from mmqa_jax.tasks.policy import (
     PolicyRows,
     batch_shapes,
     check_groups,
+    engine_mesh,
     make_log_probs,
     served_copy,
 )
@@ -137,7 +138,7 @@ class PlanSampler:
 
     def __init__(self, tokenizer: TextTokenizer, mesh: Mesh, *, length: int, slots: int):
         self._tokenizer = tokenizer
-        self._mesh = mesh_in_use(mesh) if mesh.size > 1 else None
+        self._mesh = engine_mesh(mesh)
         self._config = EngineConfig(slots=slots, length=length, buckets=(32,))
         self._engine: Engine | None = None
 
@@ -401,13 +402,7 @@ class RightPlans(PlannerTask):
             [[example] for example in examples], [1.0], self.feed(),
             length=size.length, targets=size.targets,
         )  # fmt: skip
-        return Recipe(
-            objective,
-            batches,
-            base_loader(self),
-            finish=self.finisher(objective),
-            metadata=self.metadata(tokenizer),
-        )
+        return self.recipe_of(objective, batches, tokenizer)
 
 
 # A planner for MAVL that learns by reward (ours): GRPO on plans that it draws itself
@@ -515,10 +510,4 @@ class RewardedPlans(PlannerTask):
             options=self.grpo,
             seed=self.seed,
         )
-        return Recipe(
-            objective,
-            batches,
-            base_loader(self),
-            finish=self.finisher(objective),
-            metadata=self.metadata(tokenizer),
-        )
+        return self.recipe_of(objective, batches, tokenizer)

@@ -1,4 +1,4 @@
-"""What an episode of a searching model earns."""
+"""Rewards tell what an episode of a searching model earns."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_jsonl
-from mmqa_jax.core.mesh import make_mesh, mesh_in_use
+from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize
 from mmqa_jax.data.corpus import Corpus, evenly
@@ -41,7 +41,7 @@ from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import Retriever
-from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_rows, model_config
+from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection
 from mmqa_jax.tasks.policy import (
     Answer,
@@ -53,6 +53,7 @@ from mmqa_jax.tasks.policy import (
     PolicyRows,
     batch_shapes,
     check_groups,
+    engine_mesh,
     make_log_probs,
     served_copy,
 )
@@ -355,7 +356,7 @@ class Searcher(TextModelTask):
         config, lora = self.config(vocab_size), self.model.lora
         if not self.exact:
             return PolicyObjective(config, lora, self.grpo)
-        return PolicyObjective(config, lora, self.grpo, self._engine, _of_engine(mesh))
+        return PolicyObjective(config, lora, self.grpo, self._engine, engine_mesh(mesh))
 
     def batch(self) -> dict[str, Any]:
         drawn, rows = self.grpo.temperature == 1, self.batches.batch_size
@@ -380,7 +381,7 @@ class Searcher(TextModelTask):
                 f"config key task={self.task}: episodes are drawn by one process, and this launch "
                 f"has {jax.process_count()}; start one that has all devices."
             )
-        retriever, mesh = self.data.retriever(corpus), _of_engine(make_mesh(self.mesh))
+        retriever, mesh = self.data.retriever(corpus), engine_mesh(make_mesh(self.mesh))
         return Searches(corpus, retriever, tokenizer, self.episodes, self._engine, mesh)
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
@@ -399,13 +400,7 @@ class Searcher(TextModelTask):
             options=self.grpo,
             seed=self.seed,
         )
-        return Recipe(
-            objective,
-            batches,
-            base_loader(self),
-            finish=self.finisher(objective),
-            metadata=self.metadata(tokenizer),
-        )
+        return self.recipe_of(objective, batches, tokenizer)
 
     def _fitting(self, questions: Sequence[Question], searches: Searches) -> list[Question]:
         fitting = [question for question in questions if searches.fits(question)]
@@ -437,8 +432,3 @@ class Searcher(TextModelTask):
             return {name: float(np.nanmean([e[name] for e in earned])) for name in earned[0]}
 
         return evaluate
-
-
-def _of_engine(mesh: Mesh | None) -> Mesh | None:
-    """The mesh of the engine beside a training run's."""
-    return None if mesh is None or mesh.size == 1 else mesh_in_use(mesh)

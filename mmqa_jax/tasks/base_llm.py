@@ -20,7 +20,7 @@ from mmqa_jax.models.llama.lora import hold_base, language_model
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
-from mmqa_jax.tasks.task import Task
+from mmqa_jax.tasks.task import Recipe, Task
 from mmqa_jax.weights.adapters import Adapter
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
@@ -274,6 +274,16 @@ class TextModelTask(Task):
             "token_ids": {"eos_token_id": list(tokenizer.end_ids)},
             **({"adapter": dataclasses.asdict(adapter)} if (adapter := adapter_of(self)) else {}),
         }
+
+    def recipe_of(self, objective: Any, batches: Any, tokenizer: TextTokenizer) -> Recipe:
+        """Returns the recipe of a run that begins at the base."""
+        return Recipe(
+            objective,
+            batches,
+            base_loader(self),
+            finish=self.finisher(objective),
+            metadata=self.metadata(tokenizer),
+        )
 
     def finisher(self, objective: Any) -> Callable[[nnx.Module], nnx.Module] | None:
         """`finish` of the recipe: a whole model, or the additions to a published base alone."""

@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import put_batch, state_shardings
+from mmqa_jax.core.mesh import mesh_in_use, put_batch, state_shardings
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.decoding.engine import serve_ready
@@ -296,6 +296,11 @@ def without_additions(model: Llama) -> Llama:
     return nnx.merge(graphdef, nnx.from_flat_state(named))
 
 
+def engine_mesh(mesh: Mesh | None) -> Mesh | None:
+    """Returns the mesh of the engine beside a training run's; None: it serves on one device."""
+    return None if mesh is None or mesh.size == 1 else mesh_in_use(mesh)
+
+
 def served_copy(model: Llama, mesh: Mesh | None) -> Llama:
     """A copy of a model, its additions merged, for the engine, which frees what it is given; on the
     engine's mesh."""
@@ -338,7 +343,7 @@ class Group(NamedTuple):
 
     @property
     def rewards(self) -> list[float]:
-        """What each answer earned."""
+        """Returns what each answer earned."""
         return [answer.reward for answer in self.answers]
 
     @property

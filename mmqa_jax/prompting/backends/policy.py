@@ -70,7 +70,7 @@ class PolicyBackend(EngineBackend):
     ):
         super().__init__(self._first_engine, tokenizer, length=length, fingerprint="")
         self._make = make_engine
-        self._seed_of: Callable[[Hashable], int] = hash
+        self._seed_of: Callable[[Hashable], int]  # of `use`
         self.transcripts: dict[Hashable, Transcript] = {}
 
     def use(self, model: Llama, seed_of: Callable[[Hashable], int]) -> None:
