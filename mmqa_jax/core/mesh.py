@@ -334,8 +334,8 @@ def columns_over_tensor(x: jax.Array) -> jax.Array:
 
 
 def columns_of_all(x: jax.Array) -> jax.Array:
-    """What `columns_over_tensor` split, on every device of its rows; traced. Several products that
-    take columns in different orders else gather them each by itself."""
+    """Gathers what `columns_over_tensor` split on every device of its rows; traced. Products that
+    take columns in different orders would else gather them each by itself."""
     if tensor_columns(x.shape[1]) == 1:
         return x
     axes = batch_axes(jax.sharding.get_abstract_mesh(), x.shape[0])

@@ -283,7 +283,7 @@ class LLMReader:
 
 
 def _fields(place: int, text: str, picture: backends.Picture | None) -> dict[str, str]:
-    """What a template's shot says of the source in a place."""
+    """Returns what a template's shot says of the source in a place."""
     return {"number": str(place + 1), "text": text, "picture": few_shot.mark_of(picture)}
 
 

@@ -287,7 +287,7 @@ class EngineBackend:
     def _places(
         self, request: Choices, prompt: Prompt, tokens: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Of each hidden piece the first of the prompt's tokens and the one behind its last."""
+        """Finds the first token of each hidden piece in the prompt, and the one behind its last."""
 
         def tokens_before(place: int) -> int:
             pairs = zip(prompt.encode(prompt.text[:place]), tokens, strict=False)
