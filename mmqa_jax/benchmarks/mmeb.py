@@ -76,8 +76,8 @@ def read_mmeb(folder: Path) -> official.BenchmarkFiles:
         _question(f"{task}/{number}", task, row, sources)
         for number, row in enumerate(parquet_entries(tables, _NEEDED))
     ]
-    found = (*questions, *sources.values())
-    places = {name: (f"{_PICTURES}/{name}",) for name in official.picture_names(found)}
+    entries = (*questions, *sources.values())
+    places = {name: (f"{_PICTURES}/{name}",) for name in official.picture_names(entries)}
     pictures = official.PictureFiles(root, places)
     counts = {"test questions": len(questions), "candidates": len(sources)}
     if not all(name in pictures for name in places):
@@ -123,8 +123,8 @@ def score_mmeb(questions: Sequence[Question], predictions: Sequence[Prediction])
     scored = scored_split(questions, predictions, has_positives, "a right candidate")
 
     def hit(question: Question, prediction: Prediction) -> float:
-        own = {*question.positives, *question.negatives}
-        best = next((name for name in prediction.sources if name in own), None)
+        candidates = {*question.positives, *question.negatives}
+        best = next((name for name in prediction.sources if name in candidates), None)
         return float(best in question.positives)
 
     hits = scored.values(hit)

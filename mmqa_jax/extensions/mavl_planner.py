@@ -35,23 +35,10 @@ from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers import mavl
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
+from mmqa_jax.tasks import policy
 from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection, RowBatches
 from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
-from mmqa_jax.tasks.policy import (
-    Answer,
-    Group,
-    GrpoSection,
-    LogProbs,
-    PolicyBatches,
-    PolicyObjective,
-    PolicyRows,
-    batch_shapes,
-    check_groups,
-    engine_mesh,
-    make_log_probs,
-    served_copy,
-)
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
 
 _NO_ACTION = "No action"  # how an empty plan is written; it names no action
@@ -138,13 +125,13 @@ class PlanSampler:
 
     def __init__(self, tokenizer: TextTokenizer, mesh: Mesh, *, length: int, slots: int):
         self._tokenizer = tokenizer
-        self._mesh = engine_mesh(mesh)
+        self._mesh = policy.engine_mesh(mesh)
         self._config = EngineConfig(slots=slots, length=length, buckets=(32,))
         self._engine: Engine | None = None
 
     def use(self, model: Llama) -> None:
         """Draws from this model from now on; its arrays are not kept."""
-        served = served_copy(model, self._mesh)
+        served = policy.served_copy(model, self._mesh)
         if self._engine is None:
             ends = self._tokenizer.end_ids
             self._engine = Engine(
@@ -416,7 +403,7 @@ _PLANS = {
 }
 
 
-class PlanGroups(PolicyBatches):
+class PlanGroups(policy.PolicyBatches):
     """Draws groups of plans.
 
     Args:
@@ -433,14 +420,16 @@ class PlanGroups(PolicyBatches):
         table: PlanTable,
         sampler: PlanSampler,
         reading: mavl.PlanReading,
-        log_probs: LogProbs,
+        log_probs: policy.LogProbs,
         **options: Any,
     ):
         super().__init__(len(prompts), log_probs, **options)
         self._planners, self._table = prompts, table
         self._sampler, self._reading = sampler, reading
 
-    def _groups(self, model: Llama, prompts: Sequence[int], seeds: Sequence[int]) -> list[Group]:
+    def _groups(
+        self, model: Llama, prompts: Sequence[int], seeds: Sequence[int]
+    ) -> list[policy.Group]:
         asked = [self._planners[number] for number in prompts]
         self._sampler.use(model)
         results = self._sampler.draw(
@@ -451,11 +440,11 @@ class PlanGroups(PolicyBatches):
             seeds=seeds,
         )
         return [
-            Group([self._answer(prompt, drawn) for drawn in result.candidates])
+            policy.Group([self._answer(prompt, drawn) for drawn in result.candidates])
             for prompt, result in zip(asked, results, strict=True)
         ]
 
-    def _answer(self, prompt: PlanPrompt, drawn: Candidate) -> Answer:
+    def _answer(self, prompt: PlanPrompt, drawn: Candidate) -> policy.Answer:
         """A drawn plan, the end included, and what it earned."""
         plan = mavl.parse_plan(prompt.role, drawn.text or "", self._reading).actions
         measured = {
@@ -465,7 +454,7 @@ class PlanGroups(PolicyBatches):
         }
         tokens = np.array([*prompt.tokens, *drawn.tokens], np.int32)
         example = TokenExample(tokens, len(prompt.tokens))
-        return Answer(example, self._table.reward(prompt.question_id, plan), measured)
+        return policy.Answer(example, self._table.reward(prompt.question_id, plan), measured)
 
 
 # The task.
@@ -477,19 +466,19 @@ class RewardedPlans(PlannerTask):
 
     name: ClassVar[str] = "mavl_planner_reward"
 
-    batches: PolicyRows
-    grpo: GrpoSection = dataclasses.field(default_factory=GrpoSection)
+    batches: policy.PolicyRows
+    grpo: policy.GrpoSection = dataclasses.field(default_factory=policy.GrpoSection)
 
     def _check(self, files: bool) -> None:
         super()._check(files)
-        check_groups(self)
+        policy.check_groups(self)
 
-    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> PolicyObjective:
-        return PolicyObjective(self.config(vocab_size), self.model.lora, self.grpo)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> policy.PolicyObjective:
+        return policy.PolicyObjective(self.config(vocab_size), self.model.lora, self.grpo)
 
     def batch(self) -> dict[str, Any]:
         rows, size = self.batches.batch_size, self._row_size
-        return batch_shapes(self.grpo, size, rows, ("score", "calls", *_PLANS))
+        return policy.batch_shapes(self.grpo, size, rows, ("score", "calls", *_PLANS))
 
     @property
     def _row_size(self) -> RowSize:
@@ -504,7 +493,7 @@ class RewardedPlans(PlannerTask):
             table,
             self.sampler(tokenizer),
             self.data.reading,
-            make_log_probs(objective, make_mesh(self.mesh)),
+            policy.make_log_probs(objective, make_mesh(self.mesh)),
             per_batch=self.part().batches.batch_size // self.grpo.rows,
             size=self._row_size,
             options=self.grpo,

@@ -45,18 +45,9 @@ from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
-from mmqa_jax.retrieval import late_interaction
+from mmqa_jax.retrieval import late_interaction, vlm_encoder
 from mmqa_jax.retrieval.embedder import batches_by_length
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.vlm_encoder import (
-    HELD,
-    PicturePrompt,
-    SeeingConfig,
-    beyond_placeholders,
-    picture_sizes,
-    prompt_batches,
-    prompt_lengths,
-)
 from mmqa_jax.weights.config_json import check_keys, kinds
 
 
@@ -240,10 +231,10 @@ class VLMReranker(PairScorer):
             for name in ranking.sources
         ]
         with Progress("Scoring sources", len(asked), "pairs") as progress:
-            for start in range(0, len(asked), HELD):
+            for start in range(0, len(asked), vlm_encoder.HELD):
                 chunk = [
                     (self._question(question), self._source(row))
-                    for question, row in asked[start : start + HELD]
+                    for question, row in asked[start : start + vlm_encoder.HELD]
                 ]
                 rows = np.arange(start, start + len(chunk))
                 yield ScoredPairs(rows, self.relevance(chunk))
@@ -251,7 +242,7 @@ class VLMReranker(PairScorer):
 
     def relevance(self, pairs: Sequence[tuple[Side, Side]]) -> Float32[np.ndarray, " n"]:
         """P(relevant) of pairs of a question and a source: sigmoid of the log-odds of yes."""
-        batches = prompt_batches(
+        batches = vlm_encoder.prompt_batches(
             self._prompts(pairs), self._config, self.serving, self._lengths, self._pad
         )
         scores = np.zeros(len(pairs), np.float32)
@@ -267,25 +258,25 @@ class VLMReranker(PairScorer):
     def _source(self, row: int) -> Side:
         return Side(source_text(self.corpus.sources[row]), self._pictures.pixels(row))
 
-    def _prompts(self, pairs: Sequence[tuple[Side, Side]]) -> list[PicturePrompt]:
+    def _prompts(self, pairs: Sequence[tuple[Side, Side]]) -> list[vlm_encoder.PicturePrompt]:
         return pair_prompts(self._chat, self._config, pairs, longest=self._lengths[-1])
 
 
 def reranked_pictures(corpus: Corpus, config: QwenVLConfig) -> PictureStore:
     """A corpus's pictures as a Qwen3-VL-Reranker takes them."""
     largest = math.isqrt(config.vision.max_pixels)
-    return PictureStore(corpus, largest, picture_sizes(config.vision), alpha="white")
+    return PictureStore(corpus, largest, vlm_encoder.picture_sizes(config.vision), alpha="white")
 
 
 def pair_prompts(
     chat: PictureChat,
-    config: SeeingConfig,
+    config: vlm_encoder.SeeingConfig,
     pairs: Sequence[tuple[Side, Side]],
     *,
     longest: int,
-) -> list[PicturePrompt]:
+) -> list[vlm_encoder.PicturePrompt]:
     """What a Qwen3-VL-Reranker is asked of pairs, in at most `longest` tokens each."""
-    made: list[PicturePrompt] = [PicturePrompt(())] * len(pairs)
+    made: list[vlm_encoder.PicturePrompt] = [vlm_encoder.PicturePrompt(())] * len(pairs)
     frames = [(*_parts(asked, 0), "\n<Document>:", *_parts(source, 1)) for asked, source in pairs]
     for frame in set(frames):
         members = [number for number, other in enumerate(frames) if other == frame]
@@ -296,10 +287,10 @@ def pair_prompts(
             SYSTEM,
             [f"<Instruct>: {INSTRUCTION}", "<Query>:", *frame],
             [[side.text for side in pairs[n]] for n in members],
-            [longest - beyond_placeholders(of_pair, config) for of_pair in pictures],
+            [longest - vlm_encoder.beyond_placeholders(of_pair, config) for of_pair in pictures],
         )
         for number, ids, of_pair in zip(members, tokens, pictures, strict=True):
-            made[number] = PicturePrompt(ids, of_pair)
+            made[number] = vlm_encoder.PicturePrompt(ids, of_pair)
     return made
 
 
@@ -338,7 +329,7 @@ def open_vlm_reranker(
         load_vlm_yes_no(folder, yes, no, loading_mesh(mesh)),
         PictureChat(folder, tokenizer, config.image_token),
         pad_token=tokenizer.pad_id,
-        lengths=prompt_lengths(folder, config, LONGEST),
+        lengths=vlm_encoder.prompt_lengths(folder, config, LONGEST),
         batch_size=batch_size,
     )
 

@@ -19,8 +19,9 @@ from mmqa_jax.papers import webqa
 from mmqa_jax.papers.webqa import Reranker
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource, ask_in_turn, shown_sources
-from mmqa_jax.runs.parts import open_dense, with_similarity
+from mmqa_jax.runs.parts import with_similarity
 from mmqa_jax.tasks.answer import load_reader
+from mmqa_jax.tasks.embedder import open_dense
 from mmqa_jax.tasks.rerank import load_reranker
 
 

@@ -34,7 +34,7 @@ from mmqa_jax.extensions.fusion_tuning import tune_fusion
 from mmqa_jax.retrieval.fusion import DEPTH
 from mmqa_jax.retrieval.rankings import nearest_similarities
 from mmqa_jax.runs.part import OpenedParts
-from mmqa_jax.runs.parts import RetrieverSpec, open_dense, open_fusions, with_similarity
+from mmqa_jax.runs.parts import RetrieverSpec, open_fusions, with_similarity
 from mmqa_jax.runs.prepare import prepare_atlas
 from mmqa_jax.runs.reports.row import report_rows, run_facts
 from mmqa_jax.runs.reports.training import run_curves
@@ -42,6 +42,7 @@ from mmqa_jax.runs.row import Row, read_row
 from mmqa_jax.runs.run import run_row
 from mmqa_jax.runs.status import finished_rows, seconds_left
 from mmqa_jax.runs.verbs.indexing import embed, index
+from mmqa_jax.tasks.embedder import open_dense
 from mmqa_jax.tasks.registry import check_config, known_tasks
 from mmqa_jax.tasks.rerank import load_reranker
 from mmqa_jax.tasks.run import run_training

@@ -34,7 +34,7 @@ from mmqa_jax.retrieval.embeddings import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS
 from mmqa_jax.retrieval.knowledge import KnowledgeBase
-from mmqa_jax.retrieval.manifest import BM25_INDEX, EMBEDDINGS, INDEX
+from mmqa_jax.retrieval.manifest import BM25_INDEX, INDEX
 from mmqa_jax.retrieval.modality import MODALITIES
 from mmqa_jax.retrieval.rankings import Asks, Retriever
 from mmqa_jax.runs import part
@@ -255,6 +255,8 @@ def open_fusions(
     spec.check()
     dense = None
     if spec.method != "bm25":
+        from mmqa_jax.tasks.embedder import open_dense
+
         exact = spec.index_kind == "exact"
         dense = open_dense(corpus, spec.model, spec.index, exact=exact, asks=spec.asks)
         on_model("model", dense.embedder)
@@ -288,45 +290,6 @@ def open_predictor(
     elif spec.modality != "known":
         classifier = fit_classifier(corpus.questions("train"), corpus)
     return modality_predictor(corpus, classifier)
-
-
-def open_dense(
-    corpus: Corpus,
-    model: str,
-    index: str,
-    *,
-    exact: bool = False,
-    one_shape: bool = False,
-    asks: Asks = "both",
-) -> Any:
-    """The dense retriever over the whole corpus; UserError as `open_retriever`.
-
-    `exact` refuses an index that searches approximately; `one_shape` is for a few questions, see
-    in_one_shape of tasks/vlp.py.
-    """
-    from mmqa_jax.retrieval.late_interaction import dense_retriever
-    from mmqa_jax.tasks.embedder import open_embedder
-
-    embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
-    loaded = _open_index(index, embedder.fingerprint, corpus.fingerprint)
-    if exact and not loaded.is_exact:
-        raise UserError(
-            f"{index}: searches approximately, but parts.retriever.index_kind=exact; run `mmqa "
-            "index --kind=exact` over its embeddings."
-        )
-    return dense_retriever(corpus, embedder, loaded, pictures, asks)
-
-
-def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
-    """The index in a folder of `mmqa index`, or in Milvus."""
-    from mmqa_jax.retrieval.embeddings import open_embeddings
-    from mmqa_jax.retrieval.indexes.index import load_index
-    from mmqa_jax.retrieval.indexes.milvus import open_milvus
-
-    if index.startswith(MILVUS):
-        return open_milvus(index, model_fingerprint, corpus_fingerprint)
-    embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
-    return load_index(Path(index) / INDEX, embeddings, model_fingerprint)
 
 
 def open_bm25(corpus: Corpus, spec: RetrieverSpec, *, asks: bool = False) -> Any:
@@ -585,6 +548,8 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
     from mmqa_jax.retrieval.late_interaction import dense_retriever
 
     if spec.index:
+        from mmqa_jax.tasks.embedder import open_dense
+
         return open_dense(home, spec.text_model, spec.index)
     if home.on_disk:
         raise UserError(

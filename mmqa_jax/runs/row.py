@@ -365,11 +365,11 @@ BUILT_IN = {
 
 def find_setting(system: str, setting: str | None) -> Setting:
     """The setting that a row names; UserError for an unknown one, or an unknown system."""
-    own = {kind.name: kind for kind in OwnSystem.__subclasses__()}
-    if system not in own and system not in BUILT_IN:
-        known = ", ".join({**BUILT_IN, **own})
+    outside = {kind.name: kind for kind in OwnSystem.__subclasses__()}
+    if system not in outside and system not in BUILT_IN:
+        known = ", ".join({**BUILT_IN, **outside})
         raise UserError(f"config key system={system}: use one of {known}.")
-    settings = (own.get(system) or importlib.import_module(BUILT_IN[system])).SETTINGS
+    settings = (outside.get(system) or importlib.import_module(BUILT_IN[system])).SETTINGS
     if setting not in settings:
         raise UserError(f"config key setting={setting}: use one of {', '.join(settings)}.")
     return settings[setting]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.late_interaction import is_late_interaction
@@ -12,8 +13,14 @@ from mmqa_jax.models.encoders.page_retrievers import page_retriever
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.embedder import Embedder
-from mmqa_jax.retrieval.late_interaction import load_late_interaction_embedder
+from mmqa_jax.retrieval.embeddings import open_embeddings
+from mmqa_jax.retrieval.indexes.index import load_index
+from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS
+from mmqa_jax.retrieval.indexes.milvus import open_milvus
+from mmqa_jax.retrieval.late_interaction import dense_retriever, load_late_interaction_embedder
+from mmqa_jax.retrieval.manifest import EMBEDDINGS, INDEX
 from mmqa_jax.retrieval.page_embedder import load_page_embedder
+from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.two_towers import load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
@@ -83,3 +90,35 @@ def open_embedder(
         return embedder, pictures
     embedder, task = load_embedder(model, options, one_shape=one_shape)
     return embedder, task.open_pictures(corpus)
+
+
+def open_dense(
+    corpus: Corpus,
+    model: str,
+    index: str,
+    *,
+    exact: bool = False,
+    one_shape: bool = False,
+    asks: Asks = "both",
+) -> Any:
+    """Opens the dense retriever over a whole corpus; UserError where the index is of another one.
+
+    `exact` refuses an index that searches approximately; `one_shape` is for a few questions, see
+    in_one_shape of tasks/vlp.py.
+    """
+    embedder, pictures = open_embedder(Path(model), corpus, one_shape=one_shape)
+    loaded = _open_index(index, embedder.fingerprint, corpus.fingerprint)
+    if exact and not loaded.is_exact:
+        raise UserError(
+            f"{index}: searches approximately, but parts.retriever.index_kind=exact; run `mmqa "
+            "index --kind=exact` over its embeddings."
+        )
+    return dense_retriever(corpus, embedder, loaded, pictures, asks)
+
+
+def _open_index(index: str, model_fingerprint: str, corpus_fingerprint: str) -> Any:
+    """The index in a folder of `mmqa index`, or in Milvus."""
+    if index.startswith(MILVUS):
+        return open_milvus(index, model_fingerprint, corpus_fingerprint)
+    embeddings = open_embeddings(Path(index) / EMBEDDINGS, model_fingerprint, corpus_fingerprint)
+    return load_index(Path(index) / INDEX, embeddings, model_fingerprint)

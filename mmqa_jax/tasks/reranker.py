@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -35,15 +36,7 @@ from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.evaluation.retrieval import score_rankings
-from mmqa_jax.inference.cross_encoder import (
-    CrossEncoderReranker,
-    VLMReranker,
-    YesNoPairs,
-    pair_prompts,
-    read_yes_no,
-    reranked_pictures,
-    token_of,
-)
+from mmqa_jax.inference import cross_encoder
 from mmqa_jax.inference.cross_encoder import Side as PairSide
 from mmqa_jax.models.encoders import text_encoders
 from mmqa_jax.models.encoders.trained_pictured import SeeingReranker, read_seeing_reranker
@@ -55,17 +48,63 @@ from mmqa_jax.retrieval.rankings import read_rankings, restricted_candidates
 from mmqa_jax.retrieval.text_encoder import length_buckets
 from mmqa_jax.retrieval.vlm_encoder import AROUND, PicturePrompt, Slots, prompt_arrays, slots_of
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.contrastive_losses import teacher_divergence
+from mmqa_jax.tasks.contrastive_losses import margin_mse, teacher_divergence
 from mmqa_jax.tasks.published_trunk import AS_PUBLISHED, PublishedTrunk, SeenPictures
-from mmqa_jax.tasks.ranking_losses import RANKING_LOSSES
 from mmqa_jax.weights.folder import weights_hash
+
+
+def pointwise(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Binary cross-entropy of every pair; labels in 0..1."""
+    return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+
+def listwise(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """ListNet (Cao et al. 2007, section 4.3): cross-entropy with the softmax of the labels."""
+    return optax.softmax_cross_entropy(logits, jax.nn.softmax(labels)).mean()
+
+
+def lambda_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """LambdaLoss with the weights NDCG-Loss2++ (Wang et al. 2018, equation 17; mu is 10).
+
+    As sentence-transformers computes it: the mean over the pairs of a better and a worse source, in
+    bits.
+    """
+    order = jnp.argsort(-logits, axis=1)
+    logits, true = (jnp.take_along_axis(x, order, axis=1) for x in (logits, labels))  # [B, G]
+    places = jnp.arange(logits.shape[1])
+    discount = jnp.log2(2.0 + places)  # [G]
+    gains = 2 ** jnp.maximum(true, 0) - 1
+    ideal = 2 ** jnp.maximum(-jnp.sort(-labels, axis=1), 0) - 1
+    best = jnp.maximum((ideal / discount).sum(axis=1), 1e-10)
+    gain = gains / best[:, None]
+
+    def apart(x: jax.Array) -> jax.Array:  # [..., G] -> differences [..., G, G]
+        return x[..., :, None] - x[..., None, :]
+
+    distance = jnp.abs(apart(places))
+    step = jnp.abs(1 / discount[distance - 1] - 1 / discount[distance])
+    step = jnp.where(distance > 0, step, 0)
+    weights = (10 * step + jnp.abs(apart(1 / discount))) * jnp.abs(apart(gain))
+    counted = apart(true) > 0
+    losses = weights * jax.nn.log_sigmoid(apart(logits)) / jnp.log(2.0)
+    return -losses.sum(where=counted) / jnp.maximum(counted.sum(), 1)
+
+
+# By the values of the config key `loss`.
+RANKING_LOSSES: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
+    "pointwise": pointwise,
+    "listwise": listwise,
+    "lambda": lambda_loss,
+    "margin_mse": margin_mse,
+}
+
 
 _RECORD = "reranker"  # key of model.json
 
 
 @dataclasses.dataclass(frozen=True)
 class RerankerObjective:
-    """The relevance of a question's sources, by a loss of `ranking_losses`.
+    """The relevance of a question's sources, by one of RANKING_LOSSES.
 
     Attributes:
       config: the reranker.
@@ -200,7 +239,7 @@ class Reranker(PublishedTrunk):
         elif text_encoders.model_type_of(self.start) == VLM:
             size = read_vlm_config(self.start).llama.vocab_size
             tokenizer = load_encoder_tokenizer(self.start, size, pairs=False)
-            ids = (token_of(tokenizer, word, self.start) for word in ("yes", "no"))
+            ids = (cross_encoder.token_of(tokenizer, word, self.start) for word in ("yes", "no"))
             record = read_seeing_reranker(self.start, *ids, max_pixels=most)
         elif most or self.model.tower == "frozen":
             raise UserError(
@@ -221,7 +260,9 @@ class Reranker(PublishedTrunk):
         return kind in text_encoders.DECODERS and not text_encoders.is_classifier(self.start)
 
     def _prompt(self, tokenizer: Tokenizer) -> Any:
-        return read_yes_no(self.start, text_encoders.model_type_of(self.start), tokenizer)
+        return cross_encoder.read_yes_no(
+            self.start, text_encoders.model_type_of(self.start), tokenizer
+        )
 
     def _decoder_tokenizer(self) -> Tokenizer:
         size = text_encoders.read_decoder_config(self.start).vocab_size
@@ -289,11 +330,11 @@ class Reranker(PublishedTrunk):
         one_picture = slots_of(self.record.config)
         return one_picture._replace(count=2 * one_picture.count)
 
-    def read_pairs(self, tokenizer: Tokenizer) -> Tokenizer | YesNoPairs:
+    def read_pairs(self, tokenizer: Tokenizer) -> Tokenizer | cross_encoder.YesNoPairs:
         """What makes tokens of pairs."""
         if self.record.yes_no is None:
             return tokenizer
-        return YesNoPairs(tokenizer, self._prompt(tokenizer))
+        return cross_encoder.YesNoPairs(tokenizer, self._prompt(tokenizer))
 
     def open_tokenizer(self, folder: Path) -> Tokenizer:
         task = self.in_folder(folder)
@@ -306,7 +347,7 @@ class Reranker(PublishedTrunk):
         examples = self.examples(questions, corpus, scored=self.is_taught)
         lora, mesh, pictures = self.model.lora, make_mesh(self.mesh), None
         if self.sees:
-            pictures = reranked_pictures(corpus, self.record.config)
+            pictures = cross_encoder.reranked_pictures(corpus, self.record.config)
             chat = PictureChat(self.record.folder, tokenizer, self.record.config.image_token)
             pairs: Any = _SeenPairs(self, corpus, chat, tokenizer.pad_id, pictures)
         else:
@@ -324,14 +365,16 @@ class Reranker(PublishedTrunk):
 
     def reranker(
         self, corpus: Corpus, tokenizer: Tokenizer, model: Any
-    ) -> CrossEncoderReranker | VLMReranker:
+    ) -> cross_encoder.CrossEncoderReranker | cross_encoder.VLMReranker:
         """The reranker of a run's model, which may be abstract, over a corpus."""
         size, longest = self.inference.batch_size, self.batches.length
         if not self.sees:
             pairs = self.read_pairs(tokenizer)
-            return CrossEncoderReranker(corpus, model, pairs, longest=longest, batch_size=size)
+            return cross_encoder.CrossEncoderReranker(
+                corpus, model, pairs, longest=longest, batch_size=size
+            )
         record = self.record
-        return VLMReranker(
+        return cross_encoder.VLMReranker(
             corpus,
             model,
             PictureChat(record.folder, tokenizer, record.config.image_token),
@@ -342,7 +385,7 @@ class Reranker(PublishedTrunk):
 
     def open(
         self, folder: Path, corpus: Corpus, tokenizer: Tokenizer
-    ) -> CrossEncoderReranker | VLMReranker:
+    ) -> cross_encoder.CrossEncoderReranker | cross_encoder.VLMReranker:
         """The trained reranker of the run in a folder, over a corpus."""
         return self.reranker(corpus, tokenizer, self.trained_model(folder, self.serving_mesh()))
 
@@ -453,7 +496,7 @@ class _PairRows:
 class _TextPairs:
     """Pairs of texts: ids and types int32, mask bool [N, L]."""
 
-    def __init__(self, task: Reranker, corpus: Corpus, pairs: Tokenizer | YesNoPairs):
+    def __init__(self, task: Reranker, corpus: Corpus, pairs: Tokenizer | cross_encoder.YesNoPairs):
         self._task, self._corpus, self._pairs = task, corpus, pairs
 
     def arrays(
@@ -499,7 +542,8 @@ class _SeenPairs:
             for question, row in zip(asked, sources, strict=True)
         ]
         prompts, whole = (
-            pair_prompts(self.chat, config, pairs, longest=longest) for longest in (length, 1 << 30)
+            cross_encoder.pair_prompts(self.chat, config, pairs, longest=longest)
+            for longest in (length, 1 << 30)
         )
         lost = [len(x.tokens) - len(y.tokens) for x, y in zip(whole, prompts, strict=True)]
         arrays = prompt_arrays(prompts, config, task._slots, length, self.pad)

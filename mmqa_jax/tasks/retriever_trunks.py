@@ -237,8 +237,8 @@ class PromptTrunk(Trunk):
         instruction = prompts.question if is_question else prompts.source
 
         def write(texts: Sequence[str], pictures: Any) -> list[PicturePrompt]:
-            shown = pictures or [None] * len(texts)
-            return chat_prompts(chat, record.config, texts, shown, instruction, longest=longest)
+            by_text = pictures or [None] * len(texts)
+            return chat_prompts(chat, record.config, texts, by_text, instruction, longest=longest)
 
         return write
 
@@ -267,8 +267,10 @@ class PromptTrunk(Trunk):
         return encoder_cost(self.record.text, length, "sources")
 
     def open_pictures(self, corpus, tokenizer):
-        shown = picture_options(self.record.config)
-        return PictureStore(corpus, shown["image_size"], shown["resize"], alpha=shown["alpha"])
+        options = picture_options(self.record.config)
+        return PictureStore(
+            corpus, options["image_size"], options["resize"], alpha=options["alpha"]
+        )
 
 
 _Write = Callable[[Sequence[str], Sequence[np.ndarray | None] | None], list[PicturePrompt]]
@@ -389,8 +391,8 @@ class _TowerRows:
         self._pictures.look_ahead(texts)
         pixels = [self._pictures.pixels(row) for row in texts]
         blank = np.zeros((self._pictures.size, self._pictures.size, 3), np.uint8)
-        arrays["pixels"] = np.stack([blank if shown is None else shown for shown in pixels])
-        return arrays | {"has_picture": np.array([shown is not None for shown in pixels])}
+        arrays["pixels"] = np.stack([blank if picture is None else picture for picture in pixels])
+        return arrays | {"has_picture": np.array([picture is not None for picture in pixels])}
 
 
 def trunk_of(record: Any) -> Trunk:

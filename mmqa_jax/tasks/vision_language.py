@@ -15,11 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError, first_names
+from mmqa_jax.core.mesh import split_rows
 from mmqa_jax.core.progress import Progress
 from mmqa_jax.core.typed import at_least, changes_of, mapping, spec_of
 from mmqa_jax.data.batches.feed import BatchesSection
@@ -30,9 +32,17 @@ from mmqa_jax.data.formats.chats import is_chat, shown_pictures
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError, verify
 from mmqa_jax.data.schema import Question
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.models.llava.config import PictureConfig
-from mmqa_jax.models.qwen_vl.network import QwenVisionConfig
+from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, merge_lora
+from mmqa_jax.models.llava.config import LlavaConfig, PictureConfig
+from mmqa_jax.models.llava.network import Llava
+from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TileBatch
+from mmqa_jax.models.qwen_vl.network import (
+    PatchBatch,
+    QwenVisionConfig,
+    QwenVL,
+    QwenVLConfig,
+    spread,
+)
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import PictureFormat, Shown, picture_format
@@ -44,9 +54,79 @@ from mmqa_jax.tasks.base_llm import (
     kind_of_base,
     model_config,
 )
+from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, of_targets
 from mmqa_jax.tasks.picture_layouts import QwenLayout, layout_of, shapes_of_slots
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
-from mmqa_jax.tasks.vision_language_objective import VisionLanguageObjective
+
+
+@dataclasses.dataclass(frozen=True)
+class VisionLanguageObjective(LanguageModelObjective):
+    """The LanguageModelObjective of a model that sees: one example a row, with its pictures.
+
+    A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
+
+    Attributes:
+      lora: additions to the language model, whose rest is frozen; None: all of it is trained.
+      tower: the tower with its mergers, or projector, is trained, too.
+    """
+
+    config: QwenVLConfig | LlavaConfig
+    tower: bool = False
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized model."""
+        rngs = nnx.Rngs(key)
+        kinds: dict[type, type[nnx.Module]] = {QwenVLConfig: QwenVL, OnevisionConfig: Onevision}
+        model: Any = kinds.get(type(self.config), Llava)(self.config, rngs=rngs)
+        if self.lora is not None:
+            add_lora(model.llama, self.lora, rngs=rngs)
+        return model
+
+    @property
+    def trained(self) -> str | None:
+        """See LanguageModelObjective."""
+        names = "^llama/" if self.lora is None else ADDED
+        if not self.tower:
+            return names
+        return None if self.lora is None else f"{names}|^vision/"
+
+    def log_probs(
+        self, model: Any, batch: dict[str, jax.Array], dropout_key: jax.Array | None = None
+    ) -> jax.Array:
+        """See LanguageModelObjective. What follows a row's example is seen by nothing in it."""
+        ids = batch["input_ids"]
+        picture = ids == self.config.image_token  # [B, L]
+        words = jnp.where(picture, 0, ids)
+        embedded, deepstack = model.llama.words_of(words), None
+        if "rows" in batch:
+            features = self._features(model, batch)  # [B * M, room of a picture, features]
+            features = features.reshape(len(ids), -1, features.shape[-1])
+            rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
+            of_tokens = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
+            embedded, deepstack = spread(embedded, of_tokens, picture)
+        hidden = model.llama.encode(
+            model.llama.with_side(embedded, words),
+            None,
+            batch.get("positions"),
+            deepstack=deepstack,
+            dropout_key=dropout_key,
+        )
+        return of_targets(model.llama, hidden, batch)
+
+    def _features(self, model: Any, batch: dict[str, jax.Array]) -> jax.Array:
+        if "patches" in batch:
+            arrays = (batch[field.name] for field in dataclasses.fields(PatchBatch))
+            return model.encode_images(PatchBatch(*arrays))
+        if "tile_rows" in batch:
+            arrays = (batch[name] for name in ("pixels", "tile_rows", "tile_weights"))
+            return model.encode_images(TileBatch(*arrays))
+        return model.encode_images(model.vision.normalize(batch["pixels"]))
+
+    def finish(self, model: Any) -> Any:
+        """Keeps the trained model without additions."""
+        if self.lora is not None:
+            model.llama = merge_lora(model.llama)
+        return model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -168,19 +248,19 @@ class VisionLanguage(solved_questions.SolvedQuestions):
     def _pictures(
         self, corpus: Corpus, tokenizer: Any, config: PictureConfig
     ) -> tuple[PictureFormat, TrainingPictures]:
-        shown = picture_format(config, tokenizer)
-        return shown, TrainingPictures(corpus, shown, config, self.pictures.max_broken)
+        form = picture_format(config, tokenizer)
+        return form, TrainingPictures(corpus, form, config, self.pictures.max_broken)
 
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         objective = self.objective(tokenizer.vocab_size)
         config = objective.config
         layout = layout_of(config)
         check_rows(self, config.llama, tokenizer, self._slots * layout.room(layout.largest))
-        shown, pictures = self._pictures(corpus, tokenizer, config)
+        form, pictures = self._pictures(corpus, tokenizer, config)
         examples = self.make_examples(
             corpus,
             self.data.chosen(questions, corpus),
-            encode_conversation(tokenizer, shown),
+            encode_conversation(tokenizer, form),
             functools.partial(self._readable, pictures),
             self._encode_chat(tokenizer, config),
         )
@@ -209,7 +289,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         self, corpus: Corpus, tokenizer: Any, model: nnx.Module
     ) -> Callable[[nnx.Module], Mapping[str, float]]:
         objective = self.objective(tokenizer.vocab_size)
-        shown, pictures = self._pictures(corpus, tokenizer, objective.config)
+        form, pictures = self._pictures(corpus, tokenizer, objective.config)
         made = PicturedRows(self.size, objective.config, pictures)
 
         def make_score(examples: Sequence[TokenExample]) -> solved_questions.Score:
@@ -244,7 +324,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
 
             return score
 
-        encode = encode_conversation(tokenizer, shown)
+        encode = encode_conversation(tokenizer, form)
         readable = functools.partial(self._readable, pictures, decode=True)
         encode_chat = self._encode_chat(tokenizer, objective.config)
         return solved_questions.OptionLikelihood(

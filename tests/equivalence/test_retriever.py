@@ -15,7 +15,7 @@ from sentence_transformers.sentence_transformer import losses
 from updates import our_updates
 
 from mmqa_jax.models.encoders.trained import EncoderRecord, read_encoder_record
-from mmqa_jax.tasks.retriever_objective import RetrieverLoss, RetrieverObjective
+from mmqa_jax.tasks.retriever import RetrieverLoss, RetrieverObjective
 from mmqa_jax.training.optimizer import OptimizerOptions
 from tests import tiny_encoders
 

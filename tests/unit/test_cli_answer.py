@@ -20,7 +20,8 @@ from mmqa_jax.evaluation.webqa import SELECTIONS, tune_threshold
 from mmqa_jax.extensions.similarity import combine, tune_selection
 from mmqa_jax.papers import webqa
 from mmqa_jax.retrieval.rankings import read_rankings
-from mmqa_jax.runs.parts import open_dense, with_similarity
+from mmqa_jax.runs.parts import with_similarity
+from mmqa_jax.tasks.embedder import open_dense
 from mmqa_jax.tasks.rerank import load_reranker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]

@@ -248,7 +248,10 @@ class RetrieverRows:
         if self._scored:
             scores = (self.examples[number].scores for number in numbers)
             arrays["scores"] = np.array(
-                [[known[row] for row in own] for known, own in zip(scores, rows, strict=True)],
+                [
+                    [known[row] for row in of_one]
+                    for known, of_one in zip(scores, rows, strict=True)
+                ],
                 np.float32,
             )
         return arrays

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders import sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.heads import Dense, SentenceEncoder
 from mmqa_jax.models.encoders.late_interaction import (
     Expansion,
@@ -29,18 +29,6 @@ from mmqa_jax.models.encoders.late_interaction import (
     TokenEncoder,
     is_late_interaction,
     read_late_interaction,
-)
-from mmqa_jax.models.encoders.sentence_pooling import (
-    MODULES,
-    POOLING,
-    PROMPTS,
-    TRANSFORMER,
-    DenseLayer,
-    Prompts,
-    SentenceRecipe,
-    check_widths,
-    has_recipe,
-    read_recipe,
 )
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -72,7 +60,7 @@ class EncoderRecord:
     """
 
     published: str
-    recipe: SentenceRecipe | LateInteraction
+    recipe: sentence_pooling.SentenceRecipe | LateInteraction
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -89,7 +77,7 @@ class EncoderRecord:
     @property
     def dim(self) -> int:
         """The values of a vector."""
-        return check_widths(self.recipe.dense, self.config.hidden)
+        return sentence_pooling.check_widths(self.recipe.dense, self.config.hidden)
 
     @property
     def _family(self) -> tuple[text_encoders.Family, Mapping[str, Any]]:
@@ -146,10 +134,10 @@ class EncoderRecord:
         write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
         recipe = self.recipe
         layers = [("Transformer", "")]
-        if isinstance(recipe, SentenceRecipe):
+        if isinstance(recipe, sentence_pooling.SentenceRecipe):
             layers.append(("Pooling", "1_Pooling"))
             sizes = {"embedding_dimension": config.hidden, "include_prompt": True}
-            _write(folder / POOLING, {**sizes, "pooling_mode": recipe.pooling})
+            _write(folder / sentence_pooling.POOLING, {**sizes, "pooling_mode": recipe.pooling})
         for layer, ours in zip(recipe.dense, model.dense, strict=True):
             layers.append(("Dense", f"{len(layers)}_Dense"))
             _write_dense(folder / layers[-1][1], layer, ours, self.vectors)
@@ -158,16 +146,16 @@ class EncoderRecord:
             skipped = {"skiplist_words": list(recipe.skipped)}
             settings = {**skipped, "skiplist_tasks": list(recipe.skips)}
             _write(folder / layers[-1][1] / "config.json", settings)
-        if isinstance(recipe, SentenceRecipe) or recipe.normalized:
+        if isinstance(recipe, sentence_pooling.SentenceRecipe) or recipe.normalized:
             layers.append(("Normalize", f"{len(layers)}_Normalize"))
             _write(folder / layers[-1][1] / "config.json", _layer_over(self.vectors))
         modules = [
             {"idx": number, "name": str(number), "path": place, "type": _CLASSES[kind]}
             for number, (kind, place) in enumerate(layers)
         ]
-        write_json(folder / MODULES, modules)
-        write_json(folder / TRANSFORMER, self._transformer())
-        write_json(folder / PROMPTS, self._prompts())
+        write_json(folder / sentence_pooling.MODULES, modules)
+        write_json(folder / sentence_pooling.TRANSFORMER, self._transformer())
+        write_json(folder / sentence_pooling.PROMPTS, self._prompts())
 
     def trunk_tensors(self, state: nnx.State) -> TensorSource:
         """The encoder's parameters as transformers has them."""
@@ -219,10 +207,14 @@ class EncoderRecord:
     def from_json(cls, value: Mapping[str, Any]) -> EncoderRecord:
         """The record of a run's model.json."""
         fields = dict(value["recipe"])
-        fields["prompts"] = Prompts(**fields["prompts"])
-        fields["dense"] = tuple(DenseLayer(Path(), **layer) for layer in fields["dense"])
+        fields["prompts"] = sentence_pooling.Prompts(**fields["prompts"])
+        fields["dense"] = tuple(
+            sentence_pooling.DenseLayer(Path(), **layer) for layer in fields["dense"]
+        )
         if value["vectors"] == "text":
-            recipe: SentenceRecipe | LateInteraction = SentenceRecipe(**fields)
+            recipe: sentence_pooling.SentenceRecipe | LateInteraction = (
+                sentence_pooling.SentenceRecipe(**fields)
+            )
         else:
             if fields["expansion"] is not None:
                 fields["expansion"] = Expansion(**fields["expansion"])
@@ -236,7 +228,7 @@ def read_encoder_record(
     vectors: Vectors | None,
     *,
     dim: int | None = None,
-    prompts: Prompts | None = None,
+    prompts: sentence_pooling.Prompts | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> EncoderRecord:
     """The record of a published folder.
@@ -258,11 +250,11 @@ def read_encoder_record(
             "token, or give an encoder of texts."
         )
     if late:
-        recipe: SentenceRecipe | LateInteraction = read_late_interaction(folder)
+        recipe: sentence_pooling.SentenceRecipe | LateInteraction = read_late_interaction(folder)
     else:
-        recipe = read_recipe(folder)
+        recipe = sentence_pooling.read_recipe(folder)
         decoder = published["model_type"] in text_encoders.DECODERS
-        if decoder and not has_recipe(folder):
+        if decoder and not sentence_pooling.has_recipe(folder):
             recipe = dataclasses.replace(recipe, pooling="lasttoken")
         if vectors == "token":
             recipe = LateInteraction(
@@ -279,7 +271,7 @@ def read_encoder_record(
             f"config key model.dim={dim}: the vectors of init={folder} have {width} values; leave "
             "it out, or set model.vectors to token for an encoder without a linear layer."
         )
-    layer = DenseLayer(Path(), width, dim, False, _IDENTITY)
+    layer = sentence_pooling.DenseLayer(Path(), width, dim, False, _IDENTITY)
     return dataclasses.replace(record, recipe=dataclasses.replace(recipe, dense=(layer,)))
 
 
@@ -288,7 +280,7 @@ def is_decoder(config: Any) -> bool:
     return isinstance(config, LlamaConfig)
 
 
-def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
+def _dense(layer: sentence_pooling.DenseLayer, rngs: nnx.Rngs) -> Dense:
     def linear(bias: bool) -> Linear:
         return Linear(layer.inputs, layer.outputs, ("embed", None), rngs=rngs, use_bias=bias)
 
@@ -296,7 +288,9 @@ def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
     return Dense(linear(layer.bias), layer.activation, linear(False) if mapped else layer.residual)
 
 
-def _write_dense(folder: Path, layer: DenseLayer, dense: Dense, vectors: Vectors) -> None:
+def _write_dense(
+    folder: Path, layer: sentence_pooling.DenseLayer, dense: Dense, vectors: Vectors
+) -> None:
     settings = {
         "in_features": layer.inputs,
         "out_features": layer.outputs,

@@ -13,15 +13,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from mmqa_jax.models.llama.family import (
-    BALANCING,
-    BIASES,
-    MULTIPLIERS,
-    TEMPER,
-    WINDOW,
-    WINDOWED_GRANITE,
-    Family,
-)
+from mmqa_jax.models.llama import family
 from mmqa_jax.models.llama.gemma_families import GEMMA
 from mmqa_jax.models.llama.latent_families import LATENT
 from mmqa_jax.models.llama.mixture_families import MIXTURES
@@ -55,7 +47,7 @@ _COHERE_FIXED: Mapping[str, tuple[Any, ...]] = {
     "rotary_pct": (1.0,),
     "position_embedding_type": ("rope_gptj",),
 }
-_GLM4 = Family(
+_GLM4 = family.Family(
     title="GLM-4 of April 2025 (0414), GLM-Z1",
     architecture="Glm4ForCausalLM",
     keys=kinds(flag="attention_bias"),
@@ -80,7 +72,7 @@ _GLM4 = Family(
         "post_mlp_layernorm": "post_feedforward_layernorm",
     },
 )
-_ERNIE = Family(
+_ERNIE = family.Family(
     title="ERNIE 4.5, without experts",
     architecture="Ernie4_5ForCausalLM",
     keys=kinds(flag="use_bias"),
@@ -100,19 +92,19 @@ _ERNIE = Family(
     names={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     neighbours=True,
 )
-FAMILIES: Mapping[str, Family] = {
-    "llama": Family(
+FAMILIES: Mapping[str, family.Family] = {
+    "llama": family.Family(
         title="LLaMA 1, 2, 3, Vicuna, SmolLM2",
         architecture="LlamaForCausalLM",
-        keys=BIASES,
+        keys=family.BIASES,
         # pretraining_tp splits products (the same but for rounding).
         harmless=("pretraining_tp", "max_sequence_length", "is_llama_config"),
         fixed={"rope_interleaved": (False,)},  # SmolLM's
     ),
-    "mistral": Family(
+    "mistral": family.Family(
         title="Mistral",
         architecture="MistralForCausalLM",
-        keys=WINDOW,
+        keys=family.WINDOW,
         defaults={
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -120,10 +112,10 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 4096,
         },
     ),
-    "ministral": Family(
+    "ministral": family.Family(
         title="Ministral",
         architecture="MinistralForCausalLM",
-        keys={**WINDOW, **kinds(list_or_null="layer_types")},
+        keys={**family.WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
             "intermediate_size": 14336,
             "num_key_value_heads": 8,
@@ -131,10 +123,10 @@ FAMILIES: Mapping[str, Family] = {
             "sliding_window": 4096,
         },
     ),
-    "ministral3": Family(
+    "ministral3": family.Family(
         title="Ministral 3",
         architecture="Ministral3ForCausalLM",
-        keys=WINDOW,
+        keys=family.WINDOW,
         defaults={
             "vocab_size": 131072,
             "intermediate_size": 14336,
@@ -144,13 +136,13 @@ FAMILIES: Mapping[str, Family] = {
             "max_position_embeddings": 262144,
             "rms_norm_eps": 1e-5,
             "rope_scaling": {
-                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, TEMPER: 0.1},
+                **{"rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, family.TEMPER: 0.1},
                 **{"original_max_position_embeddings": 16384, "mscale": 1.0, "mscale_all_dim": 1.0},
             },
         },
         tempered=True,
     ),
-    "qwen2": Family(
+    "qwen2": family.Family(
         title="Qwen2, Qwen2.5",
         architecture="Qwen2ForCausalLM",
         keys={**_SWITCHED_WINDOW, **kinds(integer="max_window_layers")},
@@ -164,7 +156,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"attention_bias": True, "out_bias": False},
     ),
-    "qwen3": Family(
+    "qwen3": family.Family(
         title="Qwen3, without experts",
         architecture="Qwen3ForCausalLM",
         keys={**_SWITCHED_WINDOW, **kinds(flag="attention_bias", integer="max_window_layers")},
@@ -179,11 +171,11 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"qk_norm": "head"},
     ),
-    "gpt_oss": Family(
+    "gpt_oss": family.Family(
         title="gpt-oss",
         architecture="GptOssForCausalLM",
         keys={
-            **WINDOW,
+            **family.WINDOW,
             **kinds(
                 list_or_null="layer_types",
                 flag="attention_bias",
@@ -217,17 +209,17 @@ FAMILIES: Mapping[str, Family] = {
             **{"sinks": True, "mlp_bias": True, "normed_experts": True},
             "activation": "quick_gelu",
         },
-        harmless=(*BALANCING, "initial_context_length", "experts_per_token"),
+        harmless=(*family.BALANCING, "initial_context_length", "experts_per_token"),
         fixed={"hidden_act": ("silu",), "swiglu_alpha": (1.702,)},
         names={"num_experts": "num_local_experts"},
         full_every=2,
         tensors={"mlp.router.": "mlp.gate."},
         experts_across="in turn",
     ),
-    "seed_oss": Family(
+    "seed_oss": family.Family(
         title="Seed-OSS",
         architecture="SeedOssForCausalLM",
-        keys={**BIASES, **kinds(flag="attention_out_bias")},
+        keys={**family.BIASES, **kinds(flag="attention_out_bias")},
         defaults={
             "vocab_size": 155136,
             "intermediate_size": 27648,
@@ -249,10 +241,10 @@ FAMILIES: Mapping[str, Family] = {
         architecture="PaddleOCRVLForConditionalGeneration",
         neighbours=False,
     ),
-    "exaone4": Family(
+    "exaone4": family.Family(
         title="EXAONE 4",
         architecture="Exaone4ForCausalLM",
-        keys={**WINDOW, **kinds(list_or_null="layer_types")},
+        keys={**family.WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
             "vocab_size": 102400,
             "intermediate_size": 16384,
@@ -272,10 +264,14 @@ FAMILIES: Mapping[str, Family] = {
         computes={"out_bias": False},
         tensors={},
     ),
-    "hyperclovax": Family(
+    "hyperclovax": family.Family(
         title="HyperCLOVA X SEED Think",
         architecture="HyperCLOVAXForCausalLM",
-        keys={**BIASES, **MULTIPLIERS, **kinds(number_or_null="attention_multiplier")},
+        keys={
+            **family.BIASES,
+            **family.MULTIPLIERS,
+            **kinds(number_or_null="attention_multiplier"),
+        },
         defaults={"attention_multiplier": None},
         computes={"norms": "both"},
         fixed={"use_post_norm": (True,)},
@@ -289,10 +285,10 @@ FAMILIES: Mapping[str, Family] = {
             },
         },
     ),
-    "iquestcoder": Family(
+    "iquestcoder": family.Family(
         title="IQuest-Coder",
         architecture="IQuestCoderForCausalLM",
-        keys=BIASES,
+        keys=family.BIASES,
         defaults={
             **{"vocab_size": 76800, "hidden_size": 5120, "intermediate_size": 27648},
             **{"num_hidden_layers": 80, "num_attention_heads": 40, "num_key_value_heads": 8},
@@ -300,7 +296,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         fixed={"clip_qkv": (), "use_sliding_window": (False,)},
     ),
-    "internlm3": Family(
+    "internlm3": family.Family(
         title="InternLM 3",
         architecture="InternLM3ForCausalLM",
         defaults={
@@ -311,10 +307,10 @@ FAMILIES: Mapping[str, Family] = {
         # Of two kinds of biases the hub's code and transformers' have different ideas.
         fixed=dict.fromkeys(("qkv_bias", "bias", "attention_bias", "mlp_bias"), (False,)),
     ),
-    "cwm": Family(
+    "cwm": family.Family(
         title="Code World Model",
         architecture="CwmForCausalLM",
-        keys={**WINDOW, **kinds(list_or_null="layer_types")},
+        keys={**family.WINDOW, **kinds(list_or_null="layer_types")},
         defaults={
             **{"vocab_size": 128256, "hidden_size": 6144, "intermediate_size": 21504},
             **{"num_hidden_layers": 64, "num_attention_heads": 48, "num_key_value_heads": 8},
@@ -331,10 +327,10 @@ FAMILIES: Mapping[str, Family] = {
         full_every=4,
         full_first=True,
     ),
-    "granite_swa": Family(
+    "granite_swa": family.Family(
         title="Granite with windows",
         architecture="GraniteSWAForCausalLM",
-        keys={**BIASES, **MULTIPLIERS, **WINDOW, **WINDOWED_GRANITE},
+        keys={**family.BIASES, **family.MULTIPLIERS, **family.WINDOW, **family.WINDOWED_GRANITE},
         defaults={
             **{"vocab_size": 100352, "hidden_size": 2560, "intermediate_size": 8192},
             **{"num_hidden_layers": 24, "num_attention_heads": 20, "num_key_value_heads": 4},
@@ -346,10 +342,10 @@ FAMILIES: Mapping[str, Family] = {
         full_every=4,
         full_first=True,
     ),
-    "helium": Family(
+    "helium": family.Family(
         title="Helium",
         architecture="HeliumForCausalLM",
-        keys=BIASES,
+        keys=family.BIASES,
         defaults={
             **{"vocab_size": 48000, "hidden_size": 2560, "intermediate_size": 7040},
             **{"num_hidden_layers": 24, "num_attention_heads": 20, "head_dim": 128},
@@ -358,21 +354,21 @@ FAMILIES: Mapping[str, Family] = {
         computes={"out_bias": False},
         neighbours=True,
     ),
-    "arcee": Family(
+    "arcee": family.Family(
         title="Arcee's AFM",
         architecture="ArceeForCausalLM",
-        keys=BIASES,
+        keys=family.BIASES,
         defaults={
             **{"hidden_size": 2560, "intermediate_size": 18432, "hidden_act": "relu2"},
             **{"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
         },
         computes={"gated_mlp": False},
     ),
-    "smollm3": Family(
+    "smollm3": family.Family(
         title="SmolLM3",
         architecture="SmolLM3ForCausalLM",
         keys={
-            **BIASES,
+            **family.BIASES,
             **_SWITCHED_WINDOW,
             **kinds(list_or_null="no_rope_layers", size="no_rope_layer_interval"),
         },
@@ -389,7 +385,7 @@ FAMILIES: Mapping[str, Family] = {
         harmless=("pretraining_tp",),
         fixed={"rope_interleaved": (False,)},
     ),
-    "llama4_text": Family(
+    "llama4_text": family.Family(
         title="Llama 4, its language model",
         architecture="Llama4ForCausalLM",
         keys=kinds(
@@ -419,7 +415,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         computes={"weighted_input": True, "shared_gate": False},
         harmless=(
-            *BALANCING,
+            *family.BALANCING,
             "router_jitter_noise",
             "for_llm_compressor",
         ),
@@ -434,17 +430,17 @@ FAMILIES: Mapping[str, Family] = {
             "feed_forward.router.": "mlp.gate.",
         },
     ),
-    "olmo2": Family(
+    "olmo2": family.Family(
         title="OLMo 2",
         architecture="Olmo2ForCausalLM",
         keys=kinds(flag="attention_bias"),
         defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5},
         computes={"qk_norm": "whole", "norms": "after"},
     ),
-    "olmo3": Family(
+    "olmo3": family.Family(
         title="OLMo 3",
         architecture="Olmo3ForCausalLM",
-        keys={**WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
+        keys={**family.WINDOW, **kinds(flag="attention_bias", list_or_null="layer_types")},
         defaults={
             "vocab_size": 50304,
             "rms_norm_eps": 1e-5,
@@ -455,10 +451,10 @@ FAMILIES: Mapping[str, Family] = {
         full_every=4,
         local=True,
     ),
-    "phi3": Family(
+    "phi3": family.Family(
         title="Phi-3, Phi-4",
         architecture="Phi3ForCausalLM",
-        keys=WINDOW,
+        keys=family.WINDOW,
         defaults={
             "vocab_size": 32064,
             "hidden_size": 3072,
@@ -475,13 +471,13 @@ FAMILIES: Mapping[str, Family] = {
         partial=True,
         fused=("qkv", "gate_up"),
     ),
-    "granite": Family(
+    "granite": family.Family(
         title="Granite 3",
         architecture="GraniteForCausalLM",
-        keys={**BIASES, **MULTIPLIERS},
+        keys={**family.BIASES, **family.MULTIPLIERS},
         scales_all=True,
     ),
-    "cohere": Family(
+    "cohere": family.Family(
         title="Command R",
         architecture="CohereForCausalLM",
         keys=kinds(flag="attention_bias", number="layer_norm_eps logit_scale"),
@@ -493,7 +489,7 @@ FAMILIES: Mapping[str, Family] = {
         neighbours=True,
         logit_factor="logit_scale",
     ),
-    "cohere2": Family(
+    "cohere2": family.Family(
         title="Command R7B and A, Tiny Aya",
         architecture="Cohere2ForCausalLM",
         keys=kinds(
@@ -513,10 +509,10 @@ FAMILIES: Mapping[str, Family] = {
         full_every=4,
         near_rotates=True,
     ),
-    "nemotron": Family(
+    "nemotron": family.Family(
         title="Nemotron 3 and 4, Minitron",
         architecture="NemotronForCausalLM",
-        keys={**BIASES, **kinds(number="norm_eps")},
+        keys={**family.BIASES, **kinds(number="norm_eps")},
         defaults={
             "vocab_size": 256000,
             "hidden_size": 6144,
@@ -532,7 +528,7 @@ FAMILIES: Mapping[str, Family] = {
         names={"rms_norm_eps": "norm_eps"},
         partial=True,
     ),
-    "stablelm": Family(
+    "stablelm": family.Family(
         title="StableLM",
         architecture="StableLmForCausalLM",
         keys=kinds(flag="use_qkv_bias use_parallel_residual", number="layer_norm_eps"),
@@ -551,10 +547,10 @@ FAMILIES: Mapping[str, Family] = {
         names={"rms_norm_eps": "layer_norm_eps", "attention_bias": "use_qkv_bias"},
         partial=True,
     ),
-    "starcoder2": Family(
+    "starcoder2": family.Family(
         title="StarCoder 2",
         architecture="Starcoder2ForCausalLM",
-        keys={**WINDOW, **kinds(flag="use_bias", number="norm_epsilon")},
+        keys={**family.WINDOW, **kinds(flag="use_bias", number="norm_epsilon")},
         defaults={
             "vocab_size": 49152,
             "hidden_size": 3072,
@@ -577,7 +573,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         tensors={"mlp.c_fc.": "mlp.up_proj.", "mlp.c_proj.": "mlp.down_proj."},
     ),
-    "apertus": Family(
+    "apertus": family.Family(
         title="Apertus",
         architecture="ApertusForCausalLM",
         keys=kinds(flag="attention_bias"),

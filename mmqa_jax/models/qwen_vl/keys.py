@@ -38,18 +38,9 @@ from mmqa_jax.models.llama.network import added
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.qwen_vl import omni
 from mmqa_jax.models.two_towers.processor import close
-from mmqa_jax.weights import layouts
+from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
-from mmqa_jax.weights.keymap import (
-    TRANSPOSE,
-    KeyMap,
-    Rule,
-    Transform,
-    linear_rules,
-    norm_rules,
-    untied_source,
-)
 
 _RENAME = (
     (r"^model\.visual\.", "visual."),
@@ -343,7 +334,7 @@ def _experts_turned(source: TensorSource, gate_up: tuple[int, int]) -> TensorSou
 
 def publish_qwen_vl(config: qwen_vl.QwenVLConfig, state: nnx.State) -> layouts.Published:
     """The class of its family in transformers (`PUBLISHED`), as on the hub."""
-    source = untied_source(state, qwen_vl_key_map(config))
+    source = keymap.untied_source(state, qwen_vl_key_map(config))
     if config.llama.family == "qwen3_moe":
         ours = 2 * config.llama.mlp, config.llama.hidden
         source = _experts_turned(experts_paired(source), ours)
@@ -400,52 +391,54 @@ _OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> KeyMap:
+def qwen_vl_key_map(config: qwen_vl.QwenVLConfig) -> keymap.KeyMap:
     """Key map of every layout, see the module."""
     vision, switches = config.vision, config.vision.switches
     parts = {**_PARTS, **_OTHER_PARTS.get(vision.family, {})}
     rules = [
-        Rule(f"{parts['patch']}.weight", "vision/patch/kernel", _patches_in_time(vision)),
+        keymap.Rule(f"{parts['patch']}.weight", "vision/patch/kernel", _patches_in_time(vision)),
         *_layer_rules(vision, parts),
         *llama_rules(config.llama, path="llama/"),
     ]
     if switches.patch_bias:
-        rules.append(Rule(f"{parts['patch']}.bias", "vision/patch/bias"))
+        rules.append(keymap.Rule(f"{parts['patch']}.bias", "vision/patch/bias"))
     if vision.positions:
-        rules.append(Rule(f"{parts['positions']}.weight", "vision/positions"))
+        rules.append(keymap.Rule(f"{parts['positions']}.weight", "vision/positions"))
     for norm in ("patch_norm", "end_norm"):
         if getattr(switches, norm):
             rules += _norm_rules(vision, parts[norm], f"vision/{norm}")
     if switches.merger == "gated":
         merger, ours = "visual.merger.", "vision/merger/"
-        rules.append(Rule("visual.downsample.weight", f"{ours}join/kernel", _joined(vision)))
-        rules.append(Rule("visual.downsample.bias", f"{ours}join/bias"))
-        rules += norm_rules(f"{merger}post_projection_norm", f"{ours}norm")
+        rules.append(keymap.Rule("visual.downsample.weight", f"{ours}join/kernel", _joined(vision)))
+        rules.append(keymap.Rule("visual.downsample.bias", f"{ours}join/bias"))
+        rules += keymap.norm_rules(f"{merger}post_projection_norm", f"{ours}norm")
         of_linears = {"linear": "proj", **{part: f"{part}_proj" for part in ("gate", "up", "down")}}
         for part, key in of_linears.items():
-            rules.append(Rule(f"{merger}{key}.weight", f"{ours}{part}/kernel", TRANSPOSE))
+            rules.append(
+                keymap.Rule(f"{merger}{key}.weight", f"{ours}{part}/kernel", keymap.TRANSPOSE)
+            )
     else:
         norm, *linears = parts["merger"]
         rules += _norm_rules(vision, norm, "vision/merger/norm")
         for number, linear in enumerate(linears, start=1):
-            rules += linear_rules(linear, f"vision/merger/linear_{number}")
+            rules += keymap.linear_rules(linear, f"vision/merger/linear_{number}")
     if vision.deepstack:
         theirs, ours = "visual.deepstack_merger_list.{layer}", "vision/deepstack"
-        rules += norm_rules(f"{theirs}.norm", f"{ours}/norm")
-        rules += linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
-        rules += linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
+        rules += keymap.norm_rules(f"{theirs}.norm", f"{ours}/norm")
+        rules += keymap.linear_rules(f"{theirs}.linear_fc1", f"{ours}/linear_1")
+        rules += keymap.linear_rules(f"{theirs}.linear_fc2", f"{ours}/linear_2")
     tied = (("lm_head.weight", "model.embed_tokens.weight"),) if config.llama.tied else ()
     unread = r"packing_position_embedding|^visual\.vision_model\.head\."  # PaddleOCR-VL's
     ignore = (r"rotary_(pos_)?emb\.inv_freq$", unread, *proposing(config.llama))
-    return KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
+    return keymap.KeyMap(rules, rename=_RENAME, ignore=ignore, tied=tied)
 
 
-def _norm_rules(vision: qwen_vl.QwenVisionConfig, theirs: str, ours: str) -> list[Rule]:
-    rules = norm_rules(theirs, ours)
+def _norm_rules(vision: qwen_vl.QwenVisionConfig, theirs: str, ours: str) -> list[keymap.Rule]:
+    rules = keymap.norm_rules(theirs, ours)
     return rules[:1] if vision.switches.gated else rules  # RMS norms have no biases
 
 
-def _layer_rules(vision: qwen_vl.QwenVisionConfig, parts: Mapping[str, Any]) -> list[Rule]:
+def _layer_rules(vision: qwen_vl.QwenVisionConfig, parts: Mapping[str, Any]) -> list[keymap.Rule]:
     theirs, ours, switches = parts["layer"], "vision/layers/", vision.switches
     linears = {"qkv": parts["qkv"], "out": parts["out"]}
     if switches.gated:
@@ -456,22 +449,22 @@ def _layer_rules(vision: qwen_vl.QwenVisionConfig, parts: Mapping[str, Any]) -> 
     for n in "12":
         rules += _norm_rules(vision, f"{theirs}{parts['norms']}{n}", f"{ours}norm_{n}")
     for path, key in linears.items():
-        both = linear_rules(f"{theirs}{key}", f"{ours}{path}")
+        both = keymap.linear_rules(f"{theirs}{key}", f"{ours}{path}")
         has_bias = vision.qkv_bias if path == "qkv" else switches.biases
         rules += both if has_bias else both[:1]
     return rules
 
 
-def _joined(vision: qwen_vl.QwenVisionConfig) -> Transform:
+def _joined(vision: qwen_vl.QwenVisionConfig) -> keymap.Transform:
     """Conv2d weight (out, width, merge, merge) <-> kernel [merge * merge * width, out]."""
     shape = (vision.merge, vision.merge, vision.width, vision.out)
-    return Transform(
+    return keymap.Transform(
         lambda x: x.transpose(2, 3, 1, 0).reshape(-1, x.shape[0]),
         lambda x: x.reshape(shape).transpose(3, 2, 0, 1),
     )
 
 
-def _patches_in_time(vision: qwen_vl.QwenVisionConfig) -> Transform:
+def _patches_in_time(vision: qwen_vl.QwenVisionConfig) -> keymap.Transform:
     """Conv3d weight (out, 3, time, patch, patch) <-> kernel [time * patch * patch * 3, out].
 
     PaddleOCR-VL's has no axis of time.
@@ -483,7 +476,7 @@ def _patches_in_time(vision: qwen_vl.QwenVisionConfig) -> Transform:
         x = x.reshape(shape).transpose(4, 3, 0, 1, 2)
         return x[:, :, 0] if flat else x
 
-    return Transform(
+    return keymap.Transform(
         lambda x: (x[:, :, None] if flat else x).transpose(2, 3, 4, 1, 0).reshape(-1, x.shape[0]),
         inverse,
     )

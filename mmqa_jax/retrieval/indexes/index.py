@@ -255,10 +255,10 @@ class TokenIndex(MaxSimIndex):
         total = np.bincount(sources.ravel()[best], weights=gain, minlength=len(self))
         if allowed is not None:
             total = np.where(allowed, total, 0)
-        found = np.flatnonzero(total)
-        if len(found) < min(most, _FEWEST):
+        hits = np.flatnonzero(total)
+        if len(hits) < min(most, _FEWEST):
             return np.arange(len(self)) if allowed is None else np.flatnonzero(allowed)
-        return found[np.argsort(-total[found], kind="stable")[:most]]
+        return hits[np.argsort(-total[hits], kind="stable")[:most]]
 
 
 def build_index(
