@@ -20,14 +20,14 @@ def get_config(mode: str = "") -> ConfigDict:
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "dcn_data": -1, "dcn_fsdp": -1}
     config.tokenizer = ""  # that of `init`
     config.init = "minilm"  # or a cross-encoder, an encoder, a Qwen3-Reranker, a Qwen3-VL-Reranker
-    config.model = {"dropout": "published", "changes": {"dtype": "float32"}}
+    config.model = {"dropout": "none", "changes": {"dtype": "float32"}}
     config.loss = "listwise"  # pointwise, lambda; margin_mse and divergence with data.teacher
     config.batches = {"batch_size": 8, "length": 160, "num_negatives": 3, "threads": 2}
     config.train = {
-        "steps": 200,
+        "steps": 100,
         "optimizer": {
             "name": "adamw",
-            "learning_rate": 5e-5,
+            "learning_rate": 2e-4,
             "schedule": "cosine",
             "warmup": 0.1,
             "clip_norm": 1.0,
