@@ -22,6 +22,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.common.layers import Linear
 from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders.embedding_gemma import MODEL_TYPE, EmbeddingGemmaConfig
 from mmqa_jax.models.encoders.heads import Dense, SentenceEncoder
 from mmqa_jax.models.encoders.late_interaction import (
     Expansion,
@@ -89,7 +90,13 @@ class EncoderRecord:
     @property
     def dim(self) -> int:
         """The values of a vector."""
-        return check_widths(self.recipe.dense, self.config.hidden)
+        return check_widths(self.recipe.dense, self._width)
+
+    @property
+    def _width(self) -> int:
+        """The values of a token's state."""
+        config = self.config
+        return config.projected if isinstance(config, EmbeddingGemmaConfig) else config.hidden
 
     @property
     def _family(self) -> tuple[text_encoders.Family, Mapping[str, Any]]:
@@ -140,7 +147,6 @@ class EncoderRecord:
     def write(self, folder: Path, model: Any) -> None:
         """Writes a trained model as sentence-transformers has it, but for its tokenizer."""
         _, published = self._family
-        config = self.config
         write_sharded(folder, self.trunk_tensors(nnx.state(model.bert, nnx.Param)))
         published = {key: x for key, x in published.items() if key != "torch_dtype"}
         write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
@@ -148,7 +154,7 @@ class EncoderRecord:
         layers = [("Transformer", "")]
         if isinstance(recipe, SentenceRecipe):
             layers.append(("Pooling", "1_Pooling"))
-            sizes = {"embedding_dimension": config.hidden, "include_prompt": True}
+            sizes = {"embedding_dimension": self._width, "include_prompt": True}
             _write(folder / POOLING, {**sizes, "pooling_mode": recipe.pooling})
         for layer, ours in zip(recipe.dense, model.dense, strict=True):
             layers.append(("Dense", f"{len(layers)}_Dense"))
@@ -250,6 +256,8 @@ def read_encoder_record(
       changes: see EncoderRecord.
     """
     published = read_json(folder / text_encoders.CONFIG)
+    if published.get("model_type") == MODEL_TYPE:  # of which texts alone are trained
+        published |= {"vision_config": None, "audio_config": None}
     check_family(folder)
     late = is_late_interaction(folder)
     if late and vectors == "text":
