@@ -43,7 +43,7 @@ def run(dataset, row, workdir, data, **values):
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("llm")
+    folder = tmp_path_factory.mktemp("rows") / "llm"
     write_folder(folder)
     return {"parts.llm.model": folder, **of_engine()}
 
@@ -56,7 +56,7 @@ def llm(tmp_path_factory):
         (fvqa, 1, "fvqa/em"),
         (livevqa, 2, "livevqa/em"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=["dynvqa", "mmsearch", "fvqa", "livevqa"],
 )
 def test_a_model_alone(write_files, questions, scorer, llm, tmp_path):
     name, raw = write_files.__name__, tmp_path / "raw"
@@ -76,7 +76,7 @@ def test_documents_are_found_and_read(llm, tmp_path):
     (documents / "report.txt").write_text("How many boats are there? There are 8 boats.\n")
     done("prepare", "mmlongbench", f"--raw={raw}", f"--out={tmp_path / 'data'}")
     done("prepare", "folder", f"--raw={documents}", f"--out={tmp_path / 'documents'}")
-    values = {**llm, "sources": tmp_path / "documents"}
+    values = {**llm, "data.sources": tmp_path / "documents"}
     result = run("mmlongbench", "bm25_smollm2", tmp_path / "run", tmp_path / "data", **values)
     assert (result["n"], result["row"]) == (2, "bm25_smollm2")
     assert 0 <= result["scores"]["mmlongbench/score"] <= 1
