@@ -271,7 +271,8 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         type=float,
         metavar="P",
         help="with --data, the model's confidence (0 to 1) below which the passages' best sentence "
-        "stands before its words (0: never)",
+        "stands before its words; 0: never (.9 of a model of fewer than 500 million parameters, "
+        "else 0)",
     )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(

@@ -25,7 +25,7 @@ from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
 from mmqa_jax.prompting.causes import SUPPORT, Answered, Ask, cited_by_cause
 from mmqa_jax.prompting.citations import read_citations
-from mmqa_jax.prompting.quotes import CONFIDENCE
+from mmqa_jax.prompting.quotes import CONFIDENCE, quote_below
 
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _AT_FIRST = 16  # questions whose answers are scored together, before an engine says its slots
@@ -117,6 +117,11 @@ class LLMReader:
                 "citations=cause: a server does not tell how likely an answer to a message is; "
                 "leave it out, or take a model of this process."
             )
+
+    @property
+    def quote_below(self) -> float:
+        """The confidence below which a quote of its sources stands before its words."""
+        return quote_below(self._llm.parameters)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers each question from its cited sources, best first: `sources` are those that the

@@ -173,6 +173,11 @@ def test_an_answer_cites_its_sources(corpus):
     assert (ids(answer.read)[0], len(answer.read), answer.notes) == ("f", 2, ())
     assert answer.read[0].score == answer.sources[0].score == pytest.approx(0.67, abs=0.1)  # cosine
     assert f"[1] Filter: {TEXTS[0]}" in llm.text(llm.seen[0])
+    assert answer.quote is None  # a model of unknown size
+    llm.parameters, retriever = 1, mmqa.open_retriever(corpus)
+    for below, count in ((None, 1), (0.0, 0)):
+        asked = mmqa.ask("When to wash the filter?", retriever, reader, quote_below=below)
+        assert [quote["text"] for quote in [asked.quote] if quote] == [TEXTS[0]] * count
     # The same from what a search has found, in the order that it is given in.
     found = mmqa.open_retriever(corpus, "dense").search("house", 3)[::-1]
     answer = reader.answer("When?", found)

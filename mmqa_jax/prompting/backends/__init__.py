@@ -188,6 +188,10 @@ class Backend(Protocol):
         """Whether it scores with pieces of a prompt hidden, where that has no pictures."""
 
     @property
+    def parameters(self) -> int | None:
+        """How many a decoder of this process has; None: it is a server's or another's, unknown."""
+
+    @property
     def fingerprint(self) -> str:
         """Differs between models whose answers may differ; part of the response cache's key."""
 
