@@ -263,10 +263,9 @@ def _office(folder: Path) -> None:
 
 
 def _code(folder: Path) -> None:
-    """Files of code as text, since folders have no reader of code."""
     library = Path(sysconfig.get_path("stdlib"))
     for name in _MODULES:
-        _copy(library / f"{name}.py", folder / f"{name.replace('/', '_')}.py.txt")
+        _copy(library / f"{name}.py", folder / f"{name.replace('/', '_')}.py")
 
 
 def _pictures(folder: Path) -> None:

@@ -123,8 +123,8 @@ class Choices:
 
     Attributes:
       hidden: pieces of the prompt in their order, of a backend that `hides`: the continuations are
-        scored with all of it, and once more with each of these hidden. What stands behind a hidden
-        piece and in front of the last one has been read with it.
+        scored with all of it, and once more with each of these hidden, from the prompt's last token
+        on. What stands behind a hidden piece in the prompt has been read with it.
     """
 
     id: Hashable

@@ -273,8 +273,9 @@ class EngineBackend:
         start, rows = self._continuations(request, prompt)
         if not request.hidden:
             return requests.Scoring(request.id, start, rows, images=pixels)
-        hidden = self._places(request, prompt, start)
-        trunk = min(hidden[-1][1], len(start) - 1)
+        trunk = len(start) - 1  # the last token is read anew by each: it predicts the first one
+        found = self._places(request, prompt, start)
+        hidden = [(begin, min(end, trunk)) for begin, end in found]
         rows = [start[trunk:] + row for row in rows]
         places = [place for place in ((0, 0), *hidden) for _ in rows]
         return requests.Scoring(
