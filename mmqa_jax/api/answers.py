@@ -502,7 +502,8 @@ def ask(
     answerer = ask_folder.FolderAnswerer(
         retriever.corpus, reader.reader, options, retriever.passages
     )
-    return _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+    answer = _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+    return dataclasses.replace(answer, notes=(*answer.notes, *options.notes))
 
 
 def _with_reranker(

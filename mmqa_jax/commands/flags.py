@@ -308,6 +308,8 @@ def check_reading(arguments: argparse.Namespace) -> None:
     """UserError for flags of `add_reading` that contradict each other or are out of range."""
     if arguments.data is not None and arguments.workdir is not None:
         raise UserError("--data and --workdir: one of them is asked; leave one.")
+    if arguments.data is not None and not Path(arguments.data).exists():  # before JAX starts
+        raise UserError(f"--data={arguments.data}: no such folder; check the path.")
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
     check_at_least_1(arguments, "max_new_tokens")

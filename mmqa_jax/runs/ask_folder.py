@@ -115,9 +115,11 @@ class AskOptions:
 
     @property
     def notes(self) -> list[str]:
-        """Says that the least similarity of the encoder is not known, where that is so."""
+        """Says what is refused where the encoder's least similarity is not known, or is none."""
         if self.least_similarity is not None or self.encoder == MINILM:
             return []
+        if not self.encoder:
+            return ["Found by words alone: refused is what shares no word with any passage."]
         return [
             f"--encoder={self.encoder}: no question is refused for its distance from all passages, "
             "since this encoder's threshold is not known; choose one on questions of yours with "

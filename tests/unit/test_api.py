@@ -192,6 +192,8 @@ def test_a_question_that_nothing_answers_is_refused_unread(corpus):
         answer = mmqa.ask("Composed?", mmqa.open_retriever(corpus, retriever), reader)
         assert (answer.text, answer.found, answer.sources) == (NOT_FOUND, False, ())
         assert ids(answer.read) == read  # the nearest, if there is one
+        by_words = [note for note in answer.notes if note.startswith("Found by words alone")]
+        assert bool(by_words) is (retriever == "bm25")
     assert not reader.answer("Composed?", []).found
     assert llm.seen == []
     retriever = mmqa.open_retriever(corpus, "dense")

@@ -69,16 +69,16 @@ def test_code_keeps_its_lines():
         ("        return pump.wash()", 6, True),
     ]
     assert (written.is_row, document.letters_read, document.missing) == (False, document.letters, 0)
-    passages = list(chunks(lines, ChunkOptions(words=10, overlap=0)))
-    assert [passage.text for passage in passages] == [
-        "import os\ndef clean(pump):\n    if pump:", "        return pump.wash()",
+    passages = list(chunks([*lines, *lines], ChunkOptions(words=10, overlap=0)))
+    assert [passage.text.split("\n") for passage in passages] == [
+        [line.text for line in (*lines, lines[0])], [line.text for line in lines[1:]],
     ]  # fmt: skip
     numbered = [
         [{"start": p.start, "end": p.end, "line": p.line} for p in passage.places]
         for passage in passages
     ]
     first, last = (place_of({"places": places})["lines"] for places in numbered)
-    assert (first, last) == ([1, 5], [6, 6])
+    assert (first, last) == ([1, 6], [4, 6])
 
 
 def test_lists_and_listings_keep_their_lines():

@@ -192,7 +192,7 @@ def _sizes(texts: Sequence[str], tokens: TokenLimit | None) -> list[_Size]:
 def _words(text: str) -> int:
     """Counts how many words a text counts for."""
     if (text.isascii() or not _UNSPACED.search(text)) and not _LONG_WORD.search(text):
-        return text.count(" ") + 1
+        return text.lstrip(" ").count(" ") + 1
     return sum(_words_of(word) for word in text.split())
 
 
