@@ -450,6 +450,8 @@ class Answer:
       read: all that the model was shown; if none was similar enough, the nearest one, which was
         not.
       notes: what the model was not shown, and what failed.
+      quote: the passages' best sentence where the model is not sure of its words: `text`, the
+        source's `id`, `file`, `page` and text (`passage`), and its place there; None: it is sure.
     """
 
     text: str
@@ -457,6 +459,7 @@ class Answer:
     sources: Sequence[ShownSource] = ()
     read: Sequence[ShownSource] = ()
     notes: Sequence[str] = ()
+    quote: Mapping[str, Any] | None = None
 
 
 def ask(
@@ -467,6 +470,7 @@ def ask(
     picture: PictureOf | None = None,
     top_k: int = ask_folder.AskOptions.top_k,
     least_similarity: float | None = None,
+    quote_below: float | None = None,
 ) -> Answer:
     """Answers a question from the corpus of a retriever and a reader, as `mmqa ask --data` does.
 
@@ -475,6 +479,7 @@ def ask(
       top_k: sources that the model reads.
       least_similarity: as AskOptions; a question whose nearest source is less similar is refused
         unread. BM25 alone refuses questions that share no word with any source.
+      quote_below: as AskOptions; below this confidence of the model the answer has a `quote`.
     """
     if not isinstance(retriever, Retriever) or not isinstance(reader, Reader):
         types = f"{type(retriever).__name__} and {type(reader).__name__}"
@@ -489,12 +494,16 @@ def ask(
     if least_similarity is None and isinstance(retriever.passages.ranked, _ForeignRetriever):
         least_similarity = -math.inf  # its scores are on a scale of its own
     options = ask_folder.AskOptions(
-        retriever.encoder, min(top_k, len(retriever.corpus)), least_similarity=least_similarity
+        retriever.encoder,
+        min(top_k, len(retriever.corpus)),
+        least_similarity=least_similarity,
+        quote_below=quote_below,
     )
     answerer = ask_folder.FolderAnswerer(
         retriever.corpus, reader.reader, options, retriever.passages
     )
-    return _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+    answer = _answer(retriever.corpus, answerer.answer(question, _encoded(picture, "ask")))
+    return dataclasses.replace(answer, notes=(*answer.notes, *options.notes))
 
 
 def _with_reranker(
@@ -527,6 +536,7 @@ def _answer(corpus: AskedCorpus, answer: ask_folder.FolderAnswer) -> Answer:
         tuple(shown_sources(corpus, cited, scores, cited=True)),
         tuple(_found(corpus, answer.read)),
         tuple(answer_notes(answer.prediction)),
+        answer.quoted(corpus),
     )
 
 

@@ -51,6 +51,7 @@ class Board:
       systems: best first.
       sets: where figures are means over sets; a row of ours runs one of them (SYSTEM_SET).
       one_pool: whether a row of ours runs all sets, in one pool.
+      language: of the questions that count, where a set has several; "": all.
       title: of the table, where a benchmark has several boards.
     """
 
@@ -59,6 +60,7 @@ class Board:
     scorer: str = ""
     sets: tuple[str, ...] = ()
     one_pool: bool = False
+    language: str = ""
     title: str = "board"
 
 

@@ -6,7 +6,8 @@
 
 A row is a query with its own candidates, about a thousand, of which the first is the right one:
 texts (classes, answers, captions) or pictures, with a text or without. Each task is a corpus.
-The video tasks have no encoder here; the tasks of pages are ViDoRe's (vidore.py) and VisRAG's.
+A video is eight frames to the authors, and a source one picture here, so that the video tasks are
+refused by name; the tasks of pages are ViDoRe's (vidore.py) and VisRAG's.
 
     mmeb/hit@1    whether the right candidate is the best of a query's own (eval.py)
 
@@ -45,6 +46,12 @@ KINDS = {
     "grounding": ("MSCOCO", "RefCOCO", "RefCOCO-Matching", "Visual7W-Pointing"),
 }
 TASKS = tuple(task for tasks in KINDS.values() for task in tasks)
+# The authors' experiments/public/eval/video.yaml.
+VIDEO_TASKS = (
+    *("SmthSmthV2", "HMDB51", "UCF101", "K700", "Breakfast", "MSR-VTT", "MSVD", "DiDeMo"),
+    *("YouCook2", "VATEX", "QVHighlight", "Charades-STA", "MomentSeeker", "Video-MME", "NExTQA"),
+    *("EgoSchema", "MVBench", "ActivityNetQA"),
+)
 SCORER = "mmeb/hit@1"
 MATERIALS = (
     Material("MMEB-V2", "Jiang et al., ICLR 2025; Meng et al., 2025", "Apache-2.0"),
@@ -61,6 +68,11 @@ def read_mmeb(folder: Path) -> official.BenchmarkFiles:
     `Question.category` is the task, `positives` the right candidate, `negatives` the others.
     """
     task = folder.name
+    if task in VIDEO_TASKS:
+        raise UserError(
+            f"{folder}: {task} is a task of videos, of which an encoder sees eight frames, but a "
+            "source here is one picture; give the folder of one of the 36 image tasks."
+        )
     if task not in TASKS:
         raise UserError(
             f"{folder}: is no task's folder; give one that is called {TASKS[0]}, {TASKS[1]}, ..."

@@ -24,7 +24,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the verb's flags."""
     parser.description += (
         "\n\n--data=FOLDER: documents (.txt .md .html .htm .pdf .docx .pptx .xlsx .csv .tsv .odt\n"
-        "  .ods .odp) and pictures (.jpg .jpeg .png .webp), an interchange folder, or what\n"
+        "  .ods .odp), code and pictures (.jpg .jpeg .png .webp), an interchange folder, or what\n"
         "  `mmqa prepare` wrote; it is read and embedded once, later calls read what has changed;\n"
         "  answers cite file, page and picture\n"
         "--workdir=DIR: a finished demo, with the models that it has trained\n"

@@ -271,7 +271,8 @@ def add_reading(parser: argparse.ArgumentParser, workdir: str) -> None:
         type=float,
         metavar="P",
         help="with --data, the model's confidence (0 to 1) below which the passages' best sentence "
-        "stands before its words (0: never)",
+        "stands before its words; 0: never (.9 of a model of fewer than 500 million parameters, "
+        "else 0)",
     )
     parser.add_argument("--top_k", type=int, help="passages that the model reads (5)")
     parser.add_argument(
@@ -307,6 +308,8 @@ def check_reading(arguments: argparse.Namespace) -> None:
     """UserError for flags of `add_reading` that contradict each other or are out of range."""
     if arguments.data is not None and arguments.workdir is not None:
         raise UserError("--data and --workdir: one of them is asked; leave one.")
+    if arguments.data is not None and not Path(arguments.data).exists():  # before JAX starts
+        raise UserError(f"--data={arguments.data}: no such folder; check the path.")
     if arguments.top_k is not None:
         check_top_k(arguments.top_k)
     check_at_least_1(arguments, "max_new_tokens")

@@ -159,6 +159,13 @@ def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]
     return {"devices": math.prod(shape.values()), "mesh": dict(shape), **sizes}
 
 
+def parameter_count(model: LlamaConfig) -> int:
+    """Counts the numbers of a decoder's matrices, without its norms and biases."""
+    layers = sum(place.mixing + place.mlp_numbers(place.experts) for place in model.places)
+    tables = (1 if model.tied else 2) * model.vocab_size * model.hidden
+    return int(layers * (model.layers // model.period) + tables)
+
+
 def tower_bytes(
     llama: LlamaConfig, vision: VisionConfig | SiglipVisionConfig | QwenVisionConfig | None
 ) -> float:

@@ -40,10 +40,12 @@ from mmqa_jax.models.bert.mpnet import MPNet
 from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, RotaryBert, rotary_config
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
+from mmqa_jax.models.encoders.pictured_gemma import GemmaEncoder, embedding_gemma_2
 from mmqa_jax.models.encoders.text_encoders import for_reading
-from mmqa_jax.models.encoders.vlm_keys import for_encoding
+from mmqa_jax.models.encoders.vlm_keys import for_encoding, for_reading_prompts
 from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.experts import reached
+from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.modernbert.network import (
     ModernBert,
     ModernBertConfig,
@@ -69,6 +71,7 @@ from mmqa_jax.retrieval.vlm_encoder import (
     attended,
     make_encode_prompts,
     prompt_batches,
+    units_of,
 )
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path, kind_of_base
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
@@ -163,14 +166,15 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
     )
 
 
-# The programs that embed texts, and pages that are pictures, by a Qwen3-VL-Embedding.
+# The programs that embed texts, and pages that are pictures, by one model.
 
 PAGES = "pages"  # the program of the largest pictures; that of texts is TEXTS
 _AROUND = 60  # tokens around a picture: an instruction and a title
 # By name: sizes of its config.json.
-VLM_ENCODERS: Mapping[str, Callable[[], QwenVLConfig]] = {
+VLM_ENCODERS: Mapping[str, Callable[[], QwenVLConfig | LlavaConfig]] = {
     "qwen3_vl_embedding_2b": qwen3_vl_2b,
     "qwen3_vl_embedding_8b": qwen3_vl_8b,
+    "embedding_gemma_2": embedding_gemma_2,
 }
 
 
@@ -181,9 +185,14 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
       name: TEXTS, of 512 tokens; or PAGES, pictures of as many tokens as a picture may have.
       model: of VLM_ENCODERS.
     """
-    config = for_encoding(VLM_ENCODERS[model](), devices[0].platform)
+    sizes = VLM_ENCODERS[model]()
+    kind: type[nnx.Module] = GemmaEncoder
+    if isinstance(sizes, QwenVLConfig):
+        kind, config = QwenVLEncoder, for_encoding(sizes, devices[0].platform)
+    else:
+        config = for_reading_prompts(sizes, devices[0].platform)
     mesh = serving_mesh(None, devices)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: QwenVLEncoder(config, rngs=nnx.Rngs())))
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs())))
     # Parameters are of the type that they are computed in.
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.llama.dtype), state)
     state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
@@ -214,11 +223,12 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     )
 
 
-def _largest(config: QwenVLConfig) -> np.ndarray:
+def _largest(config: QwenVLConfig | LlavaConfig) -> np.ndarray:
     """Pixels of as many units as a picture may have, nearly square."""
-    rows = math.isqrt(config.vision.most_units)
-    unit = config.vision.unit
-    return np.zeros((rows * unit, config.vision.most_units // rows * unit, 3), np.uint8)
+    is_qwen, unit = isinstance(config, QwenVLConfig), units_of(config).unit
+    most = config.vision.most_units if is_qwen else config.budget
+    rows = math.isqrt(most)
+    return np.zeros((rows * unit, most // rows * unit, 3), np.uint8)
 
 
 REGIONS = "regions"  # the program

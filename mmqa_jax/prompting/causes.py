@@ -1,8 +1,9 @@
 """Citations by cause: which sources the sentences of a language model's answer rest on.
 
 ContextCite (Cohen-Wang et al., NeurIPS 2024) asks what an answer's log-probability loses when a
-source is taken away. A model that `hides` scores each sentence behind the prompt as it was read,
-with each source hidden in turn, so that the question and the answer alone are read anew: what later
+source is taken away. Tried are the sources that share most words with the answer (`suspects`), and
+those that it names. A model that `hides` scores each sentence behind the prompt as it was read,
+with each of them hidden in turn, so that the answer alone is read anew: what the question and later
 sources have taken from a hidden one stays. Of others, and where pictures are shown, prompts are
 read that lack a source.
 """
@@ -11,6 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +25,7 @@ from mmqa_jax.prompting.backends import Backend, Chat, Choices, Completion
 from mmqa_jax.prompting.backends.cache import answer_all
 
 SUPPORT = 0.5  # nats; not chosen on val yet: `python -m tests.bench citations` tries others
+TRIED = 2  # sources of an answer
 SENTENCES = "sentences"  # key of a trace: of each sentence `text`, `sources` and `losses`
 
 
@@ -34,54 +39,81 @@ class Answered(NamedTuple):
       prediction: with all that the model `read`.
       scores: of each source that it read.
       ask: places of sources -> text and query of the prompt with these alone.
+      texts: of the sources, as they are quoted.
       shots: the sources as they stand in the prompt; () where it has pictures.
     """
 
     prediction: Prediction
     scores: Sequence[float]
     ask: Ask
+    texts: Sequence[str]
     shots: Sequence[str]
 
 
 def cited_by_cause(
-    llm: Backend, answered: Sequence[Answered], support: float
+    llm: Backend, answered: Sequence[Answered], support: float, tried: int
 ) -> Iterator[Prediction]:
     """Predictions that cite what their sentences rest on; what could not be scored stays.
 
     The trace has SENTENCES, whose `sources` are numbers from 1, the one that is needed most first,
-    () where none supports the sentence, and whose `losses` are nats, a source each; and
-    `unfounded`, the numbers of asked citations that support no sentence.
+    () where none supports the sentence, and whose `losses` are nats, a source each, None of those
+    that were not tried; and `unfounded`, the numbers of asked citations that support no sentence.
 
     Args:
       support: nats that a sentence loses without a source that it cites.
+      tried: sources of an answer that are taken away, beside those that it names.
     """
-    queries = {a.prediction.question_id: _queries(llm, a) for a in answered}
+    hidden = [suspects(a.prediction, a.texts, tried) for a in answered]
+    queries = {
+        a.prediction.question_id: _queries(llm, a, places)
+        for a, places in zip(answered, hidden, strict=True)
+    }
     scores = answer_all(llm, list(itertools.chain(*queries.values())), "Citing").by_id
-    for prediction, of_sources, *_ in answered:
+    for (prediction, of_sources, *_), places in zip(answered, hidden, strict=True):
         answers = [scores.get(query.id) for query in queries[prediction.question_id]]
         if all(isinstance(answer, Scores) for answer in answers):
             totals = [score.total for answer in answers for score in answer.scores]
-            count = len(totals) // (1 + len(prediction.read))  # of sentences
+            count = len(totals) // (1 + len(places))  # of sentences
             whole, *rest = (
                 _of_sentences(totals[first : first + count])
                 for first in range(0, len(totals), count)
             )
-            yield _cited(prediction, of_sources, whole, rest, support)
+            yield _cited(
+                prediction, of_sources, whole, dict(zip(places, rest, strict=True)), support
+            )
 
 
-def _queries(llm: Backend, answered: Answered) -> list[Choices]:
-    """The queries that score the sentences with all sources, then without each of them."""
-    prediction, _, ask, shots = answered
+def suspects(prediction: Prediction, texts: Sequence[str], most: int) -> list[int]:
+    """Places of the sources that may be an answer's cause, in their order.
+
+    They are the ones that it names, and the `most` that have most of its words, each by the share
+    of the sources that lack it; of equal ones the first.
+    """
+    asked = set(_words(prediction.answer))
+    has = [asked.intersection(_words(text)) for text in texts]
+    count = Counter(word for words in has for word in words)
+    weights = [sum(math.log(len(texts) / count[word]) for word in sorted(words)) for words in has]
+    likely = sorted(range(len(texts)), key=lambda place: -weights[place])[:most]
+    return sorted({*likely, *(prediction.read.index(name) for name in prediction.sources)})
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.casefold())
+
+
+def _queries(llm: Backend, answered: Answered, hidden: Sequence[int]) -> list[Choices]:
+    """The queries that score the sentences with all sources, then without each that is hidden."""
+    prediction, _, ask, _, shots = answered
     sentences = sentences_of(prediction.answer)
     # The longest first: those with which it begins have no branch of their own.
     texts = tuple(itertools.accumulate(sentences, lambda a, b: f"{a} {b}"))[::-1]
     every = range(len(prediction.read))
     name, (_, query) = prediction.question_id, ask(every)
     if llm.hides and shots:
-        return [_scored((name, None), query, texts, tuple(shots))]
+        return [_scored((name, None), query, texts, tuple(shots[place] for place in hidden))]
     return [
         _scored((name, without), ask([place for place in every if place != without])[1], texts)
-        for without in (None, *every)
+        for without in (None, *hidden)
     ]
 
 
@@ -111,21 +143,24 @@ def _cited(
     prediction: Prediction,
     of_sources: Sequence[float],
     whole: Sequence[float],
-    rest: Sequence[Sequence[float]],
+    rest: Mapping[int, Sequence[float]],
     support: float,
 ) -> Prediction:
     """The prediction with its causes.
 
     Args:
       whole: of each sentence its log-probability with all sources.
-      rest: the same without each of them.
+      rest: the same without the source in a place.
     """
     sentences = []
     for place, text in enumerate(sentences_of(prediction.answer)):
-        losses = [whole[place] - without[place] for without in rest]
-        order = sorted(range(len(losses)), key=lambda n: -losses[n])
+        losses = {number: whole[place] - without[place] for number, without in rest.items()}
+        order = sorted(losses, key=lambda number: -losses[number])
         numbers = [number + 1 for number in order if losses[number] >= support]
-        rounded = [round(loss, 3) for loss in losses]
+        rounded = [
+            round(losses[number], 3) if number in losses else None
+            for number in range(len(prediction.read))
+        ]
         sentences.append({"text": text, "sources": numbers, "losses": rounded})
     named = list(dict.fromkeys(n for sentence in sentences for n in sentence["sources"]))
     unfounded = [

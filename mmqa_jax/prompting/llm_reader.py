@@ -23,9 +23,9 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
-from mmqa_jax.prompting.causes import SUPPORT, Answered, Ask, cited_by_cause
+from mmqa_jax.prompting.causes import SUPPORT, TRIED, Answered, Ask, cited_by_cause
 from mmqa_jax.prompting.citations import read_citations
-from mmqa_jax.prompting.quotes import CONFIDENCE
+from mmqa_jax.prompting.quotes import CONFIDENCE, quote_below
 
 READER = "reader"  # key of this reader's traces: how many sources each question came with
 _AT_FIRST = 16  # questions whose answers are scored together, before an engine says its slots
@@ -51,6 +51,7 @@ class LLMReaderOptions:
       citations: what an answer cites: `asked` the sources that it names by [n], `cause` those
         without which its sentences are less likely (prompting/causes.py), whatever it names.
       support: of `cause`, nats that a sentence loses without a source that it cites.
+      tried: of `cause`, sources of an answer that are hidden in turn, beside those that it names.
       refuse_without_sources: answers NOT_FOUND without asking where a question has no sources, as
         after a threshold that none reached. Off where questions are asked without any on purpose.
       max_new_tokens: of an answer.
@@ -64,6 +65,7 @@ class LLMReaderOptions:
     uncited: Literal["none", "all"] = "none"
     citations: Literal["asked", "cause"] = "asked"
     support: float = SUPPORT
+    tried: int = at_least(1, TRIED)
     refuse_without_sources: bool = False
     max_new_tokens: int = at_least(1, 64)
 
@@ -82,6 +84,7 @@ class _Prompt(NamedTuple):
       trace: what was left out, and why.
       is_refused: there are no sources to answer from.
       ask: its text and query with those of its sources in these places alone.
+      texts: of its sources, as they are quoted.
       shots: its sources as they stand in it; () where it has pictures.
     """
 
@@ -91,6 +94,7 @@ class _Prompt(NamedTuple):
     trace: dict[str, Any]
     is_refused: bool = False
     ask: Ask | None = None
+    texts: Sequence[str] = ()
     shots: tuple[str, ...] = ()
 
 
@@ -117,6 +121,11 @@ class LLMReader:
                 "citations=cause: a server does not tell how likely an answer to a message is; "
                 "leave it out, or take a model of this process."
             )
+
+    @property
+    def quote_below(self) -> float:
+        """The confidence below which a quote of its sources stands before its words."""
+        return quote_below(self._llm.parameters)
 
     def answer(self, questions: Sequence[Question], cited: Sequence[Ranking]) -> list[Prediction]:
         """Answers each question from its cited sources, best first: `sources` are those that the
@@ -148,11 +157,14 @@ class LLMReader:
         self, asked: Sequence[_Asked], predictions: Sequence[Prediction]
     ) -> list[Prediction]:
         answered = [
-            Answered(prediction, ranking.scores[: prompt.sources], prompt.ask, prompt.shots)
+            Answered(
+                prediction, ranking.scores[: prompt.sources], prompt.ask, prompt.texts, prompt.shots
+            )
             for prediction, (_, ranking, prompt) in zip(predictions, asked, strict=True)
             if prompt.ask is not None and prediction.answer and "not_found" not in prediction.trace
         ]
-        by_cause = cited_by_cause(self._llm, answered, self.options.support)
+        options = self.options
+        by_cause = cited_by_cause(self._llm, answered, options.support, options.tried)
         by_id = {prediction.question_id: prediction for prediction in by_cause}
         return [by_id.get(prediction.question_id, prediction) for prediction in predictions]
 
@@ -230,7 +242,9 @@ class LLMReader:
                 shown = pictures[: len(quoted)]
                 ask = functools.partial(self._query, question, quoted, shown, own_pictures)
                 shots = () if own_pictures or any(shown) else tuple(self._shots(quoted))
-                return _Prompt(query, text, len(quoted), trace | left_out, ask=ask, shots=shots)
+                return _Prompt(
+                    query, text, len(quoted), trace | left_out, ask=ask, texts=quoted, shots=shots
+                )
         return _Prompt(None, "", 0, {**trace, "too_long": [reason]})
 
     def _shots(self, texts: Sequence[str]) -> Iterator[str]:

@@ -13,6 +13,9 @@ from mmqa_jax.data.documents.chunks import sentence_ends
 from mmqa_jax.data.schema import Source
 
 CONFIDENCE = "confidence"  # key of a trace: geometric mean of the probabilities of its tokens
+# A reader of fewer parameters is small: a quote stands before its words where its confidence is
+# below UNSURE, chosen on val (prompting/RESULTS.md).
+SMALL, UNSURE = 500_000_000, 0.9
 _LEAST_WORDS = 4  # of a sentence that can answer
 _WORD = re.compile(r"\w+")
 
@@ -30,6 +33,12 @@ class Quote(NamedTuple):
     start: int
     end: int
     similarity: float
+
+
+def quote_below(parameters: int | None) -> float:
+    """The confidence below which a quote stands before the words of a reader of this size, 0 where
+    it is large or its size is not known."""
+    return UNSURE if parameters is not None and parameters < SMALL else 0.0
 
 
 def best_quote(question: str, sources: Sequence[Source], embedder: Any) -> Quote | None:

@@ -73,11 +73,7 @@ def load_text_embedder(
     encoder = load_text_encoder(folder, devices, task=for_sources)
     config = encoder.config
     width = check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
-    if recipe.truncate_dim is not None and recipe.truncate_dim > width:
-        raise UserError(
-            f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
-            f"{width}; correct it in config_sentence_transformers.json."
-        )
+    check_truncated(folder, recipe.truncate_dim, width)
     tokenizer = load_encoder_tokenizer(
         folder,
         config.vocab_size,
@@ -137,6 +133,15 @@ def length_buckets(longest: int | None, positions: int) -> tuple[int, ...]:
     """Lengths in tokens to which texts are padded, up to the longest that a model takes."""
     most = min(longest or positions, positions)
     return tuple(sorted({*(size for size in _BUCKETS if size < most), most}))
+
+
+def check_truncated(folder: Path, kept: int | None, width: int) -> None:
+    """UserError for a Matryoshka size beyond the `width` of vectors."""
+    if (kept or 0) > width:
+        raise UserError(
+            f"{folder}: truncate_dim keeps {kept} values of vectors of {width}; correct it in "
+            "config_sentence_transformers.json."
+        )
 
 
 # MiniLM as a text embedder without any training: all-MiniLM-L6-v2 as its authors publish it.

@@ -26,21 +26,23 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.core.mesh import split_over
 from mmqa_jax.core.serving import AUTO, BatchSize, Serving, loading_mesh
 from mmqa_jax.data.chat_template import MARKS, PictureChat
-from mmqa_jax.data.pictures.resize import Canvas, PictureSizes
+from mmqa_jax.data.pictures.resize import Canvas, PictureSizes, UnitBudget
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer
 from mmqa_jax.models.common.array_layout import restacked
 from mmqa_jax.models.encoders.heads import QwenVLEncoder
+from mmqa_jax.models.encoders.pictured_gemma import load_pictured
 from mmqa_jax.models.encoders.sentence_pooling import Prompts, has_recipe, read_recipe
 from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.network import expand_images
+from mmqa_jax.models.llava.tiles import UnitSizes
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.retrieval.embedder import Embedder, one_picture_each, rows_of_length
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
-from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
+from mmqa_jax.retrieval.text_encoder import check_truncated, encoder_cost, length_buckets
 
 INSTRUCTION = "Represent the user's input."  # where a folder's prompts name no other
 LONGEST = 8192  # tokens of a prompt, the original's MAX_LENGTH
@@ -179,6 +181,10 @@ def picture_options(config: SeeingConfig) -> dict[str, Any]:
     if isinstance(config, QwenVLConfig):
         side = math.isqrt(config.vision.max_pixels)
         return {"image_size": side, "resize": picture_sizes(config.vision), "alpha": "white"}
+    if (sizes := units_of(config)) is not None:
+        shape = UnitBudget(config.budget, sizes.patch, sizes.merge)
+        side = math.isqrt(config.budget) * sizes.unit
+        return {"image_size": side, "resize": shape, "alpha": "dropped"}
     side = config.vision.image_size
     if config.split is None:
         return {"image_size": side, "resize": config.resize, "alpha": "dropped"}
@@ -219,11 +225,7 @@ def load_vlm_embedder(
             "as of Qwen3-VL-Embedding."
         )
     config = read_vlm_config(folder)
-    if (recipe.truncate_dim or 0) > config.llama.hidden:
-        raise UserError(
-            f"{folder}: truncate_dim keeps {recipe.truncate_dim} values of vectors of "
-            f"{config.llama.hidden}; correct it in config_sentence_transformers.json."
-        )
+    check_truncated(folder, recipe.truncate_dim, config.llama.hidden)
     devices = loading_mesh(mesh)
     encoder = load_vlm_encoder(folder, recipe.truncate_dim, devices)
     tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
@@ -260,12 +262,76 @@ def vlm_embedder(
     )
 
 
+class GemmaEmbedder(VLMEmbedder):
+    """EmbeddingGemma 2's: a text with the prompt before it, then a picture; a picture alone has no
+    prompt, since those of its files are of texts."""
+
+    def _prompts(
+        self, texts: Sequence[str], pictures: Sequence[np.ndarray | None], instruction: str
+    ) -> list[PicturePrompt]:
+        config, tokenizer = self._config, self.tokenizer
+        prompted = [
+            instruction + text if text or picture is None else ""
+            for text, picture in zip(texts, pictures, strict=True)
+        ]
+        made = []
+        for ids, picture in zip(tokenizer.encode_batch(prompted), pictures, strict=True):
+            shown = [] if picture is None else [picture]
+            of_picture = [config.before_token, config.image_token, config.after_token]
+            end = [*(of_picture if shown else ()), *tokenizer.after]
+            around = len(tokenizer.before) + len(end) + beyond_placeholders(shown, config)
+            tokens = [*tokenizer.before, *ids[: self.buckets[-1] - around], *end]
+            made.append(PicturePrompt(tokens or [tokenizer.pad_id], tuple(shown)))
+        return made
+
+
+def load_gemma_embedder(
+    folder: Path, *, batch_size: BatchSize = AUTO, mesh: Mapping[str, int] | None = None
+) -> GemmaEmbedder:
+    """The embedder of an EmbeddingGemma 2's folder with its tower for pictures.
+
+    Args:
+      folder: of transformers, with sentence-transformers' files, which give prompts, the length and
+        a Matryoshka size.
+      batch_size: texts or pictures per call, over all devices.
+      mesh: see core.serving.serving_mesh.
+    """
+    recipe = read_recipe(folder)
+    if recipe.pooling != "mean" or recipe.dense or recipe.lowercase:
+        raise UserError(
+            f"{folder}: its files say pooling {recipe.pooling!r}, {len(recipe.dense)} linear "
+            f"layers and lower case {recipe.lowercase}; the mean of all tokens alone was expected, "
+            "as of EmbeddingGemma 2."
+        )
+    devices = loading_mesh(mesh)
+    model = load_pictured(folder, recipe.truncate_dim, devices)
+    config = model.config
+    check_truncated(folder, recipe.truncate_dim, config.llama.projected)
+    tokenizer = load_encoder_tokenizer(folder, config.llama.vocab_size, pairs=False)
+    buckets = prompt_lengths(folder, config, recipe.max_tokens or LONGEST)
+    graphdef, state = split_over(model, devices)
+    return GemmaEmbedder(
+        graphdef,
+        state,
+        None,
+        config,
+        tokenizer=tokenizer,
+        buckets=buckets,
+        cost=encoder_cost(config.llama, buckets[-1], "sources"),
+        prompts=recipe.prompts,
+        recipe=f"{config} {recipe.truncate_dim}",
+        batch_size=batch_size,
+    )
+
+
 def prompt_lengths(folder: str | os.PathLike, config: SeeingConfig, longest: int) -> tuple:
     """Lengths to which prompts are padded; UserError where the largest picture does not fit."""
     text = config.text if isinstance(config, ModernVBertConfig) else config.llama
     buckets = length_buckets(longest, text.positions)
     if isinstance(config, QwenVLConfig):
         most = config.vision.most_units
+    elif units_of(config) is not None:
+        most = config.budget
     else:
         most = config.most_squares * config.features
     if buckets[-1] < most + AROUND:
@@ -317,17 +383,17 @@ def prompt_batches(
       pad_token: any id but the placeholder's.
     """
     groups: dict[tuple[int, int, int], list[int]] = collections.defaultdict(list)
+    sizes = units_of(config)
     for number, prompt in enumerate(prompts):
         bucket = 0
-        if isinstance(config, qwen_vl.QwenVLConfig):
-            grids = (qwen_vl.grid_of(pixels.shape, config.vision) for pixels in prompt.pictures)
-            units = (qwen_vl.bucket_of(grid, config.vision) for grid in grids)
-            bucket = max(units, default=0)
+        if sizes is not None:
+            grids = (qwen_vl.grid_of(pixels.shape, sizes) for pixels in prompt.pictures)
+            bucket = max((qwen_vl.bucket_of(grid, sizes) for grid in grids), default=0)
         tokens = len(prompt.tokens) + beyond_placeholders(prompt.pictures, config)
         length = lengths[int(np.searchsorted(lengths, tokens))]
         groups[len(prompt.pictures), bucket, length].append(number)
     for (count, bucket, length), members in sorted(groups.items()):
-        if isinstance(config, qwen_vl.QwenVLConfig):
+        if sizes is not None:
             most = rows_of_length(serving, attended(config, bucket, length))
         else:  # squares see themselves alone
             of_squares = int(count**0.5 * config.vision.patches)
@@ -345,9 +411,16 @@ def beyond_placeholders(pictures: Sequence[np.ndarray], config: SeeingConfig) ->
     return sum(config.picture_tokens(pixels.shape) - 1 for pixels in pictures)
 
 
-def attended(config: qwen_vl.QwenVLConfig, bucket: int, length: int) -> int:
+def units_of(config: SeeingConfig) -> qwen_vl.QwenVisionConfig | UnitSizes | None:
+    """The sizes of patches and units of pictures of any size; None: pictures are squares."""
+    if isinstance(config, qwen_vl.QwenVLConfig):
+        return config.vision
+    return config.units if isinstance(config, LlavaConfig) and config.is_sized else None
+
+
+def attended(config: SeeingConfig, bucket: int, length: int) -> int:
     """Tokens or patches that see each other in such a batch; the tower attends to patches."""
-    return max(length, bucket * config.vision.merge**2)
+    return max(length, bucket * units_of(config).merge ** 2)
 
 
 def batch_of(
@@ -361,11 +434,11 @@ def batch_of(
     """One batch of prompts with at most `count` pictures each, behind which are black ones.
 
     Args:
-      bucket: units of a Qwen-VL's pictures.
+      bucket: units of pictures of any size.
       length, pad_token: as of `prompt_batches`.
     """
-    is_qwen = isinstance(config, qwen_vl.QwenVLConfig)
-    side = config.vision.unit if is_qwen else config.vision.image_size
+    sizes = units_of(config)
+    side = config.vision.image_size if sizes is None else sizes.unit
     black = np.zeros((side, side, 3), np.uint8)
     pictures = [
         prompt.pictures[slot] if slot < len(prompt.pictures) else black
@@ -373,7 +446,7 @@ def batch_of(
         for slot in range(count)
     ]
     tokens = [prompt.tokens for prompt in prompts]
-    if not is_qwen:
+    if sizes is None:
         counts = [len(prompt.pictures) for prompt in prompts]
         squares = np.stack(pictures).reshape(-1, count, *black.shape) if count else None
         expanded = expand_images(tokens, counts, config, length=length, pad_token=pad_token)
@@ -382,15 +455,17 @@ def batch_of(
         tokens,
         [[pixels.shape for pixels in prompt.pictures] for prompt in prompts],
         config,
+        sizes,
         first_rows=(slot * bucket for prompt in prompts for slot in range(len(prompt.pictures))),
         length=length,
         pad_token=pad_token,
     )
     if not count:
         return PromptBatch(made.input_ids, made.mask)
-    laid = qwen_vl.lay_out(pictures, config.vision, bucket)
+    laid = qwen_vl.lay_out(pictures, sizes, bucket)
     laid = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), laid)
-    return PromptBatch(made.input_ids, made.mask, laid, made.rows, made.positions)
+    positions = made.positions if config.llama.mrope else None
+    return PromptBatch(made.input_ids, made.mask, laid, made.rows, positions)
 
 
 class Slots(NamedTuple):

@@ -182,9 +182,14 @@ def _show(
     console = Screen()
     console.print(Text(f"\n{escaped(question)}", "bold"))
     if quoted is not None:
-        named = (f"  ({escaped(quoted['file'] or quoted['id'])})", "cyan")
-        console.print(Text.assemble(f"“{escaped(quoted['text'])}”", named))
-        console.print("The model is not sure of its own words:")
+        before, sentence, after = quoted["passage"].partition(quoted["text"])
+        place = quoted["file"] or quoted["id"]
+        place += f", page {quoted['page']}" if quoted["page"] is not None else ""
+        named = (f"  ({escaped(place)})", "cyan")
+        answers = (escaped(sentence), "bold reverse")
+        console.print("The passage that answers best, its answer marked:")
+        console.print(Text.assemble(escaped(before), answers, escaped(after), named))
+        console.print("What the model makes of the passages, of which it is not sure:")
     text = escaped(answer.text or "(no answer)")
     console.print(Text.assemble(text, (f"  ({seconds:.1f} s)", "dim")))
     if not answer.found and sources:

@@ -100,7 +100,8 @@ class AskOptions:
         of a cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
       candidates: passages that it reads.
       quote_below: the reader's confidence, 0 to 1, below which the passages' best sentence stands
-        before its words; 0: never (prompting/RESULTS.md: on Atlas it was no better on test).
+        before its words; 0: never; None: as the reader says itself, .9 of a small language model
+        and never of others (prompting/quotes.py).
     """
 
     encoder: str = MINILM
@@ -110,13 +111,15 @@ class AskOptions:
     words: Analyzer = _ANALYZER
     reranker: str = ""
     candidates: int = at_least(1, 20)
-    quote_below: float = 0.0
+    quote_below: float | None = None
 
     @property
     def notes(self) -> list[str]:
-        """Says that the least similarity of the encoder is not known, where that is so."""
+        """Says what is refused where the encoder's least similarity is not known, or is none."""
         if self.least_similarity is not None or self.encoder == MINILM:
             return []
+        if not self.encoder:
+            return ["Found by words alone: refused is what shares no word with any passage."]
         return [
             f"--encoder={self.encoder}: no question is refused for its distance from all passages, "
             "since this encoder's threshold is not known; choose one on questions of yours with "
@@ -154,14 +157,15 @@ class FolderAnswer:
     quote: Quote | None = None
 
     def quoted(self, corpus: Corpus) -> dict[str, Any] | None:
-        """The quote with its number among `read`, its source's id, file and page, and its place."""
+        """The quote with its number among `read`, its source's id, file, page and text (`passage`),
+        and its place."""
         if self.quote is None:
             return None
         place, start, end, similarity = self.quote
         source = corpus.sources[corpus.row[self.read.sources[place]]]
         about = {name: source.extra.get(name) for name in ("file", "page")}
         text = source.text[start:end]
-        row = {"number": place + 1, "id": source.id, **about, "text": text}
+        row = {"number": place + 1, "id": source.id, **about, "text": text, "passage": source.text}
         return {**row, "similarity": round(similarity, 3), **place_of(source.extra, start, end)}
 
     def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
@@ -303,9 +307,11 @@ class FolderAnswerer:
         (prediction,) = reader.answer([question], [passages])
         answer = prediction.answer.strip()
         is_found = answer not in ("", NOT_FOUND)
-        quote = None
+        quote, below = None, self.options.quote_below
+        if below is None:  # a reader that is no language model does not say
+            below = getattr(reader, "quote_below", 0.0)
         confidence = prediction.trace.get(CONFIDENCE, 1.0)
-        if is_found and question.image is None and confidence < self.options.quote_below:
+        if is_found and question.image is None and confidence < below:
             with turn():
                 quote = self._quote(question, passages)
         return FolderAnswer(answer, is_found, prediction, passages, quote)

@@ -192,7 +192,7 @@ def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[list[Cell]]:
         sets = [name for name in board.sets if name in scores["by_category"]]
         if board.sets and len(sets) != (len(board.sets) if board.one_pool else 1):
             continue
-        system, means = row, [_mean_of_set(scores, board.scorer, name) for name in sets]
+        system, means = row, [_mean_of_set(scores, board, name) for name in sets]
         if not board.sets:
             means = [_measured(scores, board.scorer, "")]
         elif not board.one_pool:
@@ -207,11 +207,11 @@ def _our_lines(board: Board, runs: Mapping[str, Path]) -> Iterator[list[Cell]]:
         yield [system, mean, sum(counts), f"ours{part}", ""]
 
 
-def _mean_of_set(scores: Mapping[str, Any], scorer: str, name: str) -> float | None:
-    """A set's score: the mean over its languages, where it has several."""
-    groups = scores["by_category"]
-    languages = [group for group in groups if group.startswith(f"{name}, ")] or [name]
-    means = [groups[language].get(scorer) for language in languages]
+def _mean_of_set(scores: Mapping[str, Any], board: Board, name: str) -> float | None:
+    """A set's score: the mean over its languages, or the board's, where it has several."""
+    groups, of_languages = scores["by_category"], f"{name}, {board.language}"
+    languages = [group for group in groups if group.startswith(of_languages)] or [name]
+    means = [groups[language].get(board.scorer) for language in languages]
     return None if None in means else sum(means) / len(means)
 
 

@@ -88,7 +88,7 @@ class _Tools:
     async def ask(self, question: str, folder: str = "") -> dict[str, Any]:
         """Answers a question from the sources of a folder, or of the one with the nearest of all;
         `[n]` in the answer are the numbers of its sources. `found` is false where no source answers
-        it."""
+        it. A `quote` answers better than the words, of which the model is not sure."""
         finders = self._within(FindPassages.name, folder)
         systems = self._within(ReadPassages.name, folder) or finders or [*self._systems.values()]
         if len(finders) > 1:
@@ -100,6 +100,7 @@ class _Tools:
             "answer": row["marked"],
             "found": row["found"],
             "sources": self._told(row["sources"]),
+            "quote": row.get("quote"),
             "notes": row["notes"],
         }
 

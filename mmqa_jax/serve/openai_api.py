@@ -282,7 +282,7 @@ class OpenAIApi:
         choice = chat_choice(0, message, None, refusal)
         notes = [*notes, *row["notes"]]
         return JSONResponse(
-            envelope.whole([choice], _usage_of_row(row), sources=row["sources"], notes=notes)
+            envelope.whole([choice], _usage_of_row(row), **_evidence_of(row), notes=notes)
         )
 
     def _directions(
@@ -463,13 +463,18 @@ async def _system_pieces(
         delta = message.delta() | ({"refusal": refusal} if refusal else {})
         if delta:
             yield _event(envelope.piece([choice_piece(0, delta)]))
-        more = {"sources": row["sources"], "notes": [*notes, *row["notes"]]}
+        more = {**_evidence_of(row), "notes": [*notes, *row["notes"]]}
         yield _event(envelope.piece([choice_piece(0, {}, message.finish)], **more))
         if asked.form.usage and (usage := _usage_of_row(row)) is not None:
             yield _event(envelope.piece([], usage))
         yield _DONE
     except Exception as error:
         yield _event(door.refusal(error).to_json())
+
+
+def _evidence_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The sources of an answer, and the quote that stands before words that are not sure."""
+    return {key: row[key] for key in ("sources", "quote") if key in row}
 
 
 def _answer_text(row: Mapping[str, Any], *, has_form: bool) -> tuple[str, str | None]:

@@ -208,7 +208,7 @@ class _Response:
         status = "incomplete" if finish == "length" else "completed"
         reason = {"reason": "max_output_tokens"} if finish == "length" else None
         message = self.message(text, status, last.get("sources", ()))
-        more = {key: last[key] for key in ("sources", "notes") if key in last}
+        more = {key: last[key] for key in ("sources", "quote", "notes") if key in last}
         made = {**self.begun(), **more, "status": status, "incomplete_details": reason}
         items = [
             {

@@ -10,6 +10,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.page_retrievers import page_retriever
+from mmqa_jax.models.encoders.pictured_gemma import sees_pictures
 from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.retrieval.embedder import Embedder
@@ -23,7 +24,7 @@ from mmqa_jax.retrieval.page_embedder import load_page_embedder
 from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
 from mmqa_jax.retrieval.two_towers import load_two_towers
-from mmqa_jax.retrieval.vlm_encoder import load_vlm_embedder
+from mmqa_jax.retrieval.vlm_encoder import load_gemma_embedder, load_vlm_embedder
 from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.record import is_converted
@@ -61,10 +62,10 @@ def open_embedder(
     """The embedder that a path or name means, and pictures sized for it.
 
     Args:
-      model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; a
-        retriever of pages; or a published encoder of texts, also one of late interaction, which
-        embeds pictures by their captions. What is published is named by its folder, ORG/NAME in
-        the Hugging Face cache, or `minilm`.
+      model: a run; a CLIP or SigLIP, converted or as transformers has it; a Qwen3-VL-Embedding; an
+        EmbeddingGemma 2; a retriever of pages; or a published encoder of texts, also one of late
+        interaction, which embeds pictures by their captions. What is published is named by its
+        folder, ORG/NAME in the Hugging Face cache, or `minilm`.
       options: `batch_size` and `mesh`, in place of those of the run's `inference`.
     """
     if str(model) == "minilm":
@@ -79,6 +80,8 @@ def open_embedder(
             embedder: Embedder = load_page_embedder(folder, retriever, **(options or {}))
         elif family == "qwen_vl":
             embedder = load_vlm_embedder(folder, **(options or {}))
+        elif not converted and sees_pictures(folder):
+            embedder = load_gemma_embedder(folder, **(options or {}))
         elif family or converted:  # another converted one is refused there
             embedder = load_two_towers(folder, family or "clip", **(options or {}))
         else:

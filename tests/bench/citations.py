@@ -5,10 +5,13 @@ questions of a split with a gold passage among the five, 60 or `--rounds`. Gold 
 positives, or where it has none (OpenStax's multiple choice, asked without its choices) the passages
 with its answer word by word; an answer is right that has the keywords, or the answer. `ours` are
 citations by cause, `peer` those of the model itself. Precision and recall are of all answers, `gold`
-is the share of right ones that cite a gold passage. The threshold is chosen on val: the one of the
-highest F1 of right answers. `first` (alone by `--only=first`) is the share of questions where a
-reader below the confidence in `at` is replaced by the passages' best sentence (MiniLM), and what is
-first is right.
+is the share of right ones that cite a gold passage. On val all five are hidden in turn, by which
+the threshold is chosen, the one of the highest F1 of right answers; `val tried N` is `gold` where N
+are tried. On test as many are tried as a reader tries. `agreement` is the F1 of what the first
+answers of val cite against real ablation (prompts without a source), and `correlation` that of the
+losses. `processor` is answering with citing over answering alone, on test. `first` (alone by
+`--only=first`) is the share of questions where a reader below the confidence in `at` is replaced by
+the passages' best sentence (MiniLM), and what is first is right.
 """
 
 from __future__ import annotations
@@ -28,15 +31,17 @@ from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.prompting.backends.config import open_backend
-from mmqa_jax.prompting.causes import SENTENCES
+from mmqa_jax.prompting.causes import SENTENCES, TRIED, suspects
 from mmqa_jax.prompting.citations import read_citations
+from mmqa_jax.prompting.few_shot import prompt_text
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.quotes import CONFIDENCE, best_quote
 from mmqa_jax.runs.ask_folder import open_words
 from mmqa_jax.tasks.library import open_text_embedder
 from tests.bench import Options
 
-_QUESTIONS, _TOP_K = 60, 5
+_QUESTIONS, _TOP_K, _ABLATED = 60, 5, 12
+_TRIED = (1, 2, 3, 5)
 _SUPPORTS = (0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0)  # nats
 _SURE = (0.0, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 _KINDS = ("text", "choose", "number", "color", "Others")  # of Atlas: no yes and no
@@ -47,62 +52,105 @@ class _Asked(dict):
     right."""
 
 
+class _Timed(LLMReader):
+    """Counts the processor's seconds that citing by cause takes."""
+
+    citing = 0.0
+
+    def _with_causes(self, *inputs: Any) -> list[Prediction]:
+        began = time.process_time()
+        predictions = super()._with_causes(*inputs)
+        self.citing += time.process_time() - began
+        return predictions
+
+
 def run(options: Options) -> dict[str, Any]:
-    """Precision, recall, share of gold and processor seconds of both, on val and test."""
+    """Precision, recall, share of gold, agreement and processor seconds of both."""
     if options.data is None:
         raise UserError("--data: name Atlas or OpenStax as `mmqa prepare` writes it.")
     corpus = open_corpus(Path(options.data))
     config = load_config(find_config("configs/prompt/default.py"), {"engine.length": 2048})
     llm = open_backend("engine", "smollm2", None, config, "--model")
     embedder, _ = open_text_embedder("minilm", Corpus([]))
-    kinds = ("asked",) if options.only == ("first",) else ("asked", "cause")
+    is_first = options.only == ("first",)
     rows: list[dict[str, Any]] = []
     support = sure = 0.0
-    for split in ("val", "test"):
+    for split, tried in (("val", _TOP_K), ("test", TRIED)):
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
-        seconds, predictions = {}, []
-        for kind in kinds:
-            if split == "test":  # nothing that was read before is reused
-                llm.engine.forget()
-            reader = LLMReader(corpus, llm, LLMReaderOptions(citations=kind))
-            began = time.process_time()
-            predictions = reader.answer(questions, rankings)
-            seconds[kind] = time.process_time() - began
+        reading = LLMReaderOptions(citations="asked" if is_first else "cause", tried=tried)
+        reader = _Timed(corpus, llm, reading)
+        if split == "test":  # nothing that was read before is reused, all is compiled
+            llm.engine.forget()
+        began = time.process_time()
+        predictions = reader.answer(questions, rankings)
+        whole = time.process_time() - began
         facts = [
             _facts(corpus, question, prediction, embedder)
             for question, prediction in zip(questions, predictions, strict=True)
         ]
+        right = [fact for fact in facts if fact["right"]]
+        about = {"answered": sum(f["confidence"] > 0 for f in facts), "right": len(right)}
         if split == "val":
             support = max(_SUPPORTS, key=lambda value: _f1([f for f in facts if f["right"]], value))
             sure = max(_SURE, key=lambda value: _first(facts, value))
-        right = [fact for fact in facts if fact["right"]]
-        about = {"answered": sum(f["confidence"] > 0 for f in facts), "right": len(right)}
-        for name, ours, peer, unit in (
-            ("precision", *(_mean(facts, _precision, at) for at in (support, None)), ""),
-            ("recall", *(_mean(facts, _recall, at) for at in (support, None)), ""),
-            ("gold", *(_mean(right, _has_gold, at) for at in (support, None)), ""),
-            ("processor", seconds[kinds[-1]], seconds["asked"], "s"),
-            ("first", _first(facts, sure), _first(facts, 0.0), ""),
-        ):
-            row = {"name": f"{split} {name}", "ours": round(ours, 3), "peer": round(peer, 3)}
-            at = {"processor": None, "first": sure}.get(name, support)
-            more = {"ratio": None, "unit": unit, "floor": None, "at": at}
-            rows.append({**row, **more, **about})
-        if split == "val":
-            rows += [
-                {"name": f"val gold at {value}", "ours": round(_mean(right, _has_gold, value), 3),
-                 "peer": None, "ratio": None, "unit": "", "floor": None, "at": value,
-                 "precision": round(_mean(right, _precision, value), 3)}
-                for value in _SUPPORTS
-            ]  # fmt: skip
-            rows += [
-                {"name": f"val first at {value}", "ours": round(_first(facts, value), 3),
-                 "peer": None, "ratio": None, "unit": "", "floor": None, "at": value}
-                for value in _SURE
-            ]  # fmt: skip
-    if len(kinds) == 1:
-        rows = [row for row in rows if " first" in row["name"]]
+            rows += [_row(f"val first at {value}", _first(facts, value)) for value in _SURE]
+            if not is_first:
+                rows += _of_val(facts, right, support)
+                asked = list(zip(questions, rankings, predictions, strict=True))
+                rows.append({**_agreement(corpus, llm, asked, support), "at": support})
+        rows.append({**_row(f"{split} first", _first(facts, sure), _first(facts, 0.0)), "at": sure})
+        if not is_first:
+            for name, score, some in (
+                ("precision", _precision, facts),
+                ("recall", _recall, facts),
+                ("gold", _has_gold, right),
+            ):
+                ours, peer = (_mean(some, score, at) for at in (support, None))
+                rows.append({**_row(f"{split} {name}", ours, peer), "at": support, **about})
+            if split == "test":
+                row = _row("test processor", whole, whole - reader.citing)
+                ratio = round(whole / (whole - reader.citing), 2)
+                rows.append({**row, "ratio": ratio, "unit": "s", "tried": tried})
     return {"bench": "citations", "device": device_name(), "rows": rows}
+
+
+def _row(name: str, ours: float, peer: float | None = None) -> dict[str, Any]:
+    shares = {"ours": round(ours, 3), "peer": None if peer is None else round(peer, 3)}
+    return {"name": name, **shares, "ratio": None, "unit": "", "floor": None}
+
+
+def _of_val(facts: list[_Asked], right: list[_Asked], support: float) -> list[dict[str, Any]]:
+    """The choices of val: other thresholds, fewer sources that are tried."""
+    rows = [
+        {**_row(f"val gold at {value}", _mean(right, _has_gold, value)),
+         "precision": round(_mean(right, _precision, value), 3)}
+        for value in _SUPPORTS
+    ]  # fmt: skip
+    for tried in _TRIED:
+        some = [fact | {"tried": fact["suspects"](tried)} for fact in right]
+        rows.append(_row(f"val tried {tried}", _mean(some, _has_gold, support)))
+    return rows
+
+
+def _agreement(
+    corpus: Corpus, llm: Any, asked: Sequence[tuple[Question, Ranking, Prediction]], support: float
+) -> dict[str, Any]:
+    """F1 of what the first answers cite by hidden sources against prompts without them."""
+    some = [row for row in asked if row[2].trace.get(SENTENCES)][:_ABLATED]
+    llm.hides = False
+    try:
+        reader = LLMReader(corpus, llm, LLMReaderOptions(citations="cause", tried=_TOP_K))
+        without = reader.answer([row[0] for row in some], [row[1] for row in some])
+    finally:
+        llm.hides = True
+    ours, real = (
+        np.concatenate([s["losses"] for p in predictions for s in p.trace[SENTENCES]])
+        for predictions in ([row[2] for row in some], without)
+    )
+    both = np.sum((ours >= support) & (real >= support))
+    f1 = 2 * both / max(np.sum(ours >= support) + np.sum(real >= support), 1)
+    correlation = round(float(np.corrcoef(ours, real)[0, 1]), 3)
+    return {**_row("val agreement", float(f1)), "correlation": correlation, "answers": len(some)}
 
 
 def _readable(corpus: Corpus, split: str, most: int) -> tuple[list[Question], list[Ranking]]:
@@ -135,17 +183,19 @@ def _words(text: str) -> str:
 def _facts(corpus: Corpus, question: Question, prediction: Prediction, embedder: Any) -> _Asked:
     read = prediction.read
     output = prediction.trace.get("outputs", [{"text": ""}])[0]["text"]
-    quote = best_quote(
-        question.question, [corpus.sources[corpus.row[name]] for name in read], embedder
-    )
+    sources = [corpus.sources[corpus.row[name]] for name in read]
+    texts = [prompt_text(source) for source in sources]
+    quote = best_quote(question.question, sources, embedder)
     quoted = ""
     if quote is not None:
-        source = corpus.sources[corpus.row[read[quote.place]]]
-        quoted = source.text[quote.start : quote.end]
+        quoted = sources[quote.place].text[quote.start : quote.end]
+    asked = tuple(read[n - 1] for n in read_citations(output, len(read)).numbers)
+    as_asked = dataclasses.replace(prediction, sources=asked)
     return _Asked(
         gold=_gold(corpus, question, read),
-        asked={read[n - 1] for n in read_citations(output, len(read)).numbers},
+        asked=set(asked),
         cause=prediction.trace.get(SENTENCES, []),
+        suspects=lambda tried: {read[n] for n in suspects(as_asked, texts, tried)},
         read=read,
         right=_is_in(question, prediction.answer),
         quote=_is_in(question, quoted),
@@ -161,7 +211,7 @@ def _cited(fact: _Asked, support: float | None) -> set[str]:
         name
         for sentence in fact["cause"]
         for name, loss in zip(fact["read"], sentence["losses"], strict=True)
-        if loss >= support
+        if loss is not None and loss >= support and name in fact.get("tried", fact["read"])
     }
 
 

@@ -4,7 +4,9 @@ would: is the answer right, its passage, the place that is shown, and is refused
 DIR gets the folders markdown, pdf, office, pictures and code, if it lacks them: files of ../shared,
 two manuals of Debian's packages and modules of Python's library. evidence_questions.tsv has for
 each 16 questions with words of the passage that answers and the answer, and 4 without an answer.
-MiniLM and BM25 find five passages, which SmolLM2-135M reads. A row a folder and measure, of the
+MiniLM and BM25 find five passages, which SmolLM2-135M reads; its answers have at most 32 tokens.
+What came of a question is kept in DIR/NAME.asked.jsonl, so that a run goes on where one has ended;
+delete these files to measure anew. A row a folder and measure, of the
 questions with an even number among their folder's (test) but for the rows `val`, and of all for
 `refused`. An answer is right that has the answer's words.
 
@@ -169,50 +171,60 @@ def asked_of(folder: str) -> list[Asked]:
 
 def _facts(folder: Path, llm: Any) -> tuple[list[Fact], list[bool]]:
     """Of each question with an answer its facts, of each other one whether it is refused."""
-    corpus = open_folder(folder, folder.with_name(f"{folder.name}.read"))
-    reader = LLMReader(corpus, llm, LLMReaderOptions(citations="cause"))
-    answerer = FolderAnswerer(corpus, reader, AskOptions(quote_below=0.0))
-    facts, foreign = [], []
-    for number, asked in enumerate(asked_of(folder.name)):
-        answer = answerer.answer(asked.question)
-        if not asked.file:
-            foreign.append(not answer.found)
-            _tell(folder, asked.question, answer=answer.text)
-            continue
-        read = [corpus.sources[corpus.row[name]] for name in answer.read.sources]
-        if not any(map(asked.is_passage, corpus.sources)):
-            raise UserError(f"{folder}: no passage has the words {asked.words!r}.")
-        passages = {source.id for source in read if asked.is_passage(source)}
-        quote = best_quote(asked.question, read, answerer.embedder)
-        quoted = dataclasses.replace(answer, quote=quote).quoted(corpus)
-        trace = answer.prediction.trace
-        output = trace.get("outputs", [{"text": ""}])[0]["text"]
-        named = read_citations(output, len(read)).numbers
-        facts.append(
-            Fact(
-                is_val=number % 2 == 1,
-                found=bool(passages),
-                nearest=bool(read) and read[0].id in passages,
-                said=asked.is_in(answer.text),
-                quoted=quoted is not None and asked.is_in(quoted["text"]),
-                placed=None if quoted is None else _is_placed(folder, asked, quoted),
-                confidence=trace.get(CONFIDENCE, 0.0) if answer.found else 1.0,
-                cause=bool(passages & set(answer.prediction.sources)),
-                asked=bool(passages & {read[n - 1].id for n in named}),
-                refused=not answer.found,
-            )
+    kept = folder.with_name(f"{folder.name}.asked.jsonl")
+    lines = kept.read_text("utf-8").splitlines() if kept.exists() else []
+    known = {row["question"]: row for row in map(json.loads, lines)}
+    every = asked_of(folder.name)
+    if any(asked.question not in known for asked in every):
+        corpus = open_folder(folder, folder.with_name(f"{folder.name}.read"))
+        reading = LLMReaderOptions(citations="cause", max_new_tokens=32)
+        answerer = FolderAnswerer(
+            corpus, LLMReader(corpus, llm, reading), AskOptions(quote_below=0.0)
         )
-        gold = [n for n, source in enumerate(read, start=1) if source.id in passages]
-        more = {"quote": quoted and quoted["text"], "sentences": trace.get(SENTENCES)}
-        more |= {"answer": answer.text, "gold": gold, **facts[-1]._asdict()}
-        _tell(folder, asked.question, **more)
-    return facts, foreign
+        with kept.open("a", encoding="utf-8") as file:
+            for number, asked in enumerate(every):
+                if asked.question not in known:
+                    row = _asked_once(folder, answerer, asked, is_val=number % 2 == 1)
+                    known[asked.question] = row
+                    print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+                    print(row, file=sys.stderr, flush=True)
+    rows = [known[asked.question] for asked in every]
+    facts = [Fact(**row["fact"]) for row in rows if "fact" in row]
+    return facts, [row["is_refused"] for row in rows if "is_refused" in row]
 
 
-def _tell(folder: Path, question: str, **what: Any) -> None:
-    """Prints what came of a question as a line of JSON."""
-    row = {"folder": folder.name, "question": question, **what}
-    print(json.dumps(row, ensure_ascii=False), file=sys.stderr, flush=True)
+def _asked_once(
+    folder: Path, answerer: FolderAnswerer, asked: Asked, *, is_val: bool
+) -> dict[str, Any]:
+    """What came of a question: its `fact`, or of one without an answer whether it `is_refused`."""
+    corpus, answer = answerer.corpus, answerer.answer(asked.question)
+    row = {"question": asked.question, "answer": answer.text}
+    if not asked.file:
+        return {**row, "is_refused": not answer.found}
+    read = [corpus.sources[corpus.row[name]] for name in answer.read.sources]
+    if not any(map(asked.is_passage, corpus.sources)):
+        raise UserError(f"{folder}: no passage has the words {asked.words!r}.")
+    passages = {source.id for source in read if asked.is_passage(source)}
+    quote = best_quote(asked.question, read, answerer.embedder)
+    quoted = dataclasses.replace(answer, quote=quote).quoted(corpus)
+    trace = answer.prediction.trace
+    output = trace.get("outputs", [{"text": ""}])[0]["text"]
+    named = read_citations(output, len(read)).numbers
+    fact = Fact(
+        is_val=is_val,
+        found=bool(passages),
+        nearest=bool(read) and read[0].id in passages,
+        said=asked.is_in(answer.text),
+        quoted=quoted is not None and asked.is_in(quoted["text"]),
+        placed=None if quoted is None else _is_placed(folder, asked, quoted),
+        confidence=trace.get(CONFIDENCE, 0.0) if answer.found else 1.0,
+        cause=bool(passages & set(answer.prediction.sources)),
+        asked=bool(passages & {read[n - 1].id for n in named}),
+        refused=not answer.found,
+    )
+    gold = [n for n, source in enumerate(read, start=1) if source.id in passages]
+    more = {"quote": quoted and quoted["text"], "gold": gold, SENTENCES: trace.get(SENTENCES)}
+    return {**row, **more, "fact": fact._asdict()}
 
 
 def _is_placed(folder: Path, asked: Asked, quoted: dict[str, Any]) -> bool | None:
@@ -263,10 +275,9 @@ def _office(folder: Path) -> None:
 
 
 def _code(folder: Path) -> None:
-    """Files of code as text, since folders have no reader of code."""
     library = Path(sysconfig.get_path("stdlib"))
     for name in _MODULES:
-        _copy(library / f"{name}.py", folder / f"{name.replace('/', '_')}.py.txt")
+        _copy(library / f"{name}.py", folder / f"{name.replace('/', '_')}.py")
 
 
 def _pictures(folder: Path) -> None:

@@ -8,7 +8,8 @@ the one with the best balanced accuracy; what it refuses of the test questions, 
 questions (everyday_questions.txt), is measured. There is no peer: `ours` is the threshold.
 
 The row `words` has the shares of questions of which one passage has .7 of the words by their idf,
-which are not refused (BM25.coverage): of the collection's passages as above.
+which are not refused (BM25.coverage): of the collection's passages as above. `words alone` is the
+threshold on that share where no encoder tells more.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _by_words(
     passages = [source_text(source) for source in corpus.sources]
     of_section, rows = _rows_of_sections(corpus), []
     for size in _SIZES[:-1]:
-        covered = {}
+        covered, shares_of = {}, {}
         for name, questions in texts.items():
             draw, shares = np.random.default_rng(0), []
             for text, section in zip(questions, sections[name], strict=True):
@@ -106,8 +107,16 @@ def _by_words(
                 pool = BM25([passages[row] for row in [*own, *others]], asks=True)
                 shares.append(pool.coverage(text))
             covered[f"covered_{name}"] = round(float(np.mean(np.array(shares) >= _COVERED)), 3)
+            shares_of[name] = shares
         row = {"name": f"{size} passages, words", "ours": _COVERED, "peer": None, "ratio": None}
         rows.append({**row, "unit": "share", "floor": None, **covered})
+        chosen = tune_refusal(shares_of["val"], shares_of[_FOREIGN[0]]).threshold
+        refused = {
+            f"refused_{name}": round(refused_share(shares, chosen), 3)
+            for name, shares in shares_of.items()
+        }
+        row = {**row, "name": f"{size} passages, words alone", "ours": round(chosen, 3)}
+        rows.append({**row, "unit": "share", "floor": None, **refused})
     return rows
 
 

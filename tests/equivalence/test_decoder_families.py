@@ -693,9 +693,35 @@ GEMMA4_26B = GEMMA4_31B | {
 }  # fmt: skip
 
 
+# Of google/gemma-4-12B, with the keys of what it has not; of gemma-4-E2B and E4B.
+GEMMA4_12B = GEMMA4_31B | {
+    "hidden_size": 3840, "num_hidden_layers": 48, "num_attention_heads": 16,
+    "num_key_value_heads": 8, "num_global_key_value_heads": 1, "intermediate_size": 15360,
+    "layer_types": GEMMA4_31B["layer_types"][:48], "model_type": "gemma4_unified_text",
+    "moe_intermediate_size": None, "num_experts": None, "top_k_experts": None,
+    "use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+GEMMA4_E4B = GEMMA4_31B | {
+    "hidden_size": 2560, "num_hidden_layers": 42, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "num_global_key_value_heads": None, "intermediate_size": 10240,
+    "layer_types": GEMMA4_31B["layer_types"][:42], "attention_k_eq_v": False,
+    "num_kv_shared_layers": 18, "hidden_size_per_layer_input": 256, "sliding_window": 512,
+    "vocab_size_per_layer_input": 262144, "max_position_embeddings": 131072,
+}  # fmt: skip
+GEMMA4_E2B = GEMMA4_E4B | {
+    "hidden_size": 1536, "num_hidden_layers": 35, "num_key_value_heads": 1,
+    "intermediate_size": 6144, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+    "num_kv_shared_layers": 20, "use_double_wide_mlp": True,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "published", "parameters"),
-    [("gemma4_31b", GEMMA4_31B, 30.7e9), ("gemma4_26b_a4b", GEMMA4_26B, 25.2e9)],
+    [
+        *(("gemma4_31b", GEMMA4_31B, 30.7e9), ("gemma4_26b_a4b", GEMMA4_26B, 25.2e9)),
+        *(("gemma4_12b", GEMMA4_12B, 11.9e9), ("gemma4_e4b", GEMMA4_E4B, 7.46e9)),
+        ("gemma4_e2b", GEMMA4_E2B, 4.63e9),
+    ],
 )
 def test_gemma4s_presets_have_the_published_sizes(name, published, parameters):
     config = RELATIVES[name]()

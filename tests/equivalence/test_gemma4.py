@@ -324,6 +324,30 @@ def test_a_preset_has_the_published_sizes():
     assert sizes == sorted(tuple(tensor.shape) for tensor in tensors.values())
 
 
+# Of google/gemma-4-12B-it, as it was published.
+GEMMA4_12B = {
+    **{key: x for key, x in GEMMA4_31B.items() if not key.endswith("_config")},
+    "model_type": UNIFIED,
+    "audio_config": {"model_type": "gemma4_unified_audio"},
+    "text_config": GEMMA4_31B["text_config"]
+    | {
+        **{"hidden_size": 3840, "intermediate_size": 15360, "model_type": f"{UNIFIED}_text"},
+        **{"num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 8},
+        **{"num_global_key_value_heads": 1, "enable_moe_block": False, "num_experts": None},
+        "vocab_size_per_layer_input": 262144,
+    },
+    "vision_config": {
+        **{"mm_embed_dim": 3840, "mm_posemb_size": 1120, "model_patch_size": 48},
+        **{"model_type": f"{UNIFIED}_vision", "num_soft_tokens": 280, "output_proj_dims": 3840},
+        **{"patch_size": 16, "pooling_kernel_size": 3, "rms_norm_eps": 1e-6},
+    },
+}
+
+
+def test_the_12b_is_read_as_it_was_published():
+    assert llava_config(GEMMA4_12B) == PRESETS["gemma4_12b_vl"]()
+
+
 REFUSED = [
     ({"vision_config": {"pooling_kernel_size": 0}}, "pooling_kernel_size is 0"),
     ({"vision_config": {"head_dim": 70}}, r"vision\.head_dim is 70: expected a multiple of 4"),

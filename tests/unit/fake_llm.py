@@ -14,7 +14,7 @@ class FakeLLM:
       score: (prompt, continuation) -> log-probabilities of its tokens.
       length: characters that a prompt may have.
       fail: ids that get no answer.
-      takes_pictures, takes_messages: as a backend's.
+      takes_pictures, takes_messages, parameters: as a backend's.
     """
 
     hides = False
@@ -27,7 +27,9 @@ class FakeLLM:
         fail: Iterable = (),
         takes_pictures: bool | None = False,
         takes_messages: bool = True,
+        parameters: int | None = None,
     ):
+        self.parameters = parameters
         self.takes_pictures, self.takes_messages = takes_pictures, takes_messages
         self._say, self._score, self._length, self._fail = say, score, length, set(fail)
         self.usage, self.failures, self.seen = Usage(), [], []

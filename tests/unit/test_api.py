@@ -173,6 +173,11 @@ def test_an_answer_cites_its_sources(corpus):
     assert (ids(answer.read)[0], len(answer.read), answer.notes) == ("f", 2, ())
     assert answer.read[0].score == answer.sources[0].score == pytest.approx(0.67, abs=0.1)  # cosine
     assert f"[1] Filter: {TEXTS[0]}" in llm.text(llm.seen[0])
+    assert answer.quote is None  # a model of unknown size
+    llm.parameters, retriever = 1, mmqa.open_retriever(corpus)
+    for below, count in ((None, 1), (0.0, 0)):
+        asked = mmqa.ask("When to wash the filter?", retriever, reader, quote_below=below)
+        assert [quote["text"] for quote in [asked.quote] if quote] == [TEXTS[0]] * count
     # The same from what a search has found, in the order that it is given in.
     found = mmqa.open_retriever(corpus, "dense").search("house", 3)[::-1]
     answer = reader.answer("When?", found)
@@ -187,6 +192,8 @@ def test_a_question_that_nothing_answers_is_refused_unread(corpus):
         answer = mmqa.ask("Composed?", mmqa.open_retriever(corpus, retriever), reader)
         assert (answer.text, answer.found, answer.sources) == (NOT_FOUND, False, ())
         assert ids(answer.read) == read  # the nearest, if there is one
+        by_words = [note for note in answer.notes if note.startswith("Found by words alone")]
+        assert bool(by_words) is (retriever == "bm25")
     assert not reader.answer("Composed?", []).found
     assert llm.seen == []
     retriever = mmqa.open_retriever(corpus, "dense")

@@ -4,8 +4,8 @@ import pytest
 from fake_llm import FakeLLM
 
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.schema import Question, Ranking, Source
-from mmqa_jax.prompting.causes import SENTENCES, marked, sentences_of
+from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
+from mmqa_jax.prompting.causes import SENTENCES, marked, sentences_of, suspects
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from tests.refusals import refuses
 
@@ -44,6 +44,24 @@ def test_sentences_cite_what_they_lose_most_without(llm):
     assert [s["sources"] for s in sentences] == [[2], [1, 3], []]
     assert marked(sentences) == "The filter is red. [2] It leaks. [1] [3] Who knows?"
     assert prediction.trace["unfounded"] == []
+
+
+@pytest.mark.parametrize("llm", [FakeLLM, Hiding])
+def test_what_shares_no_word_is_not_tried(llm):
+    prediction = answered(llm, tried=1)  # and what the answer names
+    sentences = prediction.trace[SENTENCES]
+    assert [s["losses"] for s in sentences] == [[None, 4, 0], [None, 0, 1], [None, 0, 0]]
+    assert [s["sources"] for s in sentences] == [[2], [3], []]
+
+
+def test_suspects_have_words_that_others_lack():
+    texts = ["Wash the pump.", "The pump is red.", "Red is a color of the pump.", "Wash: weekly!"]
+    read = ("a", "b", "c", "d")
+    asked = Prediction("q", "Weekly the pump is washed", read=read)
+    assert suspects(asked, texts, 1) == [3]
+    assert suspects(asked, texts, 2) == [1, 3]  # `is` stands in two, the first of which counts
+    assert suspects(Prediction("q", "Weekly", ("b",), (0.5,), read=read), texts, 1) == [1, 3]
+    assert suspects(Prediction("q", "Who knows", read=read), texts, 2) == [0, 1]
 
 
 def test_an_asked_citation_that_supports_nothing_is_told():

@@ -13,7 +13,8 @@ from email.message import EmailMessage
 import pytest
 from document_files import picture
 
-from mmqa_jax.data.documents.document import READERS, DocumentError, letters
+from mmqa_jax.data.documents.chunks import ChunkOptions, chunks
+from mmqa_jax.data.documents.document import READERS, DocumentError, letters, place_of
 from mmqa_jax.data.documents.html import read_epub, read_html
 from mmqa_jax.data.documents.plain import (
     read_eml,
@@ -50,7 +51,49 @@ def html(markup: str):
     return read_html(f"<!doctype html><meta charset=utf-8>{markup}".encode())
 
 
-# Text and Markdown
+# Text, code and Markdown
+
+
+def test_code_keeps_its_lines():
+    """With indentation and numbers, from which passages have theirs; a line of a program is a text."""
+    code = (
+        "import os\n\n\ndef clean(pump):\n\tif pump:\r\n        return  pump.wash()\n"
+        + "x=1;" * 200
+    )
+    document = READERS[".py"].read(code.encode())
+    *lines, written = document.paragraphs
+    assert [(line.text, line.places[0].line, line.is_row) for line in lines] == [
+        ("import os", 1, True),
+        ("def clean(pump):", 4, True),
+        ("    if pump:", 5, True),
+        ("        return pump.wash()", 6, True),
+    ]
+    assert (written.is_row, document.letters_read, document.missing) == (False, document.letters, 0)
+    passages = list(chunks([*lines, *lines], ChunkOptions(words=10, overlap=0)))
+    assert [passage.text.split("\n") for passage in passages] == [
+        [line.text for line in (*lines, lines[0])], [line.text for line in lines[1:]],
+    ]  # fmt: skip
+    numbered = [
+        [{"start": p.start, "end": p.end, "line": p.line} for p in passage.places]
+        for passage in passages
+    ]
+    first, last = (place_of({"places": places})["lines"] for places in numbered)
+    assert (first, last) == ([1, 6], [4, 6])
+
+
+def test_lists_and_listings_keep_their_lines():
+    written = b"Parts:\n- a pump\n  of steel\n- a valve\n\n1) oil\n2) wash it\nat once\n"
+    items = [
+        ("", "Parts:"),
+        ("", "- a pump of steel"),
+        ("", "- a valve"),
+        ("", "1) oil"),
+        ("", "2) wash it at once"),
+    ]
+    assert texts(read_plain(written)) == items
+    document = read_markdown(b"Run:\n\n- one\n- two\n\n```\nmake all\nmake test\n```\n")
+    (passage,) = chunks(document.paragraphs, ChunkOptions())
+    assert passage.text == "Run:\none\ntwo\nmake all\nmake test"
 
 
 def test_markdown():
@@ -78,7 +121,10 @@ def test_markdown():
             [("", "First line."), ("", "Second line."), ("", "Ä")],
         ),
         ("A title of\ntwo lines\n===\n\nText.", [("A title of two lines", "Text.")]),
-        ("```a\n# no\n```b\n# code\n```\n\nEnd.", [("", "# no ```b # code"), ("", "End.")]),
+        (
+            "```a\n# no\n```b\n# code\n```\n\nEnd.",
+            [("", "# no"), ("", "```b"), ("", "# code"), ("", "End.")],
+        ),
         ("<!-- hidden -->\n5&thinsp;m &lt; 6&nbsp;m &amp; more", [("", "5 m < 6 m & more")]),
         ("<details><summary>More</summary>\n\nIn.\n\n</details>", [("", "More"), ("", "In.")]),
         ("# Empty\n\n# Full\n\nText.", [("", "Empty"), ("Full", "Text.")]),
@@ -512,7 +558,7 @@ x     y
     for text in (
         "Wash it weekly; see the manual <manual> and open. [1]", "start(speed)", "3.1", "Starts it.",
         "Mind the belt.", "Area \\pi r^2; an unknown_ target and |nothing|.", "<b>bold</b>",
-        "3. third", "===== === bad t ===== ====", "x y",
+        "3. third", "===== ===", "bad t", "===== ====", "x y",
     ):  # fmt: skip
         assert text in seen, (text, seen)
     assert any("A footnote." in text for text in seen)

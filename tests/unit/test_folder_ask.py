@@ -203,10 +203,10 @@ def test_a_prepared_corpus_and_an_interchange_folder_are_asked_too(encoder, tmp_
 class Filters(FakeLLM):
     """Says of what source the word filter is, if any is; keeps whether it was closed."""
 
-    is_closed = False
+    is_closed, size = False, None
 
     def __init__(self):
-        super().__init__(self.say)
+        super().__init__(self.say, parameters=self.size)
 
     @staticmethod
     def say(prompt):
@@ -240,11 +240,10 @@ def test_ask_prints_the_credits_once(opened, tmp_path):
     assert ended.err.splitlines().count("Manuals, by somebody, CC BY 4.0") == 1
 
 
-def test_ask_prints_the_answer_and_its_sources(opened, folder):
+def test_ask_prints_the_answer_and_its_sources(opened, folder, monkeypatch):
     (folder / "empty.pdf").write_bytes(b"")
-    ended = succeeded(
-        "ask", f"--data={folder}", "--json", "--quote_below=1", "When to wash the filter?"
-    )
+    monkeypatch.setattr(Filters, "size", 135_000_000)
+    ended = succeeded("ask", f"--data={folder}", "--json", "When to wash the filter?")
     value = ended.value
     assert list(value) == ["question", "answer", "found", "sources", "seconds", "quote"]
     assert "filter" in value["quote"]["text"]  # before words of which the model is not sure
@@ -252,6 +251,9 @@ def test_ask_prints_the_answer_and_its_sources(opened, folder):
     assert list(value["sources"][0]) == [*keys, "quote"]
     printed = " ".join(ended.err.split())
     assert "1 file is left out: empty.pdf: empty" in printed
+    assert re.search(
+        r"Wash the filter every week\. \(manual\.pdf, page 2\) What .* not sure: About", printed
+    )
     assert re.search(r"About the filter\..* \[1\] text manual\.pdf, page 2 \(0\.\d\d\)", printed)
     assert "Wash the filter every week." in printed
     assert "Citations of passages that there are not: 1." in printed

@@ -17,7 +17,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from office_files import LAYOUT, behind, deck, root, run, shape, slide
 
-from mmqa_jax.data.documents.document import READERS, Document, letters
+from mmqa_jax.data.documents.document import CODE, READERS, Document, letters
 from mmqa_jax.data.folder import FolderOptions, Ledger, read_folder
 from mmqa_jax.runs.prepare import folder_notes
 
@@ -238,6 +238,7 @@ _ROWS = (
 
 MAKE: dict[str, Callable[[Take], bytes]] = {
     ".txt": plain,
+    **dict.fromkeys((".py", ".toml"), plain),
     ".md": markdown,
     ".html": lambda take: page(take).encode(),
     ".htm": lambda take: page(take).encode("utf-16"),
@@ -265,7 +266,7 @@ MAKE: dict[str, Callable[[Take], bytes]] = {
         "</draw:text-box></draw:frame></presentation:notes></draw:page></office:presentation>"
     ),
 }  # fmt: skip
-_BY_HAND = {".msg"}  # whose reader has files of its own in tests
+_BY_HAND = {".msg", *CODE}  # whose reader has files of its own in tests, or is .py's
 
 
 def test_every_format_is_tried():

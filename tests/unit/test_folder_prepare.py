@@ -60,7 +60,7 @@ def test_sources_of_a_folder(raw):
     found = sources(raw)
     told = {name: (s.modality, s.title, s.text, s.extra["page"]) for name, s in found.items()}
     assert told == {
-        "manual.pdf#1": ("text", "Filters", "Wash the filter every seven days. "
+        "manual.pdf#1": ("text", "Filters", "Wash the filter every seven days.\n"
                          "Figure 1. The filter from above.", 1),
         "manual.pdf#2": ("text", "Pumps", "The pump is on the left.", 2),
         "manual.pdf#figure1": ("image", "Filters", "Figure 1. The filter from above.", 1),

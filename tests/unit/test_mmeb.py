@@ -69,6 +69,11 @@ def test_hits(ranking, hit, tmp_path):
     ("name", "row", "message"),
     [
         ("Boats", CLASSES, "is no task's folder"),
+        (
+            "MSR-VTT",
+            FOUND,
+            "MSR-VTT is a task of videos, .* give the folder of one of the 36 image",
+        ),
         ("WebQA", {**FOUND, "tgt_img_path": ["a.png"]}, "row 0: tgt_text and tgt_img_path are not"),
     ],
 )

@@ -74,7 +74,7 @@ def test_pages_are_read_once_and_placed_on_their_page(raw):
     found = {source.id: source for source in content.sources}
     assert {name: source.text for name, source in found.items()} == {
         "letter.pdf#1": "The first page is text.",
-        "letter.pdf#2": f"{stamp} {LINES[0]}",
+        "letter.pdf#2": f"{stamp}\n{LINES[0]}",
         "letter.pdf#3": LINES[1],
         "note.docx#1": "A note.",
     }

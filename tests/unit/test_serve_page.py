@@ -444,6 +444,35 @@ def test_pieces_of_a_served_model(engine, folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(not BROWSER, reason="needs Chromium or Chrome")
+def test_the_passage_before_a_small_model_s_words(folder, tmp_path, monkeypatch):
+    install(monkeypatch, tmp_path)
+    answerer = FolderAnswerer(open_folder(folder), None, AskOptions(top_k=3, least_similarity=0.1))
+    small = parts_of(answerer, lambda on_text: FakeLLM(said, parameters=135_000_000))
+    with serving(make_app(small, OPTIONS)) as at, sync_playwright() as started:
+        body = {"model": "passages", "messages": [{"role": "user", "content": "Wash the filter?"}]}
+        reply = HTTP.post(f"{at}/v1/chat/completions", json=body).json()
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 390, "height": 800})
+        page.goto(at)
+        page.wait_for_selector("#system option", state="attached")
+        page.fill("#question", "When to wash the filter?")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".seconds:not(:empty)")
+        tops = [page.locator(f".{name}").bounding_box()["y"] for name in ("first mark", "said")]
+        first = page.inner_text(".first mark")
+        page.click(".first .cite")
+        page.wait_for_selector("#reader mark")
+        opened, width = (
+            page.inner_text("#reader-place"),
+            page.evaluate("document.documentElement.scrollWidth"),
+        )
+        browser.close()
+    assert first == reply["quote"]["text"] == "Wash the filter every week."
+    assert (tops, width) == (sorted(tops), 390)
+    assert "page 2" in opened
+
+
+@pytest.mark.skipif(not BROWSER, reason="needs Chromium or Chrome")
 def test_clicks_in_a_browser(address):
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])

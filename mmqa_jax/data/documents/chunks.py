@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.documents.document import Paragraph, Place, around
 
-VERSION = 2  # of how paragraphs are packed; raised when that changes
+VERSION = 3  # of how paragraphs are packed; raised when that changes
 
 # The ends of sentences by Unicode's TR 29 (rules SB6 to SB11), in all scripts; but an opening
 # bracket behind a stop begins the next one.
@@ -145,7 +145,10 @@ def chunks(
 def _sentences(paragraph: Paragraph) -> Iterator[tuple[int, int]]:
     """Tells where the sentences of a paragraph begin and end; a row is one."""
     text, start = paragraph.text, 0
-    for end in [len(text)] if paragraph.is_row else sentence_ends(text):
+    if paragraph.is_row:  # which may begin with the indentation of its line
+        yield 0, len(text)
+        return
+    for end in sentence_ends(text):
         sentence = text[start:end]
         if content := sentence.strip():
             begin = start + sentence.index(content)
@@ -189,7 +192,7 @@ def _sizes(texts: Sequence[str], tokens: TokenLimit | None) -> list[_Size]:
 def _words(text: str) -> int:
     """Counts how many words a text counts for."""
     if (text.isascii() or not _UNSPACED.search(text)) and not _LONG_WORD.search(text):
-        return text.count(" ") + 1
+        return text.lstrip(" ").count(" ") + 1
     return sum(_words_of(word) for word in text.split())
 
 
@@ -256,13 +259,13 @@ def _tail(chunk: list[_Piece], most: _Size) -> tuple[list[_Piece], _Size]:
 
 
 def _joined(pieces: Sequence[_Piece], header: str) -> tuple[str, tuple[Place, ...]]:
-    """The text of a chunk and its places: a row on a line of its own, below the table's header."""
+    """The text of a chunk and its places: each paragraph on lines of its own, below a header."""
     text, places = header, []
     for _, stretch in itertools.groupby(pieces, lambda piece: id(piece.paragraph)):
         of_paragraph = list(stretch)
         paragraph, start, _, _ = of_paragraph[0]
         end = of_paragraph[-1].end
-        text += ("\n" if paragraph.is_row else " ") if text else ""
+        text += "\n" if text else ""
         moved = len(text) - start
         text += paragraph.text[start:end]
         first = bisect.bisect_right(paragraph.places, start, key=lambda place: place.end)

@@ -74,13 +74,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Paragraph:
-    """A paragraph, an item of a list, or a row of a table.
+    """A paragraph, an item of a list, a row of a table, or a line of code.
 
     Attributes:
-      text: on one line, never empty.
+      text: on one line, never empty; of code with its indentation.
       heading: the headings above it, outermost first, joined by " > "; "" above the first one.
       page: from 1 (of a presentation, its slide); None where the format has no pages.
-      is_row: it is a row of a table, which no passage cuts.
+      is_row: it is a row of a table or a line of code, which no passage cuts.
       header: of a row, the table's header, with which every passage of such rows begins; or "".
       places: where its stretches stand in the file, in order; () where the format has no places.
     """
@@ -324,7 +324,12 @@ def is_caption(text: str) -> bool:
 # Where a passage, or a quote from it, stands in its file: rectangles, lines, cells.
 
 
-LINED = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl")  # formats that people read by lines
+CODE = (
+    ".py", ".js", ".ts", ".java", ".c", ".h", ".cpp", ".cs", ".go", ".rs", ".rb", ".php", ".sh",
+    ".sql", ".r", ".jl", ".swift", ".kt", ".css", ".yaml", ".yml", ".toml", ".ini", ".cfg",
+)  # fmt: skip
+# Formats that people read by lines.
+LINED = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", *CODE)
 _WORD = re.compile(r"\w+")
 _LEAST_QUOTE = 5  # words in a row that a longer answer shares with a passage, to quote it
 _FAR, _NEAR = 20_000, 400  # letters of a file in which the next paragraph, or word, is looked for
@@ -454,7 +459,7 @@ def _count(line: str) -> int:
 # The readers of documents, by the ending of the file.
 
 
-VERSION = 6  # of what the readers make of a file; raised when that changes
+VERSION = 7  # of what the readers make of a file; raised when that changes
 PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else
@@ -516,6 +521,7 @@ READERS: Mapping[str, Reader] = {
     ".epub": Reader(_by("html", "read_epub"), "turbohtml", "turbohtml", rate=50_000),
     ".eml": Reader(_by("plain", "read_eml"), "turbohtml", "turbohtml"),
     ".msg": Reader(_by("plain", "read_msg"), "oxmsg", "python-oxmsg"),
+    **dict.fromkeys(CODE, Reader(_by("plain", "read_code"))),
 }
 
 

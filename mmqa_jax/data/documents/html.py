@@ -44,7 +44,8 @@ _BLOCKS = frozenset({
 })  # fmt: skip
 _BOXES = frozenset({"aside", "blockquote", "dd", "details", "dialog", "li"})  # end their headings
 _SPACED = frozenset({"br", "textarea", "button", "text", "desc", "title"})  # words end at them
-_LINED = frozenset({"pre", "listing", "plaintext", "xmp"})  # a blank line ends a paragraph in them
+_BETWEEN = re.compile(r"\n\s*\n|\n(?=[ \t]*(?:[-*+•]|\d{1,3}[.)])[ \t])")  # paragraphs and items
+_LINED = frozenset({"pre", "listing", "plaintext", "xmp"})  # whose lines stay
 _HEADINGS = {f"h{level}": level for level in range(1, 7)}
 _NO_VALUE = frozenset({"hidden", "password", "file", "image", "color", "range"})  # types of <input>
 # A table with one of these is a layout of the page: its cells are no cells.
@@ -240,8 +241,9 @@ class Page(document.Content):
         self.leave(begun)
 
     def add_text(self, text: str) -> None:
-        """Adds paragraphs between blank lines, whose letters are yet to be counted."""
-        for paragraph in re.split(r"\n\s*\n", text):
+        """Adds paragraphs between blank lines, and items of lists, whose letters are yet to be
+        counted."""
+        for paragraph in _BETWEEN.split(text):
             self.add(one_line(paragraph))
 
     def add_picture(self, caption: str, link: str) -> bool:
@@ -366,7 +368,7 @@ class Page(document.Content):
             return
         whole = "".join(self._text)
         self._text = []
-        blocks = re.split(r"\n\s*\n", whole) if self._lined else [whole]
+        blocks = whole.split("\n") if self._lined else [whole]
         for text in filter(None, map(one_line, blocks)):
             if self._heading:
                 self.enter(self._heading, text, around=self._around)

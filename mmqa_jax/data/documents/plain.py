@@ -1,5 +1,5 @@
-"""Texts: plain, Markdown by pyromark, reStructuredText by docutils, JSON, Jupyter's notebooks, and
-tables of values divided by commas, semicolons, tabs or bars (.csv, .tsv); and mails.
+"""Texts: plain, code, Markdown by pyromark, reStructuredText by docutils, JSON, Jupyter's
+notebooks, tables of values divided by commas, semicolons, tabs or bars (.csv, .tsv); and mails.
 
 Markdown and reStructuredText become HTML, of which a person's view is read (html.Page).
 """
@@ -27,6 +27,7 @@ from mmqa_jax.data.documents.document import DocumentError, decoded, letters, on
 from mmqa_jax.data.documents.html import Page, parsed
 from mmqa_jax.data.documents.office import MOST_CELLS, Reading
 
+_LONGEST_LINE = 400  # characters of code that people write
 _DEEPEST_KEY = 8  # a key of JSON that is nested deeper stands in the text and is no heading
 _MOST_FRONT_MATTER = 2**16  # characters
 _DIRECTIVE = re.compile(r"^[ \t]*+\.\. (?:\|[^|\n]*+\| )?([\w:.+-]{1,80})::", re.MULTILINE)
@@ -44,6 +45,20 @@ def read_plain(data: bytes) -> document.Document:
     page, text = Page(), decoded(data)
     page.held += letters(one_line(text))
     page.add_text(text)
+    return page.document()
+
+
+def read_code(data: bytes) -> document.Document:
+    """Lines of a program or of settings, each with its number and its indentation."""
+    page, text = Page(), decoded(data)
+    for number, line in enumerate(text.expandtabs(4).split("\n"), start=1):
+        words = one_line(line)
+        page.held += letters(words)
+        if words:
+            written = " " * (len(line) - len(line.lstrip())) + words
+            place = document.Place(0, len(written), line=number)
+            # What a program has written on one line for programs is cut as a text is.
+            page.add(written, is_row=len(written) <= _LONGEST_LINE, places=(place,))
     return page.document()
 
 

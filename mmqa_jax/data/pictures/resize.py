@@ -130,6 +130,14 @@ class Canvas:
         return np.concatenate([tiles, np.asarray(whole)[None]])
 
 
+class UnitBudget(NamedTuple):
+    """Pictures of any shape within a number of units; see `budget_size`."""
+
+    units: int
+    patch: int
+    merge: int
+
+
 class PictureCut(Protocol):
     """How a picture is cut (`models.llava.tiles.Cut`): it is resized to the sizes `steps`, lies on
     `canvas`, which is cut into tiles, and follows them as a `whole`; sizes are widths and
@@ -149,14 +157,14 @@ class PictureCut(Protocol):
 
 
 # What a picture is made: square in one of these ways, or of a shape near its own.
-PictureShape = Resize | NaFlex | PictureSizes | Canvas
+PictureShape = Resize | NaFlex | PictureSizes | Canvas | UnitBudget
 
 
 def to_pixels(
     image: Image.Image, size: int, resize: PictureShape = "squash", name: str = "picture"
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Makes a picture square, bicubic; of NaFlex and PictureSizes a rectangle of whole patches, of
-    Canvas one of whole tiles.
+    """Makes a picture square, bicubic; of NaFlex, PictureSizes and UnitBudget a rectangle of whole
+    patches, of Canvas one of whole tiles.
 
     Args:
       image: an RGB picture.
@@ -183,8 +191,10 @@ def square(
         return image.resize(shape, _FILTERS[resize.resample])
     if isinstance(resize, Canvas):
         return resize.of(image, name)
-    if isinstance(resize, PictureSizes):
-        shape = qwen_size(*image.size, resize, name)
+    if isinstance(resize, PictureSizes | UnitBudget):
+        is_budget = isinstance(resize, UnitBudget)
+        sides = budget_size(*image.size, *resize) if is_budget else None
+        shape = sides or qwen_size(*image.size, resize, name)
         check_made(shape[0], max(image.height, shape[1]), name)
         return image.resize(shape, Image.Resampling.BICUBIC)
     if resize in _SQUASHED:

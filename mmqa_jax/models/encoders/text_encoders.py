@@ -29,6 +29,7 @@ from mmqa_jax.models.encoders.embedding_gemma import (
     EmbeddingGemma,
     embedding_gemma_config,
     embedding_gemma_key_map,
+    published_name,
 )
 from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, TextDecoder, YesNoDecoder
 from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
@@ -185,6 +186,7 @@ FAMILIES: Mapping[str, Family] = {
         lambda published, where: for_reading(embedding_gemma_config(published, where), platform()),
         EmbeddingGemma,
         embedding_gemma_key_map,
+        name=published_name,
     ),
     **dict.fromkeys(DECODERS, _DECODER),
 }

@@ -21,7 +21,8 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders import sentence_pooling, text_encoders
+from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders.embedding_gemma import MODEL_TYPE, EmbeddingGemmaConfig
 from mmqa_jax.models.encoders.heads import Dense, SentenceEncoder
 from mmqa_jax.models.encoders.late_interaction import (
     Expansion,
@@ -29,6 +30,18 @@ from mmqa_jax.models.encoders.late_interaction import (
     TokenEncoder,
     is_late_interaction,
     read_late_interaction,
+)
+from mmqa_jax.models.encoders.sentence_pooling import (
+    MODULES,
+    POOLING,
+    PROMPTS,
+    TRANSFORMER,
+    DenseLayer,
+    Prompts,
+    SentenceRecipe,
+    check_widths,
+    has_recipe,
+    read_recipe,
 )
 from mmqa_jax.models.encoders.vlm_keys import check_family
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -60,7 +73,7 @@ class EncoderRecord:
     """
 
     published: str
-    recipe: sentence_pooling.SentenceRecipe | LateInteraction
+    recipe: SentenceRecipe | LateInteraction
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -77,7 +90,13 @@ class EncoderRecord:
     @property
     def dim(self) -> int:
         """The values of a vector."""
-        return sentence_pooling.check_widths(self.recipe.dense, self.config.hidden)
+        return check_widths(self.recipe.dense, self._width)
+
+    @property
+    def _width(self) -> int:
+        """The values of a token's state."""
+        config = self.config
+        return config.projected if isinstance(config, EmbeddingGemmaConfig) else config.hidden
 
     @property
     def _family(self) -> tuple[text_encoders.Family, Mapping[str, Any]]:
@@ -128,16 +147,15 @@ class EncoderRecord:
     def write(self, folder: Path, model: Any) -> None:
         """Writes a trained model as sentence-transformers has it, but for its tokenizer."""
         _, published = self._family
-        config = self.config
         write_sharded(folder, self.trunk_tensors(nnx.state(model.bert, nnx.Param)))
         published = {key: x for key, x in published.items() if key != "torch_dtype"}
         write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
         recipe = self.recipe
         layers = [("Transformer", "")]
-        if isinstance(recipe, sentence_pooling.SentenceRecipe):
+        if isinstance(recipe, SentenceRecipe):
             layers.append(("Pooling", "1_Pooling"))
-            sizes = {"embedding_dimension": config.hidden, "include_prompt": True}
-            _write(folder / sentence_pooling.POOLING, {**sizes, "pooling_mode": recipe.pooling})
+            sizes = {"embedding_dimension": self._width, "include_prompt": True}
+            _write(folder / POOLING, {**sizes, "pooling_mode": recipe.pooling})
         for layer, ours in zip(recipe.dense, model.dense, strict=True):
             layers.append(("Dense", f"{len(layers)}_Dense"))
             _write_dense(folder / layers[-1][1], layer, ours, self.vectors)
@@ -146,16 +164,16 @@ class EncoderRecord:
             skipped = {"skiplist_words": list(recipe.skipped)}
             settings = {**skipped, "skiplist_tasks": list(recipe.skips)}
             _write(folder / layers[-1][1] / "config.json", settings)
-        if isinstance(recipe, sentence_pooling.SentenceRecipe) or recipe.normalized:
+        if isinstance(recipe, SentenceRecipe) or recipe.normalized:
             layers.append(("Normalize", f"{len(layers)}_Normalize"))
             _write(folder / layers[-1][1] / "config.json", _layer_over(self.vectors))
         modules = [
             {"idx": number, "name": str(number), "path": place, "type": _CLASSES[kind]}
             for number, (kind, place) in enumerate(layers)
         ]
-        write_json(folder / sentence_pooling.MODULES, modules)
-        write_json(folder / sentence_pooling.TRANSFORMER, self._transformer())
-        write_json(folder / sentence_pooling.PROMPTS, self._prompts())
+        write_json(folder / MODULES, modules)
+        write_json(folder / TRANSFORMER, self._transformer())
+        write_json(folder / PROMPTS, self._prompts())
 
     def trunk_tensors(self, state: nnx.State) -> TensorSource:
         """The encoder's parameters as transformers has them."""
@@ -207,14 +225,10 @@ class EncoderRecord:
     def from_json(cls, value: Mapping[str, Any]) -> EncoderRecord:
         """The record of a run's model.json."""
         fields = dict(value["recipe"])
-        fields["prompts"] = sentence_pooling.Prompts(**fields["prompts"])
-        fields["dense"] = tuple(
-            sentence_pooling.DenseLayer(Path(), **layer) for layer in fields["dense"]
-        )
+        fields["prompts"] = Prompts(**fields["prompts"])
+        fields["dense"] = tuple(DenseLayer(Path(), **layer) for layer in fields["dense"])
         if value["vectors"] == "text":
-            recipe: sentence_pooling.SentenceRecipe | LateInteraction = (
-                sentence_pooling.SentenceRecipe(**fields)
-            )
+            recipe: SentenceRecipe | LateInteraction = SentenceRecipe(**fields)
         else:
             if fields["expansion"] is not None:
                 fields["expansion"] = Expansion(**fields["expansion"])
@@ -228,7 +242,7 @@ def read_encoder_record(
     vectors: Vectors | None,
     *,
     dim: int | None = None,
-    prompts: sentence_pooling.Prompts | None = None,
+    prompts: Prompts | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> EncoderRecord:
     """The record of a published folder.
@@ -242,6 +256,8 @@ def read_encoder_record(
       changes: see EncoderRecord.
     """
     published = read_json(folder / text_encoders.CONFIG)
+    if published.get("model_type") == MODEL_TYPE:  # of which texts alone are trained
+        published |= {"vision_config": None, "audio_config": None}
     check_family(folder)
     late = is_late_interaction(folder)
     if late and vectors == "text":
@@ -250,11 +266,11 @@ def read_encoder_record(
             "token, or give an encoder of texts."
         )
     if late:
-        recipe: sentence_pooling.SentenceRecipe | LateInteraction = read_late_interaction(folder)
+        recipe: SentenceRecipe | LateInteraction = read_late_interaction(folder)
     else:
-        recipe = sentence_pooling.read_recipe(folder)
+        recipe = read_recipe(folder)
         decoder = published["model_type"] in text_encoders.DECODERS
-        if decoder and not sentence_pooling.has_recipe(folder):
+        if decoder and not has_recipe(folder):
             recipe = dataclasses.replace(recipe, pooling="lasttoken")
         if vectors == "token":
             recipe = LateInteraction(
@@ -271,7 +287,7 @@ def read_encoder_record(
             f"config key model.dim={dim}: the vectors of init={folder} have {width} values; leave "
             "it out, or set model.vectors to token for an encoder without a linear layer."
         )
-    layer = sentence_pooling.DenseLayer(Path(), width, dim, False, _IDENTITY)
+    layer = DenseLayer(Path(), width, dim, False, _IDENTITY)
     return dataclasses.replace(record, recipe=dataclasses.replace(recipe, dense=(layer,)))
 
 
@@ -280,7 +296,7 @@ def is_decoder(config: Any) -> bool:
     return isinstance(config, LlamaConfig)
 
 
-def _dense(layer: sentence_pooling.DenseLayer, rngs: nnx.Rngs) -> Dense:
+def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
     def linear(bias: bool) -> Linear:
         return Linear(layer.inputs, layer.outputs, ("embed", None), rngs=rngs, use_bias=bias)
 
@@ -288,9 +304,7 @@ def _dense(layer: sentence_pooling.DenseLayer, rngs: nnx.Rngs) -> Dense:
     return Dense(linear(layer.bias), layer.activation, linear(False) if mapped else layer.residual)
 
 
-def _write_dense(
-    folder: Path, layer: sentence_pooling.DenseLayer, dense: Dense, vectors: Vectors
-) -> None:
+def _write_dense(folder: Path, layer: DenseLayer, dense: Dense, vectors: Vectors) -> None:
     settings = {
         "in_features": layer.inputs,
         "out_features": layer.outputs,

@@ -846,6 +846,10 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
         **_GEMMA4_SMALL, hidden=2560, layers=42, heads=8, kv_heads=2, mlp=10240, every=6,
         full_layers=FullLayers(512, 2), borrowers=18,
     ),
+    "gemma4_12b": _gemma(
+        **_GEMMA4 | {"family": "gemma4_unified_text"}, hidden=3840, layers=48, heads=16, kv_heads=8,
+        mlp=15360, full_layers=FullLayers(512, 1, keys_are_values=True),
+    ),
     "gemma4_31b": _gemma(
         **_GEMMA4, hidden=5376, layers=60, heads=32, kv_heads=16, mlp=21504,
         full_layers=FullLayers(512, 4, keys_are_values=True),

@@ -186,5 +186,14 @@ GEMMA: Mapping[str, Family] = {
         keys={key: kind for key, kind in _GEMMA4.keys.items() if key not in _OTHERS},
         defaults={key: x for key, x in _GEMMA4.defaults.items() if key not in _OTHERS}
         | {"max_position_embeddings": 262144, "sliding_window": 1024},
+        computes={key: x for key, x in _GEMMA4.computes.items() if key != "normed_experts"},
+        harmless=(*_GEMMA4.harmless, "vocab_size_per_layer_input"),
+        # As it was published, with what it has not.
+        fixed={
+            **_GEMMA4.fixed,
+            "hidden_size_per_layer_input": (0,),
+            "enable_moe_block": (False,),
+            **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), (None,)),
+        },
     ),
 }

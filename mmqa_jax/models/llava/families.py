@@ -358,6 +358,16 @@ FAMILIES: Mapping[str, Family] = {  # by model_type
 # are models of their own (models/onevision, models/mistral3).
 ALL: Mapping[str, Family] = {
     **FAMILIES,
+    "embedding_gemma2": dataclasses.replace(  # models/encoders/pictured_gemma.py
+        _GEMMA4,
+        title="EmbeddingGemma 2",
+        architecture="EmbeddingGemma2Model",
+        prefixes={
+            "language_model.": "language_model.model.",
+            "vision_tower.encoder.": "vision_tower.vision_model.encoder.",
+            "embed_vision.": "multi_modal_projector.",
+        },
+    ),
     "onevision": dataclasses.replace(
         _LLAVA,
         title="LLaVA-OneVision",

@@ -104,11 +104,12 @@ def read(published: Mapping[str, Any], where: str) -> Gemma4PatchesConfig:
     """Our config from a `vision_config`; absent values are transformers' defaults."""
     layouts.check_model_type(published, where, MODEL_TYPE)
     follow = ("output_proj_dims", "model_patch_size")
-    check_keys(published, where, read=_KINDS, harmless=follow)
+    copies = ("num_soft_tokens",)  # of what a processor's file says
+    check_keys(published, where, read=_KINDS, harmless=(*follow, *copies))
     fields = {name: published.get(key, default) for name, (key, default) in _KEYS.items()}
     side = fields["patch_size"] * fields["merge"]
     fixed = dict(zip(follow, ((fields["width"],), (side,)), strict=True))
-    check_keys(published, where, read=_KINDS, fixed=fixed)
+    check_keys(published, where, read=_KINDS, harmless=copies, fixed=fixed)
     return Gemma4PatchesConfig(**fields)
 
 

@@ -14,6 +14,7 @@ from mmqa_jax.models.llama.config import (
     smollm2_135m,
 )
 from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.gemma4_patches import Gemma4PatchesConfig
 from mmqa_jax.models.llava.gemma4_vision import Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
@@ -204,6 +205,13 @@ def gemma4_e4b_vl(**changes) -> LlavaConfig:
     return _gemma4_small("gemma4_e4b", **changes)
 
 
+def gemma4_12b_vl(**changes) -> LlavaConfig:
+    """google/gemma-4-12B-it, without what it hears by."""
+    sizes = _gemma4("gemma4_12b", vision=Gemma4PatchesConfig(), family="gemma4_unified")
+    llama = dataclasses.replace(sizes.llama, picture_sight="both")
+    return dataclasses.replace(sizes, llama=llama, connector="unit_normed", **changes)
+
+
 def gemma4_26b_a4b_vl(**changes) -> LlavaConfig:
     """google/gemma-4-26B-A4B-it."""
     return _gemma4("gemma4_26b_a4b", **changes)
@@ -311,6 +319,7 @@ PRESETS = {
     "paligemma2_28b": paligemma2_28b,
     "gemma4_e2b_vl": gemma4_e2b_vl,
     "gemma4_e4b_vl": gemma4_e4b_vl,
+    "gemma4_12b_vl": gemma4_12b_vl,
     "gemma4_31b_vl": gemma4_31b_vl,
     "gemma4_26b_a4b_vl": gemma4_26b_a4b_vl,
     "gemma3_4b_vl": gemma3_4b_vl,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.struct
 import jax
@@ -398,7 +398,8 @@ class Prompts(NamedTuple):
 def expand_pictures(
     rows: Sequence[Sequence[int]],
     pictures: Sequence[Sequence[Sequence[int]]],
-    config: QwenVLConfig,
+    config: Any,
+    sizes: Any = None,
     *,
     first_rows: Iterator[int] | None = None,
     length: int | None = None,
@@ -410,6 +411,7 @@ def expand_pictures(
       rows: token ids of each prompt, with one `config.image_token` per picture.
       pictures: of each prompt, the shapes [H, W, 3] of its pictures.
       config: of the model.
+      sizes: of its patches and units; None: the tower's.
       first_rows: where each picture's features begin, in order; None: one behind the other.
       length: of the padded rows; None is the longest one's.
       pad_token: any id but the placeholder's.
@@ -432,7 +434,7 @@ def expand_pictures(
             first = begin if first_rows is None else next(first_rows)
             taken[start : start + count] = np.arange(first, first + count)
             begin += count
-        grids = [grid_of(shape, config.vision) for shape in shapes]
+        grids = [grid_of(shape, sizes or config.vision) for shape in shapes]
         positions = token_positions(ids, grids, config.image_token)[:-1]
         expanded.append((np.repeat(ids, counts), positions, taken))
     length = max(len(ids) for ids, _, _ in expanded) if length is None else length

@@ -123,8 +123,8 @@ class Choices:
 
     Attributes:
       hidden: pieces of the prompt in their order, of a backend that `hides`: the continuations are
-        scored with all of it, and once more with each of these hidden. What stands behind a hidden
-        piece and in front of the last one has been read with it.
+        scored with all of it, and once more with each of these hidden, from the prompt's last token
+        on. What stands behind a hidden piece in the prompt has been read with it.
     """
 
     id: Hashable
@@ -186,6 +186,10 @@ class Backend(Protocol):
     @property
     def hides(self) -> bool:
         """Whether it scores with pieces of a prompt hidden, where that has no pictures."""
+
+    @property
+    def parameters(self) -> int | None:
+        """How many a decoder of this process has; None: it is a server's or another's, unknown."""
 
     @property
     def fingerprint(self) -> str:

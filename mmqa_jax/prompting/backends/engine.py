@@ -58,7 +58,7 @@ class EngineBackend:
       pictures: the config of a model that takes them; None: it takes none.
       resize: gives the engine the sizes for later queries that need larger ones; None: its sizes
         are enough for all.
-      hides: see backends.Backend.
+      hides, parameters: see backends.Backend.
 
     Attributes:
       cannot: what of a request it cannot do, and why: nothing.
@@ -76,6 +76,7 @@ class EngineBackend:
         pictures: PictureConfig | None = None,
         resize: Callable[[Engine, Demand], None] | None = None,
         hides: bool = False,
+        parameters: int | None = None,
     ):
         self._make_engine, self.tokenizer = make_engine, tokenizer
         self._pictures = None if pictures is None else picture_format(pictures, tokenizer)
@@ -84,7 +85,7 @@ class EngineBackend:
         self.takes_pictures = pictures is not None
         self.page_prompt: str = getattr(pictures, "page_prompt", "")
         self.takes_messages = self._chat_format is not None
-        self.hides = hides
+        self.hides, self.parameters = hides, parameters
         self._throughput = requests.Throughput()  # the engine's, once it is made
         self._warm = requests.Throughput()  # at the first result: most of it compiling
         self._resize, self._engine, self._demand = resize, None, UNKNOWN
@@ -272,8 +273,9 @@ class EngineBackend:
         start, rows = self._continuations(request, prompt)
         if not request.hidden:
             return requests.Scoring(request.id, start, rows, images=pixels)
-        hidden = self._places(request, prompt, start)
-        trunk = min(hidden[-1][1], len(start) - 1)
+        trunk = len(start) - 1  # the last token is read anew by each: it predicts the first one
+        found = self._places(request, prompt, start)
+        hidden = [(begin, min(end, trunk)) for begin, end in found]
         rows = [start[trunk:] + row for row in rows]
         places = [place for place in ((0, 0), *hidden) for _ in rows]
         return requests.Scoring(

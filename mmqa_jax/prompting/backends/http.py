@@ -61,6 +61,7 @@ class OpenAIBackend:
     takes_pictures = None
     takes_messages = True
     hides = False
+    parameters = None
 
     def __init__(
         self,

@@ -28,6 +28,7 @@ from mmqa_jax.decoding.sizes import (
     Demand,
     EngineSizes,
     choose_sizes,
+    parameter_count,
     takes_all,
     tower_bytes,
 )
@@ -204,6 +205,7 @@ def open_backend(
         pictures=pictures,
         resize=resize,
         hides=not llama.recurrent and llama.picture_sight == "causal",
+        parameters=parameter_count(llama),
     )
 
 

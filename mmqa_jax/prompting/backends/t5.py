@@ -47,6 +47,7 @@ class T5Backend:
     takes_pictures = False
     takes_messages = False
     hides = False
+    parameters = None
     cannot: Mapping[str, str] = MappingProxyType(
         {
             "stream": "a T5 answers in batches, each a program that runs to its end, so that there "

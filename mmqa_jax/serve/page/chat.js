@@ -72,7 +72,8 @@ function addressOf(kind, source) {
 function written({ question, row }) {
   const cited = row.sources.filter((source) => source.cited !== null);
   const lines = cited.map((source) => `[${source.number}] ${place(source)}`);
-  return [`## ${question}`, row.marked || row.answer, ...(lines.length ? [lines.join("\n")] : [])].join("\n\n");
+  const quote = row.quote ? [`> ${row.quote.text} (${place(row.quote)})`, "The model, not sure:"] : [];
+  return [`## ${question}`, ...quote, row.marked || row.answer, ...(lines.length ? [lines.join("\n")] : [])].join("\n\n");
 }
 
 function exportConversation() {

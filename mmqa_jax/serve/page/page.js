@@ -356,7 +356,9 @@ function card(text, image) {
         open.type = "button";
         open.setAttribute("aria-label", `Source ${source.number}: ${place(source)}`);
         open.addEventListener("click", () => openSource(source));
-        part("first").querySelector("blockquote").replaceChildren(row.quote.text, " ", open);
+        const { passage, text: span } = row.quote, at = passage.indexOf(span);
+        const quoted = [passage.slice(0, at), make("mark", "", span), passage.slice(at + span.length)];
+        part("first").querySelector("blockquote").replaceChildren(...quoted, " ", open);
       }
       part("notes").replaceChildren(...row.notes.map((one) => make("li", "", one)));
       const cited = sources.filter((one) => one.cited !== null);
