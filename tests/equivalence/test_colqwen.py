@@ -137,6 +137,7 @@ class Theirs:
             states = self.model(
                 input_ids=ids, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **given
             ).last_hidden_state[0]
+            self.ids, self.states = ids[0], states
             made = torch.nn.functional.normalize(self.linear(states), dim=-1)
             if self.of_nemotron:
                 return self.seeing_both(ids, kinds, given)
@@ -223,6 +224,38 @@ def test_tokens_of_questions_and_pages(theirs, tmp_path):
         for row, page in enumerate(pages):
             score, error = (want[0] @ page.T).max(1).sum(), len(want[0]) * 2**-11  # float16
             np.testing.assert_allclose(scores[row + 2], score, atol=error)
+
+
+def test_one_vector_of_jina(tmp_path):
+    """The mean of a text's tokens, of a page those of its picture and of the marks around it."""
+    theirs = Theirs("qwen2_5_vl", "JinaEmbeddingsV4Model", tmp_path / "model")
+    file = theirs.folder / "config.json"
+    content = json.loads(file.read_text()) | {"architectures": ["JinaEmbeddingsV4Single"]}
+    file.write_text(json.dumps(content))
+    corpus = corpus_with_pages()
+    ours, pictures = open_embedder(theirs.folder, corpus, {"batch_size": 2})
+
+    def wanted(text, picture=None):
+        theirs.vectors(text, picture)
+        states = theirs.states
+        if picture is not None:
+            first, last = (SPECIAL.index(f"<|vision_{end}|>") for end in ("start", "end"))
+            marks = theirs.tokenizer.convert_tokens_to_ids([SPECIAL[first], SPECIAL[last]])
+            begin, end = (theirs.ids.tolist().index(mark) for mark in marks)
+            states = states[begin : end + 1]
+        return torch.nn.functional.normalize(states.mean(0), dim=0).numpy()
+
+    got = ours.embed_rows(corpus, pictures, range(5))
+    shown = iter(small_pictures())
+    want = [
+        wanted(None, next(shown))
+        if source.modality == "image"
+        else wanted(f"Passage: {source.text}")
+        for source in corpus.sources
+    ]
+    np.testing.assert_allclose(got, want, **WHOLE)
+    want = [wanted(f"Query: {text}") for text in QUERIES]
+    np.testing.assert_allclose(ours.embed_questions(QUERIES), want, **WHOLE)
 
 
 def test_processor_of_transformers_writes_the_same_prompts(theirs):

@@ -220,6 +220,9 @@ class TokenHead(nnx.Module):
         return l2_normalize(states.astype(jnp.float32))
 
 
+OF_PICTURE = "picture"  # the mean of a picture's tokens, of a prompt without one that of all
+
+
 class PooledHead(nnx.Module):
     """One vector of length 1 of a prompt, on a reader of prompts."""
 
@@ -237,7 +240,7 @@ class PooledHead(nnx.Module):
         Args:
           config: the reader's.
           truncate_dim: the first so many values are kept (Matryoshka); None: all.
-          pooling: one of POOLINGS.
+          pooling: one of POOLINGS, or OF_PICTURE.
           dim: values behind a linear layer over what is pooled; None: there is none.
           rngs: of the first parameters.
         """
@@ -252,10 +255,20 @@ class PooledHead(nnx.Module):
 
     def encode_prompts(self, *prompts: Any) -> jax.Array:
         """Prompts as the reader's `states` takes them -> float32 [B, D], of length 1."""
-        pooled = POOLINGS[self.pooling](self.states(*prompts), prompts[1])
+        pooling, mask = self.pooling, prompts[1]
+        if pooling == OF_PICTURE:
+            pooling, mask = "mean", self._of_picture(prompts[0], mask)
+        pooled = POOLINGS[pooling](self.states(*prompts), mask)
         if hasattr(self, "projection"):
             pooled = self.projection(pooled).astype(jnp.float32)
         return l2_normalize(pooled[:, : self.truncate_dim])
+
+    def _of_picture(self, input_ids: jax.Array, mask: jax.Array) -> jax.Array:
+        """Which tokens are a picture's or the marks around it, bool [B, L]; all where none is."""
+        ends = input_ids == self.config.vision_end_token
+        begun = jnp.cumsum(input_ids == self.config.vision_start_token, axis=1)
+        within = begun - jnp.cumsum(ends, axis=1) + ends > 0
+        return mask & (within | ~within.any(1, keepdims=True))
 
 
 class QwenVLTokens(TokenHead, QwenVLReader):

@@ -47,12 +47,14 @@ class PageRetriever:
     Attributes:
       title: what people call it.
       page, question, source: the prompts of a page, a question and a text that is searched.
-      pooling: what becomes of the tokens' states: one of POOLINGS; "": a vector for each.
+      pooling: what becomes of the tokens' states: one of POOLINGS, or `heads.OF_PICTURE`; "": a
+        vector for each.
       projection: of its tensors, the linear layer over states; "": there is none.
       around: whether the tokenizer's own tokens stand around a prompt, too.
       strips: whether the text loses the blanks at its end.
       optional: marks that are plain text where the tokenizer has no such token.
       task: whose additions in the folder `adapters` are put into its linears; "": there are none.
+      unused: patterns of tensors that another class in the same files reads.
       harmless: keys of its config.json beside those of the model that reads.
       model_type: of that model, where its config.json has one of its own; "": it has none.
       sees_both: whether tokens see what follows them, and their states are those before the last
@@ -69,6 +71,7 @@ class PageRetriever:
     strips: bool = False
     optional: tuple[str, ...] = ()
     task: str = ""
+    unused: tuple[str, ...] = ()
     harmless: tuple[str, ...] = ()
     model_type: str = ""
     sees_both: bool = False
@@ -166,6 +169,12 @@ RETRIEVERS: Mapping[str, PageRetriever] = {
     ),
     **dict.fromkeys(("BiQwen2", "BiQwen2_5", "BiQwen3", "BiQwen3_5"), _single(_QWEN, "BiQwen")),
     "JinaEmbeddingsV4Model": _JINA_V4,
+    "JinaEmbeddingsV4Single": _single(
+        _JINA_V4,
+        "jina-embeddings-v4 with one vector",
+        pooling=heads.OF_PICTURE,
+        unused=(r"^multi_vector_projector\.",),
+    ),
     "Qwen3VLNemotronEmbedModel": _NEMOTRON,
     "ColGemma3": _GEMMA3,
     "BiGemma3": _single(
@@ -332,7 +341,8 @@ class PageModel:
             of_reader = of_reader.with_transform("model.norm.weight", _ONES)
         rules = [*of_reader.rules, *(linear_rules(name, "projection") if name else ())]
         rename = ((r"^vlm\.", ""), *of_reader.rename)
-        return dataclasses.replace(of_reader, rules=rules, rename=rename)
+        ignore = (*of_reader.ignore, *self.retriever.unused)
+        return dataclasses.replace(of_reader, rules=rules, rename=rename, ignore=ignore)
 
 
 def _for_reading(config: Any, retriever: PageRetriever) -> Any:
