@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.hosts.distributed import gather
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize
@@ -45,6 +46,7 @@ from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection
 from mmqa_jax.tasks.policy import (
     Answer,
+    Arrays,
     Group,
     GrpoSection,
     LogProbs,
@@ -223,6 +225,16 @@ class SearchGroups(PolicyBatches):
         super().__init__(len(questions), log_probs, **options)
         self._searches, self._questions = searches, questions
         self._reward, self._folder = reward, folder
+        self._rows: list[dict[str, Any]] = []  # of the batch that is being drawn
+
+    def _draw(self) -> Arrays:
+        """The next batch, whose episodes are written, one a line; a batch that is drawn again has
+        equal ones."""
+        self._rows = []
+        batch = super()._draw()
+        if jax.process_index() == 0:
+            write_jsonl(self._folder / f"{self._drawn:06d}.jsonl", self._rows)
+        return batch
 
     def _groups(self, model: Llama, prompts: Sequence[int], seeds: Sequence[int]) -> list[Group]:
         draws = self._options.group
@@ -239,7 +251,9 @@ class SearchGroups(PolicyBatches):
         self._searches.use(model, seed_of)
         questions = [dataclasses.replace(q, id=name) for name, (q, _) in asked.items()]
         episodes = self._searches.run(questions, self._options.temperature)
-        rewarded = [(episode, self._reward.of(episode)) for episode in episodes]
+        # Process 0's, as a function of one's own may give others elsewhere.
+        earned, *_ = gather("rewards", [self._reward.of(episode) for episode in episodes])
+        rewarded = list(zip(episodes, earned, strict=True))
         self._check_failed(rewarded)
         groups = [rewarded[first : first + draws] for first in range(0, len(rewarded), draws)]
         self._keep([self._questions[number].id for number in prompts], groups)
@@ -269,23 +283,24 @@ class SearchGroups(PolicyBatches):
                 f"{message}; more than {_MOST_FAILED:.0%} end the run: repair reward.function="
                 f"{self._reward.function}, and start the same command again."
             )
-        print(f"{message}; they teach nothing.", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"{message}; they teach nothing.", file=sys.stderr)
 
     def _keep(self, names: Sequence[str], groups: Sequence[Rewarded]) -> None:
-        """Writes a batch's episodes, one a line; a batch that is drawn again has equal ones."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [
+        """Takes the episodes of a batch, and which tokens of each were drawn."""
+        transcripts = self._searches.backend.transcripts
+        self._rows += [
             {
                 "question_id": name,
                 "question": episode.question.question,
                 "turns": [turn.record() for turn in episode.turns],
+                "drawn": transcripts[episode.question.id].drawn_tokens,
                 "problem": episode.problem,
                 "earned": {key: None if math.isnan(x) else x for key, x in earned.items()},
             }
             for name, group in zip(names, groups, strict=True)
             for episode, earned in group
         ]
-        write_jsonl(self._folder / f"{self._drawn:06d}.jsonl", rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -376,11 +391,6 @@ class Searcher(TextModelTask):
         return of_modality(questions, corpus, self.data.modality) if questions else []
 
     def _searches(self, corpus: Corpus, tokenizer: TextTokenizer) -> Searches:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"config key task={self.task}: episodes are drawn by one process, and this launch "
-                f"has {jax.process_count()}; start one that has all devices."
-            )
         retriever, mesh = self.data.retriever(corpus), engine_mesh(make_mesh(self.mesh))
         return Searches(corpus, retriever, tokenizer, self.episodes, self._engine, mesh)
 
@@ -399,6 +409,7 @@ class Searcher(TextModelTask):
             size=self._size,
             options=self.grpo,
             seed=self.seed,
+            mesh=mesh,
         )
         return self.recipe_of(objective, batches, tokenizer)
 
@@ -409,7 +420,7 @@ class Searcher(TextModelTask):
                 f"config key batches.length={self.batches.length}: no question fits a row with a "
                 f"turn of episodes.new_tokens={self.episodes.new_tokens}; raise it."
             )
-        if len(fitting) < len(questions):
+        if len(fitting) < len(questions) and jax.process_index() == 0:
             print(f"{len(questions) - len(fitting)} questions fit no row.", file=sys.stderr)
         return fitting
 

@@ -109,6 +109,30 @@ def test_a_killed_run_ends_with_the_same_weights_and_episodes(inputs, tmp_path):
         assert (killed / "rollouts" / file.name).read_bytes() == file.read_bytes()
 
 
+def test_weights_that_are_there_draw_the_same_episodes_again(inputs, tmp_path):
+    killed = killed_after(8, inputs / "run", tmp_path / "killed")
+    out = tmp_path / "again"
+    ended = done("replay", killed, f"--out={out}")
+    assert (ended["steps"], ended["batches"], ended["episodes"]) == ([0, 4, 8], 3, 48)
+    for file in out.iterdir():
+        assert file.read_bytes() == (killed / "rollouts" / file.name).read_bytes()
+    kept = killed / "rollouts" / "000004.jsonl"
+    rows = rows_of(kept)
+    rows[9]["drawn"][2] += 1
+    kept.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    ended = mmqa("replay", killed, "--steps=4")
+    assert ended.code == 1, ended.err
+    name, number = rows[9]["question_id"], 9 - 8
+    assert f"question {name}, episode {number}: token 2 of" in ended.err
+    for flags_of, message in [
+        (["--steps=5"], r"--steps=5: weights of steps 0, 4, 8 are there"),
+        (["--steps=x"], r"--steps=x: numbers were expected"),
+        ([f"--out={killed / 'rollouts'}"], "holds what is compared"),
+    ]:
+        ended = mmqa("replay", killed, *flags_of)
+        assert (ended.code, bool(re.search(message, ended.err))) == (2, True), ended.err
+
+
 def test_slots_change_no_bit(inputs, tmp_path):
     short = {"train.steps": 2, "train.checkpoint_every": 0, "train.evaluate_every": 0}
     done(*flags(inputs, tmp_path / "run", **{"episodes.slots": 3, **short}))
@@ -123,7 +147,7 @@ def test_slots_change_no_bit(inputs, tmp_path):
         {"grpo.learn": "preference", "grpo.kl_weight": 0.1, "exact": False, "model.lora": ...},
         {"grpo.learn": "best", "exact": False, "grpo.temperature": 0.7},
         {"grpo.updates": 2, "grpo.ratio": "sequence", "grpo.average": "budget", "exact": False},
-        {"grpo.draws": 3, "train.accumulate": 2},
+        {"grpo.draws": 3, "train.accumulate": 2, "model.lora": ...},
     ],
 )
 def test_other_ways_of_learning(inputs, tmp_path, changes):
