@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
@@ -28,10 +28,12 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize
 from mmqa_jax.data.corpus import Corpus, evenly
-from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.data.schema import Modality, Question, Ranking
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.extensions.search_rewards import METRICS, RewardSection
+from mmqa_jax.extensions.tool_search import STOP as TOOL_STOP
+from mmqa_jax.extensions.tool_search import ToolStyle
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers.search_r1 import ResultsBy, SearchR1Style
@@ -41,7 +43,7 @@ from mmqa_jax.prompting.search_loop import Budget, Episode, run_episodes
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.modality import of_modality
-from mmqa_jax.retrieval.rankings import Retriever
+from mmqa_jax.retrieval.rankings import Retriever, ranking_of, ranking_row
 from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection
 from mmqa_jax.tasks.policy import (
@@ -107,7 +109,10 @@ class EpisodeSection:
       turns: that the policy writes; the last one cannot search.
       top_k: sources of a search.
       new_tokens: of a turn.
-      results_by: whether results continue the model's message or are the user's.
+      template: how actions are written: Search-R1's tags, or calls of tools (tool_search.py).
+      results_by: whether results continue the model's message or are the user's, as tools' are.
+      pages: that tools may open.
+      tokens: of all turns; 0: as many as each one's new_tokens.
       slots: episodes that are drawn at once.
       dir: where every batch is kept; "": the run's folder `rollouts`.
     """
@@ -115,14 +120,18 @@ class EpisodeSection:
     turns: int = at_least(1, 3)
     top_k: int = at_least(1, 3)
     new_tokens: int = at_least(1, 80)
+    template: Literal["search_r1", "tools"] = "search_r1"
     results_by: ResultsBy = "message"
+    pages: int = at_least(0, 0)
+    tokens: int = at_least(0, 0)
     slots: int = at_least(2, 16)
     dir: str = ""
 
     @property
     def budget(self) -> Budget:
         """The most that the policy may do for a question."""
-        return Budget(turns=self.turns, text_searches=self.turns, top_k=self.top_k)
+        limits = {"pages": self.pages, "top_k": self.top_k, "tokens": self.tokens}
+        return Budget(turns=self.turns, text_searches=self.turns, **limits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,6 +156,27 @@ class ValidateSearches:
             )
 
 
+class SharedSearch:
+    """Searches for a part of the questions on each process of a launch; all get all rankings, or
+    the same error."""
+
+    def __init__(self, retriever: Retriever):
+        self._retriever = retriever
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """Searches as the retriever, whose rankings no other question changes."""
+        count, mine = jax.process_count(), questions[jax.process_index() :: jax.process_count()]
+        try:
+            found = list(map(ranking_row, self._retriever.search(mine, top_k) if mine else ()))
+        except Exception as error:
+            found = f"{error!r:.500}"
+        parts = gather("searches", found)
+        if problem := next((part for part in parts if isinstance(part, str)), ""):
+            raise RuntimeError(problem)
+        places = (divmod(number, count) for number in range(len(questions)))
+        return [ranking_of(parts[process][place]) for place, process in places]
+
+
 class Searches:
     """Lets a policy search and answer.
 
@@ -168,7 +198,8 @@ class Searches:
         engine: EngineConfig,
         mesh: Mesh | None,
     ):
-        self._corpus, self._retriever, self._options = corpus, retriever, options
+        self._corpus, self._options = corpus, options
+        self._retriever = retriever if jax.process_count() == 1 else SharedSearch(retriever)
         self._mesh = mesh
 
         def make_engine(model: Llama) -> Engine:
@@ -185,10 +216,13 @@ class Searches:
         """
         self.backend.use(served_copy(model, self._mesh), seed_of)
 
-    def style(self, temperature: float) -> SearchR1Style:
-        """Search-R1's prompts, drawn at a temperature; 0: the likeliest tokens."""
+    def style(self, temperature: float) -> SearchR1Style | ToolStyle:
+        """The prompts, drawn at a temperature; 0: the likeliest tokens."""
         options, backend = self._options, self.backend
-        decoding = Decoding(options.new_tokens, temperature=temperature, stop=_STOP)
+        stop = TOOL_STOP if options.template == "tools" else _STOP
+        decoding = Decoding(options.new_tokens, temperature=temperature, stop=stop)
+        if options.template == "tools":
+            return ToolStyle(self._corpus, decoding, options.budget, sees=False)
         return SearchR1Style(self._corpus, decoding, backend.takes_messages, options.results_by)
 
     def fits(self, question: Question) -> bool:
@@ -276,7 +310,8 @@ class SearchGroups(PolicyBatches):
             return
         message = (
             f"batch {self._drawn}: the reward of {len(failed)} of {len(rewarded)} episodes raised "
-            f"an error or was no finite number, such as that of {failed[0].question.question!r}"
+            "an error or was no finite number, or its search failed, such as that of "
+            f"{failed[0].question.question!r}"
         )
         if len(failed) > _MOST_FAILED * len(rewarded):
             raise RunError(
@@ -398,6 +433,7 @@ class Searcher(TextModelTask):
         mesh = make_mesh(self.mesh)
         objective = self.objective(tokenizer.vocab_size, mesh)
         check_rows(self, objective.config, tokenizer)
+        self._check_actions(tokenizer)
         searches = self._searches(corpus, tokenizer)
         batches = SearchGroups(
             searches,
@@ -412,6 +448,21 @@ class Searcher(TextModelTask):
             mesh=mesh,
         )
         return self.recipe_of(objective, batches, tokenizer)
+
+    def _check_actions(self, tokenizer: TextTokenizer) -> None:
+        """Refuses a model that cannot write the actions of the template."""
+        by_tools = self.episodes.template == "tools"
+        if by_tools and tokenizer.template is None:
+            raise UserError(
+                f"config key episodes.template=tools: init={self.init} has no chat template, and "
+                "calls of tools are messages; name a chat model, or set it to search_r1."
+            )
+        for tag in TOOL_STOP if by_tools else _STOP:
+            if tokenizer.decode(tokenizer.encode_plain(tag)) != tag:
+                raise UserError(
+                    f"config key tokenizer={self.tokenizer}: has no tokens for {tag}, which ends "
+                    "an action; name one that writes any text, such as the base's own."
+                )
 
     def _fitting(self, questions: Sequence[Question], searches: Searches) -> list[Question]:
         fitting = [question for question in questions if searches.fits(question)]

@@ -40,6 +40,7 @@ _SHOWN = {
     "uncited": "answers that cite no source",
     "wrong_citations": "citations of sources that there are not",
     "searches": "searches that the model made",
+    "search_retries": "searches that failed and were made again",
     "unanswered": "questions whose turns ended before an answer",
 }
 
@@ -103,6 +104,8 @@ def trace_counts(
     }
     if any(TURNS in trace for trace in traces):
         counts["searches"] = _total(traces, "searches")
+        counts["search_retries"] = _total(traces, "search_retries")
+        counts["not_found"] = _total(traces, "not_found")
         counts["unanswered"] = sum(TURNS in t and "incomplete" in t for t in traces)
     if any("fallback" in trace for trace in traces):
         counts["answered_by_first_candidate"] = sum(

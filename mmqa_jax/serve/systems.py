@@ -46,7 +46,7 @@ from mmqa_jax.runs.ask_folder import FolderAnswerer
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.row import Row
 from mmqa_jax.runs.stages import open_parts
-from mmqa_jax.runs.traces import agent_tree
+from mmqa_jax.runs.traces import trace_tree
 from mmqa_jax.serve import follow_up
 from mmqa_jax.serve.follow_up import recent
 
@@ -630,8 +630,8 @@ def _key(text: str) -> str:
 def _steps(prediction: Prediction) -> list[dict[str, Any]]:
     """How a prompted system came to its answer, as nested steps."""
     trace = prediction.trace
-    if "agents" in trace:
-        return [_step(node) for node in agent_tree(trace, prediction.answer)]
+    if nodes := trace_tree(prediction):
+        return list(map(_step, nodes))
     prompts: Sequence[str] = trace.get("prompts", ())
     outputs = [str(output.get("text", "")) for output in trace.get("outputs", ())]
     steps = [{"who": "prompt", "prompt": prompt, "steps": []} for prompt in prompts]

@@ -19,7 +19,8 @@ from cli_runs import (
 
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.search_rewards import RewardSection
-from mmqa_jax.prompting.search_loop import Action, Episode, Turn
+from mmqa_jax.prompting.search_actions import Answer, Invalid, SearchTexts
+from mmqa_jax.prompting.search_loop import Episode, Turn
 from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.usefixtures("quiet")]
@@ -198,10 +199,9 @@ def test_refused(inputs, tmp_path, changes, message):
 def _episode(answer, *searches):
     """Turns that search and read sources, and one that answers; None: it cannot be read."""
     turns = [
-        Turn("", Action("search_texts", "x"), Ranking("", found, (1.0,) * len(found)))
-        for found in searches
+        Turn("", SearchTexts("x"), Ranking("", found, (1.0,) * len(found))) for found in searches
     ]
-    last = Action("invalid") if answer is None else Action("answer", answer)
+    last = Invalid() if answer is None else Answer(answer)
     question = Question("q", "", "Which?", answers=("red car",), positives=("a", "b"))
     return Episode(question, [*turns, Turn("", last)])
 
