@@ -329,6 +329,7 @@ class SearchGroups(PolicyBatches):
                 "question_id": name,
                 "question": episode.question.question,
                 "turns": [turn.record() for turn in episode.turns],
+                "tokens": [turn.tokens for turn in episode.turns],
                 "drawn": transcripts[episode.question.id].drawn_tokens,
                 "problem": episode.problem,
                 "earned": {key: None if math.isnan(x) else x for key, x in earned.items()},

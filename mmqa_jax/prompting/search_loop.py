@@ -241,7 +241,7 @@ def _write(
         candidate = answers.by_id[name].candidates[0]
         text, action = style.read(candidate.text or "", stopped=candidate.finish == "stop")
         if isinstance(action, Invalid) and candidate.finish == "length":
-            episode.problem = why_empty(candidate) or "what it wrote was cut before an action"
+            episode.problem = why_empty(candidate)
         episode.turns.append(Turn(text, action, tokens=len(candidate.tokens)))
 
 

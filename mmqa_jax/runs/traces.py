@@ -180,14 +180,14 @@ def trace_tree(prediction: Prediction) -> list[TraceNode]:
     from mmqa_jax.prompting.search_loop import TURNS
 
     if turns := prediction.trace.get(TURNS):
-        return [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
+        return [turn_node(number, turn) for number, turn in enumerate(turns, start=1)]
     if "agents" not in prediction.trace:
         return []
     return agent_tree(prediction.trace, prediction.answer)
 
 
-def _turn(number: int, turn: Mapping[str, Any]) -> TraceNode:
-    """A turn: its action, the whole text on request, and the sources that came back."""
+def turn_node(number: int, turn: Mapping[str, Any]) -> TraceNode:
+    """Shows a turn: its action, the whole text on request, and the sources that came back."""
     action = turn["action"].replace("_", " ")
     content = f": {turn['content']}" if "content" in turn else ""
     sources = ", ".join(turn["sources"]) if "sources" in turn else ""

@@ -16,6 +16,8 @@ from cli_runs import (
     weights_of,
     write_documents,
 )
+from printable_llm import printable_tokenizer
+from tiny_llm import text_tokenizer
 
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.search_rewards import RewardSection
@@ -171,9 +173,30 @@ def test_a_reward_that_fails_teaches_nothing_and_many_end_the_run(inputs, tmp_pa
     assert re.search(r"16 of 16 .*more than 10% end the run: .*rewards\.py:none", ended.err)
 
 
+def test_calls_of_tools_are_drawn_and_learned(inputs, tmp_path):
+    """A call is told what is wrong with it; no text of the results is among the drawn tokens."""
+    printable_tokenizer().save(tmp_path / "tokenizer")
+    changes = {
+        "episodes.template": "tools", "episodes.pages": 1, "episodes.tokens": 20,
+        "tokenizer": tmp_path / "tokenizer", "batches.length": 1600, "batches.batch_size": 4,
+        "grpo.group": 2, "model.changes.positions": 1600, "exact": False, "train.steps": 1,
+        "train.checkpoint_every": 0, "train.evaluate_every": 0,
+    }  # fmt: skip
+    ended = mmqa(*flags(inputs, tmp_path / "run", **changes))
+    assert ended.code == 0, ended.err
+    rows = rows_of(tmp_path / "run" / "rollouts" / "000000.jsonl")
+    assert len(rows) == 4
+    for row in rows:
+        assert row["tokens"][0] == 16  # and four are left to a second turn
+        assert len(row["drawn"]) == sum(row["tokens"]) <= 20
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"episodes.template": "tools"}, r"template=tools: .* has no chat template"),
+        ({"episodes.new_tokens": 0}, r"episodes\.new_tokens=0"),
+        ({"episodes.top_k": 0}, r"episodes\.top_k=0"),
         ({"grpo.group": 5}, r"batches\.batch_size=16: a multiple of 5"),
         ({"grpo.clip_above": -0.1}, r"grpo\.clip_above=-0\.1: a share from 0"),
         ({"grpo.learn": "preference"}, r"grpo\.kl_weight=0: it is the beta"),
@@ -221,6 +244,13 @@ def _episode(answer, *searches):
 )
 def test_rewards(fields, episode, reward):
     assert RewardSection(**fields).of(episode)["reward"] == pytest.approx(reward)
+
+
+def test_a_tokenizer_that_cannot_write_the_tags(inputs, tmp_path):
+    text_tokenizer().save(tmp_path / "letters")
+    ended = mmqa(*flags(inputs, tmp_path / "run", "", tokenizer=tmp_path / "letters"))
+    assert ended.code == 2, ended.err
+    assert "has no tokens for </search>, which ends an action" in ended.err
 
 
 def test_a_function_that_is_none(tmp_path):

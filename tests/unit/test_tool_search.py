@@ -1,5 +1,6 @@
 """A model that searches by tools: its calls, what comes back, budgets and searches that fail."""
 
+import dataclasses
 import json
 import math
 
@@ -13,7 +14,7 @@ from mmqa_jax.data.pictures.decode import decode
 from mmqa_jax.data.schema import Question
 from mmqa_jax.extensions.search_rewards import RewardSection
 from mmqa_jax.extensions.tool_search import ToolStyle, answer_tool_search
-from mmqa_jax.papers.search_r1 import answer_search_r1
+from mmqa_jax.papers.search_r1 import SearchR1Style, answer_search_r1
 from mmqa_jax.prompting import search_loop
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.search_actions import (
@@ -36,6 +37,9 @@ TEXTS = [
 ]
 TITLES = [*["Manual"] * 4, "Plan", "Book"]
 BUDGET = Budget(turns=5, text_searches=2, picture_searches=2, pages=1, zooms=1, top_k=2)
+
+
+CUT = "the answer was cut where its tokens ran out; raise max_new_tokens"
 
 
 def call(name, **arguments):
@@ -179,6 +183,38 @@ def test_tokens_are_shared_by_all_turns(corpus):
     # Script's turns have a token each.
     assert [query.decoding.max_new_tokens for query in llm.seen] == [2, 2, 1]
     assert prediction.trace["failed"] == ["its tokens ran out before an answer was given"]
+
+
+class Cut(Script):
+    """Writes until its tokens run out."""
+
+    def answer(self, queries):
+        for result in super().answer(queries):
+            (candidate,) = result.candidates
+            cut = dataclasses.replace(candidate, finish="length")
+            yield dataclasses.replace(result, candidates=(cut,))
+
+
+def test_tags_that_never_end(corpus):
+    """What was cut ends its episode; what ended by itself is told what is missing."""
+    (cut,) = answer_search_r1([asked()], corpus, Cut("<search>filter"), Words(corpus))
+    assert cut.trace["failed"] == [CUT]
+    line = '<tool_call>{"name": "search_texts"'
+    (cut,) = answer_tool_search([asked()], corpus, Cut(line), Words(corpus))
+    assert cut.trace["failed"] == [CUT]
+    llm = Script(line, "left")
+    (told,) = answer_tool_search([asked()], corpus, llm, Words(corpus))
+    assert "Error: <tool_call> does not end." in llm.seen[1].messages[2].text
+    assert told.answer == "left"
+
+
+def test_a_budget_without_searches(corpus):
+    words = Words(corpus)
+    line = "<search>filter</search>"
+    budget = Budget(turns=3, text_searches=0)
+    style = SearchR1Style(corpus, Decoding(), True)
+    (episode,) = run_episodes([asked()], style, Script(line), words, budget)
+    assert (episode.prediction().answer, words.asked) == ("", [])
 
 
 def test_a_model_without_messages_is_refused(corpus):
