@@ -28,6 +28,7 @@ from mmqa_jax.prompting.search_actions import (
 )
 from mmqa_jax.prompting.search_loop import Budget, run_episodes
 from mmqa_jax.runs.traces import trace_counts, trace_tree
+from tests.bench import rollouts
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow
@@ -265,3 +266,19 @@ def test_a_search_that_always_fails_loses_its_episode_alone(corpus):
     earned = RewardSection(search=0.1).of(episode)
     assert episode.is_lost
     assert math.isnan(earned["reward"])
+
+
+@pytest.mark.parametrize(
+    ("batch", "slots", "by_turns", "of_any"),
+    [
+        ([[4, 1], [2, 3]], 2, 7, 5),  # 4 and 2, then 1 and 3: the second waits for the first
+        ([[4, 1], [2, 3]], 1, 10, 10),
+        ([[2], [2], [2]], 2, 4, 4),
+        ([[3, 3], [1]], 2, 6, 6),
+    ],
+)
+def test_steps_of_simulated_slots(batch, slots, by_turns, of_any):
+    assert rollouts.steps_by_turns(batch, slots) == by_turns
+    assert rollouts.steps_of_any(batch, slots) == of_any
+    busy = sum(map(sum, batch))
+    assert rollouts.waiting(batch, slots, of_any) == pytest.approx(1 - busy / slots / of_any)
