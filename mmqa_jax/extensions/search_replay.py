@@ -125,7 +125,7 @@ def difference(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
             return f"question {new['question_id']} in place of {old['question_id']}."
         number = names[:place].count(names[place])
         who = f"question {names[place]}, episode {number}"
-        tokens = old.get("drawn", []), new["drawn"]
+        tokens = old.get("drawn", new["drawn"]), new["drawn"]
         first = next((n for n, pair in enumerate(zip(*tokens, strict=False)) if len(set(pair)) > 1),
                      min(map(len, tokens)))  # fmt: skip
         if tokens[0] == tokens[1]:
