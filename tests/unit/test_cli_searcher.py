@@ -1,5 +1,6 @@
 """`mmqa train` of a searcher: by the reward of its own episodes, on policy to the bit, killed."""
 
+import html
 import json
 import re
 
@@ -98,6 +99,17 @@ def test_every_episode_is_kept(inputs):
         earned = [episode["earned"]["reward"] for episode in episodes]
         assert np.mean(earned) == pytest.approx(row["reward"], abs=1e-6)
         assert {row["question_id"] for row in episodes} < {f"q{n}" for n in range(len(LANDS))}
+
+
+def test_the_report_shows_episodes_before_and_after(inputs):
+    done("report", f"--workdir={inputs / 'run'}")
+    page = html.unescape((inputs / "run" / "report.html").read_text())
+    assert "before (batch 0)" in page
+    assert "after (batch 11)" in page
+    first, last = (rows_of(inputs / "run" / "rollouts" / f"{n:06d}.jsonl")[0] for n in (0, 11))
+    for row in (first, last):
+        earned = ", ".join(f"{key} {value:.3g}" for key, value in row["earned"].items())
+        assert earned in page
 
 
 def test_a_killed_run_ends_with_the_same_weights_and_episodes(inputs, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ def training_report(folder: Path) -> report.ReportData:
 
 
 def _episode_cards(folder: Path, config: Any) -> list[report.Card]:
-    """Episodes that a searcher drew before it learned, and in its last batch."""
+    """Episodes that a searcher drew before it learned, and in its last batch, in turn."""
     kept = Path(config.get("episodes", {}).get("dir") or folder / "rollouts")
     files = sorted(kept.glob("[0-9]*.jsonl"))
     if not files:
@@ -102,7 +103,8 @@ def _episode_cards(folder: Path, config: Any) -> list[report.Card]:
     except UserError:  # it may be gone: turns and ids of sources are here
         corpus = Corpus([])
     asked = {question.id: question for question in corpus.questions()}
-    maker, cards = report.CardMaker(corpus), []
+    maker = report.CardMaker(corpus)
+    of_both: dict[str, list[report.Card]] = {}
     for when, file in dict.fromkeys((("before", files[0]), ("after", files[-1]))):
         rows = [row for _, row in read_jsonl(file)]
         for place in report.in_turn([row["question_id"] for row in rows], _EPISODES):
@@ -114,7 +116,7 @@ def _episode_cards(folder: Path, config: Any) -> list[report.Card]:
             question = dataclasses.replace(question, category=name)
             read = [source for turn in row["turns"] for source in turn.get("sources", ())]
             values = {key: x for key, x in earned.items() if x is not None}
-            cards.append(
+            of_both.setdefault(when, []).append(
                 maker.card(
                     question,
                     [report.CardAnswer("", text, earned["answer"], values)],
@@ -129,7 +131,8 @@ def _episode_cards(folder: Path, config: Any) -> list[report.Card]:
                     tree=[turn_node(n, turn) for n, turn in enumerate(row["turns"], start=1)],
                 )
             )
-    return cards
+    pairs = itertools.zip_longest(*of_both.values())
+    return [card for pair in pairs for card in pair if card is not None]
 
 
 def _product(task: str) -> str:
