@@ -16,11 +16,14 @@ _rows = config_beside(__file__, "rows.py")
 _BM25 = {"method": "bm25", "model": "", "index": "", "second_hop": False}
 _LLM = _rows.language_model("smollm2", length=2048)
 _SEARCHER = {"system": "search_r1", "parts": {"retriever": _BM25, "llm": _LLM}}
+_BY_TOOLS = {"system": "tool_search", "setting": "tool_search"}
 ROWS = _rows.llm_rows(_LLM, _BM25) | {
     # Of models that search by turns (PeterJinGo/SearchR1-nq_hotpotqa_train-qwen2.5-7b-em-ppo,
     # lmms-lab/MMSearch-R1-7B): --config.parts.llm.model=ORG/NAME, and .engine.length of 8192.
     "search_r1": {"setting": "search_r1", **_SEARCHER},
     "mmsearch_r1": {"setting": "mmsearch_r1", **_SEARCHER},
+    # Any chat model, by function calls (OpenSearch-VL/OpenSearch-VL-8B and other Qwen3-VLs see).
+    "tool_search": {**_SEARCHER, **_BY_TOOLS},
 }
 MODES = tuple(ROWS)
 

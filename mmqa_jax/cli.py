@@ -28,7 +28,7 @@ from mmqa_jax.core.terminal import escape_streams, json_line
 
 VERBS = (
     *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
-    *("index", "search"),
+    *("replay", "index", "search"),
     *("rerank", "candidates", "answer", "prompt", "judge", "run", "sweep", "tables", "compare"),
     *("evaluate", "report", "plan", "merge", "status", "models"),
 )

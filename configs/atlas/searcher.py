@@ -57,7 +57,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.batches = {"batch_size": 32, "length": 1024}
     config.episodes = {
         **{"turns": 3, "top_k": 3, "new_tokens": 80},
-        **{"results_by": "user", "slots": 32},
+        **{"template": "search_r1", "results_by": "user", "pages": 0, "tokens": 0, "slots": 32},
     }
     config.reward = {
         **{"scorer": "webqa", "answer": 1.0, "evidence": 0.2, "precision": 0.0},

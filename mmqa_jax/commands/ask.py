@@ -27,7 +27,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  .ods .odp), code and pictures (.jpg .jpeg .png .webp), an interchange folder, or what\n"
         "  `mmqa prepare` wrote; it is read and embedded once, later calls read what has changed;\n"
         "  answers cite file, page and picture\n"
-        "--workdir=DIR: a finished demo, with the models that it has trained\n"
+        "--workdir=DIR: a finished demo, with the models that it has trained, or a row of `mmqa\n"
+        "  run`, with its parts; `steps` of its --json is how it came to the answer\n"
         "backend openai: any server with OpenAI's API, at the address in the environment\n"
         "  variable OPENAI_BASE_URL, with the key in OPENAI_API_KEY if it requires one\n"
         "--json, of --data: {question, answer, found, sources: [{id, file, page, text, image,\n"
@@ -44,7 +45,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "  of several questions a line each as it comes, and last, as of --workdir,\n"
         "  {answers: [...]}"
     )
-    flags.add_reading(parser, f"a finished demo's workdir ({_DEMO}, without --data)")
+    flags.add_reading(parser, f"the workdir of a demo ({_DEMO}, without --data) or a row")
     parser.add_argument("--image", help="a picture file that belongs to the question")
     parser.add_argument(
         "--calibrate",
@@ -77,10 +78,14 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     distributed.start()
     if arguments.data is None:
-        from mmqa_jax.runs.ask import ask_demo
+        from mmqa_jax.runs.status import kind_of
 
         workdir = Path(arguments.workdir or _DEMO)
-        return {"answers": _in_turn(arguments, ask_demo(workdir, arguments.question, picture))}
+        if kind_of(workdir) == "row":
+            from mmqa_jax.runs.ask_row import ask_row as answers
+        else:
+            from mmqa_jax.runs.ask import ask_demo as answers
+        return {"answers": _in_turn(arguments, answers(workdir, arguments.question, picture))}
     from mmqa_jax.runs.ask_folder import ask_folder
 
     flags.download(arguments, "model", "encoder", "reranker", "ocr")

@@ -15,6 +15,7 @@ from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import squad_contained, squad_exact_match, squad_f1
 from mmqa_jax.evaluation.webqa import keyword_accuracy
+from mmqa_jax.prompting.search_actions import Invalid
 from mmqa_jax.prompting.search_loop import Episode
 
 Scorer = Literal["exact", "f1", "contained", "webqa"]
@@ -68,10 +69,11 @@ class RewardSection:
         return function
 
     def of(self, episode: Episode) -> dict[str, float]:
-        """The reward, NaN where it could not be told, and its parts, which become metrics."""
+        """The reward, and its parts, which become metrics. It is NaN where it could not be told, or
+        where the search failed, which is not the policy's fault."""
         prediction, gold = episode.prediction(), set(episode.question.positives)
         came_back = set(episode.read)
-        readable = sum(turn.action.kind != "invalid" for turn in episode.turns)
+        readable = sum(not isinstance(turn.action, Invalid) for turn in episode.turns)
         parts = {
             "answer": _SCORERS[self.scorer](prediction.answer, episode.question),
             "evidence": len(came_back & gold) / max(len(gold), 1),
@@ -80,6 +82,8 @@ class RewardSection:
         }
         reward = sum(getattr(self, name) * value for name, value in parts.items())
         reward += self._further(episode) - self.search * episode.searches()
+        if episode.is_lost:
+            reward = math.nan
         return {"reward": reward, **parts, "searches": float(episode.searches())}
 
     def _further(self, episode: Episode) -> float:

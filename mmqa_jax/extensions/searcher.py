@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import numpy as np
@@ -23,14 +23,17 @@ from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.files import write_jsonl
+from mmqa_jax.core.hosts.distributed import gather
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize
 from mmqa_jax.data.corpus import Corpus, evenly
-from mmqa_jax.data.schema import Modality, Question
+from mmqa_jax.data.schema import Modality, Question, Ranking
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.extensions.search_rewards import METRICS, RewardSection
+from mmqa_jax.extensions.tool_search import STOP as TOOL_STOP
+from mmqa_jax.extensions.tool_search import ToolStyle
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import Llama
 from mmqa_jax.papers.search_r1 import ResultsBy, SearchR1Style
@@ -40,11 +43,12 @@ from mmqa_jax.prompting.search_loop import Budget, Episode, run_episodes
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.retrieval.modality import of_modality
-from mmqa_jax.retrieval.rankings import Retriever
+from mmqa_jax.retrieval.rankings import Retriever, ranking_of, ranking_row
 from mmqa_jax.tasks.base_llm import TextModelTask, check_rows, model_config
 from mmqa_jax.tasks.language_model import LanguageModelSection
 from mmqa_jax.tasks.policy import (
     Answer,
+    Arrays,
     Group,
     GrpoSection,
     LogProbs,
@@ -105,7 +109,10 @@ class EpisodeSection:
       turns: that the policy writes; the last one cannot search.
       top_k: sources of a search.
       new_tokens: of a turn.
-      results_by: whether results continue the model's message or are the user's.
+      template: how actions are written: Search-R1's tags, or calls of tools (tool_search.py).
+      results_by: whether results continue the model's message or are the user's, as tools' are.
+      pages: that tools may open.
+      tokens: of all turns; 0: as many as each one's new_tokens.
       slots: episodes that are drawn at once.
       dir: where every batch is kept; "": the run's folder `rollouts`.
     """
@@ -113,14 +120,18 @@ class EpisodeSection:
     turns: int = at_least(1, 3)
     top_k: int = at_least(1, 3)
     new_tokens: int = at_least(1, 80)
+    template: Literal["search_r1", "tools"] = "search_r1"
     results_by: ResultsBy = "message"
+    pages: int = at_least(0, 0)
+    tokens: int = at_least(0, 0)
     slots: int = at_least(2, 16)
     dir: str = ""
 
     @property
     def budget(self) -> Budget:
         """The most that the policy may do for a question."""
-        return Budget(turns=self.turns, text_searches=self.turns, top_k=self.top_k)
+        limits = {"pages": self.pages, "top_k": self.top_k, "tokens": self.tokens}
+        return Budget(turns=self.turns, text_searches=self.turns, **limits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,6 +156,27 @@ class ValidateSearches:
             )
 
 
+class SharedSearch:
+    """Searches for a part of the questions on each process of a launch; all get all rankings, or
+    the same error."""
+
+    def __init__(self, retriever: Retriever):
+        self._retriever = retriever
+
+    def search(self, questions: Sequence[Question], top_k: int) -> list[Ranking]:
+        """Searches as the retriever, whose rankings no other question changes."""
+        count, mine = jax.process_count(), questions[jax.process_index() :: jax.process_count()]
+        try:
+            found = list(map(ranking_row, self._retriever.search(mine, top_k) if mine else ()))
+        except Exception as error:
+            found = f"{error!r:.500}"
+        parts = gather("searches", found)
+        if problem := next((part for part in parts if isinstance(part, str)), ""):
+            raise RuntimeError(problem)
+        places = (divmod(number, count) for number in range(len(questions)))
+        return [ranking_of(parts[process][place]) for place, process in places]
+
+
 class Searches:
     """Lets a policy search and answer.
 
@@ -166,7 +198,8 @@ class Searches:
         engine: EngineConfig,
         mesh: Mesh | None,
     ):
-        self._corpus, self._retriever, self._options = corpus, retriever, options
+        self._corpus, self._options = corpus, options
+        self._retriever = retriever if jax.process_count() == 1 else SharedSearch(retriever)
         self._mesh = mesh
 
         def make_engine(model: Llama) -> Engine:
@@ -183,10 +216,13 @@ class Searches:
         """
         self.backend.use(served_copy(model, self._mesh), seed_of)
 
-    def style(self, temperature: float) -> SearchR1Style:
-        """Search-R1's prompts, drawn at a temperature; 0: the likeliest tokens."""
+    def style(self, temperature: float) -> SearchR1Style | ToolStyle:
+        """The prompts, drawn at a temperature; 0: the likeliest tokens."""
         options, backend = self._options, self.backend
-        decoding = Decoding(options.new_tokens, temperature=temperature, stop=_STOP)
+        stop = TOOL_STOP if options.template == "tools" else _STOP
+        decoding = Decoding(options.new_tokens, temperature=temperature, stop=stop)
+        if options.template == "tools":
+            return ToolStyle(self._corpus, decoding, options.budget, sees=False)
         return SearchR1Style(self._corpus, decoding, backend.takes_messages, options.results_by)
 
     def fits(self, question: Question) -> bool:
@@ -223,6 +259,16 @@ class SearchGroups(PolicyBatches):
         super().__init__(len(questions), log_probs, **options)
         self._searches, self._questions = searches, questions
         self._reward, self._folder = reward, folder
+        self._rows: list[dict[str, Any]] = []  # of the batch that is being drawn
+
+    def _draw(self) -> Arrays:
+        """The next batch, whose episodes are written, one a line; a batch that is drawn again has
+        equal ones."""
+        self._rows = []
+        batch = super()._draw()
+        if jax.process_index() == 0:
+            write_jsonl(self._folder / f"{self._drawn:06d}.jsonl", self._rows)
+        return batch
 
     def _groups(self, model: Llama, prompts: Sequence[int], seeds: Sequence[int]) -> list[Group]:
         draws = self._options.group
@@ -239,7 +285,9 @@ class SearchGroups(PolicyBatches):
         self._searches.use(model, seed_of)
         questions = [dataclasses.replace(q, id=name) for name, (q, _) in asked.items()]
         episodes = self._searches.run(questions, self._options.temperature)
-        rewarded = [(episode, self._reward.of(episode)) for episode in episodes]
+        # Process 0's, as a function of one's own may give others elsewhere.
+        earned, *_ = gather("rewards", [self._reward.of(episode) for episode in episodes])
+        rewarded = list(zip(episodes, earned, strict=True))
         self._check_failed(rewarded)
         groups = [rewarded[first : first + draws] for first in range(0, len(rewarded), draws)]
         self._keep([self._questions[number].id for number in prompts], groups)
@@ -262,30 +310,33 @@ class SearchGroups(PolicyBatches):
             return
         message = (
             f"batch {self._drawn}: the reward of {len(failed)} of {len(rewarded)} episodes raised "
-            f"an error or was no finite number, such as that of {failed[0].question.question!r}"
+            "an error or was no finite number, or its search failed, such as that of "
+            f"{failed[0].question.question!r}"
         )
         if len(failed) > _MOST_FAILED * len(rewarded):
             raise RunError(
                 f"{message}; more than {_MOST_FAILED:.0%} end the run: repair reward.function="
                 f"{self._reward.function}, and start the same command again."
             )
-        print(f"{message}; they teach nothing.", file=sys.stderr)
+        if jax.process_index() == 0:
+            print(f"{message}; they teach nothing.", file=sys.stderr)
 
     def _keep(self, names: Sequence[str], groups: Sequence[Rewarded]) -> None:
-        """Writes a batch's episodes, one a line; a batch that is drawn again has equal ones."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [
+        """Takes the episodes of a batch, and which tokens of each were drawn."""
+        transcripts = self._searches.backend.transcripts
+        self._rows += [
             {
                 "question_id": name,
                 "question": episode.question.question,
                 "turns": [turn.record() for turn in episode.turns],
+                "tokens": [turn.tokens for turn in episode.turns],
+                "drawn": transcripts[episode.question.id].drawn_tokens,
                 "problem": episode.problem,
                 "earned": {key: None if math.isnan(x) else x for key, x in earned.items()},
             }
             for name, group in zip(names, groups, strict=True)
             for episode, earned in group
         ]
-        write_jsonl(self._folder / f"{self._drawn:06d}.jsonl", rows)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -376,11 +427,6 @@ class Searcher(TextModelTask):
         return of_modality(questions, corpus, self.data.modality) if questions else []
 
     def _searches(self, corpus: Corpus, tokenizer: TextTokenizer) -> Searches:
-        if jax.process_count() > 1:
-            raise UserError(
-                f"config key task={self.task}: episodes are drawn by one process, and this launch "
-                f"has {jax.process_count()}; start one that has all devices."
-            )
         retriever, mesh = self.data.retriever(corpus), engine_mesh(make_mesh(self.mesh))
         return Searches(corpus, retriever, tokenizer, self.episodes, self._engine, mesh)
 
@@ -388,6 +434,7 @@ class Searcher(TextModelTask):
         mesh = make_mesh(self.mesh)
         objective = self.objective(tokenizer.vocab_size, mesh)
         check_rows(self, objective.config, tokenizer)
+        self._check_actions(tokenizer)
         searches = self._searches(corpus, tokenizer)
         batches = SearchGroups(
             searches,
@@ -399,8 +446,24 @@ class Searcher(TextModelTask):
             size=self._size,
             options=self.grpo,
             seed=self.seed,
+            mesh=mesh,
         )
         return self.recipe_of(objective, batches, tokenizer)
+
+    def _check_actions(self, tokenizer: TextTokenizer) -> None:
+        """Refuses a model that cannot write the actions of the template."""
+        by_tools = self.episodes.template == "tools"
+        if by_tools and tokenizer.template is None:
+            raise UserError(
+                f"config key episodes.template=tools: init={self.init} has no chat template, and "
+                "calls of tools are messages; name a chat model, or set it to search_r1."
+            )
+        for tag in TOOL_STOP if by_tools else _STOP:
+            if tokenizer.decode(tokenizer.encode_plain(tag)) != tag:
+                raise UserError(
+                    f"config key tokenizer={self.tokenizer}: has no tokens for {tag}, which ends "
+                    "an action; name one that writes any text, such as the base's own."
+                )
 
     def _fitting(self, questions: Sequence[Question], searches: Searches) -> list[Question]:
         fitting = [question for question in questions if searches.fits(question)]
@@ -409,7 +472,7 @@ class Searcher(TextModelTask):
                 f"config key batches.length={self.batches.length}: no question fits a row with a "
                 f"turn of episodes.new_tokens={self.episodes.new_tokens}; raise it."
             )
-        if len(fitting) < len(questions):
+        if len(fitting) < len(questions) and jax.process_index() == 0:
             print(f"{len(questions) - len(fitting)} questions fit no row.", file=sys.stderr)
         return fitting
 

@@ -25,7 +25,14 @@ from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import search_loop
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Picture, Query
 from mmqa_jax.prompting.few_shot import MARK, load_template
-from mmqa_jax.prompting.search_loop import Action, Budget, Episode
+from mmqa_jax.prompting.search_actions import (
+    Action,
+    Answer,
+    Invalid,
+    SearchByPicture,
+    SearchTexts,
+)
+from mmqa_jax.prompting.search_loop import Budget, Episode
 from mmqa_jax.retrieval.rankings import Retriever
 
 ResultsBy = Literal["message", "user"]
@@ -70,10 +77,10 @@ class SearchR1Style:
             text += "</answer>" if text.rfind("<answer>") > text.rfind("<search>") else "</search>"
         match search_loop.first_tag(text, ("search", "answer")):
             case ("search", content):
-                return text, Action("search_texts", content) if content else Action("invalid")
+                return text, SearchTexts(content) if content else Invalid()
             case ("answer", content):
-                return text, Action("answer", content)
-        return text, Action("invalid")
+                return text, Answer(content)
+        return text, Invalid()
 
     def _returned(self, turn: search_loop.Turn) -> str:
         """Returns the text behind a turn: results, or that its action is none."""
@@ -147,11 +154,11 @@ class MMSearchR1Style:
         """A search at the end of the turn, or else the last `<answer>`, "" without one."""
         written = text.rstrip()
         if written.endswith("<search><img></search>"):
-            return text, Action("search_picture")
+            return text, SearchByPicture()
         if written.endswith("</text_search>"):
             query = written.removesuffix("</text_search>").rpartition("<text_search>")[2].strip()
-            return text, Action("search_texts", query) if query else Action("answer")
-        return text, Action("answer", tagged_answer(text) or "")
+            return text, SearchTexts(query) if query else Answer("")
+        return text, Answer(tagged_answer(text) or "")
 
     def _picture(self, question: Question) -> list[Picture]:
         data = self.corpus.question_picture(question)
@@ -160,7 +167,7 @@ class MMSearchR1Style:
     def _returned(self, question: Question, turn: search_loop.Turn) -> Message:
         """The sources of a search as a user's message, with their pictures where it was by one."""
         assert turn.ranking is not None
-        by_picture = turn.action.kind == "search_picture"
+        by_picture = isinstance(turn.action, SearchByPicture)
         template = load_template(f"search_r1.{'after_picture' if by_picture else 'after_texts'}")
         head, _, tail = template.render((), {"question": question.question}).partition(MARK)
         parts: list[str | Picture] = [head]

@@ -22,7 +22,8 @@ from mmqa_jax.data.schema import Question, source_text
 from mmqa_jax.data.text_analysis import Analyzer
 from mmqa_jax.papers.search_r1 import SearchR1Style
 from mmqa_jax.prompting.backends import Chat, Decoding
-from mmqa_jax.prompting.search_loop import Action, Episode, Turn
+from mmqa_jax.prompting.search_actions import SearchTexts
+from mmqa_jax.prompting.search_loop import Episode, Turn
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 
 _WORDS = Analyzer()
@@ -145,7 +146,7 @@ def _search(corpus: Corpus, episodes: Sequence[Episode], options: SearchedOption
         for episode, (query, thought), ranking in zip(asking, actions, rankings, strict=True):
             text = f"<think>{thought}</think>\n<search> {query} </search>"
             if len(episode.turns) == number:
-                episode.turns.append(Turn(text, Action("search_texts", query), ranking))
+                episode.turns.append(Turn(text, SearchTexts(query), ranking))
 
 
 def _query(corpus: Corpus, episode: Episode) -> tuple[str, str]:

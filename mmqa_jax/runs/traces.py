@@ -40,6 +40,7 @@ _SHOWN = {
     "uncited": "answers that cite no source",
     "wrong_citations": "citations of sources that there are not",
     "searches": "searches that the model made",
+    "search_retries": "searches that failed and were made again",
     "unanswered": "questions whose turns ended before an answer",
 }
 
@@ -103,6 +104,8 @@ def trace_counts(
     }
     if any(TURNS in trace for trace in traces):
         counts["searches"] = _total(traces, "searches")
+        counts["search_retries"] = _total(traces, "search_retries")
+        counts["not_found"] = _total(traces, "not_found")
         counts["unanswered"] = sum(TURNS in t and "incomplete" in t for t in traces)
     if any("fallback" in trace for trace in traces):
         counts["answered_by_first_candidate"] = sum(
@@ -177,14 +180,14 @@ def trace_tree(prediction: Prediction) -> list[TraceNode]:
     from mmqa_jax.prompting.search_loop import TURNS
 
     if turns := prediction.trace.get(TURNS):
-        return [_turn(number, turn) for number, turn in enumerate(turns, start=1)]
+        return [turn_node(number, turn) for number, turn in enumerate(turns, start=1)]
     if "agents" not in prediction.trace:
         return []
     return agent_tree(prediction.trace, prediction.answer)
 
 
-def _turn(number: int, turn: Mapping[str, Any]) -> TraceNode:
-    """A turn: its action, the whole text on request, and the sources that came back."""
+def turn_node(number: int, turn: Mapping[str, Any]) -> TraceNode:
+    """Shows a turn: its action, the whole text on request, and the sources that came back."""
     action = turn["action"].replace("_", " ")
     content = f": {turn['content']}" if "content" in turn else ""
     sources = ", ".join(turn["sources"]) if "sources" in turn else ""

@@ -29,6 +29,7 @@ from mmqa_jax.prompting.llm_reader import LLMReaderOptions
 from mmqa_jax.runs.ask import Answerer
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.runs.ask_row import RowAnswerer, open_row
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.prepare import folder_notes
 from mmqa_jax.runs.row import recorded_row
@@ -274,16 +275,8 @@ def _of_workdir(
 ) -> tuple[AskedCorpus, Answerer | None, list[System]]:
     """The systems of a finished demo and its rows, or of one row; the demo's own is ready."""
     if kind_of(workdir) == "row":
-        row = recorded_row(workdir)
-        if missing := row.missing_inputs():
-            raise UserError(
-                f"--workdir={workdir}: inputs of the row are missing: {', '.join(missing)}; put "
-                "them back, or start where the row was run if their paths are relative."
-            )
-        corpus = AskedCorpus(row.open_corpus())
-        corpus.materials = row.materials(corpus)
-        opened = OpenedParts(corpus)
-        return corpus, None, [RowSystem(row, corpus, opened, threads)]
+        answerer = open_row(workdir)
+        return answerer.corpus, None, [RowSystem(answerer, threads)]
     data = workdir / "data"
     corpus_of_demo = AskedCorpus(open_corpus(data)) if data.is_dir() else None
     demo = Answerer(workdir, corpus_of_demo)
@@ -297,7 +290,7 @@ def _of_workdir(
         # The constant answer takes no part, and reads no question.
         asks = row.answers and row.parts and not row.answering.needs_all
         if same and asks and not row.missing_inputs():
-            systems.append(RowSystem(row, demo.corpus, opened, threads))
+            systems.append(RowSystem(RowAnswerer(row, demo.corpus, opened), threads))
             demo.corpus.materials = row.materials(demo.corpus)
     return demo.corpus, demo, systems
 

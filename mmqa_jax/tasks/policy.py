@@ -26,7 +26,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import mesh_in_use, put_batch, state_shardings
+from mmqa_jax.core.mesh import RowPlacement, fetch, mesh_in_use, state_shardings
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.decoding.engine import serve_ready
@@ -279,9 +279,10 @@ def make_log_probs(objective: PolicyObjective, mesh: Mesh) -> LogProbs:
         graphdef, state = nnx.split(model)
         if graphdef not in compiled:
             compiled[graphdef] = jax.jit(lambda state, x: judged(nnx.merge(graphdef, state), x))
-        with jax.set_mesh(mesh):
-            rows = put_batch(mesh, {name: batch[name] for name in _ROW})
-            return jax.device_get(compiled[graphdef](state, rows))
+        place = RowPlacement(mesh)
+        mine = place.rows(len(batch["input_ids"]))
+        rows = place.put({name: batch[name][mine] for name in _ROW})
+        return fetch(place.call(compiled[graphdef], state, rows))
 
     return log_probs
 
@@ -358,6 +359,7 @@ class PolicyBatches(abc.ABC):
     An epoch asks every prompt once, in an order of its own. Which prompts are asked, and the seeds
     of the draws, depend on the run's seed and on what was asked before alone. The state holds the
     answers that are still to be learned from, which the model of a later step would not draw.
+    Every process of a launch knows the whole batch, and hands over its rows.
 
     Args:
       prompts: how many there are.
@@ -366,6 +368,7 @@ class PolicyBatches(abc.ABC):
       size: of a row, one answer each.
       options: see GrpoSection.
       seed: of the run.
+      mesh: over which the rows are split; None: of one process.
     """
 
     def __init__(
@@ -377,7 +380,9 @@ class PolicyBatches(abc.ABC):
         size: RowSize,
         options: GrpoSection,
         seed: int,
+        mesh: Mesh | None = None,
     ):
+        self._mine = RowPlacement(mesh).rows(per_batch * options.rows)
         self._prompts, self._log_probs, self._per_batch = prompts, log_probs, per_batch
         self._size, self._options, self._seed = size, options, seed
         self._model: Llama | None = None
@@ -397,7 +402,7 @@ class PolicyBatches(abc.ABC):
             self._batch, self._left = self._draw(), self._options.updates
             self._drawn += 1
         self._left -= 1
-        return self._batch
+        return jax.tree.map(lambda x: x[self._mine], self._batch)
 
     def get_state(self) -> dict[str, Any]:
         batch = _plain(self._batch) if self._left else {}

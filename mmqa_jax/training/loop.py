@@ -449,6 +449,38 @@ class _Run:
         self._progress.advance(0, **{"input wait": text})
 
 
+def models_at(
+    steps: Sequence[int],
+    config: Mapping[str, Any],
+    *,
+    objective: Objective,
+    batches: Any,
+    mesh: Mesh,
+    workdir: Any,
+    seed: int,
+    load_pretrained: Callable[[nnx.Module], None] | None,
+    metadata: Mapping[str, Any],
+) -> Iterator[tuple[int, nnx.Module]]:
+    """Yields the models with which a run went on from these steps, 0 or of checkpoints, its batches
+    set to where they were then; arguments as of `train`."""
+    options = read_section(config)
+    optimizer, _ = make_optimizer(options.optimizer, options.steps)
+    model = split_model(objective, seed, options.precision, options.ema, options.offload)
+    abstract = abstract_state(model, optimizer, mesh, options.rules)
+    further = {"seed": seed, "model": metadata}
+    fingerprint = config_fingerprint({"train": experiment(config), **further})
+    former = [config_fingerprint({"train": config, **further})]
+    folder = as_path(workdir) / "checkpoints"
+    with Checkpoints(
+        folder, fingerprint=fingerprint, former=former, keep=options.keep
+    ) as checkpoints:
+        for step in steps:
+            state, _, _ = _restore_or_start(
+                checkpoints, model, optimizer, seed, abstract, batches, load_pretrained, step
+            )
+            yield step, model.merge(*on_device((state.params, state.frozen)))
+
+
 def _restore_or_start(
     checkpoints: Checkpoints,
     model: Model,
@@ -457,9 +489,15 @@ def _restore_or_start(
     abstract: TrainState,
     batches: Any,
     load_pretrained: Callable[[nnx.Module], None] | None,
+    step: int | None = None,
 ) -> tuple[TrainState, int, dict[str, Any]]:
-    """The newest checkpoint, or else the weights that the task starts from; step and `meta`."""
-    restored = checkpoints.restore_latest(**_items(abstract), iterator=batches)
+    """The newest checkpoint, or that of a step, or else the weights that the task starts from (step
+    0); step and `meta`."""
+    wanted = {**_items(abstract), "iterator": batches}
+    if step is None:
+        restored = checkpoints.restore_latest(**wanted)
+    else:
+        restored = checkpoints.restore(step, **wanted) if step else None
     frozen = abstract.frozen
     if restored is None or jax.tree.leaves(frozen):
         state = (

@@ -48,6 +48,7 @@ BENCHES = {
     "folders": "passages found in five folders of --data, against docling, bm25s, sentence-transformers",
     "speculation": "steps of several tokens against steps of one, of SmolLM2 reading OpenStax",
     "follow_ups": "ways to search for the second question of a conversation, on Atlas in --data",
+    "rollouts": "how long slots wait for a searcher's episodes, simulated from those in --data",
     "serve": "20 and 80 users of `mmqa serve` at once against the same asked one by one",
 }
 SIZES = ("small", "full")
@@ -59,6 +60,7 @@ _ON_DATA = (
     "evidence",
     "folders",
     "follow_ups",
+    "rollouts",
 )  # benches that can measure on a user's corpus
 _COLUMNS = ("name", "ours", "peer", "ratio", "unit", "floor")
 

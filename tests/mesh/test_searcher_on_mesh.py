@@ -47,3 +47,7 @@ def test_episodes_and_bits(inputs):
         assert rows[1]["grad_norm"] > 0
         first.append((run / "rollouts" / "000000.jsonl").read_bytes())
     assert first == first[:1] * 2
+    for run, devices in (("on_1", 8), ("on_8", 1)):
+        with on_devices(jax.devices()[:devices]):
+            again = done("replay", inputs / run, "--steps=0", initializers=True)
+        assert again == {"steps": [0], "batches": 1, "episodes": 16}

@@ -99,7 +99,7 @@ def mmqa(*arguments: str | Path, initializers: bool = False) -> Ended:
       and no program for it is compiled.
     """
     out, err = io.StringIO(), io.StringIO()
-    trains = arguments[:1] == ("train",) and not initializers
+    trains = arguments[:1] in (("train",), ("replay",)) and not initializers
     with (
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),

@@ -105,6 +105,10 @@ def answers_of(system: str, name: str, said: str, **options: object) -> list[Pre
     """By a model that answers with `said`, plans all tools, and thinks every source helps."""
 
     def say(prompt: str) -> tuple[str, float]:
+        if system == "tool_search":
+            calls = not prompt.startswith("<tool_response>")
+            return ('<tool_call>{"name": "search_texts", "arguments": {"query": "capital"}}'
+                    if calls else said), -1.0  # fmt: skip
         if system == "search_r1":
             tag = "search" if name == "search_r1" else "text_search"
             return f"<{tag}>capital</{tag}>", -1.0

@@ -1,5 +1,6 @@
 """`mmqa train` of a searcher: by the reward of its own episodes, on policy to the bit, killed."""
 
+import html
 import json
 import re
 
@@ -16,10 +17,13 @@ from cli_runs import (
     weights_of,
     write_documents,
 )
+from printable_llm import printable_tokenizer
+from tiny_llm import text_tokenizer
 
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.search_rewards import RewardSection
-from mmqa_jax.prompting.search_loop import Action, Episode, Turn
+from mmqa_jax.prompting.search_actions import Answer, Invalid, SearchTexts
+from mmqa_jax.prompting.search_loop import Episode, Turn
 from tests.refusals import refuses
 
 pytestmark = [pytest.mark.slow, pytest.mark.optimized, pytest.mark.usefixtures("quiet")]
@@ -97,6 +101,17 @@ def test_every_episode_is_kept(inputs):
         assert {row["question_id"] for row in episodes} < {f"q{n}" for n in range(len(LANDS))}
 
 
+def test_the_report_shows_episodes_before_and_after(inputs):
+    done("report", f"--workdir={inputs / 'run'}")
+    page = html.unescape((inputs / "run" / "report.html").read_text())
+    assert "before (batch 0)" in page
+    assert "after (batch 11)" in page
+    first, last = (rows_of(inputs / "run" / "rollouts" / f"{n:06d}.jsonl")[0] for n in (0, 11))
+    for row in (first, last):
+        earned = ", ".join(f"{key} {value:.3g}" for key, value in row["earned"].items())
+        assert earned in page
+
+
 def test_a_killed_run_ends_with_the_same_weights_and_episodes(inputs, tmp_path):
     whole = inputs / "run"
     killed = killed_after(8, whole, tmp_path / "killed")
@@ -107,6 +122,30 @@ def test_a_killed_run_ends_with_the_same_weights_and_episodes(inputs, tmp_path):
         np.testing.assert_array_equal(ours[name], array, err_msg=name)
     for file in (whole / "rollouts").iterdir():
         assert (killed / "rollouts" / file.name).read_bytes() == file.read_bytes()
+
+
+def test_weights_that_are_there_draw_the_same_episodes_again(inputs, tmp_path):
+    killed = killed_after(8, inputs / "run", tmp_path / "killed")
+    out = tmp_path / "again"
+    ended = done("replay", killed, f"--out={out}")
+    assert (ended["steps"], ended["batches"], ended["episodes"]) == ([0, 4, 8], 3, 48)
+    for file in out.iterdir():
+        assert file.read_bytes() == (killed / "rollouts" / file.name).read_bytes()
+    kept = killed / "rollouts" / "000004.jsonl"
+    rows = rows_of(kept)
+    rows[9]["drawn"][2] += 1
+    kept.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    ended = mmqa("replay", killed, "--steps=4")
+    assert ended.code == 1, ended.err
+    name, number = rows[9]["question_id"], 9 - 8
+    assert f"question {name}, episode {number}: token 2 of" in ended.err
+    for flags_of, message in [
+        (["--steps=5"], r"--steps=5: weights of steps 0, 4, 8 are there"),
+        (["--steps=x"], r"--steps=x: numbers were expected"),
+        ([f"--out={killed / 'rollouts'}"], "holds what is compared"),
+    ]:
+        ended = mmqa("replay", killed, *flags_of)
+        assert (ended.code, bool(re.search(message, ended.err))) == (2, True), ended.err
 
 
 def test_slots_change_no_bit(inputs, tmp_path):
@@ -123,7 +162,7 @@ def test_slots_change_no_bit(inputs, tmp_path):
         {"grpo.learn": "preference", "grpo.kl_weight": 0.1, "exact": False, "model.lora": ...},
         {"grpo.learn": "best", "exact": False, "grpo.temperature": 0.7},
         {"grpo.updates": 2, "grpo.ratio": "sequence", "grpo.average": "budget", "exact": False},
-        {"grpo.draws": 3, "train.accumulate": 2},
+        {"grpo.draws": 3, "train.accumulate": 2, "model.lora": ...},
     ],
 )
 def test_other_ways_of_learning(inputs, tmp_path, changes):
@@ -146,9 +185,30 @@ def test_a_reward_that_fails_teaches_nothing_and_many_end_the_run(inputs, tmp_pa
     assert re.search(r"16 of 16 .*more than 10% end the run: .*rewards\.py:none", ended.err)
 
 
+def test_calls_of_tools_are_drawn_and_learned(inputs, tmp_path):
+    """A call is told what is wrong with it; no text of the results is among the drawn tokens."""
+    printable_tokenizer().save(tmp_path / "tokenizer")
+    changes = {
+        "episodes.template": "tools", "episodes.pages": 1, "episodes.tokens": 20,
+        "tokenizer": tmp_path / "tokenizer", "batches.length": 1600, "batches.batch_size": 4,
+        "grpo.group": 2, "model.changes.positions": 1600, "exact": False, "train.steps": 1,
+        "train.checkpoint_every": 0, "train.evaluate_every": 0,
+    }  # fmt: skip
+    ended = mmqa(*flags(inputs, tmp_path / "run", **changes))
+    assert ended.code == 0, ended.err
+    rows = rows_of(tmp_path / "run" / "rollouts" / "000000.jsonl")
+    assert len(rows) == 4
+    for row in rows:
+        assert row["tokens"][0] == 16  # and four are left to a second turn
+        assert len(row["drawn"]) == sum(row["tokens"]) <= 20
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"episodes.template": "tools"}, r"template=tools: .* has no chat template"),
+        ({"episodes.new_tokens": 0}, r"episodes\.new_tokens=0"),
+        ({"episodes.top_k": 0}, r"episodes\.top_k=0"),
         ({"grpo.group": 5}, r"batches\.batch_size=16: a multiple of 5"),
         ({"grpo.clip_above": -0.1}, r"grpo\.clip_above=-0\.1: a share from 0"),
         ({"grpo.learn": "preference"}, r"grpo\.kl_weight=0: it is the beta"),
@@ -174,10 +234,9 @@ def test_refused(inputs, tmp_path, changes, message):
 def _episode(answer, *searches):
     """Turns that search and read sources, and one that answers; None: it cannot be read."""
     turns = [
-        Turn("", Action("search_texts", "x"), Ranking("", found, (1.0,) * len(found)))
-        for found in searches
+        Turn("", SearchTexts("x"), Ranking("", found, (1.0,) * len(found))) for found in searches
     ]
-    last = Action("invalid") if answer is None else Action("answer", answer)
+    last = Invalid() if answer is None else Answer(answer)
     question = Question("q", "", "Which?", answers=("red car",), positives=("a", "b"))
     return Episode(question, [*turns, Turn("", last)])
 
@@ -197,6 +256,13 @@ def _episode(answer, *searches):
 )
 def test_rewards(fields, episode, reward):
     assert RewardSection(**fields).of(episode)["reward"] == pytest.approx(reward)
+
+
+def test_a_tokenizer_that_cannot_write_the_tags(inputs, tmp_path):
+    text_tokenizer().save(tmp_path / "letters")
+    ended = mmqa(*flags(inputs, tmp_path / "run", "", tokenizer=tmp_path / "letters"))
+    assert ended.code == 2, ended.err
+    assert "has no tokens for </search>, which ends an action" in ended.err
 
 
 def test_a_function_that_is_none(tmp_path):

@@ -16,7 +16,8 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.requests import Scoring
 from mmqa_jax.prompting.backends import Chat, Decoding, Message
 from mmqa_jax.prompting.backends.policy import PolicyBackend, Transcript
-from mmqa_jax.prompting.search_loop import Action, Budget, run_episodes
+from mmqa_jax.prompting.search_actions import SearchTexts
+from mmqa_jax.prompting.search_loop import Budget, run_episodes
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
 from mmqa_jax.tasks.policy import GrpoSection, PolicyObjective
@@ -54,7 +55,7 @@ class Searching:
         return Chat(query_id, tuple(self.messages(episode)), self.decoding)
 
     def read(self, text, *, stopped):
-        return text + STOP * stopped, Action("search_texts", "the filter")
+        return text + STOP * stopped, SearchTexts("the filter")
 
 
 def ran(corpus, tokenizer, seed_of):

@@ -23,7 +23,7 @@ from mmqa_jax.papers.search_r1 import (
 )
 from mmqa_jax.prompting.backends import Chat, Completion, Decoding, Message
 from mmqa_jax.prompting.backends.cache import request_key
-from mmqa_jax.prompting.search_loop import Action
+from mmqa_jax.prompting.search_actions import Answer, Invalid, SearchByPicture, SearchTexts
 from mmqa_jax.runs.traces import trace_counts, trace_tree
 from tests.refusals import refuses
 
@@ -78,29 +78,29 @@ def question(name="q", image=None):
 def test_actions_are_read_as_the_authors_read_them(corpus):
     style, rng = SearchR1Style(corpus, Decoding(), True), np.random.default_rng(0)
     pieces = ["<search>", "</search>", "<answer>", "</answer>", " a ", "\n", "<think>", "b"]
-    kinds = {"search": "search_texts", "answer": "answer"}
+    kinds = {"search": SearchTexts, "answer": Answer}
     for _ in range(3_000):
         text = "".join(rng.choice(pieces, rng.integers(1, 9)))
         match = SEARCH_R1.search(text)
-        expected = Action(kinds[match[1]], match[2].strip()) if match else Action("invalid")
-        if expected == ("search_texts", ""):
-            expected = Action("invalid")
+        expected = kinds[match[1]](match[2].strip()) if match else Invalid()
+        if expected == SearchTexts(""):
+            expected = Invalid()
         assert style.read(text, stopped=False) == (text, expected), text
         last = [match[1].strip() for match in ANSWERS.finditer(text)]
         assert tagged_answer(text) == (last[-1] if last else None), text
-    assert style.read("<answer> x", stopped=True) == ("<answer> x</answer>", Action("answer", "x"))
-    assert style.read("<search> x", stopped=True)[1] == Action("search_texts", "x")
+    assert style.read("<answer> x", stopped=True) == ("<answer> x</answer>", Answer("x"))
+    assert style.read("<search> x", stopped=True)[1] == SearchTexts("x")
 
 
 @pytest.mark.parametrize(
     ("text", "action"),
     [
-        ("<reason>a</reason><search><img></search>", Action("search_picture")),
-        ("<reason>a</reason><text_search> old pump </text_search>\n", Action("search_texts", "old pump")),
-        ("<reason>a</reason><answer>x</answer><answer> y </answer>", Action("answer", "y")),
-        ("<text_search>a</text_search> and more", Action("answer")),
-        ("<answer>x</answer> <answer>", Action("answer", "x")),
-        ("Unable to answer due to lack of relevant information", Action("answer")),
+        ("<reason>a</reason><search><img></search>", SearchByPicture()),
+        ("<reason>a</reason><text_search> old pump </text_search>\n", SearchTexts("old pump")),
+        ("<reason>a</reason><answer>x</answer><answer> y </answer>", Answer("y")),
+        ("<text_search>a</text_search> and more", Answer("")),
+        ("<answer>x</answer> <answer>", Answer("x")),
+        ("Unable to answer due to lack of relevant information", Answer("")),
     ],
 )  # fmt: skip
 def test_actions_of_mmsearch_r1(corpus, text, action):

@@ -8,7 +8,7 @@ from cli_runs import done, png
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.papers.search_r1 import SearchR1Style
 from mmqa_jax.prompting.backends import Decoding
-from mmqa_jax.prompting.search_loop import Action
+from mmqa_jax.prompting.search_actions import Answer, SearchTexts
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 SOURCES = {
@@ -58,9 +58,9 @@ def test_conversations_search_until_the_gold_sources_are_read(raw, tmp_path):
     style = SearchR1Style(open_corpus(raw), Decoding(), True, "user")
     actions = [style.read(m["content"], stopped=False)[1] for m in messages[1::2]]
     assert actions == [
-        Action("search_texts", TWO_HOPS),
-        Action("search_texts", "Peru What is the capacity where in ?"),
-        Action("answer", "15 million kW"),
+        SearchTexts(TWO_HOPS),
+        SearchTexts("Peru What is the capacity where in ?"),
+        Answer("15 million kW"),
     ]
     assert messages[0]["content"].endswith(f"Question: {TWO_HOPS}\n")
     assert messages[2]["content"].startswith("<information>Doc 1(Title: Peru) Internet addresses")

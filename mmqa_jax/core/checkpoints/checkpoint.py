@@ -214,8 +214,10 @@ class Checkpoints:
                     meta,
                     held.step,
                 )
-        if step is None:
-            return None
+        return None if step is None else self.restore(step, params, train, iterator)
+
+    def restore(self, step: int, params: Any, train: Any, iterator: Any) -> Restored:
+        """Restores the checkpoint of a step that is there; arguments as of `restore_latest`."""
         args = self._ocp.args
         folder = self.folder / str(step)
         remedy = "delete that folder to continue without it"

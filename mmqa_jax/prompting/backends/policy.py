@@ -47,6 +47,11 @@ class Transcript:
         closing = next(filter(rest.startswith, self.closing), "")
         return rest[len(closing) :]
 
+    @property
+    def drawn_tokens(self) -> list[int]:
+        """The tokens that the policy drew."""
+        return [self.tokens[place] for place in self.drawn]
+
     def example(self) -> TokenExample:
         """The conversation as a row, in which the drawn tokens are learned."""
         first = self.drawn[0] if self.drawn else len(self.tokens)

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_jsonl
 from mmqa_jax.core.progress import Screen
 from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import report
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.runs.reports.row import run_facts
+from mmqa_jax.runs.traces import reference_rows, turn_node
 from mmqa_jax.tasks.registry import known_tasks
 from mmqa_jax.training.attempts import Goodput, goodput, read_attempts
 from mmqa_jax.training.best_weights import read_best
 
 METRICS = "metrics.jsonl"
 _VALIDATION = "eval/"
+# Of a policy that learns by reward.
+_EARNED = ("reward", "answer", "evidence", "searches", "deciding", "kl", "engine_gap")
+_EPISODES = 10  # of the first and of the last batch that a searcher drew
 
 
 def run_curves(folder: Path) -> dict[str, report.Points]:
@@ -25,7 +34,7 @@ def run_curves(folder: Path) -> dict[str, report.Points]:
     return {
         name: points
         for name, points in report.read_curves(folder / METRICS).items()
-        if name in ("loss", "accuracy") or name.startswith(_VALIDATION)
+        if name in ("loss", "accuracy", *_EARNED) or name.startswith(_VALIDATION)
     }
 
 
@@ -68,16 +77,62 @@ def training_report(folder: Path) -> report.ReportData:
     if best is not None:
         facts = {"best step": f"{best['step']} (weights: {best['weights']})", **facts}
     where = f" of {config.data.dir}" if config.data.dir else ""
+    cards = _episode_cards(folder, config)
     return report.ReportData(
         title=title,
         description=f"{config.train.steps:,} steps on split {config.data.split}{where}.",
         headline=headline,
+        cards=cards,
+        card_note="right: by the answer's score in the reward" if cards else "",
         tables=tables,
         curves={product: curves},
         best_steps={} if best is None else {product: best["step"]},
         run_tables=times,
         facts=facts,
     )
+
+
+def _episode_cards(folder: Path, config: Any) -> list[report.Card]:
+    """Episodes that a searcher drew before it learned, and in its last batch, in turn."""
+    kept = Path(config.get("episodes", {}).get("dir") or folder / "rollouts")
+    files = sorted(kept.glob("[0-9]*.jsonl"))
+    if not files:
+        return []
+    try:
+        corpus = open_corpus(config.data.dir)
+    except UserError:  # it may be gone: turns and ids of sources are here
+        corpus = Corpus([])
+    asked = {question.id: question for question in corpus.questions()}
+    maker = report.CardMaker(corpus)
+    of_both: dict[str, list[report.Card]] = {}
+    for when, file in dict.fromkeys((("before", files[0]), ("after", files[-1]))):
+        rows = [row for _, row in read_jsonl(file)]
+        for place in report.in_turn([row["question_id"] for row in rows], _EPISODES):
+            row, earned = rows[place], rows[place]["earned"]
+            last = row["turns"][-1] if row["turns"] else {"action": ""}
+            text = last.get("content", "") if last["action"] == "answer" else ""
+            name = f"{when} (batch {int(file.stem)})"
+            question = asked.get(row["question_id"], Question("", "", row["question"]))
+            question = dataclasses.replace(question, category=name)
+            read = [source for turn in row["turns"] for source in turn.get("sources", ())]
+            values = {key: x for key, x in earned.items() if x is not None}
+            of_both.setdefault(when, []).append(
+                maker.card(
+                    question,
+                    [report.CardAnswer("", text, earned["answer"], values)],
+                    None,
+                    [()],
+                    [source for source in dict.fromkeys(read) if source in corpus.row],
+                    rows=[
+                        *reference_rows(question),
+                        ("earned", ", ".join(f"{key} {x:.3g}" for key, x in values.items())),
+                        *([("ended", row["problem"])] if row["problem"] else []),
+                    ],
+                    tree=[turn_node(n, turn) for n, turn in enumerate(row["turns"], start=1)],
+                )
+            )
+    pairs = itertools.zip_longest(*of_both.values())
+    return [card for pair in pairs for card in pair if card is not None]
 
 
 def _product(task: str) -> str:
