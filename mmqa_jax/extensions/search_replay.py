@@ -126,8 +126,8 @@ def difference(before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, A
         number = names[:place].count(names[place])
         who = f"question {names[place]}, episode {number}"
         tokens = old.get("drawn", new["drawn"]), new["drawn"]
-        first = next((n for n, pair in enumerate(zip(*tokens, strict=False)) if len(set(pair)) > 1),
-                     min(map(len, tokens)))  # fmt: skip
+        differ = (n for n, (x, y) in enumerate(zip(*tokens, strict=False)) if x != y)
+        first = next(differ, min(map(len, tokens)))
         if tokens[0] == tokens[1]:
             keys = [key for key in new if old.get(key) != new[key]]
             return f"{who}: the same tokens, but other values of {', '.join(keys)}."

@@ -276,12 +276,12 @@ class GemmaEmbedder(VLMEmbedder):
         ]
         made = []
         for ids, picture in zip(tokenizer.encode_batch(prompted), pictures, strict=True):
-            shown = [] if picture is None else [picture]
+            pixels = [] if picture is None else [picture]
             of_picture = [config.before_token, config.image_token, config.after_token]
-            end = [*(of_picture if shown else ()), *tokenizer.after]
-            around = len(tokenizer.before) + len(end) + beyond_placeholders(shown, config)
+            end = [*(of_picture if pixels else ()), *tokenizer.after]
+            around = len(tokenizer.before) + len(end) + beyond_placeholders(pixels, config)
             tokens = [*tokenizer.before, *ids[: self.buckets[-1] - around], *end]
-            made.append(PicturePrompt(tokens or [tokenizer.pad_id], tuple(shown)))
+            made.append(PicturePrompt(tokens or [tokenizer.pad_id], tuple(pixels)))
         return made
 
 
