@@ -186,7 +186,7 @@ def _show(
         place = quoted["file"] or quoted["id"]
         place += f", page {quoted['page']}" if quoted["page"] is not None else ""
         named = (f"  ({escaped(place)})", "cyan")
-        answers = (escaped(sentence), "bold reverse")
+        answers = (f"“{escaped(sentence)}”", "bold reverse")  # a file keeps the marks alone
         console.print("The passage that answers best, its answer marked:")
         console.print(Text.assemble(escaped(before), answers, escaped(after), named))
         console.print("What the model makes of the passages, of which it is not sure:")
