@@ -641,9 +641,12 @@ def prompt_options(mesh: Mesh | None) -> dict[str, bool | str]:
 # A row's bits then do not depend on how many rows are beside it: XLA on a CPU else takes sums, and
 # what follows a product, from YNNPACK where arrays are large, which rounds in another order.
 # YNNPACK's products alone have equal rows, of two rows and more, but for those of bfloat16 on
-# processors with AMX. Roundings to bfloat16 are never left out, which else depends on what is
+# processors with AMX, and of matrices of fewer than WIDE_ON_CPU columns on processors without
+# AVX-512, whose last rows XLA adds up without fused multiplication. Roundings to bfloat16 are never
+# left out, which else depends on what is
 # compiled together.
 EXACT_ON_CPU: dict[str, bool | str] = {
     "xla_cpu_experimental_ynn_fusion_type": "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT",
     "xla_allow_excess_precision": False,
 }
+WIDE_ON_CPU = 16  # columns; narrower matrices of an engine are padded with zeros

@@ -42,11 +42,17 @@ _HARMLESS = (
 )
 # Our names of tensors -> transformers', where its modules hold them.
 _NAMES = (
-    (r"^(language_model\.)?model\.", "language_model."),
-    (r"^(language_model)\.(per_layer_model_projection|per_layer_projection_norm)\.", r"\1.ple.\2."),
-    (r"\.(per_layer_(input_gate|projection)|post_per_layer_input_norm)\.", r".ple_block.\1."),
-    (r"^vision_tower\.vision_model\.", "vision_tower."),
-    (r"^multi_modal_projector\.", "embed_vision."),
+    (re.compile(r"^(language_model\.)?model\."), "language_model."),
+    (
+        re.compile(r"^(language_model)\.(per_layer_model_projection|per_layer_projection_norm)\."),
+        r"\1.ple.\2.",
+    ),
+    (
+        re.compile(r"\.(per_layer_(input_gate|projection)|post_per_layer_input_norm)\."),
+        r".ple_block.\1.",
+    ),
+    (re.compile(r"^vision_tower\.vision_model\."), "vision_tower."),
+    (re.compile(r"^multi_modal_projector\."), "embed_vision."),
 )
 
 
@@ -138,7 +144,7 @@ def as_encoder(decoder: LlamaConfig, projected: int, where: str) -> EmbeddingGem
 def published_name(key: str, classifier: bool = False) -> str:
     """The name in a checkpoint of a key of `embedding_gemma_key_map`."""
     for pattern, replacement in _NAMES:
-        key = re.sub(pattern, replacement, key)
+        key = pattern.sub(replacement, key)
     return key
 
 

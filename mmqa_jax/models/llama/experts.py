@@ -26,7 +26,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from mmqa_jax.core.flops import one_in
-from mmqa_jax.core.mesh import SEQUENCE, batch_axes, column_shards, platform, tensor_columns
+from mmqa_jax.core.mesh import (
+    SEQUENCE,
+    WIDE_ON_CPU,
+    batch_axes,
+    column_shards,
+    platform,
+    tensor_columns,
+)
 from mmqa_jax.models.common.activations import ACTIVATIONS, gated
 from mmqa_jax.models.common.layers import Linear, normal_init, ones_init, param, product, zeros_init
 from mmqa_jax.models.llama.config import LlamaConfig
@@ -189,12 +196,15 @@ class Experts(nnx.Module):
         # Of two bfloat16 factors one pass gives the products exactly.
         exact = {rows.dtype, router.dtype} == {jnp.dtype("bfloat16")} and platform() != "cpu"
         kind = jnp.bfloat16 if exact else jnp.float32
+        experts = router.shape[-1]
+        if platform() == "cpu" and experts < WIDE_ON_CPU:  # for the bits of a row
+            router = jnp.pad(router, ((0, 0), (0, WIDE_ON_CPU - experts)))
         logits = jnp.matmul(
             rows.astype(kind),
             router.astype(kind),
             precision=None if exact else jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        )
+        )[:, :experts]
         if self.router_bias is not None:
             bias = self.router_bias[...] if layer is None else self.router_bias[...][layer]
             logits += bias.astype(jnp.float32)

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.mesh import gather_frozen, partition_spec
+from mmqa_jax.core.mesh import WIDE_ON_CPU, gather_frozen, partition_spec, platform
 from mmqa_jax.models.common.layers import (
     Linear,
     TransposedLinear,
@@ -203,6 +203,8 @@ def _inside(module: nnx.Module, step: str | int) -> nnx.Module:
 
 # Several adapters over one base.
 
+_NOBODY = -1  # owner of columns that are padding
+
 
 class Additions(NamedTuple):
     """What one adapter adds to a LLaMA.
@@ -289,6 +291,12 @@ def _adapted(
         heads = b.reshape(*b.shape[:-1], -1, model.config.head_size)
         b = np.repeat(heads, times + 1, axis=-2).reshape(*b.shape[:-1], outputs)
     owners = tuple(owner for owner, _, a, _ in changing for _ in range(a.shape[-1]))
+    absent = WIDE_ON_CPU - len(owners) if platform() == "cpu" else 0
+    if absent > 0:  # for the bits of a row
+        before = [(0, 0)] * (a.ndim - 2)
+        a = np.pad(a, [*before, (0, 0), (0, absent)])
+        b = np.pad(b, [*before, (0, absent), (0, 0)])
+        owners += (_NOBODY,) * absent
     return AdaptedLinear(
         linear,
         placed(a, (*of_layers, of_inputs, None)),
