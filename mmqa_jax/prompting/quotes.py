@@ -14,7 +14,7 @@ from mmqa_jax.data.schema import Source
 
 CONFIDENCE = "confidence"  # key of a trace: geometric mean of the probabilities of its tokens
 # A reader of fewer parameters is small: a quote stands before its words where its confidence is
-# below UNSURE, chosen on val (prompting/RESULTS.md).
+# below UNSURE, chosen on val by `python -m tests.bench evidence` (prompting/RESULTS.md).
 SMALL, UNSURE = 500_000_000, 0.9
 _LEAST_WORDS = 4  # of a sentence that can answer
 _WORD = re.compile(r"\w+")
