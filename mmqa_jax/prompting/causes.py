@@ -1,10 +1,10 @@
 """Citations by cause: which sources the sentences of a language model's answer rest on.
 
 ContextCite (Cohen-Wang et al., NeurIPS 2024) asks what an answer's log-probability loses when a
-source is taken away. Tried are the sources that share most words with the answer (`suspects`), and
-those that it names. A model that `hides` scores each sentence behind the prompt as it was read,
-with each of them hidden in turn, so that the answer alone is read anew: what the question and later
-sources have taken from a hidden one stays. Of others, and where pictures are shown, prompts are
+source is taken away. Tried are all sources, or those that share most words with the answer
+(`suspects`) and those that it names. A model that `hides` scores each sentence behind the prompt as
+it was read, with each of them hidden in turn, so that what follows the last one that is tried, the
+question and the answer, is read anew: what later sources have taken from a hidden one stays. Of others, and where pictures are shown, prompts are
 read that lack a source.
 """
 
@@ -25,7 +25,6 @@ from mmqa_jax.prompting.backends import Backend, Chat, Choices, Completion
 from mmqa_jax.prompting.backends.cache import answer_all
 
 SUPPORT = 0.5  # nats; not chosen on val yet: `python -m tests.bench citations` tries others
-TRIED = 2  # sources of an answer
 SENTENCES = "sentences"  # key of a trace: of each sentence `text`, `sources` and `losses`
 
 
@@ -61,7 +60,7 @@ def cited_by_cause(
 
     Args:
       support: nats that a sentence loses without a source that it cites.
-      tried: sources of an answer that are taken away, beside those that it names.
+      tried: sources of an answer that are taken away, beside those that it names; 0: all.
     """
     hidden = [suspects(a.prediction, a.texts, tried) for a in answered]
     queries = {
@@ -87,13 +86,13 @@ def suspects(prediction: Prediction, texts: Sequence[str], most: int) -> list[in
     """Places of the sources that may be an answer's cause, in their order.
 
     They are the ones that it names, and the `most` that have most of its words, each by the share
-    of the sources that lack it; of equal ones the first.
+    of the sources that lack it; of equal ones the first. `most` of 0 means all.
     """
     asked = set(_words(prediction.answer))
     has = [asked.intersection(_words(text)) for text in texts]
     count = Counter(word for words in has for word in words)
     weights = [sum(math.log(len(texts) / count[word]) for word in sorted(words)) for words in has]
-    likely = sorted(range(len(texts)), key=lambda place: -weights[place])[:most]
+    likely = sorted(range(len(texts)), key=lambda place: -weights[place])[: most or None]
     return sorted({*likely, *(prediction.read.index(name) for name in prediction.sources)})
 
 

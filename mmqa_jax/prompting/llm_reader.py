@@ -23,7 +23,7 @@ from mmqa_jax.evaluation.multiple_choice import LETTERS, vlmeval_choice
 from mmqa_jax.prompting import backends, few_shot
 from mmqa_jax.prompting.backends.cache import Answers, answer_all
 from mmqa_jax.prompting.backends.thinking import read_answer, why_empty
-from mmqa_jax.prompting.causes import SUPPORT, TRIED, Answered, Ask, cited_by_cause
+from mmqa_jax.prompting.causes import SUPPORT, Answered, Ask, cited_by_cause
 from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.quotes import CONFIDENCE, quote_below
 
@@ -51,7 +51,8 @@ class LLMReaderOptions:
       citations: what an answer cites: `asked` the sources that it names by [n], `cause` those
         without which its sentences are less likely (prompting/causes.py), whatever it names.
       support: of `cause`, nats that a sentence loses without a source that it cites.
-      tried: of `cause`, sources of an answer that are hidden in turn, beside those that it names.
+      tried: of `cause`, sources of an answer that are hidden in turn, beside those that it names; 0:
+        all.
       refuse_without_sources: answers NOT_FOUND without asking where a question has no sources, as
         after a threshold that none reached. Off where questions are asked without any on purpose.
       max_new_tokens: of an answer.
@@ -65,7 +66,7 @@ class LLMReaderOptions:
     uncited: Literal["none", "all"] = "none"
     citations: Literal["asked", "cause"] = "asked"
     support: float = SUPPORT
-    tried: int = at_least(1, TRIED)
+    tried: int = at_least(0, 0)
     refuse_without_sources: bool = False
     max_new_tokens: int = at_least(1, 64)
 

@@ -31,7 +31,7 @@ from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.prompting.backends.config import open_backend
-from mmqa_jax.prompting.causes import SENTENCES, TRIED, suspects
+from mmqa_jax.prompting.causes import SENTENCES, suspects
 from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.few_shot import prompt_text
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
@@ -75,7 +75,7 @@ def run(options: Options) -> dict[str, Any]:
     is_first = options.only == ("first",)
     rows: list[dict[str, Any]] = []
     support = sure = 0.0
-    for split, tried in (("val", _TOP_K), ("test", TRIED)):
+    for split, tried in (("val", _TOP_K), ("test", LLMReaderOptions().tried)):
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
         reading = LLMReaderOptions(citations="asked" if is_first else "cause", tried=tried)
         reader = _Timed(corpus, llm, reading)

@@ -67,10 +67,10 @@ def test_pieces_of_a_prompt_are_hidden_with_all_their_tokens(engine, tmp_path):
     for piece in ("one imend.\n", "two.\n"):  # a mark in a source is letters
         places.append((len(trunk), len(trunk) + len(piece)))
         trunk += encode(piece)
-    *tail, last = encode("What?<|im_end|>\n<|im_start|>assistant\n")
-    rows = [[last, *encode(text)] for text in query.continuations]
+    tail = encode("What?<|im_end|>\n<|im_start|>assistant\n")
+    rows = [[*tail, *encode(text)] for text in query.continuations]
     scoring = Scoring(
-        "c", trunk + tail, rows * 3, hidden=[place for place in places for _ in rows], unscored=1
+        "c", trunk, rows * 3, hidden=[place for place in places for _ in rows], unscored=len(tail)
     )
     (want,) = engine.score([scoring])
     backend = tiny_backend(engine)

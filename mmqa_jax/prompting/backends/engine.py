@@ -273,9 +273,8 @@ class EngineBackend:
         start, rows = self._continuations(request, prompt)
         if not request.hidden:
             return requests.Scoring(request.id, start, rows, images=pixels)
-        trunk = len(start) - 1  # the last token is read anew by each: it predicts the first one
-        found = self._places(request, prompt, start)
-        hidden = [(begin, min(end, trunk)) for begin, end in found]
+        hidden = self._places(request, prompt, start)
+        trunk = min(hidden[-1][1], len(start) - 1)
         rows = [start[trunk:] + row for row in rows]
         places = [place for place in ((0, 0), *hidden) for _ in rows]
         return requests.Scoring(
