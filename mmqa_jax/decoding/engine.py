@@ -46,6 +46,7 @@ from mmqa_jax.decoding.sampling import TopLogprobs, parameters_of
 from mmqa_jax.decoding.shaping import shaping_of
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, for_kinds, scans
+from mmqa_jax.models.llama.experts import widen_routers
 from mmqa_jax.models.llama.lora import Additions, add_adapters
 from mmqa_jax.models.llama.network import Llama, for_length, transpose_head, unstack_layers
 from mmqa_jax.models.llama.quantize import holds_codes, quantize_weights
@@ -679,6 +680,7 @@ def serve_ready(model: Llama, config: EngineConfig, mesh: Mesh | None) -> None:
     device = jax.local_devices()[0] if mesh is None else mesh.devices.flat[0]
     if config.exact and device.platform == "cpu":
         transpose_head(model)
+        widen_routers(model)
     if config.weights == "int8":
         quantize_weights(model)
     elif config.weights != "given" and not holds_codes(model):

@@ -4,8 +4,8 @@ ContextCite (Cohen-Wang et al., NeurIPS 2024) asks what an answer's log-probabil
 source is taken away. Tried are all sources, or those that share most words with the answer
 (`suspects`) and those that it names. A model that `hides` scores each sentence behind the prompt as
 it was read, with each of them hidden in turn, so that what follows the last one that is tried, the
-question and the answer, is read anew: what later sources have taken from a hidden one stays. Of others, and where pictures are shown, prompts are
-read that lack a source.
+question and the answer, is read anew: what later sources have taken from a hidden one stays. Of
+others, and where pictures are shown, prompts are read that lack a source.
 """
 
 from __future__ import annotations

@@ -51,8 +51,7 @@ class LLMReaderOptions:
       citations: what an answer cites: `asked` the sources that it names by [n], `cause` those
         without which its sentences are less likely (prompting/causes.py), whatever it names.
       support: of `cause`, nats that a sentence loses without a source that it cites.
-      tried: of `cause`, sources of an answer that are hidden in turn, beside those that it names; 0:
-        all.
+      tried: of `cause`, sources of an answer that are hidden, and those that it names; 0: all.
       refuse_without_sources: answers NOT_FOUND without asking where a question has no sources, as
         after a threshold that none reached. Off where questions are asked without any on purpose.
       max_new_tokens: of an answer.

@@ -252,7 +252,7 @@ def test_ask_prints_the_answer_and_its_sources(opened, folder, monkeypatch):
     printed = " ".join(ended.err.split())
     assert "1 file is left out: empty.pdf: empty" in printed
     assert re.search(
-        r"Wash the filter every week\. \(manual\.pdf, page 2\) What .* not sure: About", printed
+        r"Wash the filter every week\.” \(manual\.pdf, page 2\) What .* not sure: About", printed
     )
     assert re.search(r"About the filter\..* \[1\] text manual\.pdf, page 2 \(0\.\d\d\)", printed)
     assert "Wash the filter every week." in printed

@@ -321,12 +321,12 @@ def test_what_a_download_cannot_do_is_one_sentence(tmp_path, waits):
         ("ask", ("--encoder=minilm", "why?"), "--encoder=minilm"),
     ],
 )
-def test_verbs_fetch_encoders_and_rerankers_by_name(waits, verb, flags, where):
+def test_verbs_fetch_encoders_and_rerankers_by_name(waits, tmp_path, verb, flags, where):
     """What is no name is refused; of several flags those are fetched that are names."""
-    ended = mmqa(verb, "--data=nowhere", *flags, "--download")
+    ended = mmqa(verb, f"--data={tmp_path}", *flags, "--download")
     assert (ended.code, f"--download: {where} is not a model's name" in ended.err) == (2, True)
     named = [flag.replace(where.partition("=")[2], NAME) for flag in flags]
-    ended = mmqa(verb, "--data=nowhere", *named, "--download")
+    ended = mmqa(verb, f"--data={tmp_path}", *named, "--download")
     assert ended.code == 1
     assert f"={NAME}: the Hugging Face hub cannot be reached" in ended.err
 

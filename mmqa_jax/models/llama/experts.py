@@ -196,15 +196,12 @@ class Experts(nnx.Module):
         # Of two bfloat16 factors one pass gives the products exactly.
         exact = {rows.dtype, router.dtype} == {jnp.dtype("bfloat16")} and platform() != "cpu"
         kind = jnp.bfloat16 if exact else jnp.float32
-        experts = router.shape[-1]
-        if platform() == "cpu" and experts < WIDE_ON_CPU:  # for the bits of a row
-            router = jnp.pad(router, ((0, 0), (0, WIDE_ON_CPU - experts)))
         logits = jnp.matmul(
             rows.astype(kind),
             router.astype(kind),
             precision=None if exact else jax.lax.Precision.HIGHEST,
             preferred_element_type=jnp.float32,
-        )[:, :experts]
+        )[:, : self.config.experts]  # see widen_routers
         if self.router_bias is not None:
             bias = self.router_bias[...] if layer is None else self.router_bias[...][layer]
             logits += bias.astype(jnp.float32)
@@ -328,6 +325,17 @@ class Experts(nnx.Module):
     def _count(self) -> int:
         """Of this device's experts."""
         return self.gate.kernels.shape[-3]
+
+
+def widen_routers(model: nnx.Module) -> None:
+    """Pads routers of few experts with zeros to WIDE_ON_CPU columns, in place: their products then
+    have equal rows on a CPU, however many they are."""
+    for _, module in nnx.iter_modules(model):
+        if isinstance(module, Experts) and (absent := WIDE_ON_CPU - module.config.experts) > 0:
+            router = module.router[...]
+            names = module.router.get_metadata()["out_sharding"]
+            padded = jnp.pad(router, [(0, 0)] * (router.ndim - 1) + [(0, absent)])
+            module.router = nnx.Param(padded, out_sharding=names, eager_sharding=False)
 
 
 class SharedExpert(nnx.Module):
