@@ -395,7 +395,7 @@ def test_a_picture_of_the_12b_is_within_its_window(tmp_path):
         "has up to 1120 tokens, expected at most the window of 1024", with_budget, tmp_path, config
     )
     refuses(
-        "key 'num_experts'", llava_config, changed(published, {"text_config": {"num_experts": 8}})
+        "num_experts is 8", llava_config, changed(published, {"text_config": {"num_experts": 8}})
     )
     wrong = changed(published, {"vision_config": {"output_proj_dims": 7}})
     refuses("output_proj_dims is 7", llava_config, wrong)
