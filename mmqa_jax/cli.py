@@ -20,8 +20,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError, UserError, find_disk_failure, report_disk_once
 from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
 from mmqa_jax.core.terminal import escape_streams, json_line

@@ -26,9 +26,9 @@ from mmqa_jax.core.hosts import distributed
 from mmqa_jax.data.corpus import Corpus, PictureOf, corpus_of_lists
 from mmqa_jax.data.formats.tables import columns_of, take_column
 from mmqa_jax.data.schema import Question, Ranking
+from mmqa_jax.evaluation.multiple_choice import list_em, list_f1
 from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.evaluation.significance import bootstrap_interval
-from mmqa_jax.evaluation.text_answers import list_em, list_f1
 from mmqa_jax.prompting.backends import Backend
 from mmqa_jax.runs.ask_corpus import AskedCorpus, ShownSource
 from mmqa_jax.runs.ask_folder import MINILM

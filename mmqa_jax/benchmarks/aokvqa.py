@@ -32,11 +32,11 @@ from typing import Any
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.formats import coco, official, parquet
+from mmqa_jax.data.formats import coco, official
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import scores
 from mmqa_jax.evaluation.multiple_choice import has_answer
-from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
+from mmqa_jax.evaluation.scores import read_object, read_own_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import direct_answer_accuracy, has_answers
 
@@ -64,7 +64,7 @@ class _Pictures:
 
     def __init__(self, folder: Path, tables: Sequence[Path]):
         self._files = official.PictureFolders(folder, coco.FOLDERS_2017)
-        self._tables = parquet.ParquetPictures(tables, "question_id")
+        self._tables = official.ParquetPictures(tables, "question_id")
 
     def name_of(self, question_id: str, image_id: int | None) -> str | None:
         """The name of a question's picture; None where there is no picture."""
@@ -109,8 +109,8 @@ def read_aokvqa(path: Path) -> official.BenchmarkFiles:
 def _folder_rows(files: official.OfficialFiles) -> tuple[list[official.Entry], list[Path]]:
     """The questions of a folder, and its Parquet files."""
     rows, tables = [], []
-    for split, name in parquet.HUB_NAMES.items():
-        hub_files = parquet.hub_tables(files.folder, name)
+    for split, name in official.HUB_NAMES.items():
+        hub_files = official.hub_tables(files.folder, name)
         path = files.optional(f"aokvqa_v1p0_{split}.json", without=f"no {split} questions")
         if path is not None:
             rows += _json_rows(path)
@@ -129,8 +129,8 @@ def _json_rows(path: Path) -> Iterator[official.Entry]:
 
 
 def _parquet_rows(path: Path) -> Iterator[official.Entry]:
-    for row in parquet.parquet_entries([path], _NEEDED, _ANSWERS):
-        row["split"] = parquet.hub_split(path)
+    for row in official.parquet_entries([path], _NEEDED, _ANSWERS):
+        row["split"] = official.hub_split(path)
         yield row
 
 

@@ -23,8 +23,7 @@ import numpy as np
 
 from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, read_entries
-from mmqa_jax.data.formats.parquet import parquet_entries
+from mmqa_jax.data.formats.official import BenchmarkFiles, Entry, parquet_entries, read_entries
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import retrieval
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split

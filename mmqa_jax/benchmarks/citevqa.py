@@ -31,8 +31,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.boxes import PageBox, boxes_found, zone_f1
-from mmqa_jax.evaluation.prediction_lines import id_of, json_rows, read_own_lines
-from mmqa_jax.evaluation.scores import groups_by
+from mmqa_jax.evaluation.scores import groups_by, id_of, json_rows, read_own_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: the PDF files, the answer with its rectangles; of a trace: a judge's

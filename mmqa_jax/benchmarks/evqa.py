@@ -36,8 +36,7 @@ from mmqa_jax.data.answers import strip_whitespace, vqa_contractions
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import read_table, whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import read_own_lines
-from mmqa_jax.evaluation.scores import group_of, groups_by
+from mmqa_jax.evaluation.scores import group_of, groups_by, read_own_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers
 

@@ -34,8 +34,7 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import groups_by, paired
+from mmqa_jax.evaluation.scores import groups_by, paired, read_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import squad_exact_match
 

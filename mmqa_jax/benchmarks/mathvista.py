@@ -29,19 +29,19 @@ from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import ParquetPictures, hub_tables, parquet_entries
+from mmqa_jax.data.formats.official import ParquetPictures, hub_tables, parquet_entries
 from mmqa_jax.data.formats.tables import real_number
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import LETTERS, by_choice
-from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import groups_by, paired
-from mmqa_jax.evaluation.scoring import Evaluation, scored_split
-from mmqa_jax.evaluation.text_answers import (
+from mmqa_jax.evaluation.multiple_choice import (
     ANSWER_TYPE,
+    LETTERS,
     PRECISION,
+    by_choice,
     extracted_by_rule,
     normalized,
 )
+from mmqa_jax.evaluation.scores import groups_by, paired, read_object, read_own_lines
+from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: how a question is answered, and the unit that prompts name.

@@ -42,7 +42,7 @@ from mmqa_jax.data.formats.vlmeval import PREDICTION
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
 from mmqa_jax.evaluation import scores
-from mmqa_jax.evaluation.prediction_lines import Row, id_of, json_rows
+from mmqa_jax.evaluation.scores import Row, id_of, json_rows
 from mmqa_jax.evaluation.scoring import Evaluation, ScoredSplit
 
 PASS_STEP = 1_000_000

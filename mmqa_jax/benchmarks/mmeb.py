@@ -24,7 +24,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import hub_tables, parquet_entries
+from mmqa_jax.data.formats.official import hub_tables, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation.retrieval import FORMATS, has_positives, read_found
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split

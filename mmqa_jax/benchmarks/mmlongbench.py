@@ -31,10 +31,9 @@ from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import json_rows, read_own_lines
-from mmqa_jax.evaluation.scores import group_of
+from mmqa_jax.evaluation.multiple_choice import edit_distance
+from mmqa_jax.evaluation.scores import group_of, json_rows, read_own_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
-from mmqa_jax.evaluation.text_answers import edit_distance
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: the PDF file, its pages from 1, what is on them, the answer's format.

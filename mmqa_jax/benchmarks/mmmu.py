@@ -32,13 +32,12 @@ from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries, parquet_files
+from mmqa_jax.data.formats.official import PictureColumns, parquet_entries, parquet_files
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice
-from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import group_of, groups_by, predictions_by_question
+from mmqa_jax.evaluation.multiple_choice import is_open_answer
+from mmqa_jax.evaluation.scores import group_of, groups_by, predictions_by_question, read_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
-from mmqa_jax.evaluation.text_answers import is_open_answer
 from mmqa_jax.evaluation.vqa import has_answers
 
 # Keys of Question.extra: `multiple-choice` or `open`, and the topic's difficulty.

@@ -22,10 +22,9 @@ from pathlib import Path
 from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import PictureColumns, parquet_entries
+from mmqa_jax.data.formats.official import PictureColumns, parquet_entries
 from mmqa_jax.data.schema import Material, Prediction, Question
-from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import groups_by
+from mmqa_jax.evaluation.scores import groups_by, read_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 from mmqa_jax.evaluation.vqa import has_answers, squad_f1
 

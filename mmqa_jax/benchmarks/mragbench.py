@@ -28,13 +28,12 @@ from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.formats import official
-from mmqa_jax.data.formats.parquet import PictureColumns, hub_tables, parquet_entries
+from mmqa_jax.data.formats.official import PictureColumns, hub_tables, parquet_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.evaluation.multiple_choice import has_answer
-from mmqa_jax.evaluation.prediction_lines import read_lines
-from mmqa_jax.evaluation.scores import groups_by, paired
+from mmqa_jax.evaluation.scores import groups_by, paired, read_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 # Keys of Question.extra: the paper's two aspects and `Others`, and the given sources, best first.

@@ -37,10 +37,9 @@ from mmqa_jax.core.files import write_json
 from mmqa_jax.data.articles import WIKIPEDIA, WIKIPEDIA_PICTURES
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
-from mmqa_jax.evaluation.prediction_lines import read_object, read_own_lines
-from mmqa_jax.evaluation.scores import group_of, groups_by, paired
+from mmqa_jax.evaluation.multiple_choice import list_em, list_f1
+from mmqa_jax.evaluation.scores import group_of, groups_by, paired, read_object, read_own_lines
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
-from mmqa_jax.evaluation.text_answers import list_em, list_f1
 
 # Between the items of an answer that is a list; no answer of dev holds it.
 SEPARATOR = "; "

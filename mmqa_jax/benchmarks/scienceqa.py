@@ -35,14 +35,58 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
-from mmqa_jax.data.formats import llava, official, parquet
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.coco import with_captions
+from mmqa_jax.data.formats.official import HAS_HINT, Entry
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import SPLITS, Material, Prediction, Question
 from mmqa_jax.evaluation import multiple_choice as rules
-from mmqa_jax.evaluation.prediction_lines import holds_lines
-from mmqa_jax.evaluation.scores import group_of, groups_by, predictions_by_question
+from mmqa_jax.evaluation.scores import group_of, groups_by, holds_lines, predictions_by_question
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
+
+_OPTION = re.compile(r"^([A-Z])\. ", re.MULTILINE)
+
+
+def parse_conversation(text: str) -> tuple[str, tuple[str, ...]]:
+    """LLaVA's prompt of a question -> (context and question, choices).
+
+    `Context: ` and a hint may come before the question; the choices are the last lines that begin
+    with `A. `, `B. `, ...
+
+    Raises:
+      ValueError: there are no such lines.
+    """
+    text = text.removeprefix("<image>\n").removesuffix("\n<image>")
+    options = list(_OPTION.finditer(text))
+    first = max((n for n, option in enumerate(options) if option[1] == "A"), default=None)
+    if first is None:
+        raise ValueError("no line that begins with `A. `")
+    options = options[first:]
+    letters = [option[1] for option in options]
+    if letters != [chr(ord("A") + n) for n in range(len(letters))]:
+        raise ValueError(f"choices {', '.join(letters)}")
+    ends = [option.start() - 1 for option in options[1:]] + [len(text)]
+    choices = tuple(text[a.end() : b] for a, b in zip(options, ends, strict=True))
+    return text[: options[0].start()].removesuffix("\n"), choices
+
+
+def question_entry(row: Entry) -> Entry:
+    """The question, choices and answer of one {"conversations": [{"value": prompt}, {"value":
+    letter}]}.
+    """
+    try:
+        turns = row["conversations"]
+        question, choices = parse_conversation(turns[0]["value"])
+        answer = [*"ABCDEFGHIJ"].index(turns[1]["value"])
+    except (TypeError, KeyError, IndexError, ValueError, AttributeError) as error:
+        raise row.error(
+            "not a conversation of a question with choices `A. `, `B. `, ..., and a letter as the "
+            f"answer ({error})"
+        ) from error
+    has_hint = question.startswith("Context: ")
+    values = {"question": question, "choices": [*choices], "answer": answer, HAS_HINT: has_hint}
+    return Entry(row.where, values)
+
 
 # The paper (table 1), and data/scienceqa/pid_splits.json.
 PUBLISHED_COUNTS = {"train questions": 12_726, "val questions": 4_241, "test questions": 4_241}
@@ -70,12 +114,12 @@ def read_scienceqa(path: Path) -> official.BenchmarkFiles:
     if files.alone is not None:
         tables = [path] if path.suffix == ".parquet" else []
     else:
-        names = () if _problems_file(path) else parquet.HUB_NAMES.values()
-        tables = [table for name in names for table in parquet.hub_tables(path, name)]
+        names = () if _problems_file(path) else official.HUB_NAMES.values()
+        tables = [table for name in names for table in official.hub_tables(path, name)]
         files.read_files += tables
-    pictures: parquet.ParquetPictures | official.PictureFiles
+    pictures: official.ParquetPictures | official.PictureFiles
     if tables:
-        pictures = parquet.ParquetPictures(tables, key=None)
+        pictures = official.ParquetPictures(tables, key=None)
         questions = _of_tables(tables, pictures)
     else:
         questions = _of_folder(files) if files.alone is None else _of_json_file(path)
@@ -166,19 +210,19 @@ def _of_problems(data: Any, path: Path, splits_file: Path | None) -> list[Questi
 
 
 def _conversation(row: official.Entry) -> Question:
-    problem, pid = llava.question_entry(row), row.text("id")
+    problem, pid = question_entry(row), row.text("id")
     return _question(problem, pid, "test", f"test/{pid}/image.png" if row.get("image") else None)
 
 
-def _of_tables(tables: Sequence[Path], pictures: parquet.ParquetPictures) -> list[Question]:
+def _of_tables(tables: Sequence[Path], pictures: official.ParquetPictures) -> list[Question]:
     """The hub's questions; they have no pid, so their id is split and number, as in `test-17`."""
     questions: list[Question] = []
     counts: Counter[str] = Counter()
     for path in tables:
-        split = parquet.hub_split(path)
-        parquet.require_columns(path, ["image"])  # which says which questions have a picture
-        for number, problem in parquet.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
-            picture = parquet.row_name(path, number)
+        split = official.hub_split(path)
+        official.require_columns(path, ["image"])  # which says which questions have a picture
+        for number, problem in official.parquet_rows(path, (*_PROBLEM, *_GROUPING), _MORE):
+            picture = official.row_name(path, number)
             entry = official.Entry(f"{path}, row {number}", problem)
             name = picture if picture in pictures else None
             questions.append(_question(entry, f"{split}-{counts[split]}", split, name))

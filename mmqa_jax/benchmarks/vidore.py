@@ -29,7 +29,7 @@ import numpy as np
 from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
-from mmqa_jax.data.formats import official, parquet
+from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import retrieval
@@ -93,7 +93,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFi
     """
     name = _set_name(folder)
     corpus, queries, qrels = (
-        parquet.parquet_files(
+        official.parquet_files(
             folder / part, remedy="fetch the set's folders corpus, queries and qrels"
         )
         for part in ("corpus", "queries", "qrels")
@@ -101,22 +101,22 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFi
     files = official.OfficialFiles(folder)
     files.read_files += [*corpus, *queries, *qrels]
     pages_key = _key(corpus[0], "corpus-id", "corpus_id")
-    texts = [column for column in _TEXTS if column in parquet.parquet_columns(corpus[0])][:1]
+    texts = [column for column in _TEXTS if column in official.parquet_columns(corpus[0])][:1]
     if pages != "pictures" and not texts:
         raise UserError(
             f"--pages={pages}: {folder} has no text of its pages (column {' or '.join(_TEXTS)}); "
             "give --pages=pictures."
         )
     for path in corpus if pages != "text" else ():
-        parquet.require_columns(path, ["image"])
+        official.require_columns(path, ["image"])
     texts = texts if pages != "pictures" else []
-    rows = parquet.parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
+    rows = official.parquet_entries(corpus, (pages_key, *texts), ("doc_id", "page_number_in_doc"))
     sources = official.read_entries(
         rows, lambda row: _page(f"{name}/{_id(row, pages_key)}", row, texts, pages), pages_key
     )
     judged = _judgments(qrels, name, sources)
     key = _key(queries[0], "query-id", "query_id")
-    rows = parquet.parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
+    rows = official.parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
     questions = official.read_entries(
         rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
     )
@@ -126,7 +126,7 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFi
     )
     languages = Counter(map(_language, questions.values()))
     counts |= {f"{spoken} questions": n for spoken, n in sorted(languages.items()) if spoken}
-    pictures = parquet.ParquetPictures(corpus, pages_key, before=f"{name}/")
+    pictures = official.ParquetPictures(corpus, pages_key, before=f"{name}/")
     return files.content(questions.values(), counts, {}, pictures, [*sources.values()])
 
 
@@ -146,7 +146,7 @@ def _set_name(folder: Path) -> str:
 
 def _key(path: Path, *names: str) -> str:
     """The name that a column has in this version."""
-    columns = parquet.parquet_columns(path)
+    columns = official.parquet_columns(path)
     return next((name for name in names if name in columns), names[0])
 
 
@@ -169,7 +169,7 @@ def _judgments(
     judged: dict[str, dict[str, int]] = {}
     query = _key(paths[0], "query-id", "query_id")
     page = _key(paths[0], "corpus-id", "corpus_id")
-    for row in parquet.parquet_entries(paths, (query, page, "score")):
+    for row in official.parquet_entries(paths, (query, page, "score")):
         judged_page, grade = f"{name}/{_id(row, page)}", row["score"]
         if judged_page not in sources:
             raise row.error(f"judges page {judged_page}, which corpus/ has not")

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.pairs and (arguments.report or arguments.against_first):
         raise UserError("--pairs: takes neither --report nor --against_first; leave them out.")
     if arguments.report:
-        from mmqa_jax.runs.reports.comparison import check_number, write_comparison
+        from mmqa_jax.runs.reports.row import check_number, write_comparison
 
         check_number(len(arguments.workdirs))
         check_out(Path(arguments.report), flag="--report")

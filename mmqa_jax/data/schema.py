@@ -179,7 +179,7 @@ def source_text(source: Source) -> str:
     return f"{source.title} {source.text}".strip()
 
 
-# predictions.jsonl: one Prediction a line; evaluation/prediction_lines.py reads it.
+# predictions.jsonl: one Prediction a line; evaluation/scores.py reads it.
 
 
 def prediction_row(prediction: Prediction) -> dict[str, Any]:

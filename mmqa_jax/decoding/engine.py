@@ -25,7 +25,6 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import scheduler
 from mmqa_jax.decoding.beam_batches import BeamBatches
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.chunks import Chunk, Chunking, bucket_of, chunks_within, prefix_keys
 from mmqa_jax.decoding.image_features import PictureFeatures
 from mmqa_jax.decoding.image_tower import PatchIds, marked
 from mmqa_jax.decoding.kv_cache import KVCache
@@ -42,8 +41,8 @@ from mmqa_jax.decoding.requests import (
     TooLong,
     check_end_ids,
 )
-from mmqa_jax.decoding.sampling import TopLogprobs, parameters_of
-from mmqa_jax.decoding.shaping import shaping_of
+from mmqa_jax.decoding.sampling import TopLogprobs, parameters_of, shaping_of
+from mmqa_jax.decoding.scheduler import Chunk, Chunking, bucket_of, chunks_within, prefix_keys
 from mmqa_jax.decoding.sizes import repeat_key_heads
 from mmqa_jax.decoding.slot_runner import EngineConfig, SlotRunner, check_draft, for_kinds, scans
 from mmqa_jax.models.llama.experts import widen_routers

@@ -18,10 +18,9 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding
 
-from mmqa_jax.decoding.chunks import Chunk
 from mmqa_jax.decoding.image_tower import PatchIds, tower_programs_of
 from mmqa_jax.decoding.requests import Throughput
-from mmqa_jax.decoding.scheduler import SlotSequence
+from mmqa_jax.decoding.scheduler import Chunk, SlotSequence
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.qwen_vl.network import QwenVL
 

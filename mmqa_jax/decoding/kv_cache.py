@@ -5,6 +5,11 @@ Columns lie in pages, of which each row has a list (its table; vLLM's paged atte
 pages with a running maximum (online softmax, Milakov and Gimelshein 2018), and only over as many as
 the longest row needs. Masked columns add exactly zero, so a row's bits do not depend on how long
 its neighbors are.
+
+Beside the pages a slot holds one state for each recurrent layer (the gated delta rule, short
+convolutions), which the chunks of its prompt and its steps carry on; the
+first chunk of a prompt begins with zeros. States cannot be cut at a column, so that prompts which
+begin alike share no pages, and no step takes several tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +26,6 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import batch_blocks, partition_spec
-from mmqa_jax.decoding import recurrent_state
 from mmqa_jax.decoding.cached_attention import (
     Branches,
     LayerCache,
@@ -31,17 +35,104 @@ from mmqa_jax.decoding.cached_attention import (
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.attention.masked import last_of_pictures
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llama.gated_delta import State
+from mmqa_jax.models.llama.gated_delta import ConvState, DeltaState, State, state_shapes
 from mmqa_jax.models.llama.lora import with_chosen
 from mmqa_jax.models.llama.network import (
     LayerTraits,
     Llama,
+    LlamaLayer,
     added,
     layer_traits,
     rotary_angles,
     rotation,
     shifted,
 )
+
+# Logical axes, for core.mesh.partition_spec.
+_OF_INPUTS = ("batch", "positions", "heads")
+_OF_DELTA = DeltaState(("batch", "heads", "head_dim", "head_dim"), *[_OF_INPUTS] * 3)
+
+
+def _names(state: State) -> State:
+    return _OF_DELTA if isinstance(state, DeltaState) else ConvState(_OF_INPUTS)
+
+
+def state_layout(config: LlamaConfig, slots: int, mesh: Mesh | None = None) -> State:
+    """ShapeDtypeStructs of one layer's states of all slots, which are split like the slots."""
+
+    def placed(shape: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        spec = mesh and NamedSharding(mesh, partition_spec(names, shape.shape, mesh))
+        return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=spec)
+
+    shapes = state_shapes(config, slots)
+    return jax.tree.map(placed, shapes, _names(shapes))
+
+
+def continued(
+    layer: LlamaLayer,
+    x: jax.Array,
+    held: State,
+    *,
+    starts: jax.Array,
+    ends: jax.Array,
+    rows: jax.Array | None,
+    mesh: Mesh | None = None,
+) -> tuple[jax.Array, State]:
+    """A recurrent layer on tokens x [R, L, H] that follow what their slots hold.
+
+    Args:
+      held: of all slots.
+      starts, ends: int [R], columns of each row's first token, and behind its last real one; a row
+        that starts at 0 begins with zeros, one that ends where it starts changes nothing.
+      rows: int32 [R], slots; a number beyond all is a row of padding. None: the rows are the slots.
+      mesh: where the states lie. If their rows are split, the R rows are split alike.
+    """
+    counts = jnp.clip(ends - starts, 0, x.shape[1])
+    before = held if rows is None else _on_own_rows(_taken, held, mesh)(held, rows)
+    begins = (starts == 0) & (counts > 0)
+
+    def begun(state: jax.Array) -> jax.Array:
+        return jnp.where(begins.reshape(-1, *[1] * (state.ndim - 1)), 0, state)
+
+    x, new = layer.continued(x, jax.tree.map(begun, before), ends=counts)
+    new = jax.tree.map(lambda x, before: x.astype(before.dtype), new, held)
+    if rows is None:
+        return x, new
+    return x, _on_own_rows(_put, held, mesh)(held, rows, new)
+
+
+def _taken(held: State, rows: jax.Array) -> State:
+    return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), held)
+
+
+def _put(held: State, rows: jax.Array, new: State) -> State:
+    return jax.tree.map(lambda x, values: x.at[rows].set(values, mode="drop"), held, new)
+
+
+def _on_own_rows(
+    function: Callable[..., State], held: State, mesh: Mesh | None
+) -> Callable[..., State]:
+    """The function, each device with its own slots and rows; XLA else exchanges all states."""
+    names = _names(held)
+    specs = mesh and jax.tree.map(lambda x, n: partition_spec(n, x.shape, mesh), held, names)
+    axes = specs and jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))[0][0]
+    if axes is None:
+        return function
+
+    def local(held: State, rows: jax.Array, *new: State) -> State:
+        count = len(jax.tree.leaves(held)[0])
+        rows = rows - jax.lax.axis_index(axes) * count
+        return function(held, jnp.where((rows < 0) | (rows > count), count, rows), *new)
+
+    def split(held: State, rows: jax.Array, *new: State) -> State:
+        in_specs = (specs, PartitionSpec(axes), *(specs for _ in new))
+        mapped = jax.shard_map(
+            local, mesh=mesh, in_specs=in_specs, out_specs=specs, check_vma=False
+        )
+        return mapped(held, rows, *new)
+
+    return split
+
 
 # Logical axes, for `core.mesh.partition_spec`.
 _KEY_NAMES = ("batch", "heads", "head_dim", "positions")
@@ -75,7 +166,7 @@ def layout(
         if config.borrows:
             return None
         if config.recurrent:
-            return recurrent_state.layout(config, slots, mesh)
+            return layout(config, slots, mesh)
         head = (pages, config.kv_heads)
         scale = array("float32", _SCALE_NAMES, *head, columns) if dtype == "int8" else None
         key = array(dtype, _KEY_NAMES, *head, config.head_size, columns)
@@ -289,7 +380,7 @@ def _layer(
     layer = with_chosen(nnx.merge(graphdef, params), of_tokens.adapters)
     if isinstance(held, State):
         where = {"starts": of_tokens.starts, "ends": of_tokens.ends, "rows": of_tokens.rows}
-        return recurrent_state.continued(layer, x, held, **where, mesh=mesh)
+        return continued(layer, x, held, **where, mesh=mesh)
     q, k, v = layer.project(x, of_tokens.cos, of_tokens.sin, traits)
     cap = layer.config.attention_cap
 

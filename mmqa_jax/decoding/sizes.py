@@ -35,9 +35,9 @@ from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
 from mmqa_jax.decoding import scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
+from mmqa_jax.decoding.scheduler import Buckets
 from mmqa_jax.decoding.slot_runner import (
     EngineConfig,
     Programs,

@@ -24,11 +24,11 @@ from mmqa_jax.core.mesh import (
     replicated,
     split_rows,
 )
-from mmqa_jax.decoding import kv_cache, layered_cache, scanned_cache
+from mmqa_jax.decoding import kv_cache, layer_programs, scanned_cache
 from mmqa_jax.decoding.cached_attention import Branches
-from mmqa_jax.decoding.chunks import Buckets
 from mmqa_jax.decoding.layer_programs import encode_and_step, split_model
 from mmqa_jax.decoding.sampling import SamplingParameters, Shaping, TopLogprobs, choose
+from mmqa_jax.decoding.scheduler import Buckets
 from mmqa_jax.decoding.slots import (
     Slots,
     of_active,
@@ -276,7 +276,7 @@ class Programs:
             self.cache = (
                 scanned_cache.layout(*sizes)
                 if self.scanned
-                else layered_cache.layout(*sizes, slots=config.slots)
+                else layer_programs.layout(*sizes, slots=config.slots)
             )
         else:
             chunk = config.buckets[0]
@@ -351,7 +351,7 @@ class Programs:
             }
             if self.scanned:
                 return scanned_cache.prefill(model, embedded, cache, **of_chunk)
-            forward = layered_cache.prefill if self.of_rows else kv_cache.forward
+            forward = layer_programs.prefill if self.of_rows else kv_cache.forward
             return forward(model, embedded, cache, ends=ends, rows=rows, **of_chunk)
 
         def begin(
@@ -379,7 +379,7 @@ class Programs:
                 decode = scanned_cache.decode
                 if not self.scanned:
                     ends = step_ends(model.config, position, active)
-                    decode = functools.partial(layered_cache.decode, ends=ends)
+                    decode = functools.partial(layer_programs.decode, ends=ends)
                 hidden, cache = decode(
                     model,
                     by_rows(model.embed(with_proposed(slots.token, proposed))),

@@ -15,8 +15,7 @@ from mmqa_jax.core.errors import UserError, check_several
 from mmqa_jax.data.articles import Articles, answering_articles
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking, Source
-from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import Scores, hop_groups
+from mmqa_jax.evaluation.scores import Scores, hop_groups, read_answers
 from mmqa_jax.evaluation.tables import Table, show
 from mmqa_jax.evaluation.webqa import source_f1
 from mmqa_jax.retrieval.modality import MODALITIES, gold_modality

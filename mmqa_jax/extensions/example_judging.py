@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from mmqa_jax.data.batches.example_retrieval import ExampleScores
+from mmqa_jax.data.batches.retriever import ExampleScores
 from mmqa_jax.data.schema import Question
 from mmqa_jax.prompting.backends import Backend, Choices
 from mmqa_jax.prompting.backends.cache import Answers, answer_all

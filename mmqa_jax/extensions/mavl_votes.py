@@ -18,7 +18,7 @@ from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.corpus import fold_of
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation.vqa import answer_accuracy, answer_scorer
-from mmqa_jax.extensions.mavl_plans import answer_with_one_plan
+from mmqa_jax.extensions.mavl_planner import answer_with_one_plan
 from mmqa_jax.papers import mavl
 from mmqa_jax.papers.prophet import vote
 from mmqa_jax.papers.setting import Setting

@@ -40,8 +40,8 @@ from mmqa_jax.models.encoders.late_interaction import (
     is_late_interaction,
 )
 from mmqa_jax.models.encoders.sentence_pooling import max_sim
-from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
-from mmqa_jax.models.encoders.vlm_keys import load_vlm_yes_no, read_vlm_config
+from mmqa_jax.models.encoders.text_encoders import FAMILY as VLM
+from mmqa_jax.models.encoders.text_encoders import load_vlm_yes_no, read_vlm_config
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.modernbert.network import ModernBertCrossEncoder
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig

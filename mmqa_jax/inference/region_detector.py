@@ -24,8 +24,9 @@ from mmqa_jax.core.mesh import fetch, init_sharded, partition_spec
 from mmqa_jax.core.paths import as_path
 from mmqa_jax.core.serving import AUTO, BatchSize, RowCost, loading_mesh, serve
 from mmqa_jax.core.store import Store
-from mmqa_jax.data import detector_pictures, region_records
+from mmqa_jax.data import region_records
 from mmqa_jax.data.corpus import Corpus
+from mmqa_jax.data.pictures import resize
 from mmqa_jax.data.pictures.decode import PictureError, decode_upright, upright_size_of
 from mmqa_jax.data.records.picture_records import processors
 from mmqa_jax.data.regions import RegionError
@@ -47,15 +48,15 @@ class DetectorKind(NamedTuple):
 
     name: str
     config: faster_rcnn.DetectorConfig
-    pictures: detector_pictures.DetectorPictures
+    pictures: resize.DetectorPictures
 
 
 KINDS = tuple(
     DetectorKind(preset.__name__, preset(), pictures)
     for preset, pictures in (
-        (faster_rcnn.vlp_x101, detector_pictures.VLP),
-        (faster_rcnn.vinvl_x152c4, detector_pictures.VINVL),
-        (faster_rcnn.bottom_up_r101, detector_pictures.BOTTOM_UP),
+        (faster_rcnn.vlp_x101, resize.VLP),
+        (faster_rcnn.vinvl_x152c4, resize.VINVL),
+        (faster_rcnn.bottom_up_r101, resize.BOTTOM_UP),
     )
 )
 
@@ -99,7 +100,7 @@ def make_find(
 
 
 # A picture by its place among those asked for, prepared; PictureError where it cannot be.
-Load = Callable[[int], detector_pictures.DetectorPicture]
+Load = Callable[[int], resize.DetectorPicture]
 
 
 class RegionDetector:
@@ -120,7 +121,7 @@ class RegionDetector:
     def __init__(
         self,
         model: faster_rcnn.FasterRCNN,
-        pictures: detector_pictures.DetectorPictures | None = None,
+        pictures: resize.DetectorPictures | None = None,
         batch_size: BatchSize = AUTO,
         *,
         beside_training: bool = False,
@@ -150,7 +151,7 @@ class RegionDetector:
         regions_of_all: list[region_records.DetectedRegions] = []
         for regions in self.find(
             [image.size for image in images],
-            lambda n: detector_pictures.detector_picture(images[n], self.pictures),
+            lambda n: resize.detector_picture(images[n], self.pictures),
         ):
             if isinstance(regions, PictureError):
                 raise regions
@@ -202,8 +203,8 @@ class RegionDetector:
         """Pictures of one padded size in batches."""
         by_shape = collections.defaultdict(list)
         for number, (width, height) in enumerate(sizes):
-            made = detector_pictures.detector_size(width, height, self.pictures)
-            by_shape[detector_pictures.bucket((made[1], made[0]))].append(number)
+            made = resize.detector_size(width, height, self.pictures)
+            by_shape[resize.bucket((made[1], made[0]))].append(number)
         most = self.serving.batch_size
         return [
             (shape, numbers[start : start + most])
@@ -213,7 +214,7 @@ class RegionDetector:
 
     def _started(
         self,
-        prepared: Sequence[tuple[int, detector_pictures.DetectorPicture]],
+        prepared: Sequence[tuple[int, resize.DetectorPicture]],
         shape: tuple[int, int],
     ) -> tuple[list[int], faster_rcnn.Regions, list[tuple[int, int]]] | None:
         """A batch whose computation has begun; None where no picture could be prepared."""
@@ -221,7 +222,7 @@ class RegionDetector:
             return None
         numbers, made = [n for n, _ in prepared], [picture for _, picture in prepared]
         size = self.serving.size_for(len(made))
-        batch = detector_pictures.detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
+        batch = resize.detector_batch([*made, *[made[-1]] * (size - len(made))], shape)
         placement = self.serving.placement
         placed = placement.put(faster_rcnn.Pictures(*batch))
         computed = placement.call(self._find, self._state, placed)
@@ -234,12 +235,12 @@ def _submitted(pool: ThreadPoolExecutor, load: Load, numbers: Sequence[int]) -> 
 
 def _result(
     future: Future, shape: tuple[int, int], number: int
-) -> detector_pictures.DetectorPicture | PictureError:
+) -> resize.DetectorPicture | PictureError:
     try:
         made = future.result()
     except PictureError as error:
         return error
-    if detector_pictures.bucket(made.pixels.shape[:2]) != shape:
+    if resize.bucket(made.pixels.shape[:2]) != shape:
         return PictureError(
             f"picture {number}: has another size than its header says; give the file again."
         )
@@ -275,9 +276,7 @@ def detected(
     return region_records.DetectedRegions(size=size, **arrays)
 
 
-def detector_cost(
-    config: faster_rcnn.DetectorConfig, pictures: detector_pictures.DetectorPictures
-) -> RowCost:
+def detector_cost(config: faster_rcnn.DetectorConfig, pictures: resize.DetectorPictures) -> RowCost:
     """The cost of a picture: a dozen of the widest maps, half of its sides, in float32."""
     cells = pictures.shorter * pictures.longer / 4
     return RowCost("pictures", 1, 16, 12 * 4.0 * config.backbone.stem * cells)
@@ -461,9 +460,9 @@ class RegionEncoder:
         readable = [n for n, record in enumerate(records) if record is None]
         self._advance(len(names) - len(readable))
 
-        def load(number: int) -> detector_pictures.DetectorPicture:
+        def load(number: int) -> resize.DetectorPicture:
             data, name = encoded[readable[number]][0], names[readable[number]]
-            return detector_pictures.detector_picture(
+            return resize.detector_picture(
                 decode_upright(data, name), self._detector.pictures, name
             )
 

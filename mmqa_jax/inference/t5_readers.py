@@ -17,7 +17,7 @@ from mmqa_jax.data.batches.texts import passage_arrays, target_arrays
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.decoding.t5_generate import beam_search, score
+from mmqa_jax.decoding.t5_engine import beam_search, score
 from mmqa_jax.models.t5.network import T5, MultimodalT5, Passages, PicturedTexts
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_text_tokenizer
 from mmqa_jax.weights.folder import load_converted
@@ -87,7 +87,7 @@ class FusionReader(ServedModel):
         self, questions: Sequence[Question], passages: Sequence[Sequence[str]]
     ) -> list[Prediction]:
         """Answers every question from its passages, best first, in the formats of
-        `data.formats.kat_knowledge`.
+        `benchmarks.okvqa`.
         """
         check_questions(questions, "FusionReader.read")
         batches = self.read_batches(questions, passages)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
+from mmqa_jax.benchmarks.okvqa import KATKnowledge
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.papers.setting import Setting
 

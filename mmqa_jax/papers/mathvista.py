@@ -18,8 +18,7 @@ from mmqa_jax.benchmarks.mathvista import UNIT
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import LETTERS
-from mmqa_jax.evaluation.text_answers import ANSWER_TYPE, PRECISION, extracted_by_rule
+from mmqa_jax.evaluation.multiple_choice import ANSWER_TYPE, LETTERS, PRECISION, extracted_by_rule
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting.backends import Backend, Chat, Decoding, Message
 from mmqa_jax.prompting.few_shot import ask, load_template, pictures_of, read_one

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from mmqa_jax.core.typed import Count
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
-from mmqa_jax.evaluation.text_answers import tagged_answer
+from mmqa_jax.evaluation.multiple_choice import tagged_answer
 from mmqa_jax.papers.setting import Setting
 from mmqa_jax.prompting import search_loop
 from mmqa_jax.prompting.backends import Backend, Chat, Completion, Decoding, Message, Picture, Query

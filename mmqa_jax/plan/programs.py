@@ -26,12 +26,11 @@ from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import batch_sharding, on_shardings, state_shardings
 from mmqa_jax.core.serving import AUTO, Serving, free_bytes, planned_batch_size, serving_mesh
 from mmqa_jax.core.typed import nearest
-from mmqa_jax.data.detector_pictures import bucket, detector_size
+from mmqa_jax.data.pictures.resize import bucket, detector_size
 from mmqa_jax.decoding import sizes as sizes_of_engine
 from mmqa_jax.decoding.sampling import SamplingParameters
 from mmqa_jax.decoding.slot_runner import page_of, pages_of_shard, slot_shards
-from mmqa_jax.decoding.t5_engine import room
-from mmqa_jax.decoding.t5_generate import draw
+from mmqa_jax.decoding.t5_engine import draw, room
 from mmqa_jax.evaluation.fluency import longest_text, make_likelihoods, tokens_per_batch
 from mmqa_jax.inference.region_detector import KINDS, DetectorKind, detector_cost, make_find
 from mmqa_jax.models.bart.network import Bart
@@ -41,8 +40,7 @@ from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, RotaryBert, rotary_
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from mmqa_jax.models.encoders.heads import QwenVLEncoder, SentenceEncoder, TextDecoder
 from mmqa_jax.models.encoders.pictured_gemma import GemmaEncoder, embedding_gemma_2
-from mmqa_jax.models.encoders.text_encoders import for_reading
-from mmqa_jax.models.encoders.vlm_keys import for_encoding, for_reading_prompts
+from mmqa_jax.models.encoders.text_encoders import for_encoding, for_reading, for_reading_prompts
 from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.experts import reached
 from mmqa_jax.models.llava.config import LlavaConfig

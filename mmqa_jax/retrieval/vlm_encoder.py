@@ -33,7 +33,7 @@ from mmqa_jax.models.common.array_layout import restacked
 from mmqa_jax.models.encoders.heads import QwenVLEncoder
 from mmqa_jax.models.encoders.pictured_gemma import load_pictured
 from mmqa_jax.models.encoders.sentence_pooling import Prompts, has_recipe, read_recipe
-from mmqa_jax.models.encoders.vlm_keys import load_vlm_encoder, read_vlm_config
+from mmqa_jax.models.encoders.text_encoders import load_vlm_encoder, read_vlm_config
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.network import expand_images
 from mmqa_jax.models.llava.tiles import UnitSizes

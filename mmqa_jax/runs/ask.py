@@ -14,7 +14,7 @@ from mmqa_jax.core.workdir import read_config
 from mmqa_jax.data.corpus import Corpus, open_sources
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, Ranking
 from mmqa_jax.extensions.second_hop import SecondHopRetriever
-from mmqa_jax.inference.answer_spelling import as_written
+from mmqa_jax.inference.reader import as_written
 from mmqa_jax.papers import webqa
 from mmqa_jax.papers.webqa import Reranker
 from mmqa_jax.retrieval.rankings import Retriever

@@ -679,7 +679,7 @@ class FusionReaderSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FactsSpec(Part):
-    """KAT's knowledge of questions: its authors' files, see data/formats/kat_knowledge.py.
+    """KAT's knowledge of questions: its authors' files, see benchmarks/okvqa.py.
 
     Attributes:
       entities: explicit knowledge; "": none.
@@ -699,7 +699,7 @@ class FactsSpec(Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The knowledge; UserError for a file that is malformed."""
-        from mmqa_jax.data.formats.kat_knowledge import KATKnowledge
+        from mmqa_jax.benchmarks.okvqa import KATKnowledge
 
         return KATKnowledge(self.entities, self.answers)
 

@@ -27,9 +27,14 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.atlas_reader import AtlasServing, AtlasVLPTask, inputs_class, with_probes
-from mmqa_jax.tasks.vlp import most_columns
-from mmqa_jax.tasks.vlp_objectives import AnswerObjective
+from mmqa_jax.tasks.vlp import (
+    AnswerObjective,
+    AtlasServing,
+    AtlasVLPTask,
+    inputs_class,
+    most_columns,
+    with_probes,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

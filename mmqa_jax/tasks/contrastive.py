@@ -35,7 +35,7 @@ from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, SigmoidObjective
+from mmqa_jax.tasks.contrastive_losses import ContrastiveObjective, SigmoidObjective
 from mmqa_jax.tasks.initial_weights import check_two_towers_init, dual_encoder_loader
 
 GOLD_SOURCES = 8  # of one question, in a planned batch; WebQA's questions have fewer

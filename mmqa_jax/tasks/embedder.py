@@ -11,8 +11,7 @@ from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.models.encoders.late_interaction import is_late_interaction
 from mmqa_jax.models.encoders.page_retrievers import page_retriever
 from mmqa_jax.models.encoders.pictured_gemma import sees_pictures
-from mmqa_jax.models.encoders.text_encoders import published_folder, published_kind
-from mmqa_jax.models.encoders.vlm_keys import check_family
+from mmqa_jax.models.encoders.text_encoders import check_family, published_folder, published_kind
 from mmqa_jax.retrieval.embedder import Embedder
 from mmqa_jax.retrieval.embeddings import open_embeddings
 from mmqa_jax.retrieval.indexes.index import load_index
@@ -22,11 +21,10 @@ from mmqa_jax.retrieval.late_interaction import dense_retriever, load_late_inter
 from mmqa_jax.retrieval.manifest import EMBEDDINGS, INDEX
 from mmqa_jax.retrieval.page_embedder import load_page_embedder
 from mmqa_jax.retrieval.rankings import Asks
-from mmqa_jax.retrieval.text_encoder import load_text_embedder
-from mmqa_jax.retrieval.two_towers import load_two_towers
+from mmqa_jax.retrieval.text_encoder import load_text_embedder, load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_gemma_embedder, load_vlm_embedder
-from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
+from mmqa_jax.weights.hub import minilm_path
 from mmqa_jax.weights.record import is_converted
 from mmqa_jax.weights.registry import architectures
 

@@ -11,14 +11,14 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.example_retrieval import example_retrieval_batches, judged_questions
 from mmqa_jax.data.batches.feed import BatchesSection
+from mmqa_jax.data.batches.retriever import example_retrieval_batches, judged_questions
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question, Source, source_text
 from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.retrieval.embedder import make_encode_text
 from mmqa_jax.tasks.contrastive import DualEncoderTask
-from mmqa_jax.tasks.contrastive_objectives import DistillationObjective
+from mmqa_jax.tasks.contrastive_losses import DistillationObjective
 from mmqa_jax.tasks.initial_weights import dual_encoder_loader
 from mmqa_jax.tasks.task import InUse, Recipe, Struct, bools, floats, ints
 

@@ -17,16 +17,16 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from mmqa_jax.benchmarks.okvqa import KATKnowledge, question_texts, source_passage
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.serving import RowCost, value_bytes
 from mmqa_jax.core.typed import at_least
 from mmqa_jax.data.batches.feed import BatchesSection
 from mmqa_jax.data.batches.texts import PassagesSize, passage_batches
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge, question_texts, source_passage
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import cut_before_end
-from mmqa_jax.decoding.t5_generate import beam_search
+from mmqa_jax.decoding.t5_engine import beam_search
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.inference.t5_readers import FusionReader
 from mmqa_jax.models.t5.config import T5Config
@@ -34,8 +34,7 @@ from mmqa_jax.models.t5.network import T5, Passages
 from mmqa_jax.retrieval.rankings import read_rankings
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
-from mmqa_jax.tasks.seq2seq import Seq2SeqSection
-from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
+from mmqa_jax.tasks.seq2seq import Seq2SeqObjective, Seq2SeqSection
 from mmqa_jax.weights.folder import load_converted
 
 
@@ -45,7 +44,7 @@ class KnowledgeFiles:
 
     Attributes:
       rankings: file of rankings of the corpus's sources (`mmqa search`).
-      entities, answers: KAT's files, see data.formats.kat_knowledge. Without any of the three a
+      entities, answers: KAT's files, see benchmarks.okvqa. Without any of the three a
         question's own gold sources are read, then its negatives.
     """
 
@@ -92,7 +91,7 @@ class PassageBatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageServing(tasks.ServingSection):
-    """The section `inference`: see decoding.t5_generate.beam_search; one beam is greedy."""
+    """The section `inference`: see decoding.t5_engine.beam_search; one beam is greedy."""
 
     num_beams: int = at_least(1, 1)
     max_new_tokens: int = at_least(1, 49)  # FiD's max_length=50 counts the decoder's first input

@@ -25,8 +25,7 @@ from mmqa_jax.models.t5.network import PicturedTexts
 from mmqa_jax.prompting.rationales import Format, source_text, target_text
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.base_llm import TextModelTask, base_loader, check_vocabulary, model_config
-from mmqa_jax.tasks.seq2seq import PairBatches
-from mmqa_jax.tasks.seq2seq_objective import MultimodalObjective
+from mmqa_jax.tasks.seq2seq import MultimodalObjective, PairBatches
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ from mmqa_jax.decoding.policy_scores import policy_logprobs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.lora import merge_lora
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, target_log_probs
+from mmqa_jax.tasks.language_model import LanguageModelObjective, target_log_probs
 from mmqa_jax.tasks.task import floats, ints
 from mmqa_jax.training.state import WEIGHT
 

@@ -26,8 +26,7 @@ from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.retrieval.rankings import restricted_candidates
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.atlas_reader import AtlasVLPTask
-from mmqa_jax.tasks.vlp_objectives import RerankObjective
+from mmqa_jax.tasks.vlp import AtlasVLPTask, RerankObjective
 from mmqa_jax.weights.record import read_metadata
 
 _PAPERS_THRESHOLD = 0.2

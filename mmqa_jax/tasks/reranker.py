@@ -39,10 +39,10 @@ from mmqa_jax.evaluation.retrieval import score_rankings
 from mmqa_jax.inference import cross_encoder
 from mmqa_jax.inference.cross_encoder import Side as PairSide
 from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders.text_encoders import FAMILY as VLM
+from mmqa_jax.models.encoders.text_encoders import read_vlm_config
+from mmqa_jax.models.encoders.trained import RerankerRecord, cross_encoder_record
 from mmqa_jax.models.encoders.trained_pictured import SeeingReranker, read_seeing_reranker
-from mmqa_jax.models.encoders.trained_reranker import RerankerRecord, cross_encoder_record
-from mmqa_jax.models.encoders.vlm_keys import FAMILY as VLM
-from mmqa_jax.models.encoders.vlm_keys import read_vlm_config
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig
 from mmqa_jax.retrieval.rankings import read_rankings, restricted_candidates
 from mmqa_jax.retrieval.text_encoder import length_buckets

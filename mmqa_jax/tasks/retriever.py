@@ -43,8 +43,10 @@ from mmqa_jax.retrieval.rankings import find_candidates
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.contrastive import GOLD_SOURCES, RetrievalEvaluation, ValidateRetrieval
 from mmqa_jax.tasks.contrastive_losses import (
+    ContrastiveObjective,
     contrastive_loss,
     cosines,
+    links,
     margin_mse,
     max_sims,
     mean_max_sims,
@@ -52,9 +54,14 @@ from mmqa_jax.tasks.contrastive_losses import (
     shortened,
     teacher_divergence,
 )
-from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, links
-from mmqa_jax.tasks.published_trunk import AS_PUBLISHED, PublishedTrunk, SeenPictures
-from mmqa_jax.tasks.retriever_trunks import Trunk, record_from_json, trunk_of
+from mmqa_jax.tasks.published_trunk import (
+    AS_PUBLISHED,
+    PublishedTrunk,
+    SeenPictures,
+    Trunk,
+    record_from_json,
+    trunk_of,
+)
 from mmqa_jax.weights.folder import weights_hash
 
 

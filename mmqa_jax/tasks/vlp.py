@@ -1,6 +1,9 @@
 """The base of the tasks on VLP: source selection (rerank) and answers (answer).
 
-The published system; what the small reader of Atlas adds to it is in tasks/atlas_reader.py.
+They train the published system, and the small reader of Atlas (ours; configs/atlas). Its inputs are
+made by data/atlas/reader.py; its model is models/vlp/atlas_reader.py. All of it is keys of the
+sections `model`, `packing`, `masking` and of `new_types`, off unless a config names them, so that
+source selection and answers are one task each, and runs of both kinds are opened alike.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
@@ -19,6 +25,7 @@ from mmqa_jax.core.local_copies import REGION_CACHE, local_copy
 from mmqa_jax.core.paths import as_path, in_store
 from mmqa_jax.core.serving import AUTO, BatchSize, tower_bytes
 from mmqa_jax.core.typed import at_least, mapping, spec_of
+from mmqa_jax.data.atlas import reader as atlas_reader
 from mmqa_jax.data.batches.packing import Bucket, Packer, PackingConfig
 from mmqa_jax.data.batches.source_reader import SourceReader
 from mmqa_jax.data.corpus import Corpus
@@ -37,14 +44,106 @@ from mmqa_jax.data.regions import (
     read_id_map,
 )
 from mmqa_jax.data.tokenizers import Tokenizer
+from mmqa_jax.models.vlp.atlas_reader import FRESH, AtlasVLPModel, ProbedInputs, add_types
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs, VLPModel
+from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import Loader, check_clip_frontend, vlp_loader
+from mmqa_jax.tasks.task import ANY_VOCABULARY, bools
 from mmqa_jax.training.best_weights import BEST
+from mmqa_jax.training.state import WEIGHT, OfLayers
 from mmqa_jax.weights.record import read_metadata
 
 if TYPE_CHECKING:
     from mmqa_jax.inference.region_detector import RegionCache
+
+
+@dataclasses.dataclass(frozen=True)
+class RerankObjective:
+    """WebQA equation 3 as the original computes it (modeling.py:1088): -log p(class), class 0
+    for relevant sources, averaged over a question's choices and then over questions.
+
+    Batches hold pairs (question, source) of many questions. `weights` makes every question count
+    alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
+    by the number of pairs, not by the batch's own weights: then a pair would count for more or
+    less by what it happens to be drawn with.
+
+    Attributes:
+      sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
+    """
+
+    config: VLPConfig
+    sides: TwoSides | None = None
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized VLP."""
+        if self.sides is not None:
+            return TwoSidedVLP(self.config, self.sides, rngs=nnx.Rngs(key))
+        return self.config.build(rngs=nnx.Rngs(key))
+
+    def outline(self) -> nnx.Module:
+        """The model of zeros; no initializer is traced."""
+        return self.init(None)
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Mean over the pairs of the weighted cross-entropy, and the weighted accuracy."""
+        inputs: VLPInputs = batch["inputs"]
+        logits = model.source_logits(inputs, dropout_key=dropout_key)  # [B, 2]
+        relevant = batch["labels"]  # [B] 1 = relevant
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, 1 - relevant)
+        weights = batch["weights"]
+        correct = (logits.argmax(axis=1) == 1 - relevant).astype(jnp.float32)
+        accuracy = (correct * weights).sum() / (weights.sum() + 1e-8)
+        return (losses * weights).mean(), {"accuracy": accuracy}
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerObjective(OfLayers):
+    """Cross-entropy over the masked answer tokens (VLP, equation 2; WebQA section 5.2).
+
+    Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
+    the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.weights),
+    by their sum. Then the mean over the micro-batches of an update.
+
+    Attributes:
+      questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
+    """
+
+    config: VLPConfig
+    questions_per_mean: int | None = None
+
+    def init(self, key: jax.Array | None) -> nnx.Module:
+        """A freshly initialized VLP."""
+        return self.config.build(rngs=nnx.Rngs(key))
+
+    def loss(
+        self, model: VLP, batch: dict, dropout_key: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns the mean loss per masked token, and the share of tokens with a probability above
+        0.5.
+
+        Both weighted by the tokens' weights, the loss within `questions_per_mean` questions.
+        """
+        positions, ids = batch["masked_positions"], batch["masked_ids"]  # [B, P]
+        log_probs, sayable = model.answer_log_probs(
+            batch["inputs"], positions, ids, dropout_key=dropout_key
+        )  # [B, P]
+        # A model that only copies names cannot produce a name that is in no source.
+        weights = batch["masked_weights"] * sayable
+        rows, masks = weights.shape
+
+        def sums(x: jax.Array) -> jax.Array:  # [B, P] -> [groups of questions]
+            return x.reshape(-1, (self.questions_per_mean or rows) * masks).sum(axis=1)
+
+        loss = -(sums(log_probs * weights) / (sums(weights) + 1e-5)).mean()
+        correct = (log_probs > jnp.log(0.5)).astype(jnp.float32)
+        metrics = {"accuracy": (correct * weights).sum() / (weights.sum() + 1e-5)}
+        if self.questions_per_mean is None:
+            metrics[WEIGHT] = weights.sum()
+        return loss, metrics
+
 
 # Frontend with precomputed detector features -> reader of its files.
 READERS = {"x101": X101Features, "vinvl": VinVLFeatures}
@@ -483,3 +582,79 @@ def check_types(key: str, numbers: Iterable[int], count: int) -> None:
         raise UserError(
             f"config key {key}: the model has no token type {wrong[0]}; use 0 to {count - 1}."
         )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtlasServing(VLPServing):
+    """VLP in use; `packing` may hold values of AtlasPackingConfig."""
+
+    packing: Mapping[str, Any] = mapping(
+        spec_of(atlas_reader.AtlasPackingConfig, *OF_REGIONS, partial=True)
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AtlasVLPTask(VLPTask):
+    """VLP on questions and sources, with additions.
+
+    Attributes:
+      new_types: token types that BERT weights lack: what they start from (add_types).
+    """
+
+    packing_class: ClassVar[type[PackingConfig]] = atlas_reader.AtlasPackingConfig
+    packer_class: ClassVar[type[Packer]] = atlas_reader.AtlasPacker
+
+    model: AtlasVLPModel
+    packing: Mapping[str, Any] = mapping(
+        spec_of(atlas_reader.AtlasPackingConfig, *OF_REGIONS), required=True
+    )
+    inference: AtlasServing
+    new_types: tuple[int, ...] = ()
+
+    def loader(self, tokenizer: Tokenizer) -> Loader | None:
+        def after_bert(vlp: Any) -> None:
+            add_types(vlp, self.new_types)
+
+        return vlp_loader(self, tokenizer, fresh=FRESH, after_bert=after_bert)
+
+    def _pixel_regions(self) -> PatchRegions:
+        model = self.model
+        if model.frontend == "clip":
+            return super()._pixel_regions()
+        options = {"whole": model.whole, "colors": model.colors, "where": model.where}
+        return atlas_reader.AtlasRegions(self.pictures.size, model.patch, **options)
+
+    def _reader_class(self, regions: PatchRegions | FeatureRegions) -> Callable[..., SourceReader]:
+        if not self.model.tags:
+            return super()._reader_class(regions)
+        return functools.partial(atlas_reader.TaggedSources, tags=regions.tags)
+
+    def _check(self, files: bool) -> None:
+        model = self.model
+        if model.written_words and not self.tokenizer.startswith(("minilm:corpus", "corpus:")):
+            raise UserError(
+                f"config key model.written_words={model.written_words}: writes the first words of "
+                f"the vocabulary, but tokenizer {self.tokenizer} does not put common ones first; "
+                "set tokenizer to minilm:corpus or leave model.written_words out."
+            )
+        if model.tags and model.frontend == "clip":
+            raise UserError(
+                "config key model.tags: the regions of model.frontend=clip have neither colors nor "
+                "classes to name; leave it out, or use another frontend."
+            )
+        super()._check(files)
+        types = model.config(ANY_VOCABULARY).bert.types
+        check_types("packing.match_types", self.packing_config().match_types, types)
+        check_types("new_types", self.new_types, types)
+
+
+def inputs_class(masking: atlas_reader.AtlasMasking) -> type[VLPInputs]:
+    """The class of a training batch of answers."""
+    return ProbedInputs if masking.probes else VLPInputs
+
+
+def with_probes(inputs: VLPInputs, masking: atlas_reader.AtlasMasking) -> VLPInputs:
+    """The shapes of a batch (VLPTask.vlp_inputs) as `masking` makes it for training."""
+    if not masking.probes:
+        return inputs
+    return ProbedInputs(**vars(inputs), probe_mask=bools(*inputs.input_ids.shape))

@@ -1,9 +1,13 @@
-"""Visual question answering by the MCANs (MAVL, Prophet's stage 1): one class for each answer."""
+"""Visual question answering by the MCANs (MAVL, Prophet's stage 1): one class for each answer.
+
+A trained one gives answer candidates, and the latents by which examples are chosen.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,12 +17,15 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float32
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.hosts import distributed
-from mmqa_jax.core.serving import RowCost, layer_bytes
+from mmqa_jax.core.mesh import fetch
+from mmqa_jax.core.progress import Progress
+from mmqa_jax.core.serving import RowCost, ServedModel, layer_bytes
 from mmqa_jax.core.trees import flatten_named
-from mmqa_jax.core.typed import at_least, chosen_by, mapping
+from mmqa_jax.core.typed import at_least, changes_of, chosen_by, mapping
 from mmqa_jax.data.answers import FILE, AnswerVocabulary, make_vocabulary, read_vocabulary
 from mmqa_jax.data.answers import FILE as ANSWERS
 from mmqa_jax.data.batches.feed import BatchesSection
@@ -36,17 +43,242 @@ from mmqa_jax.data.published_tokenizers import QuestionWords, open_tokenizer, re
 from mmqa_jax.data.records.grid_records import PictureFeatures, open_features
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import has_answers, score_candidates
-from mmqa_jax.inference.vqa_model import VQAModel, make_answer_scores
 from mmqa_jax.models.bert.keys import fill_bert
-from mmqa_jax.models.bert.network import minilm_l6
-from mmqa_jax.models.mcan.network import MCAN, MCANConfig, MCANOpenVQA, MCANOpenVQAConfig
+from mmqa_jax.models.bert.network import BertConfig, minilm_l6, trunk_config
+from mmqa_jax.models.common.config_checks import check_known, with_fields
+from mmqa_jax.models.mcan.network import (
+    MCAN,
+    FusionConfig,
+    MCANConfig,
+    MCANOpenVQA,
+    MCANOpenVQAConfig,
+)
 from mmqa_jax.models.mcan.patches import CaptionMCAN, CaptionMCANConfig, PatchMCAN, PatchMCANConfig
-from mmqa_jax.models.mcan.sections import GridModel, VQAModelSection, vqa_model
+from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.initial_weights import Loader, bert_folder, bert_rows
 from mmqa_jax.training.state import OfLayers
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.record import is_weights_folder
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Fused:
+    """What the MCANs have in common.
+
+    Attributes:
+      image: what they see of a picture.
+      fusion: fields of FusionConfig that differ.
+    """
+
+    kind: ClassVar[str]
+    remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat",)
+    frozen_text: ClassVar[bool] = False
+    answer_embeddings: ClassVar[bool] = False
+    image: str
+    fusion: Mapping[str, Any] = changes_of(FusionConfig)
+
+    def fusion_config(self) -> FusionConfig:
+        """The fusion's sizes."""
+        return with_fields(FusionConfig(), self.fusion)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OnText(_Fused):
+    """MCANs whose questions a BERT encodes, as VLPModel's `trunk` and `changes` say."""
+
+    trunk: str
+    changes: Mapping[str, Any] = changes_of(BertConfig)
+
+    def _text(self, vocab_size: int) -> BertConfig:
+        return trunk_config(self.trunk, self.changes, vocab_size, types=2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridModel(_OnText):
+    """Prophet's MCAN on CLIP's grid features.
+
+    Attributes:
+      grid: cells of a side.
+      image_features: values of a cell.
+    """
+
+    kind: ClassVar[str] = "mcan"
+    grid: int = at_least(1)
+    image_features: int = at_least(1)
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> MCANConfig:
+        """The model's sizes.
+
+        Args:
+          vocab_size: of the tokenizer.
+          answers: size of the answer vocabulary, that of the pretraining where it is extended.
+          new_answers: by which it is extended.
+        """
+        return MCANConfig(
+            self._text(vocab_size),
+            self.fusion_config(),
+            image_features=self.image_features,
+            grid=self.grid,
+            answers=answers,
+            new_answers=new_answers,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RegionsModel(_Fused):
+    """openvqa's MCAN: GloVe words and a detector's regions, of `region_features` values each."""
+
+    kind: ClassVar[str] = "mcan_openvqa"
+    remat_keys: ClassVar[tuple[str, ...]] = ()
+    word_features: int = at_least(1)
+    region_features: int = at_least(1)
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> MCANOpenVQAConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        sizes = self.word_features, self.region_features
+        return MCANOpenVQAConfig(vocab_size, self.fusion_config(), *sizes, answers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CaptionModel(_OnText):
+    """Ours: a caption stands for the picture.
+
+    Attributes:
+      frozen_text: the question encoder is not trained.
+      answer_embeddings: the head starts from the answers' embeddings.
+    """
+
+    kind: ClassVar[str] = "caption_mcan"
+    frozen_text: bool = False
+    answer_embeddings: bool = False
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> CaptionMCANConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        text = self._text(vocab_size)
+        return CaptionMCANConfig(text, self.fusion_config(), answers, self.frozen_text)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchesModel(_OnText):
+    """Ours: an MCAN on the patches of pictures.
+
+    Attributes:
+      vision: fields of VisionConfig that differ.
+      pictures: of a question at most.
+      answer_embeddings: see CaptionModel.
+    """
+
+    kind: ClassVar[str] = "patch_mcan"
+    remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat", "model.vision.remat")
+    pictures: int = at_least(1)
+    vision: Mapping[str, Any] = changes_of(VisionConfig)
+    answer_embeddings: bool = False
+
+    def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> PatchMCANConfig:
+        """The model's sizes; see GridModel. Its answers cannot be extended."""
+        vision = with_fields(VisionConfig(), self.vision)
+        text = self._text(vocab_size)
+        return PatchMCANConfig(text, vision, self.fusion_config(), answers, self.pictures)
+
+
+VQAModelSection = GridModel | RegionsModel | CaptionModel | PatchesModel
+_VQA = {
+    "grid": GridModel,
+    "regions": RegionsModel,
+    "caption": CaptionModel,
+    "patches": PatchesModel,
+}
+
+
+def vqa_model(section: Mapping[str, Any]) -> type[VQAModelSection]:
+    """The dataclass of a VQA run's section `model`, by its `image`."""
+    image = section.get("image")
+    check_known("config key model.image", image, _VQA)
+    return _VQA[image]
+
+
+CANDIDATES = 10  # Prophet's CANDIDATE_NUM
+
+
+@functools.lru_cache(maxsize=8)  # models of one config share their programs
+def make_answer_scores(graphdef: nnx.GraphDef) -> jax.stages.Wrapped:
+    """The jitted MCAN: (state, question_ids, image) -> the answers' scores [B, V], latents."""
+
+    def run(state: Any, question_ids: jax.Array, image: Any) -> tuple[jax.Array, ...]:
+        module = nnx.merge(graphdef, state)
+        latent = module.latent(question_ids, image)
+        return jax.nn.sigmoid(module.answer_logits(latent).astype(jnp.float32)), latent
+
+    return jax.jit(run)
+
+
+class VQAModel(ServedModel):
+    """Holds the parameters and the jitted function; all batches have one size and one length.
+
+    Args:
+      task: tasks.vqa.VQA, of the run.
+      tokenizer: of the run.
+      answers: of the run.
+      corpus: of the questions; only a model on patches needs it.
+    """
+
+    def __init__(
+        self,
+        task: Any,
+        tokenizer: Any,
+        answers: AnswerVocabulary,
+        model: nnx.Module,
+        corpus: Corpus | None = None,
+    ):
+        self.task, self.answers = task, answers
+        self.features = task.open_pictures(corpus)
+        longest = max(task.batches.lengths)
+        self._inputs = task.inputs(tokenizer, self.features, longest)
+        super().__init__(model, task.inference.batch_size, task.cost())
+        self._run = make_answer_scores(self._graphdef)
+
+    def candidates(
+        self, questions: Sequence[Question], count: int = CANDIDATES
+    ) -> dict[str, list[tuple[str, float]]]:
+        """question_id -> the `count` answers with the highest scores, best first."""
+        return self.candidates_and_latents(questions, count)[0]
+
+    def candidates_and_latents(
+        self, questions: Sequence[Question], count: int = CANDIDATES
+    ) -> tuple[dict[str, list[tuple[str, float]]], Float32[np.ndarray, "n D"]]:
+        """Returns what `candidates` does, and the fused feature of every question."""
+        candidates: dict[str, list[tuple[str, float]]] = {}
+        latents = [np.zeros((0, self.latent_size), np.float32)]
+        with Progress("Answer candidates", len(questions), "questions") as progress:
+            for batch, scores, latent in self._batches(questions):
+                for question, row in zip(batch, scores, strict=True):
+                    best = np.argsort(-row, kind="stable")[:count]
+                    candidates[question.id] = [
+                        (self.answers.answers[i], float(row[i])) for i in best
+                    ]
+                latents.append(latent)
+                progress.advance(len(batch))
+        return candidates, np.concatenate(latents)
+
+    @property
+    def latent_size(self) -> int:
+        """Values of a latent."""
+        return self.task.model.fusion_config().flat_out
+
+    def _batches(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[Sequence[Question], np.ndarray, np.ndarray]]:
+        placement, size = self.serving.placement, self.serving.batch_size
+        rows = placement.rows(size)
+        for start in range(0, len(questions), size):
+            batch = questions[start : start + size]
+            filled = [*batch, *[batch[-1]] * (size - len(batch))]
+            arrays = self._inputs([filled[row] for row in rows])
+            inputs = placement.put((arrays["question_ids"], arrays["image"]))
+            scores, latents = map(fetch, placement.call(self._run, self._state, *inputs))
+            yield batch, scores[: len(batch)], latents[: len(batch)]
+
 
 PLANNED_ANSWERS = 3_129  # of openvqa's and Prophet's answer vocabularies for VQA v2
 PLANNED_WORDS = 20_572  # of openvqa's token_dict.json for VQA v2

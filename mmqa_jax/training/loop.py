@@ -33,8 +33,7 @@ from mmqa_jax.core.checkpoints.checkpoint import Checkpoints
 from mmqa_jax.core.checkpoints.local_checkpoints import local_folder
 from mmqa_jax.core.chips import GIB, chip_of_kind
 from mmqa_jax.core.config import config_fingerprint
-from mmqa_jax.core.disk_errors import report_full_disk
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError, UserError, report_full_disk
 from mmqa_jax.core.files import write_json
 from mmqa_jax.core.host import matmul_peak
 from mmqa_jax.core.hosts.watchdog import Watchdog, hang_limit

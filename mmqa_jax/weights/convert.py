@@ -37,8 +37,12 @@ from mmqa_jax.weights.folder import (
     weights_hash,
     write_converted_sums,
 )
-from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
-from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
+from mmqa_jax.weights.formats.orbax_reader import (
+    StreamedArray,
+    read_weights,
+    stored_specs,
+    write_weights,
+)
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, all_zero, load_into, model_source
 from mmqa_jax.weights.layouts import require_given
@@ -89,7 +93,7 @@ def convert(
 
     Raises:
       RunError: the disk has not enough space left; where it fills up later, see
-        core.disk_errors.
+        core.errors.
     """
     began = time.monotonic()
     entry = architecture(model)

@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmqa_jax.core.disk_errors import find_disk_failure
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import RunError, UserError, find_disk_failure
 from mmqa_jax.core.files import no_empty_folders, read_json, remove_leftovers, unfinished
 
 WRITTEN_BY = "written_by"  # in a JSON file of ours: --overwrite may replace its folder

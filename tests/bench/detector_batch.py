@@ -22,7 +22,7 @@ from flax import nnx
 from mmqa_jax.core.flops import traced_flops
 from mmqa_jax.core.mesh import init_sharded, platform
 from mmqa_jax.core.serving import AUTO, planned_batch_size, serving_mesh
-from mmqa_jax.data.detector_pictures import bucket, detector_size
+from mmqa_jax.data.pictures.resize import bucket, detector_size
 from mmqa_jax.inference.region_detector import DetectorKind, detector_cost, make_find
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from mmqa_jax.models.detection.keys import publish_detector

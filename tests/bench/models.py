@@ -225,7 +225,7 @@ def _bert(suite: Suite) -> Iterator[Case]:
 
 
 def _vlp(suite: Suite) -> Iterator[Case]:
-    from mmqa_jax.tasks.vlp_objectives import AnswerObjective
+    from mmqa_jax.tasks.vlp import AnswerObjective
 
     config, trunk = suite.vlp, suite.vlp.bert
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
     from mmqa_jax.models.vlp.network import VLPConfig
-    from mmqa_jax.tasks.vlp_objectives import RerankObjective
+    from mmqa_jax.tasks.vlp import RerankObjective
 
 _SEED = 0
 _WARM_STEPS = 8  # until the program is compiled and the pipeline of steps is full
@@ -113,7 +113,7 @@ def make_batches(sizes: Sizes, mesh: Mesh) -> list[dict[str, Any]]:
 
 
 def _task(sizes: Sizes) -> RerankObjective:
-    from mmqa_jax.tasks.vlp_objectives import RerankObjective
+    from mmqa_jax.tasks.vlp import RerankObjective
 
     return RerankObjective(vlp(sizes))
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from mmqa_jax.models.detection.boxes import cell_anchors
 from mmqa_jax.models.detection.faster_rcnn import DetectorConfig
-from mmqa_jax.models.detection.rpn import cell_anchors
 from tests.equivalence.detection_torch import clip, decode, nms, roi_align, roi_pool
 
 BRANCH = {"conv1": "branch2a", "conv2": "branch2b", "conv3": "branch2c", "shortcut": "branch1"}

@@ -22,7 +22,7 @@ from mmqa_jax.data.schema import Question, Ranking, Source
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
-from mmqa_jax.retrieval.two_towers import load_two_towers
+from mmqa_jax.retrieval.text_encoder import load_two_towers
 from mmqa_jax.tasks.embedder import load_embedder, open_embedder
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.weights.convert import convert

@@ -18,8 +18,8 @@ from mmqa_jax.models.two_towers.config import (
     vit_b_32,
     vit_l_14,
 )
+from mmqa_jax.models.two_towers.keys import open_clip_config, squashes, usual_constants
 from mmqa_jax.models.two_towers.network import TwoTowers, VisionTower
-from mmqa_jax.models.two_towers.openai import open_clip_config, squashes, usual_constants
 from mmqa_jax.weights.folder import load_converted, read_record
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.registry import architecture

@@ -17,8 +17,8 @@ from flax import nnx
 from mmqa_jax.cli import main
 from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers.config import CLIPConfig, TextConfig, VisionConfig
+from mmqa_jax.models.two_towers.keys import clip_openai_config
 from mmqa_jax.models.two_towers.network import TwoTowers
-from mmqa_jax.models.two_towers.openai import clip_openai_config
 from mmqa_jax.weights.folder import load_converted
 
 # No size is a published one; heads of 64 are all that OpenAI has.

@@ -15,7 +15,7 @@ from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.published_tokenizers import END, START, load_clip_tokenizer
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.two_towers.config import PIXEL_MEAN, PIXEL_STD
-from mmqa_jax.retrieval.two_towers import load_two_towers
+from mmqa_jax.retrieval.text_encoder import load_two_towers
 from mmqa_jax.weights.convert import convert
 from tests.refusals import refuses
 

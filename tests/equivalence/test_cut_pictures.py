@@ -29,10 +29,9 @@ from mmqa_jax.data.pictures.resize import cut_tiles
 from mmqa_jax.decoding.sizes import tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.check import check
-from mmqa_jax.models.llava.config import LlavaConfig
+from mmqa_jax.models.llava.config import PRESETS, LlavaConfig
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava
-from mmqa_jax.models.llava.presets import PRESETS
 from mmqa_jax.models.llava.processor import with_split
 from mmqa_jax.models.llava.tiles import CanvasTiles, UnitSizes, UnitTiles
 from mmqa_jax.models.qwen_vl.network import bucket_of, grid_of, lay_out

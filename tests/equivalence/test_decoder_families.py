@@ -42,7 +42,7 @@ from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama, to_rule_tensors
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora, peft_linears, peft_map
 from mmqa_jax.models.llama.network import Llama, layer_traits
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.published import load_published, write_published

@@ -13,24 +13,25 @@ from detection_torch import decode, nms, roi_align, roi_pool
 from flax import nnx
 
 from mmqa_jax.core.mesh import platform
-from mmqa_jax.models.detection import region_pooling
+from mmqa_jax.models.detection import boxes as detection_boxes
 from mmqa_jax.models.detection.boxes import (
     BoxCoder,
     Overlap,
     areas,
+    cell_anchors,
     clip,
+    grid_anchors,
     keep_in_class,
     keep_one_by_one,
     large_enough,
     overlaps,
+    pyramid_align,
     suppress,
 )
+from mmqa_jax.models.detection.boxes import roi_align as our_align
+from mmqa_jax.models.detection.boxes import roi_pool as our_pool
 from mmqa_jax.models.detection.faster_rcnn import keep_in_classes
-from mmqa_jax.models.detection.region_pooling import pyramid_align
-from mmqa_jax.models.detection.region_pooling import roi_align as our_align
-from mmqa_jax.models.detection.region_pooling import roi_pool as our_pool
 from mmqa_jax.models.detection.resnext import Conv, block_diagonal
-from mmqa_jax.models.detection.rpn import cell_anchors, grid_anchors
 from tests.drawn_weights import drawn
 
 
@@ -180,7 +181,7 @@ def test_roi_align(aligned, samples):
 @pytest.mark.parametrize("kind", ["gpu", "tpu"])
 def test_roi_align_of_a_pyramid(kind, monkeypatch):
     """Each box reads its own level, by cells or by products, and nothing beyond the picture."""
-    monkeypatch.setattr(region_pooling, "platform", lambda: kind)
+    monkeypatch.setattr(detection_boxes, "platform", lambda: kind)
     rng = np.random.default_rng(0)
     extents, strides = ((18, 26), (9, 13)), (8, 16)
     maps = [rng.normal(size=(*extent, 3)).astype("f4") for extent in extents]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers.modeling_outputs import BaseModelOutput
 
 from mmqa_jax.data.batches.texts import PassagesSize, passage_arrays
-from mmqa_jax.decoding.t5_generate import beam_search
+from mmqa_jax.decoding.t5_engine import beam_search
 from mmqa_jax.models.t5.keys import publish_t5
 from mmqa_jax.models.t5.network import T5, Passages
 from mmqa_jax.weights.published import load_published, write_published

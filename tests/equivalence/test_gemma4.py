@@ -35,9 +35,9 @@ from vlm_checks import (
 
 from mmqa_jax.data.pictures.resize import budget_size
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llava.config import PRESETS
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava
-from mmqa_jax.models.llava.presets import PRESETS
 from mmqa_jax.models.llava.processor import with_budget
 from mmqa_jax.models.qwen_vl.network import PatchBatch, bucket_of, grid_of, lay_out
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from test_decoder_families import layers_and_logits, tokens, whole_texts
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mmqa_jax.models.llama.codes import load_in_codes
 from mmqa_jax.models.llama.config import PRESETS, LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
+from mmqa_jax.models.llama.quantize import load_in_codes
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.quantization import read_rounding

@@ -19,8 +19,8 @@ from mmqa_jax.data.batches.texts import RowSize, TokenExample, packed_batch
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.models.llama.lora import LoraConfig, add_lora, merge_lora
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.tasks import language_model_objective
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective, target_log_probs
+from mmqa_jax.tasks import language_model
+from mmqa_jax.tasks.language_model import LanguageModelObjective, target_log_probs
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import TrainState, abstract_state, make_step, of_update, split_model
 from mmqa_jax.weights.published import load_published, write_published
@@ -139,7 +139,7 @@ def test_logits_in_parts_change_no_loss_and_no_gradient(pair, monkeypatch, parts
     batch = packed_batch(PACKED, SIZE)
     rows, targets = batch["target_ids"].shape
     logits = rows * targets * model.config.vocab_size
-    monkeypatch.setattr(language_model_objective, "_LOGITS_BYTES", -(-4 * logits // parts))
+    monkeypatch.setattr(language_model, "_LOGITS_BYTES", -(-4 * logits // parts))
     task, (graphdef, state) = LanguageModelObjective(model.config), nnx.split(model)
 
     def loss(state):

@@ -24,9 +24,9 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding import kv_cache
 from mmqa_jax.models.llama.network import unstack_layers
+from mmqa_jax.models.llava.config import llava_1_5_7b
 from mmqa_jax.models.llava.keys import llava_key_map
 from mmqa_jax.models.llava.network import Llava, expand_images
-from mmqa_jax.models.llava.presets import llava_1_5_7b
 from mmqa_jax.weights.keymap import model_source
 from mmqa_jax.weights.published import load_published
 from tests.refusals import refuses

@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.resize import PAD_COLOR, llava_pixels, pad_to_square
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, LlavaConfig, llava_1_5_7b
 from mmqa_jax.models.llava.network import expand_images
-from mmqa_jax.models.llava.presets import llava_1_5_7b
 from mmqa_jax.models.two_towers.config import vit_l_14_336
 from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.prompting.llava_prompt import SYSTEM, conversation, prompt_ids, question

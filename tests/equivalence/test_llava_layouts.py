@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.llama.network import unstack_layers
-from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN
+from mmqa_jax.models.llava.config import ORIGINAL_IMAGE_TOKEN, llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.llava.keys import (
     llava_config,
     llava_key_map,
@@ -25,7 +25,6 @@ from mmqa_jax.models.llava.keys import (
     publish_llava,
 )
 from mmqa_jax.models.llava.network import Llava
-from mmqa_jax.models.llava.presets import llava_1_5_7b, llava_1_5_13b
 from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.weights.keymap import model_source

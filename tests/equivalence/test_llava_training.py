@@ -166,7 +166,7 @@ def save(model: torch.nn.Module, folder):
 
 
 def test_other_kinds_are_refused():
-    from mmqa_jax.models.llava.presets import PRESETS
-    from mmqa_jax.tasks.picture_layouts import layout_of
+    from mmqa_jax.models.llava.config import PRESETS
+    from mmqa_jax.tasks.vision_language import layout_of
 
     refuses("shows pictures by 'tiles'", layout_of, PRESETS["smolvlm2_500m"]())

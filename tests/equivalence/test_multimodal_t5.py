@@ -15,7 +15,7 @@ from compare import WHOLE, compiled, randomize, same_parameters
 from flax import nnx
 from transformers.modeling_outputs import BaseModelOutput
 
-from mmqa_jax.decoding.t5_generate import beam_search, score
+from mmqa_jax.decoding.t5_engine import beam_search, score
 from mmqa_jax.models.t5.keys import publish_multimodal_t5
 from mmqa_jax.models.t5.network import MultimodalT5, PicturedTexts
 from mmqa_jax.weights.published import load_published, write_published

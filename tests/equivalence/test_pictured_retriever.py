@@ -42,9 +42,9 @@ from mmqa_jax.models.encoders.trained_pictured import read_pictured_record, read
 from mmqa_jax.retrieval.vlm_encoder import Slots, prompt_arrays, slots_of
 from mmqa_jax.runs.verbs.conversion import export_retrieval_run
 from mmqa_jax.tasks.embedder import open_embedder
+from mmqa_jax.tasks.published_trunk import trunk_of
 from mmqa_jax.tasks.reranker import RerankerObjective
 from mmqa_jax.tasks.retriever import RetrieverLoss, RetrieverObjective
-from mmqa_jax.tasks.retriever_trunks import trunk_of
 from mmqa_jax.tasks.run import run_training
 from mmqa_jax.training.optimizer import OptimizerOptions
 from tests.pictures import encoded

@@ -16,7 +16,7 @@ from sentence_transformers.cross_encoder import losses
 from updates import our_updates
 
 from mmqa_jax.models.encoders import text_encoders
-from mmqa_jax.models.encoders.trained_reranker import RerankerRecord, cross_encoder_record
+from mmqa_jax.models.encoders.trained import RerankerRecord, cross_encoder_record
 from mmqa_jax.tasks.reranker import RerankerObjective
 from mmqa_jax.training.optimizer import OptimizerOptions
 from tests import tiny_encoders

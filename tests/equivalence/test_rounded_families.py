@@ -18,7 +18,7 @@ from test_decoder_families import layers_and_logits, tokens, whole_texts
 from test_mistral3 import IMAGE, TEXT, TOWER
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 
-from mmqa_jax.models.llama.codes import load_in_codes
+from mmqa_jax.models.llama.quantize import load_in_codes
 from mmqa_jax.weights.published import load_published
 
 SIZE = 8

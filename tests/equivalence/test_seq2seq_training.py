@@ -31,7 +31,7 @@ from mmqa_jax.models.t5.config import MultimodalT5Config
 from mmqa_jax.models.t5.keys import multimodal_t5_key_map, t5_key_map
 from mmqa_jax.models.t5.network import PictureFusion
 from mmqa_jax.tasks.registry import read_task
-from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
+from mmqa_jax.tasks.seq2seq import Seq2SeqObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_schedule
 from mmqa_jax.weights.keymap import export
 

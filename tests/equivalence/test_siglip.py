@@ -17,8 +17,8 @@ from mmqa_jax.data.tokenizers import text_inputs
 from mmqa_jax.models.encoders.dual_encoder import of_towers
 from mmqa_jax.models.two_towers.keys import key_map, publish_siglip, siglip_config
 from mmqa_jax.models.two_towers.network import TwoTowers, resized_positions
-from mmqa_jax.retrieval.two_towers import as_dual_encoder
-from mmqa_jax.tasks.contrastive_objectives import SigmoidObjective
+from mmqa_jax.retrieval.text_encoder import as_dual_encoder
+from mmqa_jax.tasks.contrastive_losses import SigmoidObjective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published
 from tests.refusals import refuses

@@ -18,7 +18,7 @@ from mmqa_jax.data.pictures.resize import NaFlex
 from mmqa_jax.data.schema import Source
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.processor import read_preparation
-from mmqa_jax.retrieval.two_towers import load_two_towers
+from mmqa_jax.retrieval.text_encoder import load_two_towers
 from mmqa_jax.tasks.embedder import open_embedder
 from tests.pictures import encoded
 from tests.refusals import refuses

@@ -26,12 +26,12 @@ from compare import (
 from flax import nnx
 
 from mmqa_jax.data.batches.texts import PairSize, TokenExample, pair_batch
-from mmqa_jax.decoding.t5_generate import beam_search
+from mmqa_jax.decoding.t5_engine import beam_search
 from mmqa_jax.models.common.encoder_decoder import relative_buckets
 from mmqa_jax.models.t5.config import PRESETS
 from mmqa_jax.models.t5.keys import publish_t5, t5_key_map
 from mmqa_jax.models.t5.network import T5, Texts
-from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
+from mmqa_jax.tasks.seq2seq import Seq2SeqObjective
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published, write_published
 

@@ -47,9 +47,9 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.resize import cut_tiles
 from mmqa_jax.decoding.sizes import feature_bytes
 from mmqa_jax.decoding.slot_runner import EngineConfig
+from mmqa_jax.models.llava.config import PRESETS
 from mmqa_jax.models.llava.keys import llava_config, llava_key_map, publish_llava
 from mmqa_jax.models.llava.network import Llava, expand_images
-from mmqa_jax.models.llava.presets import PRESETS
 from mmqa_jax.models.llava.processor import with_split
 from mmqa_jax.models.llava.tiles import RatioTiles, RowTiles, UnitSizes
 from mmqa_jax.prompting.backends import Completion, Decoding, Picture

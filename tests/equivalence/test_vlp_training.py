@@ -30,7 +30,7 @@ from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.layers import dropout
 from mmqa_jax.models.vlp.keys import start_vlp, vlp_key_map
 from mmqa_jax.models.vlp.network import VLP, VLPInputs
-from mmqa_jax.tasks.vlp_objectives import AnswerObjective, RerankObjective
+from mmqa_jax.tasks.vlp import AnswerObjective, RerankObjective
 from mmqa_jax.training.state import Objective
 from mmqa_jax.weights.keymap import export
 

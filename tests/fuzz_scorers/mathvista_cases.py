@@ -13,7 +13,7 @@ from mmqa_jax.benchmarks.mathvista import (
     score_mathvista,
 )
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.text_answers import (
+from mmqa_jax.evaluation.multiple_choice import (
     ANSWER_TYPE,
     PRECISION,
     extracted_by_rule,

@@ -11,8 +11,7 @@ from typing import Any
 from mmqa_jax.benchmarks.mmmu import DISCIPLINES, read_mmmu_predictions, score_mmmu
 from mmqa_jax.benchmarks.mragbench import score_mragbench
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import mmmu_choice
-from mmqa_jax.evaluation.text_answers import is_open_answer
+from mmqa_jax.evaluation.multiple_choice import is_open_answer, mmmu_choice
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Score, always
 from tests.fuzz_scorers.choice_texts import LETTERS, choices, choosing

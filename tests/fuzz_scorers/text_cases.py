@@ -21,7 +21,7 @@ from mmqa_jax.benchmarks.multimodalqa import (
     score_multimodalqa,
 )
 from mmqa_jax.data.schema import Question
-from mmqa_jax.evaluation.text_answers import list_em, list_f1
+from mmqa_jax.evaluation.multiple_choice import list_em, list_f1
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from tests.fuzz_scorers import traps
 from tests.fuzz_scorers.case import Case, Known, Score

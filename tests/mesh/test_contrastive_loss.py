@@ -15,8 +15,12 @@ from mmqa_jax.core.mesh import batch_sharding, make_mesh, replicated
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.two_towers.config import VisionConfig
-from mmqa_jax.tasks.contrastive_losses import contrastive_loss, sigmoid_loss
-from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective, SigmoidObjective
+from mmqa_jax.tasks.contrastive_losses import (
+    ContrastiveObjective,
+    SigmoidObjective,
+    contrastive_loss,
+    sigmoid_loss,
+)
 from tests.drawn_weights import drawn
 
 # Tiny models: compiling is all the time.

@@ -22,8 +22,8 @@ from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
 from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.plan.exchange import Placement, least_exchanges
-from mmqa_jax.tasks import language_model_objective
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks import language_model
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.tasks.registry import check_config
 from mmqa_jax.tasks.vision_language import PicturedRows, VisionLanguageObjective
 from tests.hlo.counts import count
@@ -104,7 +104,7 @@ def test_a_step_is_that_of_one_device(name, monkeypatch, capfd):
     """The logits are made whole, or for a third of the targets after another."""
     task, mesh, parts = CASES[name]
     share = 4 * ROWS * TARGETS * CONFIG.vocab_size // 8
-    monkeypatch.setattr(language_model_objective, "_LOGITS_BYTES", -(-share // parts))
+    monkeypatch.setattr(language_model, "_LOGITS_BYTES", -(-share // parts))
     options = {"trainable": task.trained} if task.trained else {}
     batch = pictured(task.config) if isinstance(task, VisionLanguageObjective) else packed()
     alone = take_step(task, batch, {}, jax.devices()[:1], **options)

@@ -13,7 +13,7 @@ from mmqa_jax.data.batches.texts import PairSize, TokenExample, pair_batch
 from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.t5_engine import T5Engine, T5EngineConfig
 from mmqa_jax.models.t5.config import T5Config
-from mmqa_jax.tasks.seq2seq_objective import Seq2SeqObjective
+from mmqa_jax.tasks.seq2seq import Seq2SeqObjective
 from mmqa_jax.weights.published import load_published
 
 CONFIG = T5Config(

@@ -10,7 +10,7 @@ from steps import MESHES, same_step, take_step
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.common.layers import Linear, stack_layers
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 
 ROWS, LENGTH, TARGETS = 16, 12, 5
 CONFIG = LlamaConfig(

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import make_mesh, on_shardings, state_shardings
-from mmqa_jax.decoding import masked_lm, t5_generate
+from mmqa_jax.decoding import masked_lm, t5_engine
 from mmqa_jax.decoding.sampling import SamplingParameters, choose
 from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.oscar.network import Oscar, OscarConfig, OscarInputs
@@ -74,7 +74,7 @@ def lowered() -> Iterator[tuple[str, jax.stages.Lowered]]:
         yield "vlp_beams", masked_lm.beam_search.lower(*vlp, sources, **ids, **search)
         yield "oscar_beams", masked_lm.write_captions.lower(*oscar, picture, **search)
         texts = Texts(tokens, shape(QUESTIONS))
-        yield "t5_beams", t5_generate.beam_search.lower(*t5, texts, end_id=1, **search)
+        yield "t5_beams", t5_engine.beam_search.lower(*t5, texts, end_id=1, **search)
         drawn = (logits, parameters, shape(QUESTIONS), shape(QUESTIONS, kind=bool))
         yield "sampling", jax.jit(choose).lower(*drawn)
         yield "exact", _best_with_block.lower(*scored)

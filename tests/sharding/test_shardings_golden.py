@@ -25,7 +25,7 @@ from mmqa_jax.models.llama import config as llama_config
 from mmqa_jax.models.llama import lora
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llava import network as llava
-from mmqa_jax.models.llava.presets import llava_1_5_13b
+from mmqa_jax.models.llava.config import llava_1_5_13b
 from mmqa_jax.models.mcan import network as mcan
 from mmqa_jax.models.mcan import patches as patch_mcan
 from mmqa_jax.models.mcan.network import FusionConfig

@@ -22,8 +22,7 @@ from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.decoding.sizes import feature_bytes, tower_programs
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig
-from mmqa_jax.models.llava.config import LlavaConfig
-from mmqa_jax.models.llava.presets import llava_1_5_7b
+from mmqa_jax.models.llava.config import LlavaConfig, llava_1_5_7b
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.plan.topology import open_topology
 from tests.hlo.counts import count

@@ -26,9 +26,9 @@ from mmqa_jax.models.encoders.dual_encoder import DualEncoderConfig
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.two_towers.config import TextConfig, VisionConfig
 from mmqa_jax.models.vlp.network import VLPConfig, VLPInputs
-from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
-from mmqa_jax.tasks.vlp_objectives import AnswerObjective, RerankObjective
+from mmqa_jax.tasks.contrastive_losses import ContrastiveObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
+from mmqa_jax.tasks.vlp import AnswerObjective, RerankObjective
 from mmqa_jax.training.optimizer import OptimizerOptions, make_optimizer
 from mmqa_jax.training.state import abstract_state, make_step, split_model
 from tests.hlo.counts import count

@@ -14,9 +14,8 @@ from openai_stub import Stub, answer
 from test_pica import EXAMPLES, QUERIES
 from test_shots import FakeEmbedder
 
-from mmqa_jax.decoding.chunks import Chunking
 from mmqa_jax.decoding.requests import Request, Result
-from mmqa_jax.decoding.scheduler import TokenizedRequest
+from mmqa_jax.decoding.scheduler import Chunking, TokenizedRequest
 from mmqa_jax.papers.pica import answer_pica
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mmqa_jax.decoding.chunks import Chunking, bucket_of, chunks_within, prefix_keys
+from mmqa_jax.decoding.scheduler import Chunking, bucket_of, chunks_within, prefix_keys
 from mmqa_jax.models.attention.masked import last_of_pictures
 
 BUCKETS = (2, 4)

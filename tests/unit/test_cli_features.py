@@ -14,8 +14,8 @@ from tiny_detectors import tiny
 
 from mmqa_jax.core.chunks import Shard
 from mmqa_jax.core.errors import RunError, UserError
-from mmqa_jax.data.detector_pictures import BOTTOM_UP, detector_picture
 from mmqa_jax.data.pictures.decode import decode
+from mmqa_jax.data.pictures.resize import BOTTOM_UP, detector_picture
 from mmqa_jax.data.records import record_shards
 from mmqa_jax.data.region_records import RegionRecords
 from mmqa_jax.inference.region_detector import DetectorChoice, open_detector

@@ -9,11 +9,11 @@ import pytest
 from cli_runs import ROOT, done, flags_with, rows_of, write_rows
 from tiny_t5 import write_folder
 
+from mmqa_jax.benchmarks.okvqa import KATKnowledge, question_texts
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.formats.kat_knowledge import KATKnowledge, question_texts
 from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation.vqa import squad_exact_match
 from mmqa_jax.papers.kat import answer_kat

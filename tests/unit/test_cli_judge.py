@@ -5,7 +5,7 @@ from cli_runs import done, flags_with, of_engine, quietly, rows_of
 from science import prepare_science
 from tiny_llm import write_folder
 
-from mmqa_jax.data.batches.example_retrieval import read_example_scores
+from mmqa_jax.data.batches.retriever import read_example_scores
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 

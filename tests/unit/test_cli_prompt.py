@@ -11,7 +11,7 @@ from openai_stub import Stub, error, said
 from tiny_llm import SIZES, flag, text_tokenizer, write_folder
 
 from mmqa_jax.decoding.requests import Request
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import read_answers
 from mmqa_jax.prompting.backends import Completion, Decoding
 from mmqa_jax.prompting.backends.cache import ResponseCache
 from mmqa_jax.prompting.run import Line, as_message, read_prompts

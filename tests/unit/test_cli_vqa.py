@@ -14,7 +14,7 @@ from mmqa_jax.benchmarks.okvqa import read_okvqa
 from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, prediction_row
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import read_answers
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -43,8 +43,8 @@ from mmqa_jax.data.schema import Question
 from mmqa_jax.evaluation import webqa as webqa_scores
 from mmqa_jax.evaluation.compare import compare_runs, compare_tables, read_run
 from mmqa_jax.evaluation.multiple_choice import read_choice_lines
-from mmqa_jax.evaluation.prediction_lines import read_answers
 from mmqa_jax.evaluation.report import read_curves
+from mmqa_jax.evaluation.scores import read_answers
 from mmqa_jax.prompting.examples.library import PublishedVectors
 from mmqa_jax.prompting.examples.side_files import load_answer_aware, load_candidates
 from mmqa_jax.prompting.run import read_prompts

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mmqa_jax.data.detector_pictures import (
+from mmqa_jax.data.pictures.resize import (
     BOTTOM_UP,
     VINVL,
     VLP,

@@ -19,8 +19,13 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from small_disk import small_disk
 
 from mmqa_jax import cli
-from mmqa_jax.core.disk_errors import find_disk_failure, report_disk_once, report_full_disk
-from mmqa_jax.core.errors import RunError, UserError
+from mmqa_jax.core.errors import (
+    RunError,
+    UserError,
+    find_disk_failure,
+    report_disk_once,
+    report_full_disk,
+)
 from mmqa_jax.core.files import atomic_write, write_json
 from tests.refusals import refuses
 

@@ -32,8 +32,7 @@ from mmqa_jax.retrieval.embeddings import (
     read_unfinished,
     write_embeddings,
 )
-from mmqa_jax.retrieval.text_encoder import length_buckets
-from mmqa_jax.retrieval.two_towers import load_two_towers
+from mmqa_jax.retrieval.text_encoder import length_buckets, load_two_towers
 from mmqa_jax.weights.folder import describe_model
 from mmqa_jax.weights.registry import architecture
 from tests.drawn_weights import drawn

@@ -11,14 +11,14 @@ from fake_llm import FakeLLM
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.batches.example_retrieval import (
+from mmqa_jax.data.batches.feed import FeedConfig
+from mmqa_jax.data.batches.retriever import (
     ExampleScores,
     example_retrieval_batches,
     judged_questions,
     read_example_scores,
     write_example_scores,
 )
-from mmqa_jax.data.batches.feed import FeedConfig
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece
@@ -27,7 +27,7 @@ from mmqa_jax.models.bert.network import BertConfig
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig
 from mmqa_jax.models.two_towers.config import VisionConfig
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.tasks.contrastive_objectives import DistillationObjective
+from mmqa_jax.tasks.contrastive_losses import DistillationObjective
 from tests.drawn_weights import drawn
 from tests.refusals import refuses
 

@@ -15,11 +15,10 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.pictures.decode import BrokenPictures, decode_to_pixels
 from mmqa_jax.data.records.grid_records import GridRecords, open_features, write_grids
-from mmqa_jax.models.mcan.sections import GridModel
 from mmqa_jax.models.modified_resnet.network import ModifiedResNet, ModifiedResNetConfig
 from mmqa_jax.models.two_towers.network import normalize_pixels
 from mmqa_jax.runs.verbs.indexing import embed_grids
-from mmqa_jax.tasks.vqa import PictureFeaturesSection
+from mmqa_jax.tasks.vqa import GridModel, PictureFeaturesSection
 from mmqa_jax.weights.folder import save_trained
 from tests.drawn_weights import drawn
 from tests.refusals import refuses

@@ -6,8 +6,7 @@ import pytest
 from small_disk import small_disk
 
 from mmqa_jax.core.checkpoints.checksums import write_sums
-from mmqa_jax.core.disk_errors import find_disk_failure
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, find_disk_failure
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.retrieval.embeddings import Embeddings, cached_vectors
 from mmqa_jax.retrieval.indexes import exact as exact_room

@@ -26,7 +26,7 @@ from mmqa_jax.models.qwen_vl.network import QwenVisionConfig, QwenVLConfig
 from mmqa_jax.models.t5.config import T5Config
 from mmqa_jax.models.two_towers.config import SiglipConfig, SiglipTextConfig, SiglipVisionConfig
 from mmqa_jax.tasks.base_llm import base_loader
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.training.state import abstract_state, pretrained_state, split_model
 from mmqa_jax.weights.convert import convert
 from mmqa_jax.weights.folder import load_converted

@@ -12,7 +12,7 @@ from fake_llm import FakeLLM
 from mmqa_jax.benchmarks import mathvista
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation import text_answers
+from mmqa_jax.evaluation import multiple_choice
 from mmqa_jax.papers.mathvista import SETTINGS, answer_mathvista, extract_finished
 from mmqa_jax.prompting.backends import Picture
 from tests.refusals import refuses
@@ -194,9 +194,9 @@ def test_answers_without_a_hint_are_refused_before_models_load(setting):
     ],
 )
 def test_extraction_by_rule(text, kind, quick, found):
-    assert text_answers.extracted_by_rule(text, of(kind), quick=quick) == found
+    assert multiple_choice.extracted_by_rule(text, of(kind), quick=quick) == found
     if not quick:
-        assert text_answers.extracted_by_rule(text, of(kind)) == found
+        assert multiple_choice.extracted_by_rule(text, of(kind)) == found
 
 
 # What normalize_extracted_answer gives.
@@ -217,11 +217,11 @@ def test_extraction_by_rule(text, kind, quick, found):
     ],
 )
 def test_normalization(text, kind, result):
-    assert text_answers.normalized(text, of(kind)) == result
+    assert multiple_choice.normalized(text, of(kind)) == result
 
 
 def test_an_empty_extraction_names_no_option_where_it_is_ignored():
-    assert text_answers.normalized(" ", of("text"), ignore_empty=True) is None
+    assert multiple_choice.normalized(" ", of("text"), ignore_empty=True) is None
 
 
 # By hand: https://en.wikipedia.org/wiki/Levenshtein_distance has the first two.
@@ -238,8 +238,8 @@ def test_an_empty_extraction_names_no_option_where_it_is_ignored():
 )
 def test_edit_distance(first, second, distance):
     assert (
-        text_answers.edit_distance(first, second)
-        == text_answers.edit_distance(second, first)
+        multiple_choice.edit_distance(first, second)
+        == multiple_choice.edit_distance(second, first)
         == distance
     )
 

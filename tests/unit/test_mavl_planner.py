@@ -15,7 +15,7 @@ from mmqa_jax.data.answers import prep_ans
 from mmqa_jax.data.corpus import Corpus, fold_of
 from mmqa_jax.data.schema import Question
 from mmqa_jax.extensions import mavl_planner
-from mmqa_jax.extensions.mavl_plans import PlanTable, answer_with_one_plan, read_plan_table
+from mmqa_jax.extensions.mavl_planner import PlanTable, answer_with_one_plan, read_plan_table
 from mmqa_jax.papers.mavl import answer_mavl, every_plan, parse_plan
 from mmqa_jax.tasks.registry import check_config
 from tests.refusals import refuses

@@ -11,8 +11,7 @@ from fake_llm import FakeLLM
 from mmqa_jax.benchmarks.mmmu import read_mmmu, score_mmmu, write_mmmu_submission
 from mmqa_jax.data.corpus import Corpus, open_corpus
 from mmqa_jax.data.schema import Prediction, Question
-from mmqa_jax.evaluation.multiple_choice import LETTERS, mmmu_choice
-from mmqa_jax.evaluation.text_answers import is_open_answer
+from mmqa_jax.evaluation.multiple_choice import LETTERS, is_open_answer, mmmu_choice
 from mmqa_jax.papers.mmmu import SETTINGS, answer_mmmu
 from mmqa_jax.prompting.backends import Picture
 from tests.refusals import refuses

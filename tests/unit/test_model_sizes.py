@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from mmqa_jax.decoding.t5_engine import T5EngineConfig
-from mmqa_jax.decoding.t5_generate import beam_search
+from mmqa_jax.decoding.t5_engine import T5EngineConfig, beam_search
 from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.rope import RopeScaling
 from mmqa_jax.models.detection.faster_rcnn import bottom_up_r101, vinvl_x152c4, vlp_x101

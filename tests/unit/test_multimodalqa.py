@@ -14,7 +14,7 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.official import line_entries
 from mmqa_jax.data.pictures.bounds import PictureError
 from mmqa_jax.data.schema import Prediction
-from mmqa_jax.evaluation import text_answers
+from mmqa_jax.evaluation import multiple_choice
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -130,7 +130,7 @@ def test_without_pictures_their_titles_stand(raw, tmp_path):
     ],
 )
 def test_scores_are_the_authors(predicted, gold, em, f1):
-    assert (text_answers.list_em(predicted, gold), text_answers.list_f1(predicted, gold)) == (
+    assert (multiple_choice.list_em(predicted, gold), multiple_choice.list_f1(predicted, gold)) == (
         em,
         f1,
     )

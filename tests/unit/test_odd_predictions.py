@@ -11,7 +11,7 @@ from test_scienceqa import PROBLEMS
 from test_seed_bench import NAMES, QUESTIONS
 from vqa_files import soft_labels, write, write_aokvqa, write_okvqa
 
-from mmqa_jax.evaluation.prediction_lines import id_of
+from mmqa_jax.evaluation.scores import id_of
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.usefixtures("quiet")

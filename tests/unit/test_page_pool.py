@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mmqa_jax.decoding.chunks import Chunking, prefix_keys
 from mmqa_jax.decoding.page_pool import PagePool
+from mmqa_jax.decoding.scheduler import Chunking, prefix_keys
 
 
 def keys_of(tokens, buckets, unit, adapter=0):

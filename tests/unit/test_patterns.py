@@ -50,7 +50,7 @@ MADE_LATER = {
     "weights/hub": 1,  # names of files
     "weights/keymap": 5,
     "weights/layouts": 2,
-    "models/two_towers/openai": 1,
+    "models/two_towers/keys": 1,
     "models/detection/keys": 1,
     "models/llama/keys": 1,  # parts of a family's tensors' names
     "weights/published": 1,

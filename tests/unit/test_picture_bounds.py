@@ -14,8 +14,7 @@ import pytest
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.data.formats.official import PictureFiles
-from mmqa_jax.data.formats.parquet import ParquetPictures
+from mmqa_jax.data.formats.official import ParquetPictures, PictureFiles
 from mmqa_jax.data.pictures import bounds, decode, resize
 from mmqa_jax.data.pictures.resize import (
     PAD_COLOR,

@@ -10,7 +10,7 @@ from flax import nnx
 from tiny_detectors import tiny
 
 from mmqa_jax.core.flops import jaxpr_flops
-from mmqa_jax.data.detector_pictures import VINVL
+from mmqa_jax.data.pictures.resize import VINVL
 from mmqa_jax.inference.region_detector import DetectorKind
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN
 from mmqa_jax.models.detection.resnext import Conv

@@ -10,7 +10,7 @@ from tiny_llm import MODEL
 from mmqa_jax.core.mesh import DEFAULT_RULES, make_mesh
 from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.training.state import abstract_state, initial_state, pretrained_state, split_model
 
 pytestmark = pytest.mark.slow

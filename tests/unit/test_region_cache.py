@@ -20,8 +20,8 @@ from mmqa_jax.core.errors import RunError
 from mmqa_jax.core.store import Store
 from mmqa_jax.data.batches.packing import RawSource
 from mmqa_jax.data.corpus import Corpus
-from mmqa_jax.data.detector_pictures import VLP
 from mmqa_jax.data.pictures.decode import BrokenPictures, PictureError
+from mmqa_jax.data.pictures.resize import VLP
 from mmqa_jax.data.region_records import DetectedRegions, RecordDetections
 from mmqa_jax.data.regions import FeatureRegions, RegionError
 from mmqa_jax.data.schema import Question, Source

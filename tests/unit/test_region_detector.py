@@ -10,7 +10,8 @@ from flax import nnx
 from PIL import Image
 from tiny_detectors import PRESETS, tiny
 
-from mmqa_jax.data.detector_pictures import (
+from mmqa_jax.data.pictures.decode import PictureError
+from mmqa_jax.data.pictures.resize import (
     BOTTOM_UP,
     VINVL,
     VLP,
@@ -18,7 +19,6 @@ from mmqa_jax.data.detector_pictures import (
     detector_batch,
     detector_picture,
 )
-from mmqa_jax.data.pictures.decode import PictureError
 from mmqa_jax.inference.region_detector import RegionDetector, kind_of
 from mmqa_jax.models.detection.faster_rcnn import FasterRCNN, Pictures
 from tests.drawn_weights import drawn

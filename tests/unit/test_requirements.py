@@ -15,7 +15,7 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.atlas import factbook
 from mmqa_jax.data.atlas.factbook import factbook_dir, load_countries
 from mmqa_jax.data.atlas.pictures import svg_dir
-from mmqa_jax.data.formats.parquet import parquet_rows
+from mmqa_jax.data.formats.official import parquet_rows
 from mmqa_jax.data.formats.tables import read_table, write_spreadsheet
 from mmqa_jax.runs.corpora import prepare
 from tests.refusals import refuses

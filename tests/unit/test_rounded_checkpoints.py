@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from mmqa_jax.models.llama.codes import load_in_codes
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import unstack_layers
+from mmqa_jax.models.llama.quantize import load_in_codes
 from mmqa_jax.weights.formats.quantized import Matrix
 from mmqa_jax.weights.formats.safetensors import ArraySource
 from mmqa_jax.weights.published import load_published

@@ -9,12 +9,12 @@ from cli_runs import done, mmqa, png, write_rows
 from shared_data import SHARED, shared_benchmark
 
 from mmqa_jax.benchmarks.scienceqa import (
+    parse_conversation,
     read_scienceqa,
     scienceqa_columns,
     score_scienceqa,
 )
 from mmqa_jax.data.corpus import open_corpus
-from mmqa_jax.data.formats.llava import parse_conversation
 from mmqa_jax.data.schema import Prediction
 from tests.refusals import refuses
 

@@ -14,7 +14,7 @@ from tiny_llm import make_engine, tiny_backend
 
 import mmqa_jax as mmqa
 from mmqa_jax.data.schema import Question, Ranking
-from mmqa_jax.evaluation.text_answers import tagged_answer
+from mmqa_jax.evaluation.multiple_choice import tagged_answer
 from mmqa_jax.papers.search_r1 import (
     MMSearchR1Style,
     SearchR1Style,

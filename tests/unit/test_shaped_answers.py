@@ -22,8 +22,14 @@ from transformers.generation import (
 )
 
 from mmqa_jax.decoding.requests import MOST_TOP, Request
-from mmqa_jax.decoding.sampling import SamplingParameters, choose, draw_key, shaped
-from mmqa_jax.decoding.shaping import ShapedAnswer, shaping_of
+from mmqa_jax.decoding.sampling import (
+    SamplingParameters,
+    ShapedAnswer,
+    choose,
+    draw_key,
+    shaped,
+    shaping_of,
+)
 from mmqa_jax.prompting.backends.answer_forms import read_form
 from mmqa_jax.prompting.backends.json_fields import Fields
 from tests.refusals import refuses

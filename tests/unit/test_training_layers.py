@@ -10,7 +10,7 @@ from mmqa_jax.core.flops import inner_jaxprs, jaxpr_flops
 from mmqa_jax.models.llama import network as llama
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import LoraConfig
-from mmqa_jax.tasks.language_model_objective import LanguageModelObjective
+from mmqa_jax.tasks.language_model import LanguageModelObjective
 from mmqa_jax.training.state import split_model
 
 LENGTH, TARGETS, HIDDEN, MLP, RANK, HEADS, LAYERS = 1024, 8, 256, 384, 4, 2, 3

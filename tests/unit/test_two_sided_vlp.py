@@ -19,7 +19,7 @@ from mmqa_jax.models.common.layers import attention
 from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 from mmqa_jax.models.vlp.two_sided import TwoSidedVLP, TwoSides
 from mmqa_jax.tasks.rerank import two_sides
-from mmqa_jax.tasks.vlp_objectives import RerankObjective
+from mmqa_jax.tasks.vlp import RerankObjective
 from tests.drawn_weights import drawn
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from mmqa_jax.core.files import write_json
 from mmqa_jax.core.trees import unflatten_named
 from mmqa_jax.data.corpus import open_corpus
 from mmqa_jax.data.schema import Ranking
-from mmqa_jax.evaluation.prediction_lines import read_answers
+from mmqa_jax.evaluation.scores import read_answers
 from mmqa_jax.evaluation.webqa import score_answers
 from mmqa_jax.tasks import answer
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task

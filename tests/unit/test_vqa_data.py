@@ -21,8 +21,7 @@ from mmqa_jax.data.published_tokenizers import (
 from mmqa_jax.data.records.grid_records import NpzFiles, open_features
 from mmqa_jax.data.schema import Question
 from mmqa_jax.data.tokenizers import train_wordpiece
-from mmqa_jax.models.mcan.sections import GridModel, RegionsModel
-from mmqa_jax.tasks.vqa import FoldedData, PictureFeaturesSection
+from mmqa_jax.tasks.vqa import FoldedData, GridModel, PictureFeaturesSection, RegionsModel
 from tests.refusals import refuses
 
 GRID = GridModel(image="grid", trunk="minilm_l6", grid=2, image_features=3)

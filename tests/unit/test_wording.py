@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmqa_jax.inference.answer_spelling import as_written
+from mmqa_jax.inference.reader import as_written
 
 KENYA = "The capital of Kenya is Nairobi, which lies at 1 17 S, 36 49 E; its time zone is UTC+3."
 IVORY = "Côte d'Ivoire exports cocoa (40% of the world's supply), gold and crude oil."

@@ -24,7 +24,7 @@ from mmqa_jax.core.errors import UserError, import_optional
 from mmqa_jax.core.files import decode_text, parse_json
 from mmqa_jax.core.typed import nearest
 from mmqa_jax.data.formats.chats import MESSAGES, TOOLS, conversation
-from mmqa_jax.data.formats.parquet import ParquetPictures, parquet_rows, row_name
+from mmqa_jax.data.formats.official import ParquetPictures, parquet_rows, row_name
 from mmqa_jax.data.pictures.bounds import PictureError, check_bytes
 from mmqa_jax.data.pictures.decode import PictureTar
 from mmqa_jax.data.schema import Question, Source

@@ -1,18 +1,291 @@
-"""Boxes as (left, top, right, bottom) in pixels: size, overlap, regression and clipping.
+"""Boxes as (left, top, right, bottom) in pixels; their proposal, and features pooled from them.
 
 Caffe, Detectron and maskrcnn-benchmark count the last pixel as part of a box: a box from 3 to 5 is
 3 wide. torchvision and detectron2 do not. `last_pixel` is 1 or 0 accordingly.
+
+Region proposal network (Ren et al. 2015, section 3.1): a small convolution says of each cell's
+anchors how much an object they look like and how to move them. The best are clipped to the picture
+and suppressed, level by level; of a pyramid's levels the best of all are then taken together. How
+the originals differ is in the configuration.
+
+A region's features on a small grid are ROIAlign's (He et al. 2017) or ROIPool's (Girshick 2015).
+Both are separable here. ROIAlign's samples of a bin are a grid of points, and a bilinear sample is
+a weight of rows times one of columns; so a region's grid is two small matrices around the feature
+map, exact for any number of samples, and products instead of a gather. Of a pyramid's large maps
+CPUs and GPUs gather the few cells that a bin reads: products with all cells take longer there, and
+on GPUs write a region's rows of all levels to memory. TPUs, where gathers are slow, multiply.
+ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.mesh import platform
+from mmqa_jax.models.common.layers import Linear
+from mmqa_jax.models.detection.resnext import Conv, cells_within, within
+
+# Boxes [R, 4] and the level [R] int32 that each is read from -> their grids [R, size, size, C].
+PyramidPooling = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def roi_align(
+    features: jax.Array,
+    boxes: jax.Array,
+    *,
+    size: int,
+    scale: float,
+    samples: int,
+    aligned: bool,
+    extent: jax.Array | None = None,
+) -> jax.Array:
+    """Means of bilinear samples (Caffe2's RoIAlign, torchvision's roi_align).
+
+    Args:
+      features: [H, W, C].
+      boxes: [R, 4] in pixels, within the picture.
+      size: bins of a side.
+      scale: cells per pixel.
+      samples: points of a bin along a side; 0: a bin's cells, rounded up, for each region by
+        itself.
+      aligned: whether half a cell is taken off first (detectron2's ROIAlignV2). Regions of less
+        than a cell count as one cell where it is not.
+      extent: [2], the rows and columns of the picture, where the map is padded.
+
+    Returns:
+      [R, size, size, C] in the features' dtype.
+    """
+    height, width = features.shape[:2]
+    rows, columns = (height, width) if extent is None else (extent[0], extent[1])
+    offset = 0.5 if aligned else 0.0
+    left, top, right, bottom = jnp.moveaxis(boxes.astype(jnp.float32) * scale - offset, -1, 0)
+    options = {"size": size, "samples": samples, "aligned": aligned}
+    across = _sample_weights(left, right, columns, width, **options).astype(features.dtype)
+    down = _sample_weights(top, bottom, rows, height, **options).astype(features.dtype)
+    partial = jnp.einsum("rph,hwc->rpwc", down, features)
+    return jnp.einsum("rqw,rpwc->rpqc", across, partial)
+
+
+def _sample_weights(
+    start: jax.Array,
+    end: jax.Array,
+    cells: jax.Array | int,
+    held: int,
+    *,
+    size: int,
+    samples: int,
+    aligned: bool,
+) -> jax.Array:
+    """Weights of a line of cells in each bin: start and end [R] in cells -> [R, size, held].
+
+    cells: of the picture, of the `held` ones of the map.
+    """
+    most = samples or -(-(held + 1) // size)
+    options = {"size": size, "samples": samples, "aligned": aligned}
+    low, high_weight, counted, count = _samples(start, end, cells, most, **options)
+    cell = jnp.arange(held)
+    weights = jnp.where(cell == low[..., None], 1 - high_weight[..., None], 0.0)
+    weights += jnp.where(cell == low[..., None] + 1, high_weight[..., None], 0.0)
+    total = jnp.sum(jnp.where(counted[..., None], weights, 0.0), axis=2)  # [R, size, held]
+    return total / count[:, None, None]
+
+
+def _samples(
+    start: jax.Array,
+    end: jax.Array,
+    cells: jax.Array | int,
+    most: int,
+    *,
+    size: int,
+    samples: int,
+    aligned: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Where the samples of each bin lie on a line: start and end [R], `most` samples of a bin.
+
+    cells: of the picture, one number or [R].
+
+    Returns:
+      The cell before each sample [R, size, most] int32, the weight of the cell after it, which of
+      the samples count, and the number of samples of a bin [R], at least 1.
+    """
+    length = end - start
+    if not aligned:
+        length = jnp.maximum(length, 1.0)
+    # Behind the barrier XLA divides; by a constant it would multiply by the inverse, and whole
+    # numbers of cells would be rounded up to one more.
+    bin_length = length / jax.lax.optimization_barrier(jnp.float32(size))
+    count = jnp.full_like(start, samples) if samples else jnp.ceil(bin_length)
+    cells = jnp.broadcast_to(cells, start.shape)[:, None, None]
+    point = jnp.arange(most)  # [most]
+    # As in the original's float32: start + bin * length + (sample + 0.5) * length / samples.
+    bin_start = start[:, None] + jnp.arange(size) * bin_length[:, None]  # [R, size]
+    step = (point + 0.5) * bin_length[:, None] / jnp.maximum(count, 1)[:, None]  # [R, most]
+    at = bin_start[:, :, None] + step[:, None, :]  # [R, size, most]
+    counted = (point < count[:, None])[:, None] & (at >= -1.0) & (at <= cells)
+    at = jnp.maximum(at, 0.0)
+    low = jnp.floor(at).astype(jnp.int32)
+    beyond = low >= cells - 1
+    low = jnp.where(beyond, cells - 1, low)
+    return low, jnp.where(beyond, 0.0, at - low), counted, jnp.maximum(count, 1)
+
+
+def pyramid_align(
+    maps: Sequence[jax.Array],
+    extents: Sequence[jax.Array],
+    scales: Sequence[float],
+    *,
+    size: int,
+    samples: int,
+) -> PyramidPooling:
+    """ROIAlign, not aligned, that reads each box from one level of a pyramid.
+
+    Args:
+      maps: [H, W, C] of each level.
+      extents: [2] of each level, the rows and columns of the picture.
+      scales: cells per pixel of each level.
+      size, samples: see roi_align; samples are of a fixed number.
+    """
+    options = {"size": size, "samples": samples, "aligned": False}
+    if platform() != "tpu":
+        return _gathering(maps, extents, scales, options)
+
+    def of_products(boxes: jax.Array, level: jax.Array) -> jax.Array:
+        pooled = 0.0
+        for index, (x, extent) in enumerate(zip(maps, extents, strict=True)):
+            grid = roi_align(x, boxes, scale=scales[index], extent=extent, **options)
+            pooled += jnp.where((level == index)[:, None, None, None], grid, 0)
+        return pooled
+
+    return of_products
+
+
+def _gathering(
+    maps: Sequence[jax.Array],
+    extents: Sequence[jax.Array],
+    scales: Sequence[float],
+    options: dict,
+) -> PyramidPooling:
+    """`pyramid_align` by the cells that are read, of all levels in one list."""
+    cells = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in maps])
+    sizes = [x.shape[0] * x.shape[1] for x in maps]
+    firsts = jnp.asarray(np.cumsum([0, *sizes[:-1]]), jnp.int32)
+    widths = jnp.asarray([x.shape[1] for x in maps], jnp.int32)
+    scale_of, extent_of = jnp.asarray(scales, jnp.float32), jnp.stack(extents)
+
+    def of_cells(boxes: jax.Array, level: jax.Array) -> jax.Array:
+        scaled = boxes.astype(jnp.float32) * scale_of[level][:, None]
+        left, top, right, bottom = jnp.moveaxis(scaled, -1, 0)
+        rows, columns = jnp.moveaxis(extent_of[level], -1, 0)
+        row, down = _read_cells(top, bottom, rows, **options)
+        column, across = _read_cells(left, right, columns, **options)
+        first, width = firsts[level][:, None], widths[level][:, None]
+        reads = []
+        for i in range(row.shape[-1]):
+            start = first + row[:, :, i] * width  # [R, size]
+            for j in range(column.shape[-1]):
+                place = start[:, :, None] + column[:, None, :, j]
+                reads.append((place, down[:, :, None, i] * across[:, None, :, j]))
+        if platform() == "gpu":  # places are worked out once, not for each channel
+            reads = jax.lax.optimization_barrier(reads)
+        pooled = 0.0
+        # One cell of all bins at a time: in one sum XLA gathers without writing cells down.
+        for place, weight in reads:
+            read = cells.at[place].get(mode="clip")  # [R, size, size, C]
+            pooled += read.astype(jnp.float32) * weight[..., None]
+        return pooled.astype(cells.dtype)
+
+    return of_cells
+
+
+def _read_cells(
+    start: jax.Array, end: jax.Array, cells: jax.Array, **options
+) -> tuple[jax.Array, jax.Array]:
+    """The cells of a line that each bin reads and their weights: [R, size, 2 samples] each."""
+    line = _samples(start, end, cells, options["samples"], **options)
+    low, high_weight, counted, count = line
+    high = jnp.minimum(low + 1, cells[:, None, None] - 1)
+    share = jnp.where(counted, 1 / count[:, None, None], 0.0)
+    weights = jnp.concatenate([(1 - high_weight) * share, high_weight * share], axis=-1)
+    return jnp.concatenate([low, high], axis=-1), weights
+
+
+def roi_pool(
+    features: jax.Array,
+    boxes: jax.Array,
+    *,
+    size: int,
+    scale: float,
+    extent: jax.Array | None = None,
+) -> jax.Array:
+    """Maxima of whole cells (Caffe's ROIPooling, torchvision's roi_pool).
+
+    A box's edges are rounded to cells, halves away from zero, and its last cell counts. A bin
+    without cells is 0.
+
+    Args:
+      features, boxes, scale, extent: as `roi_align`.
+      size: bins of a side.
+
+    Returns:
+      [R, size, size, C] in the features' dtype.
+    """
+    height, width = features.shape[:2]
+    rows, columns = (height, width) if extent is None else (extent[0], extent[1])
+    left, top, right, bottom = jnp.moveaxis(_rounded(boxes.astype(jnp.float32) * scale), -1, 0)
+    row, row_count = _bins(top, bottom, rows, height, size)
+    column, column_count = _bins(left, right, columns, width, size)
+    lowest = jnp.finfo(features.dtype).min
+    most = -(-(height + 1) // size) + 1
+    down = jnp.full((boxes.shape[0], size, *features.shape[1:]), lowest, features.dtype)
+    for step in range(most):
+        cells = features[jnp.minimum(row + step, height - 1)]  # [R, size, W, C]
+        inside = (step < row_count)[:, :, None, None]
+        down = jnp.maximum(down, jnp.where(inside, cells, lowest))
+    most = -(-(width + 1) // size) + 1
+    pooled = jnp.full((boxes.shape[0], size, size, features.shape[2]), lowest, features.dtype)
+    for step in range(most):
+        at = jnp.minimum(column + step, width - 1)[:, None, :, None]
+        cells = jnp.take_along_axis(down, at, axis=2)  # [R, size, size, C]
+        inside = (step < column_count)[:, None, :, None]
+        pooled = jnp.maximum(pooled, jnp.where(inside, cells, lowest))
+    there = (row_count[:, :, None] > 0) & (column_count[:, None, :] > 0)
+    return jnp.where(there[..., None], pooled, 0)
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """C's round: halves away from zero."""
+    whole = jnp.trunc(x)
+    return whole + jnp.where(jnp.abs(x - whole) >= 0.5, jnp.sign(x), 0.0)
+
+
+def _bins(
+    start: jax.Array, end: jax.Array, cells: jax.Array | int, held: int, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """First cell and number of cells of each bin: start and end [R] -> two int32 [R, size].
+
+    cells: of the picture, of the `held` ones of the map.
+    """
+    # Edges of bins are rounded products in float32, which decide about whole cells: numpy computes
+    # them as C does; XLA would multiply by the inverse of `size`.
+    lengths = np.maximum(np.arange(held + 2), 1).astype(np.float32)[:, None]
+    bin_length = lengths / np.float32(size)
+    place = np.arange(size, dtype=np.float32)
+    edges = np.stack([np.floor(place * bin_length), np.ceil((place + 1) * bin_length)])
+    length = jnp.clip((end - start).astype(jnp.int32) + 1, 0, held + 1)
+    first, last = jnp.asarray(edges.astype(np.int32))[:, length]  # [R, size] each
+    origin = start.astype(jnp.int32)[:, None]
+    first, last = (jnp.clip(edge + origin, 0, cells) for edge in (first, last))
+    return first, last - first
+
 
 Corners = tuple[jax.Array, jax.Array, jax.Array, jax.Array]  # left, top, right, bottom
 
@@ -267,3 +540,176 @@ def keep_one_by_one(
 
     alive = jax.lax.fori_loop(0, scores.shape[0], settle, valid[order])
     return jnp.zeros_like(valid).at[order].set(alive)
+
+
+@dataclasses.dataclass(frozen=True)
+class RPNConfig:
+    """Sizes and rules; the defaults are maskrcnn-benchmark's for one level.
+
+    Attributes:
+      strides: pixels per cell of each level.
+      sizes: of the anchors of each level (see anchors).
+      ratios: heights over widths.
+      hidden: channels of the convolution.
+      paired: whether an anchor has two scores, for nothing and for an object, the ones of nothing
+        of all anchors first (Caffe), or one.
+      before: how many anchors of a level are looked at, the best.
+      after: how many of them are left after suppression, and of all levels together.
+      threshold: intersection over union of the suppression.
+      inclusive: see Overlap.
+      smallest: shortest side of a proposal, in pixels of the original picture.
+      small_first: whether small ones are taken out before the best are counted (Caffe), or after.
+      end_pixel, bounded: see BoxCoder.
+    """
+
+    strides: tuple[int, ...] = (16,)
+    sizes: tuple[tuple[int, ...], ...] = ((32, 64, 128, 256, 512),)
+    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
+    hidden: int = 1024
+    paired: bool = False
+    before: int = 6000
+    after: int = 300
+    threshold: float = 0.7
+    inclusive: bool = False
+    smallest: int = 0
+    small_first: bool = False
+    end_pixel: int = 1
+    bounded: bool = True
+
+    def __post_init__(self):
+        counts = {len(sizes) for sizes in self.sizes}
+        if len(self.strides) != len(self.sizes) or len(counts) != 1:
+            raise UserError(
+                f"rpn: strides {self.strides} and sizes {self.sizes}; give as many sizes as "
+                "strides, each with as many anchors, since one convolution serves all levels."
+            )
+
+    @property
+    def anchors(self) -> int:
+        """Anchors of a cell."""
+        return len(self.ratios) * len(self.sizes[0])
+
+    @property
+    def coder(self) -> BoxCoder:
+        """How proposals are regressed."""
+        return BoxCoder(end_pixel=self.end_pixel, bounded=self.bounded)
+
+
+class RPN(nnx.Module):
+    """One convolution for all levels."""
+
+    def __init__(self, config: RPNConfig, in_channels: int, *, rngs: nnx.Rngs):
+        names = ("embed", "mlp")
+        self.conv = Conv(in_channels, config.hidden, 3, names, rngs=rngs, use_bias=True)
+        scores = config.anchors * (2 if config.paired else 1)
+        self.objectness = Linear(config.hidden, scores, ("mlp", "proj"), rngs=rngs)
+        self.deltas = Linear(config.hidden, 4 * config.anchors, ("mlp", "proj"), rngs=rngs)
+        self.config = config
+
+    def __call__(self, level: jax.Array, extent: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """A level's map [B, H, W, C] -> probabilities of an object [B, H, W, A], deltas [..., 4].
+
+        Both are float32.
+        """
+        hidden = jax.nn.relu(self.conv(within(level, extent)))
+        scores = self.objectness(hidden).astype(jnp.float32)
+        deltas = self.deltas(hidden).astype(jnp.float32)
+        deltas = deltas.reshape(*deltas.shape[:-1], self.config.anchors, 4)
+        if self.config.paired:
+            nothing, something = jnp.split(scores, 2, axis=-1)
+            return jax.nn.softmax(jnp.stack([nothing, something]), axis=0)[1], deltas
+        return jax.nn.sigmoid(scores), deltas
+
+    def proposals(
+        self,
+        levels: list[tuple[jax.Array, jax.Array, jax.Array]],
+        size: jax.Array,
+        scale: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Proposes the regions of one picture.
+
+        Args:
+          levels: of each level the probabilities [H, W, A], the deltas [H, W, A, 4] and the extent.
+          size: [2], height and width that boxes are clipped to.
+          scale: pixels per pixel of the original picture.
+
+        Returns:
+          Boxes [after, 4], best first, and [after] bool, which of them there are.
+        """
+        config = self.config
+        best = [self._of_level(index, *level, size, scale) for index, level in enumerate(levels)]
+        boxes, scores, there = (jnp.concatenate(part) for part in zip(*best, strict=True))
+        if len(levels) > 1:
+            scores, order = jax.lax.top_k(jnp.where(there, scores, -1.0), config.after)
+            boxes, there = boxes[order], scores >= 0
+        return jnp.where(there[:, None], boxes, 0.0), there
+
+    def _of_level(
+        self,
+        index: int,
+        scores: jax.Array,
+        deltas: jax.Array,
+        extent: jax.Array,
+        size: jax.Array,
+        scale: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Boxes [after, 4], scores [after] and whether they are there [after] bool."""
+        config = self.config
+        height, width, anchors = scores.shape
+        stride = config.strides[index]
+        cell = cell_anchors(stride, config.sizes[index], config.ratios)
+        grid = grid_anchors(cell, height, width, stride).reshape(-1, 4)
+        deltas = deltas.reshape(-1, 4)
+
+        def decoded(rows) -> tuple[jax.Array, jax.Array]:
+            boxes = clip(config.coder.decode(deltas[rows], grid[rows]), size, 1)
+            return boxes, large_enough(boxes, config.smallest * scale, 1)
+
+        inside = jnp.repeat(cells_within(extent, height, width).ravel(), anchors)
+        if config.small_first:
+            inside &= decoded(slice(None))[1]
+        best, order = jax.lax.top_k(
+            jnp.where(inside, scores.ravel(), -1.0), min(config.before, inside.shape[0])
+        )
+        boxes, fits = decoded(order)  # of the best alone: a pyramid has a quarter of a million
+        valid = (best >= 0) & fits
+        overlap = Overlap(config.threshold, config.inclusive, 1)
+        chosen, there = suppress(boxes, best, valid, overlap, config.after)
+        return boxes[chosen], best[chosen], there
+
+
+# The anchors of a region proposal network, as py-faster-rcnn lays them out.
+#
+# An anchor has one of some sizes and one of some ratios of height to width, around the middle of
+# the first cell. Sides of the ratio are rounded to whole pixels of a box as large as the stride,
+# and then scaled (generate_anchors.py of py-faster-rcnn, Detectron and maskrcnn-benchmark);
+# torchvision and detectron2 scale first, and detectron2 does not round.
+
+
+def cell_anchors(stride: int, sizes: tuple[float, ...], ratios: tuple[float, ...]) -> np.ndarray:
+    """Anchors of the first cell.
+
+    Args:
+      stride: pixels per cell.
+      sizes: square roots of the anchors' areas, about.
+      ratios: heights over widths.
+
+    Returns:
+      float32 [len(ratios) * len(sizes), 4]; the sizes of a ratio follow each other. The last pixel
+      of a box counts (see boxes).
+    """
+    width = np.round(np.sqrt(stride**2 / np.array(ratios, np.float64)))
+    height = np.round(width * np.array(ratios, np.float64))
+    scale = np.array(sizes, np.float64) / stride
+    half = 0.5 * (np.stack([width, height], axis=-1)[:, None] * scale[:, None] - 1)
+    center = 0.5 * (stride - 1)
+    corners = np.concatenate([center - half, center + half], axis=-1)
+    return corners.reshape(-1, 4).astype(np.float32)
+
+
+def grid_anchors(cell: np.ndarray, height: int, width: int, stride: int) -> jax.Array:
+    """The anchors of all cells: cell [A, 4] -> [height, width, A, 4]."""
+    y = jnp.arange(height, dtype=jnp.float32)[:, None, None] * stride
+    x = jnp.arange(width, dtype=jnp.float32)[None, :, None] * stride
+    y, x = jnp.broadcast_arrays(y, x)
+    return jnp.stack([x, y, x, y], axis=-1) + cell

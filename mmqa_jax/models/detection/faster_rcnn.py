@@ -26,16 +26,19 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.layers import Embedding, Linear
 from mmqa_jax.models.detection.boxes import (
+    RPN,
     BoxCoder,
     Overlap,
+    RPNConfig,
     areas,
     clip,
     keep_in_class,
     keep_one_by_one,
+    pyramid_align,
+    roi_align,
+    roi_pool,
 )
-from mmqa_jax.models.detection.region_pooling import pyramid_align, roi_align, roi_pool
 from mmqa_jax.models.detection.resnext import FPN, ResNeXt, ResNeXtConfig, Stage, within
-from mmqa_jax.models.detection.rpn import RPN, RPNConfig
 
 _POOLINGS = ("align", "pool")
 _LABELS = ("confident", "likeliest")
@@ -292,7 +295,7 @@ class FasterRCNN(nnx.Module):
         if height % self.config.divisor or width % self.config.divisor:
             raise UserError(
                 f"detector: pictures padded to {height} x {width}, expected multiples of "
-                f"{self.config.divisor}; pad them with data.detector_pictures."
+                f"{self.config.divisor}; pad them with data.pictures.resize."
             )
         maps, extents = self.levels(pictures.pixels, pictures.sizes)
         scored = [self.rpn(*level) for level in zip(maps, extents, strict=True)]

@@ -21,13 +21,12 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.encoders import heads
-from mmqa_jax.models.encoders.text_encoders import CONFIG
-from mmqa_jax.models.encoders.vlm_keys import for_reading_prompts, headless_key_map
+from mmqa_jax.models.encoders.text_encoders import CONFIG, for_reading_prompts, headless_key_map
 from mmqa_jax.models.llama.keys import Fused
 from mmqa_jax.models.llava.families import FAMILIES as TOWERED
 from mmqa_jax.models.llava.keys import llava_key_map, open_llava, read_llava_config
 from mmqa_jax.models.modernbert.keys import modernbert_fused
-from mmqa_jax.models.modernvbert import keys as modernvbert
+from mmqa_jax.models.modernvbert import network as modernvbert
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.keys import PUBLISHED as QWEN_VL
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, read_qwen_vl_config

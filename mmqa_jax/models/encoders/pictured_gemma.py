@@ -23,7 +23,7 @@ from mmqa_jax.core.mesh import platform
 from mmqa_jax.models.encoders import embedding_gemma, text_encoders
 from mmqa_jax.models.encoders.embedding_gemma import MODEL_TYPE
 from mmqa_jax.models.encoders.heads import PooledHead
-from mmqa_jax.models.encoders.vlm_keys import for_reading_prompts
+from mmqa_jax.models.encoders.text_encoders import for_reading_prompts
 from mmqa_jax.models.llava import families
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.llava.connectors import UnitPooled

@@ -30,9 +30,8 @@ from mmqa_jax.models.encoders.page_retrievers import (
     page_retriever_name,
 )
 from mmqa_jax.models.encoders.sentence_pooling import Prompts, has_recipe, read_recipe
-from mmqa_jax.models.encoders.text_encoders import CONFIG
+from mmqa_jax.models.encoders.text_encoders import CONFIG, FAMILY, for_encoding, reader_key_map
 from mmqa_jax.models.encoders.trained import Vectors
-from mmqa_jax.models.encoders.vlm_keys import FAMILY, for_encoding, reader_key_map
 from mmqa_jax.models.llama.keys import together
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, hold_base, merge_lora
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig

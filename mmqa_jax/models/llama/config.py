@@ -24,7 +24,7 @@ from mmqa_jax.models.llama.layer_kinds import (
     FullLayers,
     LatentConfig,
 )
-from mmqa_jax.weights.bundled import LANGUAGE_MODELS
+from mmqa_jax.weights.hub import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole", "rotated")

@@ -46,12 +46,10 @@ from mmqa_jax.models.common.layers import (
 from mmqa_jax.models.common.rope import axes_of_pairs, frequencies, rotate
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import Experts, SharedExpert
-from mmqa_jax.models.llama.gated_delta import GatedDelta, State
-from mmqa_jax.models.llama.latent import Latent
+from mmqa_jax.models.llama.gated_delta import GatedDelta, ShortConv, State
+from mmqa_jax.models.llama.latent import FarTokens, Latent, far_tokens
 from mmqa_jax.models.llama.layer_kinds import CONV_LINEARS, DELTA_LINEARS
-from mmqa_jax.models.llama.long_texts import FarTokens, far_tokens
 from mmqa_jax.models.llama.norms import RMSNorm, norm_of, unit_rms
-from mmqa_jax.models.llama.short_conv import ShortConv
 
 LINEARS = ("q", "k", "v", "out", "gate", "up", "down")  # of a layer
 

@@ -12,8 +12,8 @@ from mmqa_jax.models.common.config_checks import check_known
 from mmqa_jax.models.common.rope import scaling_from_hf, scaling_to_hf
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.family import CONV, FULL, LINEAR, SLIDING, TEMPER, Family
-from mmqa_jax.models.llama.latent_families import LATENT_KEYS
 from mmqa_jax.models.llama.layer_kinds import DeltaConfig, FullLayers, LatentConfig, plain_first
+from mmqa_jax.models.llama.mixture_families import LATENT_KEYS
 from mmqa_jax.models.llama.recurrent_families import DELTA_KEYS
 from mmqa_jax.weights.config_json import ForeignModel, check_keys, kinds
 

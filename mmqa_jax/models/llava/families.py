@@ -2,7 +2,7 @@
 
 An entry says what transformers' config.json of a family calls our fields, what its code fixes
 without a key, and how its tensors are named. To add a family: one entry here, its connector in
-`connectors.py` and its tower in `towers.py` where they are new, presets in `config.py`, and one
+`connectors.py` and its tower in `keys.py` where they are new, presets in `config.py`, and one
 case of `tests/equivalence/test_vlm_families.py`.
 """
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.modified_resnet.network import STRIDE, ModifiedResNetConfig
-from mmqa_jax.models.two_towers.openai import head_width, open_clip_file
+from mmqa_jax.models.two_towers.keys import head_width, open_clip_file
 from mmqa_jax.weights import layouts
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import CONV, CONV_1X1, KeyMap, Rule, linear_rules, untied_source

@@ -22,11 +22,10 @@ from jaxtyping import Float32, Int32, UInt8
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common.layers import normal_init, param
 from mmqa_jax.models.llama.config import RELATIVES
-from mmqa_jax.models.llava.config import LlavaConfig, PictureKind
+from mmqa_jax.models.llava.config import LlavaConfig, PictureKind, base
 from mmqa_jax.models.llava.connectors import Connector
 from mmqa_jax.models.llava.families import ALL
 from mmqa_jax.models.llava.network import FeaturedLlava, picture_features
-from mmqa_jax.models.llava.presets import base
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
 from mmqa_jax.models.two_towers.network import VisionTower
 

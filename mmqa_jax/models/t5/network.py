@@ -3,7 +3,7 @@
 Pre-norm layers without biases, relative positions in place of embedded ones (one table for all
 layers of a stack, none between the stacks but in the oldest), attention scores that are not scaled.
 Original: transformers models/t5/modeling_t5.py (T5ForConditionalGeneration). Generation is in
-`decoding.t5_generate`.
+`decoding.t5_engine`.
 """
 
 from __future__ import annotations

@@ -1,21 +1,41 @@
-"""CLIP and SigLIP checkpoints in transformers' layout, in and out.
+"""CLIP and SigLIP checkpoints in the layouts of transformers, in and out, and of OpenAI, in.
 
 CLIPModel, SiglipModel, and Siglip2Model for NaFlex; SigLIP 2's models of a fixed size are published
-as SiglipModel. OpenAI's layout of CLIP is in openai.py.
+as SiglipModel. OpenAI's layout is that of its own CLIPs, open_clip's and UniIR's.
+
+OpenAI's `ViT-B-32.pt` and its like are TorchScript archives, or the state dict in one, of float16
+tensors. There is no config beside them: the shapes determine it, with QuickGELU and heads of 64
+units, as in openai/CLIP clip/model.py (`build_model`). What tells OpenAI's own from others are
+three integers that its archives keep among the tensors.
+
+open_clip's models (LAION's, DataComp's, MetaCLIP's, DFN's and others) have the same layout without
+them, other heads and mostly GELU. `open_clip_config.json` beside them says what no tensor shows,
+the heads and the activation: open_clip/model.py CLIPVisionCfg and CLIPTextCfg, whose defaults
+absent keys have. A folder of the hub has the tensors in `open_clip_model.safetensors` or
+`open_clip_pytorch_model.bin`.
+
+UniIR's CLIP_SF (https://github.com/TIGER-AI-Lab/UniIR) has OpenAI's names behind `clip_model.`. It
+is trained so that a text with a picture is the sum of both vectors; which checkpoints are embedded
+so, the layout says.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
+from mmqa_jax.models.two_towers import config as sizes
 from mmqa_jax.models.two_towers.config import (
     CLIPConfig,
     SiglipConfig,
@@ -24,11 +44,411 @@ from mmqa_jax.models.two_towers.config import (
     TextConfig,
     VisionConfig,
 )
-from mmqa_jax.models.two_towers.openai import open_openai
 from mmqa_jax.models.two_towers.processor import check_processor, read_preparation
 from mmqa_jax.weights import keymap
 from mmqa_jax.weights.config_json import check_keys, kinds
+from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource
 from mmqa_jax.weights.layouts import Checkpoint, Published, config_file, open_source, read_hf_config
+from mmqa_jax.weights.output_folder import OPEN_CLIP_CONFIG, OPEN_CLIP_WEIGHTS
+
+UNIIR = "uniir"  # the layout of the record of a conversion
+_WRAPPER = "clip_model."
+_HEAD = 64  # units of every head of OpenAI's
+# Heads of the published image towers whose heads are of another size (open_clip model_configs).
+_OTHER_HEADS = {1280: 16, 1408: 16, 1664: 16, 1792: 16}
+_BLOCK = "transformer.resblocks."
+_LINEARS = {"attn.out_proj": "out", "mlp.c_fc": "mlp_in", "mlp.c_proj": "mlp_out"}
+_NORMS = {"ln_1": "ln_1", "ln_2": "ln_2"}
+_SIZES = ("input_resolution", "context_length", "vocab_size")  # in OpenAI's own files alone
+# Those, and the causal mask of the text tower, which is computed.
+_IGNORED = (rf"^({'|'.join(_SIZES)})$", r"(^|\.)attn_mask$")
+
+_PATCHES = "visual.conv1.weight"
+_POSITIONS = "visual.positional_embedding"
+_TOKENS = "token_embedding.weight"
+_CONTEXT = "positional_embedding"
+_PROJECTION = "text_projection"
+_INNER = f"{_BLOCK}0.mlp.c_fc.weight"
+# The tensors that determine the sizes, and how many axes they have.
+_RANKS = {
+    _PATCHES: 4,
+    _POSITIONS: 2,
+    f"visual.{_INNER}": 2,
+    _TOKENS: 2,
+    _CONTEXT: 2,
+    _PROJECTION: 2,
+    _INNER: 2,
+}
+
+
+def open_openai(path: Path) -> Checkpoint | None:
+    """The CLIP in a file or folder of these layouts; None: it is of another.
+
+    `open_clip_config.json` in the same folder says what the tensors do not.
+    """
+    if path.is_dir():
+        path = open_clip_file(path) or path
+    if not path.is_file():
+        return None
+    source = open_source(path)
+    if _is_uniir(source):
+        source = _without_wrapper(source)
+        config, tensors = clip_openai_config(source), _split_attention(source)
+        return Checkpoint(config, _key_map, tensors, UNIIR)
+    keys = source.specs().keys()
+    if not any(key.startswith("visual.") for key in keys):
+        return None
+    config, unknown = open_clip_config(path.parent), {}
+    is_openais_own = set(_SIZES) <= keys
+    if config is None:
+        config = clip_openai_config(source)
+        unknown = {} if is_openais_own else usual_constants(config)
+    layout = "openai" if is_openais_own else "open_clip"
+    remedy = f"put the {OPEN_CLIP_CONFIG} that it was published with beside it"
+    tensors = _split_attention(source)
+    return Checkpoint(config, _key_map, tensors, layout, unknown=unknown, remedy=remedy)
+
+
+def usual_constants(config: sizes.CLIPConfig) -> dict[str, Any]:
+    """What no tensor shows of a CLIP that is not OpenAI's own, with the values of most."""
+    heads = _OTHER_HEADS.get(config.vision.width, config.vision.heads)
+    return {
+        "vision.heads": heads,
+        "text.heads": config.text.heads,
+        "vision.activation": "gelu",
+        "text.activation": "gelu",
+    }
+
+
+def _key_map(config: sizes.CLIPConfig) -> keymap.KeyMap:
+    """Key map of the keys of `_split_attention`."""
+    patches = keymap.conv_patches(config.vision.patch_size)
+    return keymap.KeyMap(
+        rules=[
+            keymap.Rule("logit_scale", "logit_scale"),
+            keymap.Rule("visual.class_embedding", "vision/class_token"),
+            keymap.Rule(_PATCHES, "vision/patch/kernel", patches),
+            keymap.Rule(_POSITIONS, "vision/positions"),
+            *keymap.norm_rules("visual.ln_pre", "vision/ln_pre"),
+            *_block_rules(f"visual.{_BLOCK}{{layer}}.", "vision/layers"),
+            *keymap.norm_rules("visual.ln_post", "vision/ln_post"),
+            keymap.Rule(
+                "visual.proj", "vision/proj/kernel"
+            ),  # [in, out] here, unlike torch's Linear
+            keymap.Rule(_TOKENS, "text/tokens/table"),
+            keymap.Rule(_CONTEXT, "text/positions"),
+            *_block_rules(f"{_BLOCK}{{layer}}.", "text/layers"),
+            *keymap.norm_rules("ln_final", "text/ln_final"),
+            keymap.Rule(_PROJECTION, "text/proj/kernel"),
+        ],
+        ignore=_IGNORED,
+    )
+
+
+def clip_openai_config(source: TensorSource) -> sizes.CLIPConfig:
+    """The config that a checkpoint's shapes determine, with QuickGELU and heads of 64."""
+    shapes = {key: spec.shape for key, spec in source.specs().items()}
+    if "visual.layer1.0.conv1.weight" in shapes:
+        raise UserError(
+            f"{source.name}: its image tower is a ResNet; only that tower can be converted, with "
+            "--model=modified_resnet."
+        )
+    missing = [key for key, rank in _RANKS.items() if len(shapes.get(key, ())) != rank]
+    if missing:
+        raise UserError(
+            f"{source.name}: no whole CLIP in OpenAI's layout: it lacks {', '.join(missing)}; give "
+            "the .pt file as OpenAI published it, or all of its state dict."
+        )
+    width, _, _, patch = shapes[_PATCHES]
+    side = round((shapes[_POSITIONS][0] - 1) ** 0.5)  # patches
+    text_width, embed_dim = shapes[_PROJECTION]
+    return sizes.CLIPConfig(
+        vision=sizes.VisionConfig(
+            image_size=side * patch,
+            patch_size=patch,
+            width=width,
+            layers=_count_blocks(shapes, "visual."),
+            heads=max(width // _HEAD, 1),
+            mlp_width=shapes[f"visual.{_INNER}"][0],
+            embed_dim=embed_dim,
+        ),
+        text=sizes.TextConfig(
+            vocab_size=shapes[_TOKENS][0],
+            context=shapes[_CONTEXT][0],
+            width=text_width,
+            layers=_count_blocks(shapes, ""),
+            heads=max(text_width // _HEAD, 1),
+            mlp_width=shapes[_INNER][0],
+            embed_dim=embed_dim,
+        ),
+    )
+
+
+def _split_attention(source: TensorSource) -> TensorSource:
+    """The checkpoint with each attention's fused projection split into query, key and value.
+
+    `attn.in_proj_weight` (3 * width, width) becomes `attn.in_proj_weight[q]`, `[k]` and `[v]`,
+    (width, width) each; `attn.in_proj_bias` likewise.
+    """
+    tensors = {}
+    for key, spec in source.specs().items():
+        if not re.search(r"\.in_proj_(weight|bias)$", key) or not spec.shape or spec.shape[0] % 3:
+            tensors[key] = spec, functools.partial(source.read, key)
+            continue
+        part = jax.ShapeDtypeStruct((spec.shape[0] // 3, *spec.shape[1:]), spec.dtype)
+        for third, name in enumerate("qkv"):
+            tensors[f"{key}[{name}]"] = part, functools.partial(_read_third, source, key, third)
+    return DerivedSource(source.name, tensors)
+
+
+def _read_third(source: TensorSource, key: str, third: int) -> np.ndarray:
+    return np.split(source.read(key), 3)[third]
+
+
+def _block_rules(block: str, path: str) -> list[keymap.Rule]:
+    rules = keymap.transformer_rules(block, path, _LINEARS, _NORMS)
+    for part in "qkv":
+        weight, bias = (f"{block}attn.in_proj_{kind}[{part}]" for kind in ("weight", "bias"))
+        rules += [
+            keymap.Rule(weight, f"{path}/{part}/kernel", keymap.TRANSPOSE),
+            keymap.Rule(bias, f"{path}/{part}/bias"),
+        ]
+    return rules
+
+
+def _count_blocks(keys: Iterable[str], tower: str) -> int:
+    pattern = re.compile(rf"{re.escape(tower + _BLOCK)}(\d{{1,4}})\.")
+    return 1 + max(int(match[1]) for key in keys if (match := pattern.match(key)))
+
+
+# The config of open_clip.
+
+# What a text or image tower may do otherwise, and how CLIP does it.
+_BLOCKS: Mapping[str, tuple[Any, ...]] = {
+    "ls_init_value": (),
+    "final_ln_after_pool": (False,),
+    "block_type": ("default",),
+    "qk_norm": (False,),
+    "scaled_cosine_attn": (False,),
+    "scale_heads": (False,),
+    "scale_attn_inner": (False,),
+    "scale_attn": (False,),
+    "scale_fc": (False,),
+    "act_kwargs": ({},),
+}
+_OPENAI_VISION: Mapping[str, tuple[Any, ...]] = _BLOCKS | {
+    "attentional_pool": (False,),
+    "no_ln_pre": (False,),
+    "pos_embed_type": ("learnable",),
+    "pool_type": ("tok",),
+    "global_average_pool": (False,),
+    "input_patchnorm": (False,),
+    "timm_model_name": (),
+}
+_OPENAI_TEXT: Mapping[str, tuple[Any, ...]] = _BLOCKS | {
+    "embed_cls": (False,),
+    "no_causal_mask": (False,),
+    "pool_type": ("argmax",),
+    "proj_type": ("linear",),
+    "proj_bias": (False,),
+    "hf_model_name": (),
+    "hf_tokenizer_name": (),
+    "tokenizer_mode": ("clip",),
+    "tokenizer_kwargs": ({}, {"clean": "lower"}),
+}
+_HARMLESS = ("output_tokens", "patch_dropout", "attn_pooler_queries", "attn_pooler_heads")
+_UNUSED_ENDS = ("timm_", "hf_")  # of a tower that is not open_clip's own, which a name switches on
+_PREPROCESSING: Mapping[str, tuple[Any, ...]] = {
+    "interpolation": ("bicubic",),
+    "resize_mode": ("shortest", "squash"),
+    "mode": ("RGB",),
+}
+
+
+def open_clip_file(path: Path) -> Path | None:
+    """The tensors of a folder as open_clip publishes it; None where it is none of these."""
+    if not (path / OPEN_CLIP_CONFIG).is_file():
+        return None
+    return next((path / name for name in OPEN_CLIP_WEIGHTS if (path / name).is_file()), None)
+
+
+def open_clip_config(folder: Path) -> sizes.CLIPConfig | None:
+    """The config in a folder's `open_clip_config.json`; None if there is none."""
+    file = folder / OPEN_CLIP_CONFIG
+    if not file.is_file():
+        return None
+    content = read_json(file)
+    model = content.get("model_cfg") if isinstance(content, dict) else None
+    towers = [model.get(key) for key in ("vision_cfg", "text_cfg")] if _is_object(model) else [None]
+    if not all(map(_is_object, towers)) or not isinstance(model.get("embed_dim"), int):
+        raise UserError(
+            f"{file}: has no `model_cfg` with embed_dim, vision_cfg and text_cfg; fetch the file "
+            "that open_clip published with the checkpoint."
+        )
+    vision, text = towers
+    if "siglip" in str(vision.get("timm_model_name")) and not text.get("hf_model_name"):
+        raise UserError(
+            f"{file}: a SigLIP in timm's layout; convert the same weights as google publishes them "
+            "(google/siglip-..., google/siglip2-...) with --model=siglip."
+        )
+    check_keys(
+        model,
+        f"{file}, model_cfg",
+        read=kinds(size="embed_dim", object="vision_cfg text_cfg", flag="quick_gelu"),
+        harmless=("init_logit_scale", "cast_dtype", "output_dict"),
+        fixed={
+            "custom_text": (False,),
+            "multimodal_cfg": (),
+            "init_logit_bias": (),
+            "nonscalar_logit_scale": (False,),
+        },
+    )
+    if isinstance(vision.get("layers"), list):
+        raise UserError(
+            f"{file}, vision_cfg: the image tower is a ResNet; only that tower can be converted, "
+            "with --model=modified_resnet."
+        )
+    both = kinds(size="layers width", number="mlp_ratio", object_or_null="norm_kwargs")
+    of_pictures = kinds(size="patch_size head_width", any="image_size")
+    of_texts = kinds(size="context_length vocab_size heads")
+    _check_tower(vision, f"{file}, vision_cfg", both | of_pictures, _OPENAI_VISION)
+    _check_tower(text, f"{file}, text_cfg", both | of_texts, _OPENAI_TEXT)
+    image_size = _side(vision.get("image_size", 224), file)
+    preprocessing = content.get("preprocess_cfg") or {}
+    if not _is_object(preprocessing):
+        raise UserError(f"{file}: preprocess_cfg is not an object; fetch the file again.")
+    check_keys(
+        preprocessing,
+        f"{file}, preprocess_cfg",
+        read=("size", "mean", "std"),
+        harmless=("fill_color",),  # only where pictures are padded
+        fixed=_PREPROCESSING,
+    )
+    preprocessed = _side(preprocessing.get("size", image_size), file)
+    if preprocessed != image_size:
+        raise UserError(
+            f"{file}, preprocess_cfg: size is for pictures of {preprocessed} pixels, "
+            f"the image tower reads {image_size}; use another checkpoint."
+        )
+    activation = "quick_gelu" if model.get("quick_gelu") else "gelu"
+    width, text_width = vision.get("width", 768), text.get("width", 512)
+    return sizes.CLIPConfig(
+        vision=sizes.VisionConfig(
+            image_size=image_size,
+            patch_size=vision.get("patch_size", 16),
+            width=width,
+            layers=vision.get("layers", 12),
+            heads=width // vision.get("head_width", 64),
+            mlp_width=int(width * vision.get("mlp_ratio", 4.0)),
+            embed_dim=model["embed_dim"],
+            activation=activation,
+            eps=_eps(vision, f"{file}, vision_cfg"),
+            pixel_mean=_channels(preprocessing, "mean", sizes.PIXEL_MEAN, file),
+            pixel_std=_channels(preprocessing, "std", sizes.PIXEL_STD, file),
+        ),
+        text=sizes.TextConfig(
+            vocab_size=text.get("vocab_size", 49408),
+            context=text.get("context_length", 77),
+            width=text_width,
+            layers=text.get("layers", 12),
+            heads=text.get("heads", 8),
+            mlp_width=int(text_width * text.get("mlp_ratio", 4.0)),
+            embed_dim=model["embed_dim"],
+            activation=activation,
+            eps=_eps(text, f"{file}, text_cfg"),
+        ),
+    )
+
+
+def squashes(folder: Path) -> bool:
+    """Whether the config in a folder has pictures scaled to a square, not cropped (DFN's large)."""
+    file = folder / OPEN_CLIP_CONFIG
+    content = read_json(file) if file.is_file() else {}
+    preprocessing = content.get("preprocess_cfg") if _is_object(content) else None
+    return _is_object(preprocessing) and preprocessing.get("resize_mode") == "squash"
+
+
+def head_width(folder: Path) -> int:
+    """`head_width` of the image tower that the config in a folder names; CLIP's 64 without one."""
+    file = folder / OPEN_CLIP_CONFIG
+    content = read_json(file) if file.is_file() else {}
+    tower: Any = content
+    for key in ("model_cfg", "vision_cfg"):
+        tower = tower.get(key, {}) if _is_object(tower) else {}
+    return tower.get("head_width", 64) if _is_object(tower) else 64
+
+
+def _check_tower(
+    tower: Mapping[str, Any], where: str, read: Mapping[str, str], fixed: Mapping[str, Any]
+) -> None:
+    unused = [key for key in tower if key.startswith(_UNUSED_ENDS) and key not in fixed]
+    check_keys(tower, where, read=read, harmless=(*_HARMLESS, *unused, "pad_id"), fixed=fixed)
+
+
+def _eps(tower: Mapping[str, Any], where: str) -> float:
+    norm = tower.get("norm_kwargs") or {}
+    check_keys(norm, f"{where}, norm_kwargs", read=kinds(number="eps"))
+    return norm.get("eps", 1e-5)
+
+
+def _side(size: Any, file: Path) -> int:
+    sides = size[-2:] if isinstance(size, list) else [size]  # channels may come first
+    if not all(type(side) is int and side >= 1 for side in sides):
+        raise UserError(
+            f"{file}: its pictures are of {size!r} pixels, expected a whole number of at least 1 "
+            "or two of them; repair the file or fetch it again."
+        )
+    if len(set(sides)) != 1:
+        raise UserError(
+            f"{file}: its pictures are of {size} pixels; only square pictures are supported, use "
+            "another checkpoint."
+        )
+    return sides[0]
+
+
+def _channels(
+    preprocessing: Mapping[str, Any], key: str, usual: tuple[float, ...], file: Path
+) -> tuple[float, float, float]:
+    values = preprocessing.get(key)
+    if values is None:
+        values = usual
+    if not isinstance(values, list | tuple):  # one for all
+        values = [values] * 3
+    least = 0 if key == "mean" else 1e-6
+    if len(values) != 3 or not all(type(x) in (int, float) and least <= x <= 1 for x in values):
+        raise UserError(
+            f"{file}, preprocess_cfg: {key} is {values!r}, expected three numbers up to 1; repair "
+            "the file or fetch it again."
+        )
+    red, green, blue = map(float, values)
+    return red, green, blue
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_uniir(source: TensorSource) -> bool:
+    """Whether tensors are a CLIP_SF's."""
+    wrapped = [key.startswith(_WRAPPER) for key in source.specs()]
+    if any(wrapped) and not all(wrapped):
+        raise UserError(
+            f"{source.name}: has tensors beside UniIR's CLIP, as CLIP_FF has (feature fusion); "
+            "only CLIP_SF can be converted."
+        )
+    return bool(wrapped) and all(wrapped)
+
+
+def _without_wrapper(source: TensorSource) -> TensorSource:
+    """The tensors by OpenAI's names."""
+    return DerivedSource(
+        source.name,
+        {
+            key.removeprefix(_WRAPPER): (spec, functools.partial(source.read, key))
+            for key, spec in source.specs().items()
+        },
+    )
+
 
 FIXED, FLEXIBLE = "siglip", "siglip2"  # SigLIP's model types of transformers
 

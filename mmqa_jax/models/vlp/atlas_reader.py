@@ -1,6 +1,6 @@
 """The model of Atlas's small reader (ours; configs/atlas): VLP that copies words and reads tags.
 
-The data's part is data/atlas/reader.py, the tasks' part tasks/atlas_reader.py.
+The data's part is data/atlas/reader.py, the tasks' part tasks/vlp.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Forms of answers that a client asks for: JSON of a schema, and calls of its functions.
 
-A form is a grammar, which the engine keeps to (decoding/shaping.py), and for functions a text that
+A form is a grammar, which the engine keeps to (decoding/sampling.py), and for functions a text that
 tells the model of them. All models call functions as Qwen's do (Hermes' format): a JSON object
 between `<tool_call>` and `</tool_call>`; results come back in `<tool_response>`.
 """

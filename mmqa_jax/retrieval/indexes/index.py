@@ -25,8 +25,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from mmqa_jax.core.checkpoints.checksums import check_sums, find_damage
-from mmqa_jax.core.disk_errors import try_disk
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import UserError, try_disk
 from mmqa_jax.core.paths import remove_tree
 from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import (

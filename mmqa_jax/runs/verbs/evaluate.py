@@ -16,8 +16,7 @@ from mmqa_jax.data.formats.webqa import has_keywords, read_release, submission_r
 from mmqa_jax.data.schema import Prediction, Question
 from mmqa_jax.evaluation import retrieval, webqa
 from mmqa_jax.evaluation.compare import compare_scores, comparison_table
-from mmqa_jax.evaluation.prediction_lines import read_answers
-from mmqa_jax.evaluation.scores import count_empty, predictions_by_question
+from mmqa_jax.evaluation.scores import count_empty, predictions_by_question, read_answers
 from mmqa_jax.evaluation.scoring import Evaluation, notes_of_counts, score_predictions
 from mmqa_jax.evaluation.tables import Table, answer_table, show
 from mmqa_jax.retrieval.rankings import (

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.typed import check_section, read_typed, spec_of
 from mmqa_jax.core.workdir import claim_workdir
-from mmqa_jax.data.batches.example_retrieval import FILE, write_example_scores
+from mmqa_jax.data.batches.retriever import FILE, write_example_scores
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Question
 from mmqa_jax.extensions.example_judging import JudgeOptions, judge_examples, mean_scores
