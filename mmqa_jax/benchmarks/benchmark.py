@@ -26,42 +26,27 @@ _NO_JSON = (".xlsx", ".xls", ".csv", ".tsv", ".parquet", ".pkl", ".pickle")
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """A system's published figure.
+    """A system's published figure."""
 
-    Attributes:
-      system: its name, as its source has it.
-      percent: the figure.
-      source: the page or file that has it.
-      date: of the source or of its entry, year and month at least.
-    """
-
-    system: str
-    percent: float
-    source: str
-    date: str
+    system: str  # its name, as its source has it
+    percent: float  # the figure
+    source: str  # the page or file that has it
+    date: str  # of the source or of its entry, year and month at least
 
 
 @dataclasses.dataclass(frozen=True)
 class Board:
-    """The best published systems of a benchmark, which `mmqa tables` prints beside our rows.
+    """The best published systems of a benchmark, which `mmqa tables` prints beside our rows."""
 
-    Attributes:
-      measure: what the figures measure.
-      scorer: our score that measures the same; "": none does, and our rows do not stand there.
-      systems: best first.
-      sets: where figures are means over sets; a row of ours runs one of them (SYSTEM_SET).
-      one_pool: whether a row of ours runs all sets, in one pool.
-      language: of the questions that count, where a set has several; "": all.
-      title: of the table, where a benchmark has several boards.
-    """
-
-    measure: str
-    systems: tuple[Published, ...]
+    measure: str  # what the figures measure
+    systems: tuple[Published, ...]  # best first
+    # Our score that measures the same; "": none does, and our rows do not stand there.
     scorer: str = ""
+    # Where figures are means over sets; a row of ours runs one of them (SYSTEM_SET).
     sets: tuple[str, ...] = ()
-    one_pool: bool = False
-    language: str = ""
-    title: str = "board"
+    one_pool: bool = False  # whether a row of ours runs all sets, in one pool
+    language: str = ""  # of the questions that count, where a set has several; "": all
+    title: str = "board"  # of the table, where a benchmark has several boards
 
 
 def read_boards(name: str, sets: Iterable[str] = ()) -> tuple[Board, ...]:
@@ -81,57 +66,44 @@ def read_boards(name: str, sets: Iterable[str] = ()) -> tuple[Board, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """How one benchmark is read, scored and submitted.
+    """How one benchmark is read, scored and submitted."""
 
-    Attributes:
-      read: reads the official files: their folder; of A-OKVQA, ScienceQA, MMBench and SEED-Bench
-        also a single file of them that holds whole questions.
-      materials: what the benchmark is made of, for the credits of every corpus that is made of it.
-      split: the split that is scored by default, one whose answers are public.
-      formats: the prediction files that `read_predictions` knows, for messages.
-      read_predictions: (file, questions) -> predictions; the questions are those to score, whose
-        choices may be needed to read an answer.
-      has_reference: whether a question's answer is published.
-      score: (questions, predictions) -> the scores; predictions may be missing, and then count 0.
-      headline: what the scores that a row's page shows large begin with, beside those of any row.
-      verdicts: the scorers that tell right from wrong on a row's page, the best first; others: the
-        first that there is.
-      write_submission: (questions, predictions, file): writes the leaderboard's format; None: the
-        benchmark has none.
-      submission: the name of that file in a row's workdir.
-      holds_references: whether a file of predictions holds the questions and answers as well, so
-        that no other references are needed.
-      split_names: other names of splits -> the names that `mmqa prepare` gives them.
-      tables: suffixes of the tables among the prediction files.
-      ranks: whether it scores the sources that are found, and no answers.
-      analyze: (corpus, questions, predictions) -> more tables of `mmqa evaluate`.
-      judged: whether `score` takes a third argument, what judges answers (bem.py).
-      takes_file: whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
-      reads_folders_alone: whether only their folder tells the files of questions, answers and
-        captions apart.
-      boards: tables of the best published systems.
-    """
-
+    # Reads the official files: their folder; of A-OKVQA, ScienceQA, MMBench and SEED-Bench also a
+    # single file of them that holds whole questions.
     read: Callable[[Path], BenchmarkFiles]
+    # What the benchmark is made of, for the credits of every corpus that is made of it.
     materials: tuple[Material, ...]
-    split: str
-    formats: str
+    split: str  # the split that is scored by default, one whose answers are public
+    formats: str  # the prediction files that `read_predictions` knows, for messages
+    # (file, questions) -> predictions; the questions are those to score, whose choices may be
+    # needed to read an answer.
     read_predictions: Callable[[Path, Sequence[Question]], list[Prediction]]
-    has_reference: Callable[[Question], bool]
+    has_reference: Callable[[Question], bool]  # whether a question's answer is published
+    # (questions, predictions) -> the scores; predictions may be missing, and then count 0.
     score: Callable[[Sequence[Question], Sequence[Prediction]], Evaluation]
+    # What the scores that a row's page shows large begin with, beside those of any row.
     headline: str = ""
+    # The scorers that tell right from wrong on a row's page, the best first; others: the first that
+    # there is.
     verdicts: tuple[str, ...] = ()
+    # (questions, predictions, file): writes the leaderboard's format; None: the benchmark has none.
     write_submission: Callable[[Sequence[Question], Sequence[Prediction], Path], None] | None = None
-    submission: str = "submission.json"
+    submission: str = "submission.json"  # the name of that file in a row's workdir
+    # Whether a file of predictions holds the questions and answers as well, so that no other
+    # references are needed.
     holds_references: Callable[[Path], bool] = lambda path: False
+    # Other names of splits -> the names that `mmqa prepare` gives them.
     split_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    tables: Sequence[str] = ()
-    ranks: bool = False
+    tables: Sequence[str] = ()  # suffixes of the tables among the prediction files
+    ranks: bool = False  # whether it scores the sources that are found, and no answers
+    # (corpus, questions, predictions) -> more tables of `mmqa evaluate`.
     analyze: Callable[[Corpus, Sequence[Question], Sequence[Prediction]], list[Table]] | None = None
-    judged: bool = False
+    judged: bool = False  # whether `score` takes a third argument, what judges answers (bem.py)
+    # Whether `mmqa prepare --raw` may be a file: that of one pool of candidates.
     takes_file: bool = False
+    # Whether only their folder tells the files of questions, answers and captions apart.
     reads_folders_alone: bool = False
-    boards: tuple[Board, ...] = ()
+    boards: tuple[Board, ...] = ()  # tables of the best published systems
 
 
 def open_benchmark(name: str) -> Benchmark:

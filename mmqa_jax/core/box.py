@@ -37,17 +37,11 @@ _ENVIRONMENT = ("SYSTEMROOT", "PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "T
 
 
 class Budget(NamedTuple):
-    """The limits that a call must keep.
+    """The limits that a call must keep."""
 
-    Attributes:
-      seconds: of processor time.
-      memory: bytes, and `_OF_REQUEST` times those of the request.
-      output: bytes of the reply.
-    """
-
-    seconds: int = 3
-    memory: int = 256 << 20
-    output: int = 256 << 20
+    seconds: int = 3  # of processor time
+    memory: int = 256 << 20  # bytes, and `_OF_REQUEST` times those of the request
+    output: int = 256 << 20  # bytes of the reply
 
 
 class OverBudget(Exception):

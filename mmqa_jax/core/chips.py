@@ -19,48 +19,35 @@ _SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device: what it computes, holds and moves at best.
-
-    Attributes:
-      rates: FLOP/s by type of the factors; `f32` is what a float32 product runs at by default
-        (one bfloat16 pass on TPU, TF32 on GPU), `f32:highest` with precision "highest".
-      hbm_bytes: memory that a program can use.
-      hbm_rate: bytes/s between memory and chip.
-      link_rate: bytes/s that one device sends to others of its slice (ICI) or host (NVLink), all
-        links together.
-      network_rate: bytes/s that one device sends to devices of other slices, or hosts of GPUs: its
-        share of what its host's network cards send.
-      source: where the numbers are from.
-      of_chip: how many such devices are one chip.
-      links: of a TPU's chip to its neighbors, two for each dimension of the torus; 0: each device
-        reaches all others of its host at `link_rate`.
-      wraps_from: chips along a dimension from which on its ends are linked, too.
-      clock: Hz of a TPU's core, in whose cycles its compiler counts; 0: of a GPU.
-      hop_seconds: that a collective takes for each device on its way, beside its bytes.
-      call_seconds: that it takes once.
-      kinds: parts of the name by which jax knows the device, in lower case.
-      spellings: of a TPU, with which the names of its slices begin, ours first: `v5e` of `v5e:2x4`
-        and `v5e-8`.
-      target: of a TPU, its compiler's own spelling.
-      host: of a TPU, a whole host's slice: Google's machine types that end in 8t, and in 4t.
-    """
+    """One device: what it computes, holds and moves at best."""
 
     name: str
+    # FLOP/s by type of the factors; `f32` is what a float32 product runs at by default (one
+    # bfloat16 pass on TPU, TF32 on GPU), `f32:highest` with precision "highest".
     rates: Mapping[str, float]
-    hbm_bytes: float
-    hbm_rate: float
+    hbm_bytes: float  # memory that a program can use
+    hbm_rate: float  # bytes/s between memory and chip
+    # Bytes/s that one device sends to others of its slice (ICI) or host (NVLink), all links
+    # together.
     link_rate: float
+    # Bytes/s that one device sends to devices of other slices, or hosts of GPUs: its share of what
+    # its host's network cards send.
     network_rate: float
-    source: str
-    of_chip: int = 1
+    source: str  # where the numbers are from
+    of_chip: int = 1  # how many such devices are one chip
+    # Of a TPU's chip to its neighbors, two for each dimension of the torus; 0: each device reaches
+    # all others of its host at `link_rate`.
     links: int = 0
-    wraps_from: int = 0
-    clock: float = 0
-    hop_seconds: float = 0
-    call_seconds: float = 0
-    kinds: tuple[str, ...] = ()
+    wraps_from: int = 0  # chips along a dimension from which on its ends are linked, too
+    clock: float = 0  # Hz of a TPU's core, in whose cycles its compiler counts; 0: of a GPU
+    hop_seconds: float = 0  # that a collective takes for each device on its way, beside its bytes
+    call_seconds: float = 0  # that it takes once
+    kinds: tuple[str, ...] = ()  # parts of the name by which jax knows the device, in lower case
+    # Of a TPU, with which the names of its slices begin, ours first: `v5e` of `v5e:2x4` and
+    # `v5e-8`.
     spellings: tuple[str, ...] = ()
-    target: str = ""
+    target: str = ""  # of a TPU, its compiler's own spelling
+    # Of a TPU, a whole host's slice: Google's machine types that end in 8t, and in 4t.
     host: str = ""
 
     @property

@@ -64,19 +64,14 @@ WHOLE = Shard(0, 1)
 
 
 class PartState(NamedTuple):
-    """How far a part of a job is.
+    """How far a part of a job is."""
 
-    Attributes:
-      items: of it.
-      ended, began: when it was written and begun (seconds since the epoch); None: it is not there,
-        or not known.
-      host: that wrote it; "": not known.
-    """
-
-    items: int
+    items: int  # of it
+    # ended, began: when it was written and begun (seconds since the epoch); None: it is not there,
+    # or not known.
     ended: float | None
     began: float | None = None
-    host: str = ""
+    host: str = ""  # that wrote it; "": not known
 
 
 class Unfinished(NamedTuple):
@@ -167,19 +162,12 @@ Compute = Callable[[range], Part]  # the items of a chunk -> its part
 
 
 class JobRecord(NamedTuple):
-    """The content of job.json.
+    """The content of job.json."""
 
-    Attributes:
-      job: all that the rows depend on; `items` and `chunk` are among it.
-      shards: how many processes share the job, as the last of them to start knew.
-      code: hash of the package that computed the parts; None: not known.
-      complete: whether its results are written.
-    """
-
-    job: dict[str, Any]
-    shards: int = 1
-    code: str | None = None
-    complete: bool = False
+    job: dict[str, Any]  # all that the rows depend on; `items` and `chunk` are among it
+    shards: int = 1  # how many processes share the job, as the last of them to start knew
+    code: str | None = None  # hash of the package that computed the parts; None: not known
+    complete: bool = False  # whether its results are written
 
     @property
     def parts(self) -> int:
@@ -200,13 +188,9 @@ class JobRecord(NamedTuple):
 
 
 class Engine(Protocol):
-    """Computes chunks in place of this process.
+    """Computes chunks in place of this process."""
 
-    Attributes:
-      is_worker: whether it computes what another process hands out, which holds the locks.
-    """
-
-    is_worker: bool
+    is_worker: bool  # whether it computes what another process hands out, which holds the locks
 
     def compute(
         self, numbers: Sequence[int], open_one: Callable[[], Callable[[int], None]]

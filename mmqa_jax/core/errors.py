@@ -118,15 +118,10 @@ _ORBAX = ".orbax-checkpoint-tmp"
 
 
 class DiskFailure(NamedTuple):
-    """A refusal by a disk.
+    """A refusal by a disk."""
 
-    Attributes:
-      code: of the operating system (errno).
-      path: of the file, if the exception names it.
-    """
-
-    code: int
-    path: str | None
+    code: int  # of the operating system (errno)
+    path: str | None  # of the file, if the exception names it
 
     def sentence(self, places: Iterable[str | os.PathLike] = ()) -> str:
         """Says which file (or one of `places`), what is wrong, what is free and what to do."""

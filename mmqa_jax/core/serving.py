@@ -31,35 +31,24 @@ _BESIDE_TRAINING = 8  # examples a device: the training state has the memory
 
 @dataclasses.dataclass(frozen=True)
 class RowCost:
-    """The costs that limit the examples of a call.
+    """The costs that limit the examples of a call."""
 
-    Attributes:
-      unit: what the examples are.
-      on_cpu: examples of a call on CPUs, which larger ones do not make faster.
-      most: examples of a call for each device of another kind; beyond them its units are busy, and
-        the last batch of a bucket only has more padding.
-      bytes: of an example's inputs and activations on a device, with room.
-    """
-
-    unit: str
-    on_cpu: int
+    unit: str  # what the examples are
+    on_cpu: int  # examples of a call on CPUs, which larger ones do not make faster
+    # Examples of a call for each device of another kind; beyond them its units are busy, and the
+    # last batch of a bucket only has more padding.
     most: int
-    bytes: float
+    bytes: float  # of an example's inputs and activations on a device, with room
 
 
 @dataclasses.dataclass(frozen=True)
 class Serving:
-    """How a model's batches run, as given or chosen.
-
-    Attributes:
-      batch_size: examples of a whole call, a multiple of what the mesh splits them into.
-      unit: what they are.
-      smaller: sizes for batches that are not full, each a program more, ascending.
-    """
+    """How a model's batches run, as given or chosen."""
 
     placement: RowPlacement
-    batch_size: int
-    unit: str
+    batch_size: int  # examples of a whole call, a multiple of what the mesh splits them into
+    unit: str  # what they are
+    # Sizes for batches that are not full, each a program more, ascending.
     smaller: tuple[int, ...] = ()
 
     def size_for(self, count: int) -> int:
@@ -134,16 +123,12 @@ def serve(
 
 
 class ServedModel:
-    """A trained model in use; it may be abstract (nnx.eval_shape) if `use` gives the parameters.
-
-    Attributes:
-      serving: its devices and batches.
-    """
+    """A trained model in use; it may be abstract (nnx.eval_shape) if `use` gives the parameters."""
 
     def __init__(self, model: nnx.Module, batch_size: BatchSize, cost: RowCost):
         self._graphdef, self._state = nnx.split(model)
         self._batch_size, self._cost = batch_size, cost
-        self.serving = serve(batch_size, cost, self._state)
+        self.serving = serve(batch_size, cost, self._state)  # its devices and batches
 
     def use(self, model: nnx.Module) -> None:
         """Continues with the parameters of another model of the same config; compiles nothing."""

@@ -50,17 +50,11 @@ class Damaged(ValueError):
 
 
 class Chunk(NamedTuple):
-    """The head of a chunk.
+    """The head of a chunk."""
 
-    Attributes:
-      job: hash of what its results depend on.
-      notes: what was said about it when it was committed.
-      keys: of its results.
-    """
-
-    job: str
-    notes: dict[str, Any]
-    keys: tuple[str, ...]
+    job: str  # hash of what its results depend on
+    notes: dict[str, Any]  # what was said about it when it was committed
+    keys: tuple[str, ...]  # of its results
 
 
 class _Place(NamedTuple):
@@ -88,9 +82,6 @@ class Store:
       remedy: ends the sentence about a damaged file, given its name.
       sync: whether `add` waits until the disk has the results. Without it they survive the end
         of the process, but not that of the machine.
-
-    Attributes:
-      damaged: how many damaged places were met and dropped.
     """
 
     def __init__(
@@ -104,7 +95,7 @@ class Store:
         sync: bool = True,
     ):
         self.folder, self.what = as_path(folder), dict(what)
-        self.damaged = 0
+        self.damaged = 0  # how many damaged places were met and dropped
         self._job = digest_of(what)
         self._others, self._damage, self._sync = others, damage, sync
         self._remedy = remedy if callable(remedy) else lambda name: remedy

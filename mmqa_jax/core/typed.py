@@ -168,17 +168,11 @@ _LARGEST = 2**32 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """The specification of one key of a config section.
+    """The specification of one key of a config section."""
 
-    Attributes:
-      kind: the value's type, as in an annotation; for a section, its own specification.
-      required: whether the key must be present.
-      minimum: the smallest value of a number.
-    """
-
-    kind: Any
-    required: bool = True
-    minimum: float | None = None
+    kind: Any  # the value's type, as in an annotation; for a section, its own specification
+    required: bool = True  # whether the key must be present
+    minimum: float | None = None  # the smallest value of a number
 
 
 class AtLeast(NamedTuple):

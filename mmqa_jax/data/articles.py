@@ -32,48 +32,33 @@ class Section(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A picture of an article.
+    """A picture of an article."""
 
-    Attributes:
-      name: relative to the folder of pictures.
-      caption: what is said about it.
-      extra: of its source, beside the article's.
-    """
-
-    name: str
-    caption: str
-    extra: Mapping[str, Any]
+    name: str  # relative to the folder of pictures
+    caption: str  # what is said about it
+    extra: Mapping[str, Any]  # of its source, beside the article's
 
 
 @dataclasses.dataclass(frozen=True)
 class Article:
-    """An article.
+    """An article."""
 
-    Attributes:
-      id: begins its sources' ids.
-      url: its page.
-      extra: of all its sources, beside `article`, `url` and `section`.
-    """
-
-    id: str
+    id: str  # begins its sources' ids
     title: str
-    url: str
+    url: str  # its page
     sections: Sequence[Section]
     pictures: Sequence[Picture] = ()
+    # Of all its sources, beside `article`, `url` and `section`.
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class PassageOptions:
-    """How articles are cut.
+    """How articles are cut."""
 
-    Attributes:
-      words: of a passage, at most.
-      across_sections: whether a passage may go on in the next section, as DPR's do; its `section`
-        is that of its first word.
-    """
-
-    words: int = WORDS
+    words: int = WORDS  # of a passage, at most
+    # Whether a passage may go on in the next section, as DPR's do; its `section` is that of its
+    # first word.
     across_sections: bool = True
 
     def __post_init__(self):

@@ -126,9 +126,6 @@ class PictureChat:
       folder: with a chat template.
       tokenizer: the folder's.
       image_token: id of a picture's placeholder.
-
-    Attributes:
-      source: of the chat template.
     """
 
     def __init__(self, folder: Path, tokenizer: Tokenizer, image_token: int):
@@ -141,7 +138,7 @@ class PictureChat:
                 f"{folder}: has no chat template ({TEMPLATE}), of which its prompts are made; "
                 "fetch the whole folder again."
             )
-        self.source = source
+        self.source = source  # of the chat template
         self._folder, self._tokenizer, self._image_token = folder, tokenizer, image_token
         self._frames: dict[tuple[str, tuple[str | None, ...]], list[int | str]] = {}
 

@@ -51,9 +51,6 @@ class Corpus:
       row: the row of every id, of sources that are not to be held in memory.
       image_rows: rows of the pictures, ascending, of such sources.
       materials: what sources and questions are made of; None: those that the manifest names.
-
-    Attributes:
-      asked_by: fingerprint of the corpus whose questions these are, if it is another.
     """
 
     def __init__(
@@ -78,7 +75,7 @@ class Corpus:
         self.materials = united(
             corpus_records.materials_of(self.manifest) if materials is None else materials
         )
-        self.asked_by = ""
+        self.asked_by = ""  # fingerprint of the corpus whose questions these are, if it is another
         self._questions = list(questions)
         self._read_picture = read_picture
 

@@ -284,12 +284,7 @@ class SelectedRows(Mapping[str, int]):
 
 
 class ShardFile:
-    """One file of sources; the context manager keeps it if the block ends without an error.
-
-    Attributes:
-      digests: of its batches.
-      images: rows of its pictures, from the file's first row.
-    """
+    """One file of sources; the context manager keeps it if the block ends without an error."""
 
     def __init__(self, path: Path):
         pyarrow = arrow()
@@ -297,8 +292,8 @@ class ShardFile:
         self._schema = pyarrow.schema([(name, pyarrow.string()) for name in COLUMNS])
         self._file = pyarrow.OSFile(str(self._temporary), "wb")
         self._writer = pyarrow.ipc.new_file(self._file, self._schema)
-        self.digests: list[bytes] = []
-        self.images: list[int] = []
+        self.digests: list[bytes] = []  # of its batches
+        self.images: list[int] = []  # rows of its pictures, from the file's first row
         self._rows = 0
 
     def write(self, rows: Sequence[SourceRow]) -> None:

@@ -71,18 +71,15 @@ _SPARE = 100  # results that may be kept beyond twice those in use
 
 @dataclasses.dataclass(frozen=True)
 class FolderOptions:
-    """How documents become sources.
+    """How documents become sources."""
 
-    Attributes:
-      chunk: how long a source's text is.
-      least_pixels: the shorter side of a figure embedded in a PDF; smaller ones are ornaments.
-      pages: what is taken of a PDF: its `text` and figures, its pages as `pictures`, or `both`.
-      ocr: what reads the pages of a PDF that are pictures; None: RapidOCR, where it is installed.
-    """
-
+    # How long a source's text is.
     chunk: ChunkOptions = dataclasses.field(default_factory=ChunkOptions)
+    # The shorter side of a figure embedded in a PDF; smaller ones are ornaments.
     least_pixels: int = at_least(1, 64)
+    # What is taken of a PDF: its `text` and figures, its pages as `pictures`, or `both`.
     pages: Pages = "text"
+    # What reads the pages of a PDF that are pictures; None: RapidOCR, where it is installed.
     ocr: PageReader | None = None
 
     @property
@@ -102,70 +99,50 @@ class FolderOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """The letters of a document (documents/document.py).
+    """The letters of a document (documents/document.py)."""
 
-    Attributes:
-      read: that were read.
-      held: that the file holds; 0 of a format whose reader does not count them.
-      left_out: cause -> letters that are left out on purpose.
-      missing: letters of `held` that were neither read nor left out on purpose.
-    """
-
-    read: int
-    held: int
-    left_out: dict[str, int]
-    missing: int
+    read: int  # that were read
+    held: int  # that the file holds; 0 of a format whose reader does not count them
+    left_out: dict[str, int]  # cause -> letters that are left out on purpose
+    missing: int  # letters of `held` that were neither read nor left out on purpose
 
 
 @dataclasses.dataclass
 class FolderReport:
-    """The outcome of reading a folder's files.
+    """The outcome of reading a folder's files."""
 
-    Attributes:
-      documents, pictures: files that are sources now.
-      pages: of PDFs, that are sources as pictures.
-      opened: files that were read in this call; the others are as they were.
-      bad: file -> why it is left out.
-      same_content: file -> the file of the same text or picture whose sources are kept.
-      scanned_pages: file -> its pages that are pictures without text, from 1.
-      broken_figures: file -> its figures that are no pictures.
-      ledger: document -> the letters that were read of it.
-      left_out: ending -> files of no known ending.
-      hidden: files and folders whose names begin with `.` or `~$`.
-    """
-
+    # documents, pictures: files that are sources now.
     documents: int = 0
     pictures: int = 0
-    pages: int = 0
-    opened: int = 0
-    bad: dict[str, str] = dataclasses.field(default_factory=dict)
+    pages: int = 0  # of PDFs, that are sources as pictures
+    opened: int = 0  # files that were read in this call; the others are as they were
+    bad: dict[str, str] = dataclasses.field(default_factory=dict)  # file -> why it is left out
+    # File -> the file of the same text or picture whose sources are kept.
     same_content: dict[str, str] = dataclasses.field(default_factory=dict)
+    # File -> its pages that are pictures without text, from 1.
     scanned_pages: dict[str, list[int]] = dataclasses.field(default_factory=dict)
+    # File -> its figures that are no pictures.
     broken_figures: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    # Document -> the letters that were read of it.
     ledger: dict[str, Ledger] = dataclasses.field(default_factory=dict)
+    # Ending -> files of no known ending.
     left_out: dict[str, int] = dataclasses.field(default_factory=dict)
-    hidden: int = 0
+    hidden: int = 0  # files and folders whose names begin with `.` or `~$`
 
 
 @dataclasses.dataclass(frozen=True)
 class FolderContent:
-    """A folder's sources.
+    """A folder's sources."""
 
-    Attributes:
-      sources: their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the
-        same in every run. `extra` holds `file`, `page` (from 1; None without pages), `heading`,
-        WHOLE_PAGE of a page that is a picture and, where there are some, the document's `title`,
-        `places` ({start, end} of the text with `name`, `box` or `line`: documents/document.py,
-        Place), and `same_as`, the other files of the same content.
-      read_picture: encoded bytes of a `Source.image`.
-      report: of the files.
-      digest: of everything above.
-    """
-
+    # Their ids are FILE#3 (a chunk), FILE#figure2, FILE#page4 or FILE (a picture): the same in
+    # every run. `extra` holds `file`, `page` (from 1; None without pages), `heading`, WHOLE_PAGE of
+    # a page that is a picture and, where there are some, the document's `title`, `places` ({start,
+    # end} of the text with `name`, `box` or `line`: documents/document.py, Place), and `same_as`,
+    # the other files of the same content.
     sources: list[Source]
-    read_picture: Callable[[str], bytes]
-    report: FolderReport
-    digest: str
+    read_picture: Callable[[str], bytes]  # encoded bytes of a `Source.image`
+    report: FolderReport  # of the files
+    digest: str  # of everything above
 
 
 def read_folder(
@@ -688,34 +665,24 @@ _TRIES = 3  # readings of a file that another program writes to
 
 @dataclasses.dataclass(frozen=True)
 class FoundFile:
-    """A file of the folder.
+    """A file of the folder."""
 
-    Attributes:
-      name: its path relative to the folder, with `/`.
-      size: in bytes.
-      modified: time in nanoseconds.
-    """
-
-    name: str
-    size: int
-    modified: int
+    name: str  # its path relative to the folder, with `/`
+    size: int  # in bytes
+    modified: int  # time in nanoseconds
 
 
 @dataclasses.dataclass
 class Listing:
-    """The files in a folder and below it.
+    """The files in a folder and below it."""
 
-    Attributes:
-      files: those with one of the wanted endings, by name.
-      bad: file or folder -> why it is left out.
-      other_endings: ending -> files that have it and are left out.
-      hidden: files and folders whose names begin with `.` or `~$`, which are left out.
-    """
-
+    # Those with one of the wanted endings, by name.
     files: list[FoundFile] = dataclasses.field(default_factory=list)
+    # File or folder -> why it is left out.
     bad: dict[str, str] = dataclasses.field(default_factory=dict)
+    # Ending -> files that have it and are left out.
     other_endings: Counter[str] = dataclasses.field(default_factory=Counter)
-    hidden: int = 0
+    hidden: int = 0  # files and folders whose names begin with `.` or `~$`, which are left out
 
 
 def list_folder(folder: Path, endings: Collection[str], leave_out: Path | None = None) -> Listing:

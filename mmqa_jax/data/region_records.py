@@ -54,24 +54,15 @@ _NUMBER = re.compile(r"(?<!\d)(\d{1,19})$")
 
 @dataclasses.dataclass(frozen=True)
 class DetectedRegions:
-    """The N regions that a detector found in one picture, the best first or as it ordered them.
+    """The N regions that a detector found in one picture, the best first or as it ordered them."""
 
-    Attributes:
-      size: height and width of the picture in pixels.
-      boxes: left, top, right and bottom in these pixels.
-      features: of the regions.
-      scores: confidence; 0: kept in no class.
-      labels: the class, where 0 is the background.
-      logits: of the classes, the background first.
-      attributes: probabilities, "nothing" first; None: the detector knows none.
-    """
-
-    size: tuple[int, int]
-    boxes: Float32[np.ndarray, "N 4"]
-    features: Float32[np.ndarray, "N F"]
-    scores: Float32[np.ndarray, " N"]
-    labels: Int32[np.ndarray, " N"]
-    logits: Float32[np.ndarray, "N C"]
+    size: tuple[int, int]  # height and width of the picture in pixels
+    boxes: Float32[np.ndarray, "N 4"]  # left, top, right and bottom in these pixels
+    features: Float32[np.ndarray, "N F"]  # of the regions
+    scores: Float32[np.ndarray, " N"]  # confidence; 0: kept in no class
+    labels: Int32[np.ndarray, " N"]  # the class, where 0 is the background
+    logits: Float32[np.ndarray, "N C"]  # of the classes, the background first
+    # Probabilities, "nothing" first; None: the detector knows none.
     attributes: Float32[np.ndarray, "N A"] | None = None
 
     def __len__(self) -> int:
@@ -91,27 +82,19 @@ class DetectedRegions:
 
 @dataclasses.dataclass(frozen=True)
 class RegionFacts:
-    """The facts that all records of a folder share.
+    """The facts that all records of a folder share."""
 
-    Attributes:
-      detector: `vlp_x101`, `vinvl_x152c4` or `bottom_up_r101`, whose rules found the regions.
-      model: fingerprint of its weights, rules and pictures.
-      features, classes, attributes: sizes, of classes with the background, of attributes with
-        "nothing"; 0: none.
-      rectified: whether features were taken behind a ReLU (see DetectorConfig).
-      random: whether the weights were random, which proves only the plumbing.
-      precision: of the large arrays.
-      class_names, attribute_names: without background and "nothing"; empty: not known.
-    """
-
-    detector: str
-    model: str
+    detector: str  # `vlp_x101`, `vinvl_x152c4` or `bottom_up_r101`, whose rules found the regions
+    model: str  # fingerprint of its weights, rules and pictures
+    # features, classes, attributes: sizes, of classes with the background, of attributes with
+    # "nothing"; 0: none.
     features: int
     classes: int
     attributes: int = 0
-    rectified: bool = True
-    random: bool = False
-    precision: Precision = "float16"
+    rectified: bool = True  # whether features were taken behind a ReLU (see DetectorConfig)
+    random: bool = False  # whether the weights were random, which proves only the plumbing
+    precision: Precision = "float16"  # of the large arrays
+    # class_names, attribute_names: without background and "nothing"; empty: not known.
     class_names: tuple[str, ...] = ()
     attribute_names: tuple[str, ...] = ()
 
@@ -191,7 +174,6 @@ class RegionRecords:
       folder: as `mmqa features` finished it.
 
     Attributes:
-      facts: what is known of all of them.
       pictures: ids in order.
     """
 
@@ -208,7 +190,7 @@ class RegionRecords:
             ) from error
         for name in ("class_names", "attribute_names"):
             facts[name] = tuple(facts[name])
-        self.facts = RegionFacts(**facts)
+        self.facts = RegionFacts(**facts)  # what is known of all of them
         self._number = {name: number for number, name in enumerate(self.pictures)}
         self._ending: dict[int, list[int]] = {}
         for number, name in enumerate(self.pictures):

@@ -362,17 +362,11 @@ def feature_ids(
 
 
 class Tags(NamedTuple):
-    """Words for what a picture shows, as the object tags of Oscar (Li et al. 2020).
+    """Words for what a picture shows, as the object tags of Oscar (Li et al. 2020)."""
 
-    Attributes:
-      regions: one tag per region.
-      picture: tags of the whole picture, the most visible first.
-      parts: tags of the picture's parts; read where only one picture is shown.
-    """
-
-    regions: tuple[str, ...]
-    picture: tuple[str, ...]
-    parts: tuple[str, ...] = ()
+    regions: tuple[str, ...]  # one tag per region
+    picture: tuple[str, ...]  # tags of the whole picture, the most visible first
+    parts: tuple[str, ...] = ()  # tags of the picture's parts; read where only one picture is shown
 
 
 class FeatureRegions:
@@ -454,13 +448,12 @@ class PatchRegions:
     Attributes:
       slots: regions of a picture.
       dim: values of a region, patch * patch * 3.
-      position_dim: values of a region's position, the 6 of its box.
     """
 
     def __init__(self, size: int, patch: int):
         self._patch, self._boxes = patch, patch_boxes(size, patch)  # [R, 6]
         self.slots, self.dim = len(self._boxes), patch * patch * 3
-        self.position_dim = self._boxes.shape[1]
+        self.position_dim = self._boxes.shape[1]  # values of a region's position, the 6 of its box
 
     def __call__(
         self, source: RawSource

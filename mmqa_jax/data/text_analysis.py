@@ -55,17 +55,11 @@ _FOLDED = _Folded()  # which fills as a cache does
 
 @dataclasses.dataclass(frozen=True)
 class Analyzer:
-    """How texts become words.
+    """How texts become words."""
 
-    Attributes:
-      language: of the stop words and the stemmer, in English and lower case.
-      stop_words: leave out the language's most common words (bm25s's lists).
-      stemming: cut words to their stems (Snowball; package PyStemmer).
-    """
-
-    language: str = "english"
-    stop_words: bool = True
-    stemming: bool = False
+    language: str = "english"  # of the stop words and the stemmer, in English and lower case
+    stop_words: bool = True  # leave out the language's most common words (bm25s's lists)
+    stemming: bool = False  # cut words to their stems (Snowball; package PyStemmer)
 
     def __post_init__(self) -> None:
         if self.stop_words and self.language != "english":  # bm25s's import is not for all
@@ -96,15 +90,11 @@ class Analyzer:
 
 
 class Vocabulary(dict[str, int]):
-    """The number of each word as a text has it; -1 of a stop word.
-
-    Attributes:
-      names: the words, or their stems, by their numbers.
-    """
+    """The number of each word as a text has it; -1 of a stop word."""
 
     def __init__(self, analyzer: Analyzer):
         self.analyzer = analyzer
-        self.names: list[str] = []
+        self.names: list[str] = []  # the words, or their stems, by their numbers
         self._stems: dict[str, int] = {}
 
     def __missing__(self, word: str) -> int:

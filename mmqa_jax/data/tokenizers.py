@@ -60,17 +60,14 @@ class MarkedTokenizer:
 
     Args:
       published: the tokenizer as published, of which only padding and truncation are turned off.
-
-    Attributes:
-      published: the same.
-      marks: id of each mark by its spelling.
     """
 
     def __init__(self, published: Pipeline):
         published.no_padding()
         published.no_truncation()
-        self.published = published
+        self.published = published  # the same
         self._added = published.get_added_tokens_decoder()
+        # Id of each mark by its spelling.
         self.marks = {token.content: n for n, token in self._added.items() if _is_mark(token)}
         # "<" in any case: LLaVA's `<image>` need not be a token.
         self._firsts = "".join(sorted({"<", *(mark.lstrip(_BLANK)[0] for mark in self.marks)}))
@@ -236,33 +233,25 @@ class Tokenizer:
 
     A special token that is written in a text is read as plain characters, so that no source can
     forge the structure of a sequence.
-
-    Attributes:
-      kind: whose files it is made of.
-      pieces: what splits texts. A MarkedTokenizer splits prompts of a model's own, too.
-      fingerprint: 16 hex digits that change with the vocabulary or with how texts are handled.
-      before, after: ids of the tokens around a text.
-      pad_id: of padding, which is masked, but for SigLIP, which sees it.
-      between: ids between the texts of a pair: BERT's [SEP], RoBERTa's `</s></s>`.
-      second_type: token type of a pair's second text and of what follows it.
-      max_tokens: the longest input, special tokens included, by tokenizer_config.json; None: not
-        said.
-      preprocessing: whose code prepares texts. `openai`'s repairs them with ftfy, resolves HTML
-        entities (twice) and collapses white space; the others' are the pipeline's.
-      saved: the text of the file that `save` writes; None: that of the pipeline.
     """
 
-    kind: Kind
+    kind: Kind  # whose files it is made of
+    # What splits texts. A MarkedTokenizer splits prompts of a model's own, too.
     pieces: MarkedTokenizer | SentencePieces
-    fingerprint: str
+    fingerprint: str  # 16 hex digits that change with the vocabulary or with how texts are handled
+    # before, after: ids of the tokens around a text.
     before: Sequence[int] = ()
     after: Sequence[int] = ()
-    pad_id: int = 0
+    pad_id: int = 0  # of padding, which is masked, but for SigLIP, which sees it
+    # Ids between the texts of a pair: BERT's [SEP], RoBERTa's `</s></s>`.
     between: Sequence[int] = ()
-    second_type: int = 0
+    second_type: int = 0  # token type of a pair's second text and of what follows it
+    # The longest input, special tokens included, by tokenizer_config.json; None: not said.
     max_tokens: int | None = None
+    # Whose code prepares texts. `openai`'s repairs them with ftfy, resolves HTML entities (twice)
+    # and collapses white space; the others' are the pipeline's.
     preprocessing: Preprocessing | None = None
-    saved: str | None = None
+    saved: str | None = None  # the text of the file that `save` writes; None: that of the pipeline
 
     @property
     def vocab_size(self) -> int:

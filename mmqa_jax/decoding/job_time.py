@@ -24,15 +24,11 @@ class CallTime(NamedTuple):
 
 
 class JobTime(NamedTuple):
-    """Seconds of a job on all copies.
-
-    Attributes:
-      tokens_per_second: new ones, while all slots decode.
-    """
+    """Seconds of a job on all copies."""
 
     prefill: float
     decode: float
-    tokens_per_second: float
+    tokens_per_second: float  # new ones, while all slots decode
 
     @property
     def seconds(self) -> float:
@@ -51,26 +47,18 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class SplitCopy:
-    """A copy of a language model, split over `tensor` devices.
+    """A copy of a language model, split over `tensor` devices."""
 
-    Attributes:
-      model: with the key heads that each device has, repeated where `tensor` does not divide them,
-        and the dtype of arithmetic.
-      layer_bytes: of the weights of all layers on a device.
-      expert_bytes: of these, the experts'.
-      head_bytes: of the output head on a device.
-      token_bytes: of a token's keys and values on a device.
-      state_bytes: of a sequence's recurrent states on a device.
-    """
-
+    # With the key heads that each device has, repeated where `tensor` does not divide them, and the
+    # dtype of arithmetic.
     model: LlamaConfig
     chip: Chip
     tensor: int
-    layer_bytes: float
-    expert_bytes: float
-    head_bytes: float
-    token_bytes: float
-    state_bytes: float = 0.0
+    layer_bytes: float  # of the weights of all layers on a device
+    expert_bytes: float  # of these, the experts'
+    head_bytes: float  # of the output head on a device
+    token_bytes: float  # of a token's keys and values on a device
+    state_bytes: float = 0.0  # of a sequence's recurrent states on a device
 
     def decode(self, slots: float, columns: float) -> CallTime:
         """One token of each of a copy's slots, which see so many columns."""

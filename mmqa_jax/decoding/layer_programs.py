@@ -69,21 +69,14 @@ def layout(
 
 @dataclasses.dataclass(frozen=True)
 class _Reading:
-    """How every layer reads its cache; static for the compiler.
+    """How every layer reads its cache; static for the compiler."""
 
-    Attributes:
-      limit: columns read.
-      in_step: tokens follow what their slots hold, and a slot's are few; else they are of prompts.
-      ragged: a step attends by the TPU's kernel, see `scanned_cache.decode`.
-      implementation: of `layers.attention`, of prompts.
-      mesh: where the cache lies.
-    """
-
-    limit: int
+    limit: int  # columns read
+    # Tokens follow what their slots hold, and a slot's are few; else they are of prompts.
     in_step: bool
-    ragged: bool = False
-    implementation: str = "blocks"
-    mesh: Mesh | None = None
+    ragged: bool = False  # a step attends by the TPU's kernel, see `scanned_cache.decode`
+    implementation: str = "blocks"  # of `layers.attention`, of prompts
+    mesh: Mesh | None = None  # where the cache lies
 
 
 def decode(

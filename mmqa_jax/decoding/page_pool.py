@@ -17,21 +17,13 @@ from typing import NamedTuple
 
 @dataclasses.dataclass(eq=False)
 class Prefix:
-    """Pages that several sequences may read.
+    """Pages that several sequences may read."""
 
-    Attributes:
-      key: of all tokens up to the end of these pages, see `chunks.prefix_keys`.
-      pages: numbers within the shard.
-      end: the column after the last one of these pages.
-      users: sequences in slots that read them.
-      encoded: whether the program that writes them has been started.
-    """
-
-    key: bytes
-    pages: list[int]
-    end: int
-    users: int = 1
-    encoded: bool = False
+    key: bytes  # of all tokens up to the end of these pages, see `chunks.prefix_keys`
+    pages: list[int]  # numbers within the shard
+    end: int  # the column after the last one of these pages
+    users: int = 1  # sequences in slots that read them
+    encoded: bool = False  # whether the program that writes them has been started
 
 
 class Placement(NamedTuple):

@@ -168,21 +168,18 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """A prompt and continuations to be scored.
-
-    Attributes:
-      hidden: of each continuation the prompt's tokens that it does not see, from the first one to
-        before the last; (0, 0): it sees all. The rest of the prompt has been encoded with them. ():
-        all continuations see all.
-      unscored: tokens with which every continuation begins, and which are given, not scored.
-    """
+    """A prompt and continuations to be scored."""
 
     id: Hashable
     prompt: str | Sequence[int]
     continuations: Sequence[str] | Sequence[Sequence[int]]  # texts or ids, as the prompt
     images: Sequence[np.ndarray] = ()  # of the prompt, as Request's
     adapter: str = ""  # as Request's
+    # Of each continuation the prompt's tokens that it does not see, from the first one to before
+    # the last; (0, 0): it sees all. The rest of the prompt has been encoded with them. (): all
+    # continuations see all.
     hidden: Sequence[tuple[int, int]] = ()
+    # Tokens with which every continuation begins, and which are given, not scored.
     unscored: int = 0
 
     def __post_init__(self):

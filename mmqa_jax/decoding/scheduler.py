@@ -28,23 +28,16 @@ Buckets = tuple[int, ...]  # chunk sizes, ascending, each a multiple of the one 
 
 
 class Chunk(NamedTuple):
-    """Tokens in consecutive columns of the cache that are encoded together.
+    """Tokens in consecutive columns of the cache that are encoded together."""
 
-    Attributes:
-      start: column of the first token.
-      tokens: ids; negative ones are patches of pictures.
-      trunk: where the prompt ends whose continuations follow as branches; 0: one sequence.
-      branches: of every token the column where its branch begins (0 in the trunk); () without.
-      adapter: its number, on which keys and values depend as they do on the tokens.
-      hidden: of every token the first column of the trunk that it does not see, and the one behind
-        the last; () without.
-    """
-
-    start: int
-    tokens: tuple[int, ...]
-    trunk: int = 0
+    start: int  # column of the first token
+    tokens: tuple[int, ...]  # ids; negative ones are patches of pictures
+    trunk: int = 0  # where the prompt ends whose continuations follow as branches; 0: one sequence
+    # Of every token the column where its branch begins (0 in the trunk); () without.
     branches: tuple[int, ...] = ()
-    adapter: int = 0
+    adapter: int = 0  # its number, on which keys and values depend as they do on the tokens
+    # Of every token the first column of the trunk that it does not see, and the one behind the
+    # last; () without.
     hidden: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -55,18 +48,14 @@ class Chunk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunking:
-    """How prompts are cut into chunks.
+    """How prompts are cut into chunks."""
 
-    Attributes:
-      buckets: sizes of chunks.
-      sight: `LlamaConfig.picture_sight`; but for "causal" no picture is cut, nor the prompt where
-        all of it is seen: a chunk may then be several of the largest bucket.
-      tight: in place of the last chunk there are several of a smaller bucket where these have less
-        padding.
-    """
-
-    buckets: Buckets
+    buckets: Buckets  # sizes of chunks
+    # `LlamaConfig.picture_sight`; but for "causal" no picture is cut, nor the prompt where all of
+    # it is seen: a chunk may then be several of the largest bucket.
     sight: str = "causal"
+    # In place of the last chunk there are several of a smaller bucket where these have less
+    # padding.
     tight: bool = False
 
     def split(self, tokens: Sequence[int], *, adapter: int = 0, prompt: int = 0) -> list[Chunk]:

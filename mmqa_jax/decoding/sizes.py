@@ -83,17 +83,12 @@ ENGINE_SPEC = spec_of(EngineConfig) | {
 
 @dataclasses.dataclass(frozen=True)
 class Demand:
-    """What is to be served, as far as it is known before the first step; None: unknown.
+    """What is to be served, as far as it is known before the first step; None: unknown."""
 
-    Attributes:
-      sequences: prompts, each as often as it is drawn.
-      tokens: of the longest prompt with its new tokens.
-      prompt_tokens, new_tokens: of all sequences together, or of one if it is not known how many
-        there are; the new ones at most.
-    """
-
-    sequences: int | None = None
-    tokens: int | None = None
+    sequences: int | None = None  # prompts, each as often as it is drawn
+    tokens: int | None = None  # of the longest prompt with its new tokens
+    # prompt_tokens, new_tokens: of all sequences together, or of one if it is not known how many
+    # there are; the new ones at most.
     prompt_tokens: int | None = None
     new_tokens: int | None = None
 
@@ -110,21 +105,15 @@ UNKNOWN = Demand()
 
 @dataclasses.dataclass(frozen=True)
 class EngineSizes:
-    """Where an engine runs and how large it is.
+    """Where an engine runs and how large it is."""
 
-    Attributes:
-      shape: size of each mesh axis.
-      devices: as many as these sizes take.
-      engine: the sizes.
-      lacking: how much memory the weights, or the longest sequence beside them, lack, and what to
-        do; "": they fit, or how much is free is not known.
-      reason: why the mesh was chosen, one sentence; "": it was given, or follows from memory alone.
-    """
-
-    shape: Mapping[str, int]
-    devices: Sequence[jax.Device]
-    engine: EngineConfig
+    shape: Mapping[str, int]  # size of each mesh axis
+    devices: Sequence[jax.Device]  # as many as these sizes take
+    engine: EngineConfig  # the sizes
+    # How much memory the weights, or the longest sequence beside them, lack, and what to do; "":
+    # they fit, or how much is free is not known.
     lacking: str = ""
+    # Why the mesh was chosen, one sentence; "": it was given, or follows from memory alone.
     reason: str = ""
 
     def mesh(self) -> Mesh:
@@ -360,26 +349,17 @@ def choose_mesh(
 
 @dataclasses.dataclass(frozen=True)
 class _Cost:
-    """Bytes of an engine on one device.
-
-    Attributes:
-      length: tokens of the longest sequence.
-      mean: tokens whose pages a sequence takes.
-      page: tokens of a page.
-      cpu: whether the devices are CPUs.
-      of_rows: whether the cache holds tokens as rows, as a TPU's does.
-      by_kernel: whether experts multiply prompts by a kernel for TPU.
-      draft: of a model that proposes tokens, with a cache of its own; None: there is none.
-    """
+    """Bytes of an engine on one device."""
 
     model: LlamaConfig
     sizes: EngineConfig
-    length: int
-    mean: float
-    page: int
-    cpu: bool
-    of_rows: bool = False
-    by_kernel: bool = False
+    length: int  # tokens of the longest sequence
+    mean: float  # tokens whose pages a sequence takes
+    page: int  # tokens of a page
+    cpu: bool  # whether the devices are CPUs
+    of_rows: bool = False  # whether the cache holds tokens as rows, as a TPU's does
+    by_kernel: bool = False  # whether experts multiply prompts by a kernel for TPU
+    # Of a model that proposes tokens, with a cache of its own; None: there is none.
     draft: _Cost | None = None
 
     def weights(self, tensor: int, kind: str | None = None) -> float:

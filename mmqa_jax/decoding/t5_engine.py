@@ -295,18 +295,12 @@ _LEAST = 16  # new tokens that a program has room for; more in powers of two
 
 @dataclasses.dataclass(frozen=True)
 class T5EngineConfig:
-    """Sizes of a T5's batches; results do not depend on them beyond the last bits.
+    """Sizes of a T5's batches; results do not depend on them beyond the last bits."""
 
-    Attributes:
-      slots: sequences of a batch at most, beams and draws among them.
-      tokens: of a batch's padded sources at most, unless one alone has more.
-      length: the most tokens of a source, and of an answer.
-      buckets: lengths that sources are padded to, ascending; beyond the last, its multiples.
-    """
-
-    slots: int = 16
-    tokens: int = 4096
-    length: int = 2048
+    slots: int = 16  # sequences of a batch at most, beams and draws among them
+    tokens: int = 4096  # of a batch's padded sources at most, unless one alone has more
+    length: int = 2048  # the most tokens of a source, and of an answer
+    # Lengths that sources are padded to, ascending; beyond the last, its multiples.
     buckets: tuple[int, ...] = (64, 128, 256, 512, 1024, 2048)
 
     def __post_init__(self):
@@ -335,18 +329,12 @@ class T5EngineConfig:
 
 
 class _Program(NamedTuple):
-    """What is compiled for a batch.
+    """What is compiled for a batch."""
 
-    Attributes:
-      kind: `draw`, `beam` or `score`.
-      source: padded length of the sources.
-      target: new tokens at most, or padded length of the scored answers.
-      beams, length_penalty: of beam search.
-    """
-
-    kind: Literal["draw", "beam", "score"]
-    source: int
-    target: int
+    kind: Literal["draw", "beam", "score"]  # `draw`, `beam` or `score`
+    source: int  # padded length of the sources
+    target: int  # new tokens at most, or padded length of the scored answers
+    # beams, length_penalty: of beam search.
     beams: int = 1
     length_penalty: float = 0.0
 

@@ -63,23 +63,18 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusStatistics:
-    """The statistics of a corpus, each by the modality that questions need.
+    """The statistics of a corpus, each by the modality that questions need."""
 
-    Attributes:
-      questions: modality -> split -> how many.
-      lengths: modality -> text -> words.
-      sources: modality -> gold sources, other snippets and other pictures of a question (means),
-        and the share of questions with two gold sources or more; of those with gold sources.
-      prefixes, topics: modality -> the most frequent, with their counts.
-      coverage: how many of train's most frequent keywords of image questions -> the share of
-        `coverage_of` whose keywords are among them; empty where either has none.
-    """
-
-    questions: Mapping[str, Mapping[str, int]]
-    lengths: Mapping[str, Mapping[str, Spread | None]]
+    questions: Mapping[str, Mapping[str, int]]  # modality -> split -> how many
+    lengths: Mapping[str, Mapping[str, Spread | None]]  # modality -> text -> words
+    # Modality -> gold sources, other snippets and other pictures of a question (means), and the
+    # share of questions with two gold sources or more; of those with gold sources.
     sources: Mapping[str, tuple[float, float, float, float]]
+    # prefixes, topics: modality -> the most frequent, with their counts.
     prefixes: Mapping[str, Sequence[tuple[str, int]]]
     topics: Mapping[str, Sequence[tuple[str, int]]]
+    # How many of train's most frequent keywords of image questions -> the share of `coverage_of`
+    # whose keywords are among them; empty where either has none.
     coverage: Mapping[int, float]
     coverage_of: str
 

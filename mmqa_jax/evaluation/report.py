@@ -66,27 +66,19 @@ _THUMBNAIL_PIXELS = 180  # where there are many questions
 
 @dataclasses.dataclass(frozen=True)
 class CardSource:
-    """One source of a question.
-
-    Attributes:
-      text: the snippet, or the picture's caption.
-      picture: encoded bytes (PNG, JPEG, ...); None for a snippet, and where `left_out`.
-      left_out: whether it is a picture that the page does without, since it has enough of them.
-      rank: in the ranking, from 1; None: it is not there, or there is none.
-      score: the retriever's or reranker's.
-      cited: numbers of the card's answers that cite it.
-      gold: whether it is a gold source.
-    """
+    """One source of a question."""
 
     id: str
-    text: str
+    text: str  # the snippet, or the picture's caption
     title: str = ""
+    # Encoded bytes (PNG, JPEG, ...); None for a snippet, and where `left_out`.
     picture: bytes | None = None
+    # Whether it is a picture that the page does without, since it has enough of them.
     left_out: bool = False
-    rank: int | None = None
-    score: float | None = None
-    cited: Sequence[int] = ()
-    gold: bool = False
+    rank: int | None = None  # in the ranking, from 1; None: it is not there, or there is none
+    score: float | None = None  # the retriever's or reranker's
+    cited: Sequence[int] = ()  # numbers of the card's answers that cite it
+    gold: bool = False  # whether it is a gold source
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,42 +109,31 @@ class TraceNode:
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One question.
-
-    Attributes:
-      answers: the first one's score is the card's; of compared runs one each, in their order.
-      rows: (name, text) shown at once: references, choices, raw outputs.
-      details: (name, text) shown on request: prompts, shots.
-      picture: encoded bytes of the question's picture.
-      tree: steps of agents, shown as a tree.
-      is_brief: whether it stands after all others, and nothing but question, answers and `rows` is
-        shown.
-    """
+    """One question."""
 
     question: str
+    # The first one's score is the card's; of compared runs one each, in their order.
     answers: Sequence[CardAnswer]
     category: str = ""
+    # (name, text) shown at once: references, choices, raw outputs.
     rows: Sequence[tuple[str, str]] = ()
     sources: Sequence[CardSource] = ()
-    picture: bytes | None = None
-    details: Sequence[tuple[str, str]] = ()
-    tree: Sequence[TraceNode] = ()
+    picture: bytes | None = None  # encoded bytes of the question's picture
+    details: Sequence[tuple[str, str]] = ()  # (name, text) shown on request: prompts, shots
+    tree: Sequence[TraceNode] = ()  # steps of agents, shown as a tree
     id: str = ""
+    # Whether it stands after all others, and nothing but question, answers and `rows` is shown.
     is_brief: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class CardFilter:
-    """A button above the cards.
-
-    Attributes:
-      wanted: of each answer the verdicts that pass: `right`, `partly`, `wrong`; () is any.
-      order: of two answers: 1 where the first has the higher score, -1 the second.
-    """
+    """A button above the cards."""
 
     label: str
+    # Of each answer the verdicts that pass: `right`, `partly`, `wrong`; () is any.
     wanted: Sequence[Sequence[str]] = ()
-    order: int = 0
+    order: int = 0  # of two answers: 1 where the first has the higher score, -1 the second
 
 
 VERDICTS = (
@@ -448,22 +429,17 @@ _PANEL = (340, 210)  # the size of a training's curve, in the units of the SVG's
 
 @dataclasses.dataclass(frozen=True)
 class LinePlot:
-    """Lines over the values of one setting.
-
-    Attributes:
-      lines: name -> points (x, y), in order of x; one without points keeps its color.
-      log: whether the axis of x is logarithmic; then all x are above 0.
-      steps: whether x are the steps of trainings: ticks are round numbers, and a long curve is
-        drawn thin, with a running mean on top.
-      shares: whether the axis of y is 0 to 1.
-    """
+    """Lines over the values of one setting."""
 
     title: str
     x_label: str
+    # Name -> points (x, y), in order of x; one without points keeps its color.
     lines: Mapping[str, Points]
-    log: bool = False
+    log: bool = False  # whether the axis of x is logarithmic; then all x are above 0
+    # Whether x are the steps of trainings: ticks are round numbers, and a long curve is drawn thin,
+    # with a running mean on top.
     steps: bool = False
-    shares: bool = False
+    shares: bool = False  # whether the axis of y is 0 to 1
 
     def svg(
         self,
@@ -633,45 +609,32 @@ class Bar:
 
 @dataclasses.dataclass(frozen=True)
 class ReportData:
-    """Everything a report shows, in its order; empty fields are left out.
+    """Everything a report shows, in its order; empty fields are left out."""
 
-    Attributes:
-      title: heading, e.g. "WebQA: cited answers from pictures and prose".
-      description: of the dataset and the run.
-      notice: a caveat (e.g. that the scores are not WebQA's).
-      headline: the few most important numbers, name or score -> value, shown large.
-      cards: questions with answers and sources, the best first.
-      filters: the buttons above the cards.
-      card_note: how to read the cards, e.g. what counts as right.
-      bars: score -> the systems' bars.
-      line_plots: of a sweep or a corpus, above the tables; those over steps below them.
-      tables: result tables, in order.
-      recall: retriever -> k -> recall@k.
-      curves: task -> metric -> [(step, value)].
-      best_steps: task -> the step of its best validation, which its curves mark.
-      stages: (name, seconds) of the stages, in order.
-      run_tables: of the run itself, as its wall time.
-      facts: about the run, name -> value (date, device, version, commit, command).
-      materials: what the page shows was taken from; a line each.
-    """
-
-    title: str
-    description: str = ""
-    notice: str = ""
+    title: str  # heading, e.g. "WebQA: cited answers from pictures and prose".
+    description: str = ""  # of the dataset and the run
+    notice: str = ""  # a caveat (e.g. that the scores are not WebQA's).
+    # The few most important numbers, name or score -> value, shown large.
     headline: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    cards: Sequence[Card] = ()
-    filters: Sequence[CardFilter] = VERDICTS
-    card_note: str = ""
+    cards: Sequence[Card] = ()  # questions with answers and sources, the best first
+    filters: Sequence[CardFilter] = VERDICTS  # the buttons above the cards
+    card_note: str = ""  # how to read the cards, e.g. what counts as right.
+    # Score -> the systems' bars.
     bars: Mapping[str, Sequence[Bar]] = dataclasses.field(default_factory=dict)
+    # Of a sweep or a corpus, above the tables; those over steps below them.
     line_plots: Sequence[LinePlot] = ()
-    tables: Sequence[Table] = ()
+    tables: Sequence[Table] = ()  # result tables, in order
+    # Retriever -> k -> recall@k.
     recall: Mapping[str, Mapping[int, float]] = dataclasses.field(default_factory=dict)
+    # Task -> metric -> [(step, value)].
     curves: Mapping[str, Mapping[str, Points]] = dataclasses.field(default_factory=dict)
+    # Task -> the step of its best validation, which its curves mark.
     best_steps: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    stages: Sequence[tuple[str, float]] = ()
-    run_tables: Sequence[Table] = ()
+    stages: Sequence[tuple[str, float]] = ()  # (name, seconds) of the stages, in order
+    run_tables: Sequence[Table] = ()  # of the run itself, as its wall time
+    # About the run, name -> value (date, device, version, commit, command).
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    materials: Sequence[Material] = ()
+    materials: Sequence[Material] = ()  # what the page shows was taken from; a line each
 
 
 def write_report(path: str | os.PathLike, data: ReportData) -> None:

@@ -27,17 +27,12 @@ KS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000)
 
 @dataclasses.dataclass(frozen=True)
 class RetrievalScores:
-    """Per-question retrieval scores; `scores` averages them.
+    """Per-question retrieval scores; `scores` averages them."""
 
-    Attributes:
-      rows: input indices of the questions that have gold sources.
-      excluded: how many questions have none and are left out.
-      per_question: `recall@5`, `hit_any@5`, `hit_all@5`, `ndcg@5` (for every k) and `mrr`
-        -> float64 array aligned with `rows`.
-    """
-
-    rows: tuple[int, ...]
-    excluded: int
+    rows: tuple[int, ...]  # input indices of the questions that have gold sources
+    excluded: int  # how many questions have none and are left out
+    # `recall@5`, `hit_any@5`, `hit_all@5`, `ndcg@5` (for every k) and `mrr` -> float64 array
+    # aligned with `rows`.
     per_question: Mapping[str, np.ndarray]
 
     @property

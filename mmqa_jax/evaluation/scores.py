@@ -189,23 +189,16 @@ NO_OPTION = -1
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """Scores of one system on one set of questions.
+    """Scores of one system on one set of questions."""
 
-    Attributes:
-      question_ids: the scored questions, in the given order.
-      categories: the category of each of them.
-      groups: group -> bool array aligned with `question_ids`, whether a question belongs to it;
-        groups may overlap and stand in for the categories. None: the categories are the groups.
-      per_question: scorer -> float64 array aligned with `question_ids`, values in 0..1.
-      missing: number of scored questions without a prediction; they score 0.
-      unscored: number of questions left out because their reference is hidden or empty.
-    """
-
-    question_ids: tuple[str, ...]
-    categories: tuple[str, ...]
+    question_ids: tuple[str, ...]  # the scored questions, in the given order
+    categories: tuple[str, ...]  # the category of each of them
+    # Scorer -> float64 array aligned with `question_ids`, values in 0..1.
     per_question: Mapping[str, np.ndarray]
-    missing: int = 0
-    unscored: int = 0
+    missing: int = 0  # number of scored questions without a prediction; they score 0
+    unscored: int = 0  # number of questions left out because their reference is hidden or empty
+    # Group -> bool array aligned with `question_ids`, whether a question belongs to it; groups may
+    # overlap and stand in for the categories. None: the categories are the groups.
     groups: Mapping[str, np.ndarray] | None = None
 
     @property

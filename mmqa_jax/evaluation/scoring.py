@@ -26,25 +26,21 @@ from mmqa_jax.evaluation.tables import Table, answer_table
 
 @dataclasses.dataclass
 class Evaluation:
-    """The scores of one system's predictions.
+    """The scores of one system's predictions."""
 
-    Attributes:
-      scored: scores of answers and cited sources.
-      attribution: of citations and refusals, in tables of their own.
-      retrieval: recall@k and MRR of the rankings that the cited sources were chosen from.
-      notes: what a reader of the scores has to know.
-      bart: path of the weights of the fluency score, if it was computed.
-      has_modalities: whether questions are asked of snippets or of pictures, as in WebQA; their
-        scores are then given by modality too.
-      unparsed: scorer of multiple choice -> number of predictions that name none of the choices.
-    """
-
+    # Scores of answers and cited sources.
     scored: list[Scores] = dataclasses.field(default_factory=list)
+    # Of citations and refusals, in tables of their own.
     attribution: list[Scores] = dataclasses.field(default_factory=list)
+    # Recall@k and MRR of the rankings that the cited sources were chosen from.
     retrieval: Scores | None = None
+    # What a reader of the scores has to know.
     notes: list[str] = dataclasses.field(default_factory=list)
-    bart: str | None = None
+    bart: str | None = None  # path of the weights of the fluency score, if it was computed
+    # Whether questions are asked of snippets or of pictures, as in WebQA; their scores are then
+    # given by modality too.
     has_modalities: bool = True
+    # Scorer of multiple choice -> number of predictions that name none of the choices.
     unparsed: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property

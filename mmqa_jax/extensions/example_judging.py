@@ -28,21 +28,14 @@ from mmqa_jax.prompting.rationales import fields
 
 @dataclasses.dataclass(frozen=True)
 class JudgeOptions:
-    """The section `judge` of a config.
+    """The section `judge` of a config."""
 
-    Attributes:
-      candidates: m.
-      similarity: by which they are chosen.
-      template: of the prompts, after which the options' texts are scored.
-      score: log-probability of an option, summed over its tokens or per token.
-      questions: how many of each split, evenly; 0: all.
-    """
-
-    candidates: int = 8
-    similarity: Similarity = "bimodal"
-    template: str = "rmr.text"
+    candidates: int = 8  # m
+    similarity: Similarity = "bimodal"  # by which they are chosen
+    template: str = "rmr.text"  # of the prompts, after which the options' texts are scored
+    # Log-probability of an option, summed over its tokens or per token.
     score: Normalization = "sum"
-    questions: int = 0
+    questions: int = 0  # how many of each split, evenly; 0: all
 
 
 @dataclasses.dataclass(frozen=True)

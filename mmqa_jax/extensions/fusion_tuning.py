@@ -14,14 +14,11 @@ from mmqa_jax.retrieval.rankings import Retriever
 
 
 class TunedFusion(NamedTuple):
-    """The weight with the best nDCG, and every weight tried.
-
-    Attributes:
-      sweep: weight -> `ndcg` over all ranked sources, `mrr`, `recall@k`; means over the questions
-        that have gold sources.
-    """
+    """The weight with the best nDCG, and every weight tried."""
 
     weight: float
+    # Weight -> `ndcg` over all ranked sources, `mrr`, `recall@k`; means over the questions that
+    # have gold sources.
     sweep: dict[float, dict[str, float]]
 
 

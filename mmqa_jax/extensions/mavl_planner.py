@@ -55,18 +55,14 @@ _REMEDY = "run its row again with --config.options.plans=oracle, or name another
 
 @dataclasses.dataclass(frozen=True)
 class PlanTable:
-    """Every plan's answer to some questions, and its score.
+    """Every plan's answer to some questions, and its score."""
 
-    Attributes:
-      scores: question id -> the actions whose tools an answer used -> its score; of questions
-        whose answers count.
-      available: question id -> the actions whose tools returned something; others change no prompt.
-      cost: of one action of a plan, in units of the score.
-    """
-
+    # Question id -> the actions whose tools an answer used -> its score; of questions whose answers
+    # count.
     scores: Mapping[str, Mapping[mavl.Actions, float]]
+    # Question id -> the actions whose tools returned something; others change no prompt.
     available: Mapping[str, mavl.Actions]
-    cost: float
+    cost: float  # of one action of a plan, in units of the score
 
     def score(self, question_id: str, plan: mavl.Actions) -> float:
         """The score of the answer after a plan."""
@@ -319,45 +315,33 @@ class PlanSampler:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannedData:
-    """The section `data`.
+    """The section `data`."""
 
-    Attributes:
-      dir: folder of `mmqa prepare`.
-      split: of the questions.
-      outcomes: workdir of a finished row of `mavl` with `plans=oracle`; its questions are learned.
-      folds, fold: of these only the part `fold` of `folds` (data.splits.fold_of).
-      cost: of one action of a plan, in units of the score.
-      taught: prompts that are learned from: `deciding`, those whose plans score differently, or
-        `all`. Those that judge are all in either case.
-      agents: whose planners learn.
-      chat, reading: options `chat` and `plan_reading` of the row that uses the planner.
-    """
-
-    dir: str
-    split: str
+    dir: str  # folder of `mmqa prepare`
+    split: str  # of the questions
+    # Workdir of a finished row of `mavl` with `plans=oracle`; its questions are learned.
     outcomes: str
+    # folds, fold: of these only the part `fold` of `folds` (data.splits.fold_of).
     folds: int = at_least(1, 2)
     fold: int = at_least(0, 0)
-    cost: float = at_least(0, 0.02)
+    cost: float = at_least(0, 0.02)  # of one action of a plan, in units of the score
+    # Prompts that are learned from: `deciding`, those whose plans score differently, or `all`.
+    # Those that judge are all in either case.
     taught: Literal["deciding", "all"] = "deciding"
-    agents: tuple[mavl.Role, ...] = tuple(mavl.ROLES)
+    agents: tuple[mavl.Role, ...] = tuple(mavl.ROLES)  # whose planners learn
+    # chat, reading: options `chat` and `plan_reading` of the row that uses the planner.
     chat: bool = True
     reading: mavl.PlanReading = "strict"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidatePlans:
-    """The section `validate`: what the planner's greedy plans earn.
+    """The section `validate`: what the planner's greedy plans earn."""
 
-    Attributes:
-      fold: the part of the questions that judges.
-      questions: how many of it, evenly; 0: all.
-      metric: decides on the best step; None: none is chosen. With the part that judges in the end,
-        choose none.
-    """
-
-    fold: int = at_least(0)
-    questions: int = at_least(0, 0)
+    fold: int = at_least(0)  # the part of the questions that judges
+    questions: int = at_least(0, 0)  # how many of it, evenly; 0: all
+    # Decides on the best step; None: none is chosen. With the part that judges in the end, choose
+    # none.
     metric: Literal["reward", "score"] | None = None
 
 

@@ -85,16 +85,11 @@ class SecondHopRetriever:
 
 
 class Hops(NamedTuple):
-    """Candidates ranked for both hops, one entry per question.
+    """Candidates ranked for both hops, one entry per question."""
 
-    Attributes:
-      first: all candidates; of BM25 those that share a word with the question.
-      second: the same without the first hop's best; empty if there is no second hop.
-      questions: the question of the second hop; None if there is no second hop.
-    """
-
-    first: list[Ranking]
-    second: list[Ranking]
+    first: list[Ranking]  # all candidates; of BM25 those that share a word with the question
+    second: list[Ranking]  # the same without the first hop's best; empty if there is no second hop
+    # The question of the second hop; None if there is no second hop.
     questions: list[Question | None]
 
 

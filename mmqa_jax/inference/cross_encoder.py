@@ -353,20 +353,16 @@ _QUERY, _DOCUMENT = MARKS
 
 @dataclasses.dataclass(frozen=True)
 class YesNoPrompt:
-    """The text around a question and a text, and the two tokens that are compared.
+    """The text around a question and a text, and the two tokens that are compared."""
 
-    Attributes:
-      before, between, after: the text; special tokens spelled out in it are recognized.
-      yes, no: ids of the tokens.
-      longest: tokens of a whole prompt.
-    """
-
+    # before, between, after: the text; special tokens spelled out in it are recognized.
     before: str
     between: str
     after: str
+    # yes, no: ids of the tokens.
     yes: int
     no: int
-    longest: int
+    longest: int  # tokens of a whole prompt
 
 
 class YesNoPairs:

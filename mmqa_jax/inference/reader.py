@@ -150,17 +150,15 @@ class Reader(ServedModel):
 
     Args:
       task: tasks.answer.Answer, of the run.
-
-    Attributes:
-      modality: of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
-      max_pictures: the most pictures that it takes at once.
     """
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, task.inference
+        # Of the sources it was trained on, if only one (VLP_I, VLP_T), else None.
         self.modality: Modality | None = task.data.modality
         self._by_category: bool = task.data.route_by_category
         self._packer = task.packer(tokenizer, inference=True)
+        # The most pictures that it takes at once.
         self.max_pictures = self._packer.config.max_pictures
         self._reader = task.source_reader(corpus, tokenizer, on_demand=True)
         super().__init__(model, self.options.batch_size, task.cost())

@@ -38,17 +38,11 @@ from mmqa_jax.weights.record import is_weights_folder
 
 
 class DetectorKind(NamedTuple):
-    """An original.
+    """An original."""
 
-    Attributes:
-      name: of its preset.
-      config: the preset.
-      pictures: as it reads them.
-    """
-
-    name: str
-    config: faster_rcnn.DetectorConfig
-    pictures: resize.DetectorPictures
+    name: str  # of its preset
+    config: faster_rcnn.DetectorConfig  # the preset
+    pictures: resize.DetectorPictures  # as it reads them
 
 
 KINDS = tuple(
@@ -111,11 +105,6 @@ class RegionDetector:
       pictures: how they are prepared; None: as its original does.
       batch_size: pictures of a call, over all devices.
       beside_training: see core.serving.serve.
-
-    Attributes:
-      kind: its original.
-      pictures: as given.
-      serving: devices and batches.
     """
 
     def __init__(
@@ -127,10 +116,11 @@ class RegionDetector:
         beside_training: bool = False,
     ):
         self.config: faster_rcnn.DetectorConfig = model.config
-        self.kind = kind_of(self.config)
-        self.pictures = pictures or self.kind.pictures
+        self.kind = kind_of(self.config)  # its original
+        self.pictures = pictures or self.kind.pictures  # as given
         graphdef, self._state = nnx.split(model)
         cost = detector_cost(self.config, self.pictures)
+        # Devices and batches.
         self.serving = serve(batch_size, cost, self._state, beside_training=beside_training)
         self._find = make_find(graphdef)
 
@@ -293,24 +283,16 @@ _PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class DetectorChoice:
-    """The choice of a detector and of its rules.
+    """The choice of a detector and of its rules."""
 
-    Attributes:
-      model: folder of `mmqa convert`, published file, or a name of _PRESETS for random weights.
-      random: seed of random weights; None: the weights are read.
-      regions: fewest and most of a picture; None: the detector's.
-      sides: of resized pictures, the short one and what the long one has at most; None: its own.
-      unrectified: features in front of fc6's ReLU, as WebQA's VLP reads them.
-      dtype: of the convolutions.
-      key, unrectified_key: the flags or config keys that `model` and `unrectified` come from.
-    """
-
-    model: str
-    random: int | None = None
-    regions: tuple[int, int] | None = None
+    model: str  # folder of `mmqa convert`, published file, or a name of _PRESETS for random weights
+    random: int | None = None  # seed of random weights; None: the weights are read
+    regions: tuple[int, int] | None = None  # fewest and most of a picture; None: the detector's
+    # Of resized pictures, the short one and what the long one has at most; None: its own.
     sides: tuple[int, int] | None = None
-    unrectified: bool = False
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    unrectified: bool = False  # features in front of fc6's ReLU, as WebQA's VLP reads them
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the convolutions
+    # key, unrectified_key: the flags or config keys that `model` and `unrectified` come from.
     key: str = "--model"
     unrectified_key: str = "--unrectified"
 

@@ -27,15 +27,10 @@ from mmqa_jax.retrieval.rankings import rescored, to_rankings
 
 
 class ScoredPairs(NamedTuple):
-    """(question, candidate) pairs of one finished batch.
+    """(question, candidate) pairs of one finished batch."""
 
-    Attributes:
-      indices: int[N], into all candidates of all questions, concatenated.
-      scores: float32[N], P(relevant).
-    """
-
-    indices: np.ndarray
-    scores: np.ndarray
+    indices: np.ndarray  # int[N], into all candidates of all questions, concatenated
+    scores: np.ndarray  # float32[N], P(relevant)
 
 
 @functools.lru_cache(maxsize=8)  # rerankers of one config share their programs

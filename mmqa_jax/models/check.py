@@ -37,20 +37,14 @@ BOUND = (
 
 
 class Compared(NamedTuple):
-    """One layer or output of both sides.
+    """One layer or output of both sides."""
 
-    Attributes:
-      name: `layer 3`, `text layer 1`, `logits`.
-      deviation: the largest difference of a value.
-      size: the largest absolute value of transformers'; of a layer up to there, since what it adds
-        to carries the rounding of the layers before it.
-      rounding: how far transformers in float32 is from itself in float64, if that is what was
-        compared with.
-    """
-
-    name: str
-    deviation: float
+    name: str  # `layer 3`, `text layer 1`, `logits`
+    deviation: float  # the largest difference of a value
+    # The largest absolute value of transformers'; of a layer up to there, since what it adds to
+    # carries the rounding of the layers before it.
     size: float
+    # How far transformers in float32 is from itself in float64, if that is what was compared with.
     rounding: float = 0.0
 
     @property

@@ -124,19 +124,14 @@ def _answer_fields(question: Question, outputs: Outputs, used: Actions) -> dict[
 
 @dataclasses.dataclass
 class Steps:
-    """The plans, requests and results before the answers to one question.
+    """The plans, requests and results before the answers to one question."""
 
-    Attributes:
-      planner_prompts: of every agent's planner that was asked.
-      knowledge_prompt: of Tool_3; "" where it was not asked.
-      passages: of Tool_2, their ids and scores.
-      failed: why steps gave nothing.
-    """
-
+    # Of every agent's planner that was asked.
     planner_prompts: dict[Role, str] = dataclasses.field(default_factory=dict)
-    knowledge_prompt: str = ""
+    knowledge_prompt: str = ""  # of Tool_3; "" where it was not asked
+    # Of Tool_2, their ids and scores.
     passages: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    failed: list[str] = dataclasses.field(default_factory=list)
+    failed: list[str] = dataclasses.field(default_factory=list)  # why steps gave nothing
 
     def record(self) -> dict[str, Any]:
         """The entry in trace.jsonl, without failures."""
@@ -149,30 +144,19 @@ class Steps:
 
 @dataclasses.dataclass
 class Tools:
-    """The three tools over their sources.
+    """The three tools over their sources."""
 
-    Attributes:
-      heuristics: of a VQA model, for Tool_1.
-      knowledge: for Tool_2; without it nothing is found.
-      llm: for Tool_3.
-      candidates: answers that Tool_1 lists (M of equation 5).
-      passages: that Tool_2 retrieves, of each key word where `key_words` is above 0.
-      key_words: that Tool_2 searches for, each alone; 0: caption and question as they are.
-      words: a passage, and what Tool_3 writes, is cut to so many; with `key_words` all passages.
-      new_tokens: that Tool_3 may write.
-      template: of Tool_3's prompt.
-      steps: question id -> what tools were asked and found, and why they gave nothing; extended.
-    """
-
-    heuristics: side_files.AnswerHeuristics
-    knowledge: KnowledgeBase | None
-    llm: Backend
-    candidates: int
-    passages: int
-    key_words: int
+    heuristics: side_files.AnswerHeuristics  # of a VQA model, for Tool_1
+    knowledge: KnowledgeBase | None  # for Tool_2; without it nothing is found
+    llm: Backend  # for Tool_3
+    candidates: int  # answers that Tool_1 lists (M of equation 5)
+    passages: int  # that Tool_2 retrieves, of each key word where `key_words` is above 0
+    key_words: int  # that Tool_2 searches for, each alone; 0: caption and question as they are
+    # A passage, and what Tool_3 writes, is cut to so many; with `key_words` all passages.
     words: int
-    new_tokens: int
-    template: str
+    new_tokens: int  # that Tool_3 may write
+    template: str  # of Tool_3's prompt
+    # Question id -> what tools were asked and found, and why they gave nothing; extended.
     steps: Mapping[str, Steps]
 
     def use(self, action: int, questions: Sequence[Question]) -> dict[str, str]:
@@ -391,23 +375,15 @@ def ask_planners(
 
 @dataclasses.dataclass(frozen=True)
 class Agent:
-    """One agent's answer to one question.
-
-    Attributes:
-      plan: what it planned; `used` of these gave something.
-      votes: by its level.
-      answer: normalized by `prep_ans`; "" where it gave none.
-      probability: of the answer's tokens.
-      score: of the answer; None without references, or where it does not count.
-    """
+    """One agent's answer to one question."""
 
     role: Role
-    plan: Plan
+    plan: Plan  # what it planned; `used` of these gave something
     used: Actions
-    votes: float
-    answer: str
-    probability: float
-    score: float | None
+    votes: float  # by its level
+    answer: str  # normalized by `prep_ans`; "" where it gave none
+    probability: float  # of the answer's tokens
+    score: float | None  # of the answer; None without references, or where it does not count
 
     def record(self) -> dict[str, Any]:
         """The entry in trace.jsonl, with what another vote on its answer needs."""
@@ -425,19 +401,15 @@ class Agent:
 
 
 class Asked(NamedTuple):
-    """All that was asked and answered for one question.
-
-    Attributes:
-      prompts: by what tells them apart; a query's id is the question's, and that.
-      answers, outputs: of the model and of the tools, for all questions.
-      steps: those before the answers.
-    """
+    """All that was asked and answered for one question."""
 
     question: Question
+    # By what tells them apart; a query's id is the question's, and that.
     prompts: Mapping[Asking, few_shot.FewShot]
+    # answers, outputs: of the model and of the tools, for all questions.
     answers: Answers
     outputs: Outputs
-    steps: Steps
+    steps: Steps  # those before the answers
 
     def agent(self, role: Role, plans: Sequence[Plan], votes: float) -> Agent:
         """An agent's answer; of several plans that with the best one, with fewer actions first.

@@ -20,30 +20,25 @@ _Options = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """One setting of a paper, by whose name rows ask for it (runs/row.py).
+    """One setting of a paper, by whose name rows ask for it (runs/row.py)."""
 
-    Attributes:
-      answer: the function. It takes what it names: `questions`, `corpus`; parts of the row, its
-        other positional parameters; and options, its keyword-only ones.
-      needs_all: an answer depends on the other questions; they are not cut into chunks.
-      of_choices: it chooses among the choices that every question must have.
-      of_gold: it needs the gold sources of some questions.
-      captions_of: what the part `captions` describes: the pictures of questions, of which it must
-        know some, and without tags; or those of sources, of which it may know none.
-      rule_of_row: (options, parts as they are described, unopened); raises UserError where they
-        contradict each other.
-      rule_of_inputs: (all questions of a row, options); raises UserError for those that cannot be
-        answered, before a model is loaded.
-      write_notes: (questions, options) -> what a reader of the results has to know.
-    """
-
+    # The function. It takes what it names: `questions`, `corpus`; parts of the row, its other
+    # positional parameters; and options, its keyword-only ones.
     answer: Callable[..., Sequence[Prediction | Ranking]]
+    # An answer depends on the other questions; they are not cut into chunks.
     needs_all: bool = False
-    of_choices: bool = False
-    of_gold: bool = False
+    of_choices: bool = False  # it chooses among the choices that every question must have
+    of_gold: bool = False  # it needs the gold sources of some questions
+    # What the part `captions` describes: the pictures of questions, of which it must know some, and
+    # without tags; or those of sources, of which it may know none.
     captions_of: Literal["questions", "sources"] = "sources"
+    # (options, parts as they are described, unopened); raises UserError where they contradict each
+    # other.
     rule_of_row: Callable[[_Options, Mapping[str, Any]], None] | None = None
+    # (all questions of a row, options); raises UserError for those that cannot be answered, before
+    # a model is loaded.
     rule_of_inputs: Callable[[Sequence[Question], _Options], None] | None = None
+    # (questions, options) -> what a reader of the results has to know.
     write_notes: Callable[[Sequence[Question], _Options], list[str]] | None = None
 
     def parts(self) -> dict[str, bool]:

@@ -42,35 +42,21 @@ _LINEAR = {"add", "add_any", "sub", "neg", "convert_element_type", "reshape", "t
 
 
 class Weight(NamedTuple):
-    """A weight, or a part of one, inside a program.
+    """A weight, or a part of one, inside a program."""
 
-    Attributes:
-      split: its dimensions.
-      number: of the argument that it comes from.
-    """
-
-    split: Split
-    number: int
+    split: Split  # its dimensions
+    number: int  # of the argument that it comes from
 
 
 class Exchange(NamedTuple):
-    """One kind of collective along one or several mesh axes, over a call of a program.
+    """One kind of collective along one or several mesh axes, over a call of a program."""
 
-    Attributes:
-      kind: as XLA names it.
-      axis: mesh axes, joined by "+".
-      members: devices of a group.
-      bytes: of the whole arrays that a group gathers or reduces, summed up.
-      slices: that a group reaches over, or hosts of GPUs.
-      links: see seconds_to_send.
-    """
-
-    kind: str
-    axis: str
-    members: int
-    bytes: float
-    slices: int = 1
-    links: int | None = None
+    kind: str  # as XLA names it
+    axis: str  # mesh axes, joined by "+"
+    members: int  # devices of a group
+    bytes: float  # of the whole arrays that a group gathers or reduces, summed up
+    slices: int = 1  # that a group reaches over, or hosts of GPUs
+    links: int | None = None  # see seconds_to_send
 
     def seconds(self, chip: Chip) -> float:
         """The least time that it takes within slices.
@@ -88,15 +74,11 @@ class Exchange(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """The places of a mesh's devices, in its flat order.
+    """The places of a mesh's devices, in its flat order."""
 
-    Attributes:
-      hosts: as of plan.topology.Topology, of every device.
-      links: of a group of positions, `fewest_links`; None: each device reaches all others of its
-        host at its whole rate.
-    """
-
-    hosts: tuple[int, ...]
+    hosts: tuple[int, ...]  # as of plan.topology.Topology, of every device
+    # Of a group of positions, `fewest_links`; None: each device reaches all others of its host at
+    # its whole rate.
     links: Callable[[Sequence[int]], int] | None = None
 
     def reach(self, groups: Sequence[Sequence[int]]) -> tuple[int, int | None]:

@@ -26,42 +26,30 @@ _UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One jitted function with the shapes and shardings that a verb gives it.
+    """One jitted function with the shapes and shardings that a verb gives it."""
 
-    Attributes:
-      name: of the verb, or of the engine's part (`decode`, `prefill`).
-      trace: traces it for the devices of `mesh`.
-      mesh: axis -> size; {} is one device.
-      placed: the devices of the mesh in its flat order; () where nobody asks where they are.
-      model_flops: of one call over all devices, without recomputation.
-      parameters, optimizer, cache: bytes on one device; `optimizer` has the parameters' average.
-      host: bytes of its state in the host's memory, for one device.
-      floor_bytes: bytes that one device must move to or from its memory at least; None: what goes
-        in and comes out, once.
-      examples: questions, pairs or tokens of one call, over all devices.
-      input_bytes: that the host brings for a call, over all devices.
-      steps: how often a whole run of the config calls it; None: the config does not say.
-      arguments: of the function: trees of jax.ShapeDtypeStructs with shardings, static values.
-      weights: what of `arguments` are weights, the same leaves.
-      trained: what of `weights` gets gradients, the same leaves.
-    """
-
-    name: str
-    trace: Callable[[], jax.stages.Traced]
-    mesh: Mapping[str, int]
-    model_flops: Callable[[], float]
+    name: str  # of the verb, or of the engine's part (`decode`, `prefill`)
+    trace: Callable[[], jax.stages.Traced]  # traces it for the devices of `mesh`
+    mesh: Mapping[str, int]  # axis -> size; {} is one device
+    model_flops: Callable[[], float]  # of one call over all devices, without recomputation
+    # parameters, optimizer, cache: bytes on one device; `optimizer` has the parameters' average.
     parameters: float
     optimizer: float = 0
     cache: float = 0
-    host: float = 0
+    host: float = 0  # bytes of its state in the host's memory, for one device
+    # Bytes that one device must move to or from its memory at least; None: what goes in and comes
+    # out, once.
     floor_bytes: float | None = None
-    examples: int = 0
+    examples: int = 0  # questions, pairs or tokens of one call, over all devices
     unit: str = "examples"
-    input_bytes: float = 0
+    input_bytes: float = 0  # that the host brings for a call, over all devices
+    # How often a whole run of the config calls it; None: the config does not say.
     steps: int | None = None
+    # Of the function: trees of jax.ShapeDtypeStructs with shardings, static values.
     arguments: Any = ()
-    weights: Any = ()
-    trained: Any = ()
+    weights: Any = ()  # what of `arguments` are weights, the same leaves
+    trained: Any = ()  # what of `weights` gets gradients, the same leaves
+    # The devices of the mesh in its flat order; () where nobody asks where they are.
     placed: tuple[jax.Device, ...] = ()
 
     @classmethod
@@ -111,37 +99,28 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one device while the program runs; without `temporaries` where it was refused.
-
-    Attributes:
-      temporaries: activations, batch, results and workspace, with the padding of tiled layouts.
-    """
+    """Bytes on one device while the program runs; without `temporaries` where it was refused."""
 
     parameters: float
     optimizer: float
     cache: float
+    # Activations, batch, results and workspace, with the padding of tiled layouts.
     temporaries: float | None
     total: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """The facts about a compiled program, on one device and in one call.
-
-    Attributes:
-      flops: of its products by type (keys of Chip.rates), recomputed ones included; None where the
-        program was refused for its memory.
-      exchanges: that its mesh needs at least.
-      floor_bytes: see Program.
-      seconds: that compiling took.
-    """
+    """The facts about a compiled program, on one device and in one call."""
 
     program: Program
     memory: Memory
+    # Of its products by type (keys of Chip.rates), recomputed ones included; None where the program
+    # was refused for its memory.
     flops: Mapping[str, float] | None
-    exchanges: tuple[Exchange, ...]
-    floor_bytes: float
-    seconds: float
+    exchanges: tuple[Exchange, ...]  # that its mesh needs at least
+    floor_bytes: float  # see Program
+    seconds: float  # that compiling took
 
     @property
     def refused(self) -> bool:
@@ -277,18 +256,15 @@ _PARTS = ("compute", "hbm", "interconnect", "network")
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds of one call by the data sheet, if each part ran at its peak beside the others.
+    """Seconds of one call by the data sheet, if each part ran at its peak beside the others."""
 
-    Attributes:
-      compute: products; hbm: bytes that must go to or from the device's memory; interconnect: what
-        the devices must exchange within slices, network: with other slices, or hosts of GPUs.
-      mfu: the model's FLOPs (recomputation not counted) over what the chip computes in that time.
-    """
-
+    # Products; hbm: bytes that must go to or from the device's memory; interconnect: what the
+    # devices must exchange within slices, network: with other slices, or hosts of GPUs.
     compute: float
     hbm: float
     interconnect: float
     network: float = 0.0
+    # The model's FLOPs (recomputation not counted) over what the chip computes in that time.
     mfu: float = 0.0
 
     @property

@@ -54,21 +54,14 @@ class Done(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RowPart:
-    """One part's work.
+    """One part's work."""
 
-    Attributes:
-      name: embed, search, rerank, read, prompts or tokens.
-      key: of the config, such as parts.reranker.
-      work: examples of the traced program that all questions take.
-      done: of these, what is finished and kept.
-      once: whether its results are made before, and kept for every row that names them.
-    """
-
-    name: str
-    key: str
-    work: float
+    name: str  # embed, search, rerank, read, prompts or tokens
+    key: str  # of the config, such as parts.reranker
+    work: float  # examples of the traced program that all questions take
     traced: Compiled
-    done: float = 0.0
+    done: float = 0.0  # of these, what is finished and kept
+    # Whether its results are made before, and kept for every row that names them.
     once: bool = False
 
     @property
@@ -92,19 +85,14 @@ class RowPart:
 
 @dataclasses.dataclass(frozen=True)
 class RowPlan:
-    """A row on a topology.
-
-    Attributes:
-      on_host: what its hosts' CPUs do, which is in no time.
-      prices: name of a chip -> price of an hour of one.
-    """
+    """A row on a topology."""
 
     topology: Topology
     questions: int
     sources: int
     parts: tuple[RowPart, ...]
-    on_host: tuple[str, ...]
-    prices: Mapping[str, float]
+    on_host: tuple[str, ...]  # what its hosts' CPUs do, which is in no time
+    prices: Mapping[str, float]  # name of a chip -> price of an hour of one
 
     def chip_hours(self, chip: Chip, *, once: bool) -> float:
         """Sums up chip hours of unfinished parts: made once, or run by the row itself."""
@@ -325,19 +313,14 @@ _MOST = 2**31 - 1  # rows are int32
 
 @dataclasses.dataclass(frozen=True)
 class CollectionPlan:
-    """A number of sources on a topology.
-
-    Attributes:
-      embed: the program that embeds a batch on one host's devices.
-      hosts: kinds of index outside of accelerators.
-      mesh: kind of index -> its search over all devices; top 100 of a batch of queries.
-    """
+    """A number of sources on a topology."""
 
     sources: int
     dim: int
     topology: Topology
-    embed: Planned
-    hosts: tuple[IndexSize, ...]
+    embed: Planned  # the program that embeds a batch on one host's devices
+    hosts: tuple[IndexSize, ...]  # kinds of index outside of accelerators
+    # Kind of index -> its search over all devices; top 100 of a batch of queries.
     mesh: dict[str, Planned]
 
     @property

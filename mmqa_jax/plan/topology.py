@@ -40,18 +40,14 @@ _TARGETS = Path(__file__).parent / "targets"
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Devices to compile for.
-
-    Attributes:
-      hosts: of every device its slice, of GPUs its host: those of one number are linked without
-        the data-center network.
-      data_sheet: of the devices' kind; None where there is none.
-    """
+    """Devices to compile for."""
 
     name: str
     devices: tuple[Any, ...]
+    # Of every device its slice, of GPUs its host: those of one number are linked without the
+    # data-center network.
     hosts: tuple[int, ...]
-    data_sheet: Chip | None = None
+    data_sheet: Chip | None = None  # of the devices' kind; None where there is none
 
     @functools.cached_property
     def chip(self) -> Chip:
@@ -248,21 +244,14 @@ DEFAULT = Path("device_check/device_check.json")  # where device_check.sh writes
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Measured times over the bounds of a plan, on one device.
+    """Measured times over the bounds of a plan, on one device."""
 
-    Attributes:
-      device: as jax or the machine names it.
-      over_bound: the median of measured time over bound.
-      error: by what share a bound times `over_bound` is off as a rule (the median deviation).
-      memory_over_plan: the median of peak memory over the plan's; None where no device reports it.
-      programs: that were measured.
-    """
-
-    device: str
-    over_bound: float
-    error: float
+    device: str  # as jax or the machine names it
+    over_bound: float  # the median of measured time over bound
+    error: float  # by what share a bound times `over_bound` is off as a rule (the median deviation)
+    # The median of peak memory over the plan's; None where no device reports it.
     memory_over_plan: float | None
-    programs: tuple[str, ...]
+    programs: tuple[str, ...]  # that were measured
 
     @property
     def sentence(self) -> str:

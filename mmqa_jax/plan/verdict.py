@@ -50,16 +50,12 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The programs of a config on a topology.
-
-    Attributes:
-      remedies: program -> what was tried where it does not fit.
-      calibration: how far such estimates were off on such devices; None: not measured.
-    """
+    """The programs of a config on a topology."""
 
     topology: Topology
     planned: tuple[Planned, ...]
-    remedies: Mapping[str, tuple[Remedy, ...]]
+    remedies: Mapping[str, tuple[Remedy, ...]]  # program -> what was tried where it does not fit
+    # How far such estimates were off on such devices; None: not measured.
     calibration: Calibration | None = None
 
     @property

@@ -105,9 +105,6 @@ class Embedder:
       prompts: before the texts of questions and of sources.
       recipe: what else decides a vector and is no parameter (config, pooling), for the fingerprint.
       questions: what embeds the texts of questions, if they have parameters of their own.
-
-    Attributes:
-      serving: its devices and batches.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class Embedder:
         self._given, self._cost = batch_size, cost
         self.text_of = text_of
         self._state = unstacked(state)
-        self.serving = serve(batch_size, cost, state)
+        self.serving = serve(batch_size, cost, state)  # its devices and batches
         self._graphdef = graphdef
         self._encode_text = make_encode_text(graphdef)
         self._encode_image = make_encode_image(graphdef)

@@ -48,33 +48,22 @@ _REMEDY = f"delete the folder and run `{_VERB}` again"
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """Unit vectors of every source of a corpus, by row.
+    """Unit vectors of every source of a corpus, by row."""
 
-    Attributes:
-      vectors: float32[n, D], usually memory-mapped.
-      model_fingerprint: of the encoder that made them; queries must come from the same one.
-      corpus_fingerprint: of the corpus, whose rows these are.
-      tokens: the vectors of the sources' tokens, of a late-interaction encoder.
-    """
-
-    vectors: Float32[np.ndarray, "n D"]
-    model_fingerprint: str
-    corpus_fingerprint: str
+    vectors: Float32[np.ndarray, "n D"]  # float32[n, D], usually memory-mapped
+    model_fingerprint: str  # of the encoder that made them; queries must come from the same one
+    corpus_fingerprint: str  # of the corpus, whose rows these are
+    # The vectors of the sources' tokens, of a late-interaction encoder.
     tokens: TokenVectors | None = None
 
 
 class EmbeddedRows(NamedTuple):
-    """Embedded sources.
+    """Embedded sources."""
 
-    Attributes:
-      vectors: of the sources.
-      codes: the bytes of all their tokens' vectors (TokenFormat); None: they are not stored.
-      counts: the tokens of each source.
-    """
-
-    vectors: Float32[np.ndarray, "n D"]
+    vectors: Float32[np.ndarray, "n D"]  # of the sources
+    # The bytes of all their tokens' vectors (TokenFormat); None: they are not stored.
     codes: UInt8[np.ndarray, "T W"] | None = None
-    counts: Int64[np.ndarray, " n"] | None = None
+    counts: Int64[np.ndarray, " n"] | None = None  # the tokens of each source
 
 
 def open_embeddings(
@@ -607,16 +596,11 @@ _HELD = 4_096  # sources whose tokens were encoded when they were asked for
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
-    """How the vectors of a source's tokens are stored.
+    """How the vectors of a source's tokens are stored."""
 
-    Attributes:
-      precision: `float16`; `int8`, with a float16 scale for each vector; or `binary`, the sign of
-        each value.
-      pool: a source keeps about one vector for so many tokens; 1: all of them.
-    """
-
+    # `float16`; `int8`, with a float16 scale for each vector; or `binary`, the sign of each value.
     precision: Precision = "int8"
-    pool: int = 1
+    pool: int = 1  # a source keeps about one vector for so many tokens; 1: all of them
 
     def __post_init__(self) -> None:
         if self.precision not in get_args(Precision):
@@ -656,17 +640,11 @@ class TokenFormat:
 
 @dataclasses.dataclass(frozen=True)
 class TokenVectors:
-    """The tokens' vectors of every source of a corpus, by row.
+    """The tokens' vectors of every source of a corpus, by row."""
 
-    Attributes:
-      codes: usually memory-mapped; `format` says what they stand for.
-      ends: behind each source's last token.
-      dim: the values of a vector.
-    """
-
-    codes: UInt8[np.ndarray, "T W"]
-    ends: Int64[np.ndarray, " n"]
-    dim: int
+    codes: UInt8[np.ndarray, "T W"]  # usually memory-mapped; `format` says what they stand for
+    ends: Int64[np.ndarray, " n"]  # behind each source's last token
+    dim: int  # the values of a vector
     format: TokenFormat
 
     def counts(self) -> Int64[np.ndarray, " n"]:

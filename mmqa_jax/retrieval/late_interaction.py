@@ -57,25 +57,16 @@ from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
 
 
 class Side(NamedTuple):
-    """How the texts of one side, questions or sources, become rows of tokens.
+    """How the texts of one side, questions or sources, become rows of tokens."""
 
-    Attributes:
-      marker: ids behind the tokenizer's first one.
-      prompt: what stands before a text.
-      longest: tokens of a row, special tokens included.
-      filled: the token and the length of expanded queries; None: rows are not expanded.
-      attended: whether tokens attend to those that fill a row.
-      skipped: ids that are not scored.
-      pooling: merges tokens that are alike; None: all are kept.
-    """
-
-    marker: tuple[int, ...]
-    prompt: str
-    longest: int
+    marker: tuple[int, ...]  # ids behind the tokenizer's first one
+    prompt: str  # what stands before a text
+    longest: int  # tokens of a row, special tokens included
+    # The token and the length of expanded queries; None: rows are not expanded.
     filled: tuple[int, int] | None
-    attended: bool
-    skipped: np.ndarray
-    pooling: TokenPooling | None = None
+    attended: bool  # whether tokens attend to those that fill a row
+    skipped: np.ndarray  # ids that are not scored
+    pooling: TokenPooling | None = None  # merges tokens that are alike; None: all are kept
 
     def pooled(self, vectors: Float32[np.ndarray, "T D"]) -> Float32[np.ndarray, "t D"]:
         """The vectors of a text's scored tokens, merged if the encoder merges them."""
@@ -157,19 +148,12 @@ def encoded(
 
 @dataclasses.dataclass(frozen=True)
 class FixedVectors:
-    """Sizes of MUVERA's vectors: repetitions * 2 ** planes * projected values.
+    """Sizes of MUVERA's vectors: repetitions * 2 ** planes * projected values."""
 
-    Attributes:
-      repetitions: independent partitions of the space of tokens' vectors.
-      planes: random hyperplanes that cut it, in each of them.
-      projected: values of a token's vector after a projection by random signs.
-      seed: of all that is random.
-    """
-
-    repetitions: int = 20
-    planes: int = 4
-    projected: int = 16
-    seed: int = 0
+    repetitions: int = 20  # independent partitions of the space of tokens' vectors
+    planes: int = 4  # random hyperplanes that cut it, in each of them
+    projected: int = 16  # values of a token's vector after a projection by random signs
+    seed: int = 0  # of all that is random
 
     @property
     def size(self) -> int:
@@ -339,17 +323,11 @@ class TokenEmbedder(Embedder):
 
 
 class TokenBatch(NamedTuple):
-    """A batch of encoded texts or pictures.
+    """A batch of encoded texts or pictures."""
 
-    Attributes:
-      places: of its texts.
-      fixed: their fixed vectors.
-      tokens: the vectors of each one's scored tokens.
-    """
-
-    places: np.ndarray
-    fixed: Float32[np.ndarray, "B values"]
-    tokens: list[Float32[np.ndarray, "tokens D"]]
+    places: np.ndarray  # of its texts
+    fixed: Float32[np.ndarray, "B values"]  # their fixed vectors
+    tokens: list[Float32[np.ndarray, "tokens D"]]  # the vectors of each one's scored tokens
 
 
 class LateInteractionEmbedder(TokenEmbedder):

@@ -285,18 +285,14 @@ _STRONGEST = 150  # of 255, the red of the place that matches best
 
 @dataclasses.dataclass(frozen=True)
 class PageMatches:
-    """A question's tokens beside the rectangles of a page.
+    """A question's tokens beside the rectangles of a page."""
 
-    Attributes:
-      tokens: spellings of the question's tokens.
-      are_words: which of them are words, of the text or of the prompt around it; others are marks.
-      similarity: products of their vectors with those of the page's picture.
-      boxes: left, top, right and bottom of each rectangle, as shares of the page's sides.
-    """
-
-    tokens: list[str]
+    tokens: list[str]  # spellings of the question's tokens
+    # Which of them are words, of the text or of the prompt around it; others are marks.
     are_words: np.ndarray  # bool [Q]
+    # Products of their vectors with those of the page's picture.
     similarity: Float32[np.ndarray, "Q P"]
+    # Left, top, right and bottom of each rectangle, as shares of the page's sides.
     boxes: Float64[np.ndarray, "P 4"]
 
     def rows(self) -> list[dict[str, object]]:

@@ -27,23 +27,19 @@ from mmqa_jax.tasks.rerank import load_reranker
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to one question.
+    """The answer to one question."""
 
-    Attributes:
-      text: as people write it; NOT_FOUND if no source is similar enough to the question, or none
-        of the similar ones relevant.
-      found: whether a source passes both of the demo's thresholds, or the question came with a
-        picture of its own.
-      prediction: what the reader wrote, and the sources it read; if nothing was found, the
-        nearest one, with its similarity or relevance.
-      queries: what was searched for: the question, and that of the second hop.
-      candidates: what was found, by relevance; None: no source was similar enough to be read.
-    """
-
+    # As people write it; NOT_FOUND if no source is similar enough to the question, or none of the
+    # similar ones relevant.
     text: str
+    # Whether a source passes both of the demo's thresholds, or the question came with a picture of
+    # its own.
     found: bool
+    # What the reader wrote, and the sources it read; if nothing was found, the nearest one, with
+    # its similarity or relevance.
     prediction: Prediction
-    queries: tuple[str, ...]
+    queries: tuple[str, ...]  # what was searched for: the question, and that of the second hop
+    # What was found, by relevance; None: no source was similar enough to be read.
     candidates: Ranking | None
 
     def quoted(self, corpus: Corpus) -> None:

@@ -62,17 +62,11 @@ class AskedCorpus(Corpus):
 
 
 class ShownSource(NamedTuple):
-    """A source beside an answer.
+    """A source beside an answer."""
 
-    Attributes:
-      source: it.
-      score: its relevance (a demo's reranker) or similarity.
-      cited: the number by which the answer cites it, from 1; None: it does not.
-    """
-
-    source: Source
-    score: float | None
-    cited: int | None
+    source: Source  # it
+    score: float | None  # its relevance (a demo's reranker) or similarity
+    cited: int | None  # the number by which the answer cites it, from 1; None: it does not
 
     def row(self, answer: str = "") -> dict[str, Any]:
         """The source in the output of `--json`; `file` and `page` are those of a document, and its

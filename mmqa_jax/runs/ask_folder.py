@@ -84,33 +84,25 @@ _COVERED, _MOST_COVERED = 0.7, 3_000
 
 @dataclasses.dataclass(frozen=True)
 class AskOptions:
-    """How questions are answered from a folder.
+    """How questions are answered from a folder."""
 
-    Attributes:
-      encoder: of passages and questions: `minilm`, a published encoder of texts or a
-        Qwen3-VL-Embedding (its folder, or ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or
-        a contrastive run.
-      top_k: passages that the language model reads.
-      weight: of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
-      least_similarity: questions whose most similar passage has a lower cosine are refused; None:
-        by the number of passages for MiniLM, unless a passage has most of their words, and for
-        other encoders none is.
-      words: how BM25 makes words of passages and questions.
-      reranker: orders the best `candidates` passages anew; "": none does. A rerank run, the folder
-        of a cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
-      candidates: passages that it reads.
-      quote_below: the reader's confidence, 0 to 1, below which the passages' best sentence stands
-        before its words; 0: never; None: as the reader says itself, .9 of a small language model
-        and never of others (prompting/quotes.py).
-    """
-
+    # Of passages and questions: `minilm`, a published encoder of texts or a Qwen3-VL-Embedding (its
+    # folder, or ORG/NAME in the Hugging Face cache), a CLIP or SigLIP or a contrastive run.
     encoder: str = MINILM
-    top_k: int = at_least(1, 5)
+    top_k: int = at_least(1, 5)  # passages that the language model reads
+    # Of the encoder's cosines beside BM25's scores, see retrieval/fusion.py.
     weight: float = DEFAULT_WEIGHT
+    # Questions whose most similar passage has a lower cosine are refused; None: by the number of
+    # passages for MiniLM, unless a passage has most of their words, and for other encoders none is.
     least_similarity: float | None = None
-    words: Analyzer = _ANALYZER
+    words: Analyzer = _ANALYZER  # how BM25 makes words of passages and questions
+    # Orders the best `candidates` passages anew; "": none does. A rerank run, the folder of a
+    # cross-encoder or of a Qwen3-Reranker, or its ORG/NAME in the Hugging Face cache.
     reranker: str = ""
-    candidates: int = at_least(1, 20)
+    candidates: int = at_least(1, 20)  # passages that it reads
+    # The reader's confidence, 0 to 1, below which the passages' best sentence stands before its
+    # words; 0: never; None: as the reader says itself, .9 of a small language model and never of
+    # others (prompting/quotes.py).
     quote_below: float | None = None
 
     @property
@@ -138,22 +130,17 @@ class AskOptions:
 
 @dataclasses.dataclass(frozen=True)
 class FolderAnswer:
-    """The answer to one question.
+    """The answer to one question."""
 
-    Attributes:
-      text: what the model wrote; NOT_FOUND if no passage is similar enough, or it says so itself.
-      found: whether there is an answer.
-      prediction: with the cited sources, best first; `source_scores` are their cosines.
-      read: the sources that the model was shown, by their cosines; if none was similar enough, the
-        nearest one, which was not shown.
-      quote: the sentence of the sources that stands before the model's words, of which it is not
-        sure; None: the words stand for themselves.
-    """
-
+    # What the model wrote; NOT_FOUND if no passage is similar enough, or it says so itself.
     text: str
-    found: bool
-    prediction: Prediction
+    found: bool  # whether there is an answer
+    prediction: Prediction  # with the cited sources, best first; `source_scores` are their cosines
+    # The sources that the model was shown, by their cosines; if none was similar enough, the
+    # nearest one, which was not shown.
     read: Ranking
+    # The sentence of the sources that stands before the model's words, of which it is not sure;
+    # None: the words stand for themselves.
     quote: Quote | None = None
 
     def quoted(self, corpus: Corpus) -> dict[str, Any] | None:
@@ -177,43 +164,29 @@ class FolderAnswer:
 
 
 class Found(NamedTuple):
-    """The search results for a question.
+    """The search results for a question."""
 
-    Attributes:
-      best: the sources to read, best first, by their cosines; without an encoder by the scores that
-        ranked them.
-      nearest: the most similar source by itself; empty: none shares a word with the question.
-    """
-
+    # The sources to read, best first, by their cosines; without an encoder by the scores that
+    # ranked them.
     best: Ranking
+    # The most similar source by itself; empty: none shares a word with the question.
     nearest: Ranking
 
 
 class ToRead(NamedTuple):
-    """The passages that the model reads for a question.
-
-    Attributes:
-      passages: by their cosines, to be read in this order.
-      is_refused: none is similar enough; `passages` is the nearest one, which is not read.
-    """
+    """The passages that the model reads for a question."""
 
     question: Question
-    passages: Ranking
-    is_refused: bool
+    passages: Ranking  # by their cosines, to be read in this order
+    is_refused: bool  # none is similar enough; `passages` is the nearest one, which is not read
 
 
 class Passages(NamedTuple):
-    """A corpus behind retrievers.
+    """A corpus behind retrievers."""
 
-    Attributes:
-      ranked: whose best sources are read.
-      dense: tells how similar they are; None: BM25 alone.
-      words: tells how much of a question's words they have; None: unknown.
-    """
-
-    ranked: Retriever
-    dense: DenseRetriever | None
-    words: BM25 | None = None
+    ranked: Retriever  # whose best sources are read
+    dense: DenseRetriever | None  # tells how similar they are; None: BM25 alone
+    words: BM25 | None = None  # tells how much of a question's words they have; None: unknown
 
     def find(self, questions: Sequence[Question], top_k: int) -> list[Found]:
         """The best `top_k` sources of each question, and the nearest one."""

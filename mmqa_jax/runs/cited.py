@@ -29,21 +29,16 @@ _REFUSAL = "Not found."  # what the reader's prompt asks for where no source ans
 
 @dataclasses.dataclass(frozen=True)
 class CitedOptions:
-    """How conversations are made.
+    """How conversations are made."""
 
-    Attributes:
-      rankings: files of `mmqa search`, one for each split; the gold sources stand where they were
-        found, those that were not take the places of the last ones. (): the sources are a
-        question's own gold and hard negative ones, in an order that is drawn.
-      top_k: sources of a question.
-      pictures: sources and questions show them by `pixels`, or by their `captions`.
-      seed: of the order that is drawn.
-    """
-
+    # Files of `mmqa search`, one for each split; the gold sources stand where they were found,
+    # those that were not take the places of the last ones. (): the sources are a question's own
+    # gold and hard negative ones, in an order that is drawn.
     rankings: tuple[Path, ...] = ()
-    top_k: int = at_least(1, 5)
+    top_k: int = at_least(1, 5)  # sources of a question
+    # Sources and questions show them by `pixels`, or by their `captions`.
     pictures: Literal["captions", "pixels"] = "captions"
-    seed: int = 0
+    seed: int = 0  # of the order that is drawn
 
 
 class _AnyPrompt:

@@ -49,23 +49,17 @@ def find_job(path: Path) -> Place:
 
 @dataclasses.dataclass
 class ShardStatus:
-    """How far one shard is.
-
-    Attributes:
-      parts, parts_done, items, items_done: what it has to do, and what of it is done.
-      rate: items per second of its work so far; None: not known yet.
-      last: seconds since its last part; None: there is none.
-      host: of the last part; "": not known.
-    """
+    """How far one shard is."""
 
     shard: str
+    # parts, parts_done, items, items_done: what it has to do, and what of it is done.
     parts: int = 0
     parts_done: int = 0
     items: int = 0
     items_done: int = 0
-    rate: float | None = None
-    last: float | None = None
-    host: str = ""
+    rate: float | None = None  # items per second of its work so far; None: not known yet
+    last: float | None = None  # seconds since its last part; None: there is none
+    host: str = ""  # of the last part; "": not known
 
 
 def job_status(place: Place, now: float | None = None) -> dict[str, Any]:

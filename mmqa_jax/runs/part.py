@@ -28,22 +28,17 @@ from mmqa_jax.weights.hub import find_model, is_hub_name
 
 
 class Part(Protocol):
-    """A dataclass whose fields are the keys of a row's section `parts.NAME`.
+    """A dataclass whose fields are the keys of a row's section `parts.NAME`."""
 
-    Attributes:
-      turn: when a row opens it: files first, so that wrong ones are refused soon, then trained
-        models, the language model, and last what asks it.
-      ranks: the file of retrieval/ that its rankings go to; "": it ranks no sources.
-      answers: whether it answers in words.
-      materials: what it shows that is of no corpus, for credits.
-      reads: the keys that hold files, folders or names of models.
-    """
-
+    # When a row opens it: files first, so that wrong ones are refused soon, then trained models,
+    # the language model, and last what asks it.
     turn: ClassVar[Literal["file", "model", "last"]] = "model"
+    # The file of retrieval/ that its rankings go to; "": it ranks no sources.
     ranks: ClassVar[str] = ""
-    answers: ClassVar[bool] = False
+    answers: ClassVar[bool] = False  # whether it answers in words
+    # What it shows that is of no corpus, for credits.
     materials: ClassVar[tuple[Material, ...]] = ()
-    reads: ClassVar[tuple[str, ...]] = ()
+    reads: ClassVar[tuple[str, ...]] = ()  # the keys that hold files, folders or names of models
 
     def paths(self) -> Sequence[str]:
         """The files and folders that it reads, and names of models that are installed packages."""
@@ -64,13 +59,6 @@ class OpenedParts:
         (retriever.model).
       keep_open: whether parts stay open after a row, for the next one with the same, until `end`:
         rows of a sweep load each model once. Of language models the last one stays.
-
-    Attributes:
-      llm: the last row's language model, once it is open.
-      seconds: question id -> seconds that the parts of the last row spent on it.
-      unscored: question id -> sources that the last row's language model, as reranker, gave no
-        score.
-      serving: what `say` was told of the last row's parts.
     """
 
     def __init__(
@@ -83,10 +71,12 @@ class OpenedParts:
         keep_open: bool = False,
     ):
         self.corpus, self.journals, self.inference = corpus, journals, inference
-        self.llm: Any = None
+        self.llm: Any = None  # the last row's language model, once it is open
+        # Question id -> seconds that the parts of the last row spent on it.
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        # Question id -> sources that the last row's language model, as reranker, gave no score.
         self.unscored: Counter[str] = Counter()
-        self.serving: dict[str, Serving] = {}
+        self.serving: dict[str, Serving] = {}  # what `say` was told of the last row's parts
         self._say = say or _print_serving
         self._open: dict[str, tuple[Any, Store | None, dict[str, Serving]]] = {}
         self._keep_open = keep_open

@@ -46,43 +46,37 @@ _MOST_IN_MEMORY = 3_000_000  # sources of which BM25 makes an index in memory
 
 @dataclasses.dataclass(frozen=True)
 class RetrieverSpec(Part):
-    """How sources are retrieved.
-
-    Attributes:
-      method: `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
-        reciprocal-rank fusion.
-      model: workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published
-        encoder of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
-      index: folder of `mmqa embed` and `mmqa index` with that model, or the Milvus collection that
-        `mmqa index` filled (milvus://HOST:PORT/COLLECTION). BM25 over all sources is searched from
-        disk where the folder holds an index of --kind=bm25, else made in memory: the rankings are
-        the same.
-      modality: `unknown` searches all sources; `text` and `image` those of one modality; `known`
-        those of the gold sources' modality; `classified` those of the modality that a classifier
-        predicts.
-      modality_model: workdir of a modality run, the paper's BERT classifier (classified); by
-        default logistic regression over the words of the train questions (ours).
-      index_kind: `exact` refuses an index that searches approximately (recall@200 to 2,000 of
-        WebQA's CLIP needs all of the top 2,000); `any` takes both.
-      asks: what of a question is searched for: its text and its picture (`both`), or one of them;
-        dense.DenseRetriever.
-      webqa_compat: bm25 with the quirks of WebQA's baseline.
-      second_hop: search again with the title of the first result (ours).
-      fusion_weight: of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
-    """
+    """How sources are retrieved."""
 
     reads: ClassVar = ("index", "modality_model", "model")
     ranks: ClassVar = "candidates"
 
+    # `bm25`, `dense`, or both: `fused` by a convex combination of their scores, `rrf` by
+    # reciprocal-rank fusion.
     method: Literal["bm25", "dense", "fused", "rrf"]
+    # Workdir of a contrastive run, a CLIP or SigLIP, a Qwen3-VL-Embedding, or a published encoder
+    # of texts: its folder, or ORG/NAME in the Hugging Face cache (not for bm25).
     model: str = ""
+    # Folder of `mmqa embed` and `mmqa index` with that model, or the Milvus collection that `mmqa
+    # index` filled (milvus://HOST:PORT/COLLECTION). BM25 over all sources is searched from disk
+    # where the folder holds an index of --kind=bm25, else made in memory: the rankings are the
+    # same.
     index: str = ""
+    # `unknown` searches all sources; `text` and `image` those of one modality; `known` those of the
+    # gold sources' modality; `classified` those of the modality that a classifier predicts.
     modality: Literal["unknown", "known", "classified", "text", "image"] = "unknown"
+    # Workdir of a modality run, the paper's BERT classifier (classified); by default logistic
+    # regression over the words of the train questions (ours).
     modality_model: str = ""
+    # `exact` refuses an index that searches approximately (recall@200 to 2,000 of WebQA's CLIP
+    # needs all of the top 2,000); `any` takes both.
     index_kind: Literal["any", "exact"] = "any"
+    # What of a question is searched for: its text and its picture (`both`), or one of them;
+    # dense.DenseRetriever.
     asks: Asks = "both"
-    webqa_compat: bool = False
-    second_hop: bool = False
+    webqa_compat: bool = False  # bm25 with the quirks of WebQA's baseline
+    second_hop: bool = False  # search again with the title of the first result (ours)
+    # Of the dense scores, from 0 (BM25 alone) to 1 (fused); None: the default.
     fusion_weight: float | None = None
 
     def check(self, section: str = "", *, restricted: bool = False) -> None:
@@ -144,21 +138,17 @@ class RetrieverSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class RerankerSpec(Part):
-    """How sources are selected.
-
-    Attributes:
-      model: workdir of a rerank run, or a published cross-encoder, Qwen3-Reranker or
-        Qwen3-VL-Reranker: its folder, or ORG/NAME in the Hugging Face cache.
-      similarity: the retriever whose cosines are combined with VLP's relevance, and whose second
-        hop is reranked too (ours); None is the paper's VLP alone.
-      similarity_weight: of the cosines; 0 uses the relevance alone.
-    """
+    """How sources are selected."""
 
     ranks: ClassVar = "relevance"
 
+    # Workdir of a rerank run, or a published cross-encoder, Qwen3-Reranker or Qwen3-VL-Reranker:
+    # its folder, or ORG/NAME in the Hugging Face cache.
     model: str
+    # The retriever whose cosines are combined with VLP's relevance, and whose second hop is
+    # reranked too (ours); None is the paper's VLP alone.
     similarity: RetrieverSpec | None = None
-    similarity_weight: float = 0.0
+    similarity_weight: float = 0.0  # of the cosines; 0 uses the relevance alone
 
     def paths(self) -> list[str]:
         """The folders that it and its similarity read."""
@@ -364,33 +354,28 @@ def retrievers_over(
 
 @dataclasses.dataclass(frozen=True)
 class LLMSpec(Part):
-    """The language model of a prompted system, or of a row's reader and reranker.
-
-    Attributes:
-      model: as `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging
-        Face cache, or a server's name for it.
-      backend: `engine` (this process) or `openai` (a server, see prompting/backends/http.py).
-      tokenizer: for the engine, if the model's folder has none.
-      dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
-      thinking: whether a chat model thinks before it answers: `auto` (as it does by itself), `off`,
-        `on`, an effort (`low`, `medium`, `high`; gpt-oss), or the number of tokens that thoughts
-        may have beside those of an answer.
-      engine, server: values of these sections of configs/prompt/default.py that differ.
-      cache: folder of a response cache that several rows share; "" is the workdir's own.
-    """
+    """The language model of a prompted system, or of a row's reader and reranker."""
 
     turn: ClassVar = "llm"
     answers: ClassVar = True
 
+    # As `mmqa prompt --model`: `smollm2`, a folder or GGUF file, ORG/NAME in the Hugging Face
+    # cache, or a server's name for it.
     model: str
+    # `engine` (this process) or `openai` (a server, see prompting/backends/http.py).
     backend: Literal["engine", "openai"] = "engine"
-    tokenizer: str = ""
+    tokenizer: str = ""  # for the engine, if the model's folder has none
+    # dtype, mesh: of the engine's weights and arithmetic, see local_model.ModelConfig.
     dtype: str = "auto"
     mesh: dict[str, int | Literal["auto"]] = dataclasses.field(default_factory=dict)
+    # Whether a chat model thinks before it answers: `auto` (as it does by itself), `off`, `on`, an
+    # effort (`low`, `medium`, `high`; gpt-oss), or the number of tokens that thoughts may have
+    # beside those of an answer.
     thinking: str = "auto"
+    # engine, server: values of these sections of configs/prompt/default.py that differ.
     engine: dict[str, Any] = dataclasses.field(default_factory=dict)
     server: dict[str, Any] = dataclasses.field(default_factory=dict)
-    cache: str = ""
+    cache: str = ""  # folder of a response cache that several rows share; "" is the workdir's own
 
     def paths(self) -> list[str]:
         """Weights in this process; a server's name of its model is no path."""
@@ -427,33 +412,26 @@ LLM_FREE = (
 
 @dataclasses.dataclass(frozen=True)
 class KnowledgeSpec(Part):
-    """A knowledge base and how passages are found in it.
-
-    Attributes:
-      data: folder of `mmqa prepare`; "" is the row's own.
-      retriever: `bm25`, `dense`, both by scores (`fused`) or ranks (`rrf`); `random` passages are
-        a control.
-      top_k: passages of a question.
-      max_words: longer passages are cut there; 0: never.
-      modality: only snippets (`text`), only pictures' captions (`image`), or all.
-      text_model: of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a
-        CLIP or SigLIP or a contrastive run.
-      index: folder of `mmqa embed` and `mmqa index` with that model, or of `mmqa index
-        --kind=bm25`; "": the passages' texts are embedded here, and kept on disk by content.
-      text: what is searched for: the question, with hint and choices, or behind the caption.
-      section_key: see KnowledgeBase; the titles of sources that may be found for a question.
-    """
+    """A knowledge base and how passages are found in it."""
 
     reads: ClassVar = ("index", "data", "text_model")
 
-    data: str = ""
+    data: str = ""  # folder of `mmqa prepare`; "" is the row's own
+    # `bm25`, `dense`, both by scores (`fused`) or ranks (`rrf`); `random` passages are a control.
     retriever: Literal["bm25", "dense", "fused", "rrf", "random"] = "bm25"
-    top_k: int = at_least(1, 1)
-    max_words: int = at_least(0, 100)
+    top_k: int = at_least(1, 1)  # passages of a question
+    max_words: int = at_least(0, 100)  # longer passages are cut there; 0: never
+    # Only snippets (`text`), only pictures' captions (`image`), or all.
     modality: Literal["", "text", "image"] = ""
+    # Of dense retrieval: `minilm`, a published encoder of texts (folder or ORG/NAME), a CLIP or
+    # SigLIP or a contrastive run.
     text_model: str = "minilm"
+    # Folder of `mmqa embed` and `mmqa index` with that model, or of `mmqa index --kind=bm25`; "":
+    # the passages' texts are embedded here, and kept on disk by content.
     index: str = ""
+    # What is searched for: the question, with hint and choices, or behind the caption.
     text: Literal["question", "question_and_choices", "question_and_caption"] = "question"
+    # See KnowledgeBase; the titles of sources that may be found for a question.
     section_key: str = ""
 
     def open(self, row: OpenedParts) -> KnowledgeBase:
@@ -570,19 +548,14 @@ def _open_dense_knowledge(home: Corpus, spec: KnowledgeSpec) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class HeuristicsSpec(Part):
-    """A VQA model's candidates and examples: files of `mmqa candidates` or of Prophet's authors.
-
-    Attributes:
-      candidates: its answers with confidences, of the questions and of the examples.
-      examples: ids of answer-aware examples; "": shots are chosen as the library does.
-    """
+    """A VQA model's candidates and examples: files of `mmqa candidates` or of Prophet's authors."""
 
     reads: ClassVar = ("candidates", "examples")
     turn: ClassVar = "file"
     answers: ClassVar = True
 
-    candidates: str
-    examples: str = ""
+    candidates: str  # its answers with confidences, of the questions and of the examples
+    examples: str = ""  # ids of answer-aware examples; "": shots are chosen as the library does
 
     def open(self, row: OpenedParts) -> side_files.AnswerHeuristics:
         """The answer heuristics; UserError for a file that is malformed."""
@@ -621,18 +594,13 @@ class FinishedSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class CaptionsSpec(Part):
-    """Side files that describe pictures, see prompting/examples/side_files.py.
-
-    Attributes:
-      captions: file of captions, by the id of a question, a picture (image_id) or a source.
-      tags: file of tags; "": none.
-    """
+    """Side files that describe pictures, see prompting/examples/side_files.py."""
 
     reads: ClassVar = ("captions", "tags")
     turn: ClassVar = "file"
 
-    captions: str
-    tags: str = ""
+    captions: str  # file of captions, by the id of a question, a picture (image_id) or a source
+    tags: str = ""  # file of tags; "": none
 
     def open(self, row: OpenedParts) -> side_files.Captions:
         """Captions and tags by name."""
@@ -644,21 +612,17 @@ class CaptionsSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FusionReaderSpec(Part):
-    """A reader that answers from given passages.
-
-    Attributes:
-      model: workdir of a fusion_in_decoder run; with `config` a published T5, as FiD's or KAT's.
-      config: config file of task fusion_in_decoder, by which a published model reads; "": a run has
-        its own.
-      tokenizer: folder of a published model's tokenizer; "": its own.
-    """
+    """A reader that answers from given passages."""
 
     reads: ClassVar = ("model", "tokenizer")
     answers: ClassVar = True
 
+    # Workdir of a fusion_in_decoder run; with `config` a published T5, as FiD's or KAT's.
     model: str
+    # Config file of task fusion_in_decoder, by which a published model reads; "": a run has its
+    # own.
     config: str = ""
-    tokenizer: str = ""
+    tokenizer: str = ""  # folder of a published model's tokenizer; "": its own
 
     def open(self, row: OpenedParts) -> Any:
         """The reader over the row's corpus."""
@@ -679,12 +643,7 @@ class FusionReaderSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class FactsSpec(Part):
-    """KAT's knowledge of questions: its authors' files, see benchmarks/okvqa.py.
-
-    Attributes:
-      entities: explicit knowledge; "": none.
-      answers: implicit knowledge; "": none.
-    """
+    """KAT's knowledge of questions: its authors' files, see benchmarks/okvqa.py."""
 
     reads: ClassVar = ("entities", "answers")
     turn: ClassVar = "file"
@@ -694,8 +653,8 @@ class FactsSpec(Part):
         ),
     )
 
-    entities: str = ""
-    answers: str = ""
+    entities: str = ""  # explicit knowledge; "": none
+    answers: str = ""  # implicit knowledge; "": none
 
     def open(self, row: OpenedParts) -> Any:
         """The knowledge; UserError for a file that is malformed."""
@@ -706,17 +665,13 @@ class FactsSpec(Part):
 
 @dataclasses.dataclass(frozen=True)
 class MultimodalT5Spec(Part):
-    """A stage of Multimodal-CoT.
-
-    Attributes:
-      model: workdir of a multimodal_cot run, or mm-cot's folder, published or converted.
-      vectors, names: of the questions' pictures, see data/pictures/store.py.
-    """
+    """A stage of Multimodal-CoT."""
 
     reads: ClassVar = ("model", "vectors", "names")
     answers: ClassVar = True
 
-    model: str
+    model: str  # workdir of a multimodal_cot run, or mm-cot's folder, published or converted
+    # vectors, names: of the questions' pictures, see data/pictures/store.py.
     vectors: str
     names: str = ""
 

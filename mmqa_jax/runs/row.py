@@ -45,28 +45,23 @@ _ANSWERS = 2  # raised where the same row answers otherwise than before: its chu
 
 @dataclasses.dataclass(frozen=True)
 class RowData:
-    """The questions of a row.
+    """The questions of a row."""
 
-    Attributes:
-      dir: folder of `mmqa prepare`.
-      sources: another one, such as Wikipedia's, whose sources take the place of its own; "": none.
-      questions: so many, evenly over the split; 0: all.
-      modality: those that need snippets (`text`) or pictures (`image`); of a benchmark those
-        without and with a picture.
-      where: values that keys of the questions' `extra` must have.
-      context: what of a question's gold sources is its caption (data/batches/vqa.py); "":
-        questions are read as they are.
-      folds, fold: of these questions only the part `fold` of `folds` (data.corpus.fold_of), for a
-        row with a part that was trained on the others.
-    """
-
-    dir: str
+    dir: str  # folder of `mmqa prepare`
     split: str
+    # Another one, such as Wikipedia's, whose sources take the place of its own; "": none.
     sources: str = ""
-    questions: int = typed.at_least(0, 0)
+    questions: int = typed.at_least(0, 0)  # so many, evenly over the split; 0: all
+    # Those that need snippets (`text`) or pictures (`image`); of a benchmark those without and with
+    # a picture.
     modality: Literal["", "text", "image"] = ""
+    # Values that keys of the questions' `extra` must have.
     where: dict = dataclasses.field(default_factory=dict)
+    # What of a question's gold sources is its caption (data/batches/vqa.py); "": questions are read
+    # as they are.
     context: Literal["", *get_args(corpora.GoldContext)] = ""
+    # folds, fold: of these questions only the part `fold` of `folds` (data.corpus.fold_of), for a
+    # row with a part that was trained on the others.
     folds: int = typed.at_least(1, 1)
     fold: int = typed.at_least(0, 0)
 
@@ -80,16 +75,11 @@ class RowData:
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """The settings of the scores that do not come from answers.
+    """The settings of the scores that do not come from answers."""
 
-    Attributes:
-      lemmatizer: of WebQA; "" is spaCy where it is installed.
-      bart: folder of BART's weights, for WebQA; "" leaves fluency out.
-      bem: BEM in transformers' layout, folder or ORG/NAME, for Encyclopedic-VQA; "": exact match.
-    """
-
-    lemmatizer: Literal["", "none", "spacy"] = ""
-    bart: str = ""
+    lemmatizer: Literal["", "none", "spacy"] = ""  # of WebQA; "" is spaCy where it is installed
+    bart: str = ""  # folder of BART's weights, for WebQA; "" leaves fluency out
+    # BEM in transformers' layout, folder or ORG/NAME, for Encyclopedic-VQA; "": exact match.
     bem: str = ""
 
 
@@ -109,29 +99,23 @@ def _options(section: Mapping[str, Any]) -> dict[str, typed.Key]:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One row of a table.
+    """One row of a table."""
 
-    Attributes:
-      row: its name.
-      system, setting: the function of papers/ that answers, see runs/row.py.
-      dataset: by whose rules answers are scored.
-      parts: what the function takes, by the names of its parameters.
-      options: keyword arguments of the function; others have its defaults.
-      published: figures: table, row, column, published, tolerance, scorer, group.
-      made_by: path of an input -> where it comes from.
-      as_written: the config that it was read from; empty of a row that was made in code.
-    """
-
-    row: str
+    row: str  # its name
+    # system, setting: the function of papers/ that answers, see runs/row.py.
     system: str
     setting: str
-    dataset: Literal["atlas", "webqa", "corpus", *NAMES]
+    dataset: Literal["atlas", "webqa", "corpus", *NAMES]  # by whose rules answers are scored
     data: RowData
+    # What the function takes, by the names of its parameters.
     parts: Mapping[str, Part] = typed.sections_by_name(_part_kinds)
+    # Keyword arguments of the function; others have its defaults.
     options: Mapping[str, Any] = typed.mapping(_options, required=True)
     scoring: Scoring = Scoring()
+    # Figures: table, row, column, published, tolerance, scorer, group.
     published: tuple[dict, ...] = ()
-    made_by: tuple[tuple[str, str], ...] = ()
+    made_by: tuple[tuple[str, str], ...] = ()  # path of an input -> where it comes from
+    # The config that it was read from; empty of a row that was made in code.
     as_written: Mapping[str, Any] = typed.as_given()
 
     def __post_init__(self) -> None:

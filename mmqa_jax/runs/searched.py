@@ -31,17 +31,12 @@ _WORDS = Analyzer()
 
 @dataclasses.dataclass(frozen=True)
 class SearchedOptions:
-    """How conversations are made.
+    """How conversations are made."""
 
-    Attributes:
-      top_k: sources of a search.
-      searches: that a question may need.
-      balanced: of each split as many conversations with each number of searches, evenly over it; or
-        else what is rare is hardly learned.
-    """
-
-    top_k: int = at_least(1, 3)
-    searches: int = at_least(1, 2)
+    top_k: int = at_least(1, 3)  # sources of a search
+    searches: int = at_least(1, 2)  # that a question may need
+    # Of each split as many conversations with each number of searches, evenly over it; or else what
+    # is rare is hardly learned.
     balanced: bool = False
 
 

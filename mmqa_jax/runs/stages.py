@@ -28,20 +28,15 @@ class Stage:
     """A task on questions: a function of papers/ or extensions/, and the parts it takes.
 
     `mmqa run` makes one of a row, the verbs `search`, `rerank` and `answer` of their flags.
-
-    Attributes:
-      what: all that the answers depend on, see core.chunks.Job.
-      parts: opened when a chunk is to be computed.
-      answer: calls the function.
-      along: values that `answer` gets with the parts, one for each question.
-      check: UserError for files that do not fit the questions; called with the opened parts that
-        are files, before models load.
     """
 
-    what: Mapping[str, Any]
-    parts: Mapping[str, Part]
-    answer: Answer
+    what: Mapping[str, Any]  # all that the answers depend on, see core.chunks.Job
+    parts: Mapping[str, Part]  # opened when a chunk is to be computed
+    answer: Answer  # calls the function
+    # Values that `answer` gets with the parts, one for each question.
     along: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
+    # UserError for files that do not fit the questions; called with the opened parts that are
+    # files, before models load.
     check: Callable[[Mapping[str, Any]], None] | None = None
 
 
@@ -98,25 +93,20 @@ def open_parts(stage: Stage, questions: Sequence[Question], opened: OpenedParts)
 
 @dataclasses.dataclass(frozen=True)
 class Answered:
-    """A row's answers to all questions.
-
-    Attributes:
-      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
-      seconds: question id -> seconds that the parts spent on it.
-      unscored: pairs of question and source that a language model gave no score.
-      llm: what the answers of its language models cost (`Work` of prompting/backends/cache.py);
-        empty without one.
-      engine: its last devices and sizes; None: a server, or all answers were kept ones.
-      serving: of the other models (OpenedParts.serving), as JSON, where they ran last.
-    """
+    """A row's answers to all questions."""
 
     predictions: list[Prediction]
+    # `candidates` of the retriever and `relevance` of the reranker, if the row has them.
     rankings: dict[str, list[Ranking]]
-    seconds: dict[str, float]
+    seconds: dict[str, float]  # question id -> seconds that the parts spent on it
+    # What the answers of its language models cost (`Work` of prompting/backends/cache.py); empty
+    # without one.
     llm: dict[str, int]
+    # Its last devices and sizes; None: a server, or all answers were kept ones.
     engine: dict[str, Any] | None = None
+    # Of the other models (OpenedParts.serving), as JSON, where they ran last.
     serving: dict[str, Any] = dataclasses.field(default_factory=dict)
-    unscored: int = 0
+    unscored: int = 0  # pairs of question and source that a language model gave no score
 
     @classmethod
     def of(cls, chunks: Sequence[ChunkPart]) -> Answered:

@@ -51,46 +51,31 @@ class AnswerBatches(BatchesSection, AnswerSampling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerServing(AtlasServing):
-    """Beam search, see decoding.masked_lm.beam_search.
-
-    Attributes:
-      only_best: the other beams are not exact.
-      no_repeat_ngram: words that may not occur twice; 0: any may.
-    """
+    """Beam search, see decoding.masked_lm.beam_search."""
 
     num_beams: int = at_least(1)
     max_new_tokens: int = at_least(1)
     length_penalty: float
-    only_best: bool = False
-    no_repeat_ngram: int = 0
+    only_best: bool = False  # the other beams are not exact
+    no_repeat_ngram: int = 0  # words that may not occur twice; 0: any may
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateAnswers:
-    """The section `validate`.
+    """The section `validate`."""
 
-    Attributes:
-      split: the questions', of those with keywords.
-      questions: how many, evenly over the split; 0: all.
-      metric: decides on the best step.
-      num_beams: 1 is greedy decoding; None: as `inference.num_beams`.
-      sources: `oracle` answers from the gold sources, `none` from the question alone.
-    """
-
-    split: str
-    questions: int = at_least(0)
-    metric: Literal["webqa_acc/no_lemma"]
+    split: str  # the questions', of those with keywords
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    metric: Literal["webqa_acc/no_lemma"]  # decides on the best step
+    # 1 is greedy decoding; None: as `inference.num_beams`.
     num_beams: int | None = at_least(1, None)
+    # `oracle` answers from the gold sources, `none` from the question alone.
     sources: Literal["oracle", "none"] = "oracle"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer(AtlasVLPTask):
-    """The reader.
-
-    Attributes:
-      questions_per_mean: see AnswerObjective.
-    """
+    """The reader."""
 
     name: ClassVar[str] = "answer"
     product: ClassVar[str] = "reader"
@@ -100,7 +85,7 @@ class Answer(AtlasVLPTask):
     masking: AtlasMasking
     batches: AnswerBatches
     inference: AnswerServing
-    questions_per_mean: int | None = at_least(1, None)
+    questions_per_mean: int | None = at_least(1, None)  # see AnswerObjective
     validate: ValidateAnswers | None = None
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> AnswerObjective:
@@ -181,16 +166,12 @@ class Answer(AtlasVLPTask):
 
 
 class AnswerEvaluation:
-    """WebQA's accuracy of a reader's answers from gold sources, or from none.
-
-    Attributes:
-      questions: that are judged.
-      reader: answers them.
-    """
+    """WebQA's accuracy of a reader's answers from gold sources, or from none."""
 
     def __init__(self, task: Answer, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
+        # That are judged.
         self.questions = tasks.scored_questions(task, corpus, has_keywords, "keywords")
         if section.sources == "oracle":
             check_gold(self.questions)
@@ -201,7 +182,7 @@ class AnswerEvaluation:
             serving = dataclasses.replace(task.inference, num_beams=section.num_beams)
             task = dataclasses.replace(task, inference=serving)
         gold = [row for question in self.questions for row in corpus.positive_rows(question)]
-        self.reader = Reader(task, tasks.part_of(corpus, gold), tokenizer, model)
+        self.reader = Reader(task, tasks.part_of(corpus, gold), tokenizer, model)  # answers them
         self._normalizer = Normalizer("none")
 
     def __call__(self, model: nnx.Module) -> Mapping[str, float]:

@@ -230,11 +230,10 @@ class TextModelTask(Task):
     """A task whose model reads a language model's tokens and starts from a published one.
 
     Attributes:
-      architecture: of the model, as base_llm has it.
       tokenizer: "" for the base's own; see base_llm.make_text_tokenizer.
     """
 
-    architecture: ClassVar[str]
+    architecture: ClassVar[str]  # of the model, as base_llm has it
 
     def tokenizer_kind(self) -> tuple[str, str]:
         return TextTokenizer.kind, "that of a language model"

@@ -182,31 +182,19 @@ class ContrastiveBatches(BatchesSection, ContrastSampling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateRetrieval:
-    """The section `validate`.
+    """The section `validate`."""
 
-    Attributes:
-      split: the questions', of those with gold sources.
-      questions: how many, evenly over the split; 0: all.
-      sources: further sources, evenly over the corpus, beside the questions' own gold sources and
-        negatives; 0: the whole collection.
-      metric: decides on the best step.
-    """
-
-    split: str
-    questions: int = at_least(0)
+    split: str  # the questions', of those with gold sources
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    # Further sources, evenly over the corpus, beside the questions' own gold sources and negatives;
+    # 0: the whole collection.
     sources: int = at_least(0)
-    metric: RetrievalMetric
+    metric: RetrievalMetric  # decides on the best step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contrastive(DualEncoderTask):
-    """Questions against their gold sources, snippets and captioned pictures.
-
-    Attributes:
-      loss: `softmax`, CLIP's over all sources of a batch, or `sigmoid`, SigLIP's.
-      tower_parts: see ContrastiveObjective.
-      augment: `factory` and its arguments (tasks.task).
-    """
+    """Questions against their gold sources, snippets and captioned pictures."""
 
     name: ClassVar[str] = "contrastive"
     product: ClassVar[str] = "retriever"
@@ -215,9 +203,10 @@ class Contrastive(DualEncoderTask):
 
     data: tasks.MixedData
     batches: ContrastiveBatches
+    # `softmax`, CLIP's over all sources of a batch, or `sigmoid`, SigLIP's.
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    tower_parts: int = at_least(1, 1)
-    augment: Mapping[str, Any] = mapping(dict)
+    tower_parts: int = at_least(1, 1)  # see ContrastiveObjective
+    augment: Mapping[str, Any] = mapping(dict)  # `factory` and its arguments (tasks.task)
     validate: ValidateRetrieval | None = None
 
     def lengths(self) -> Mapping[str, int]:
@@ -301,27 +290,21 @@ class Contrastive(DualEncoderTask):
 
 
 class RetrievalEvaluation:
-    """recall@k and MRR of a retriever over a fixed pool of sources.
-
-    Attributes:
-      questions: that are judged.
-      pool: the sources.
-      pictures: theirs.
-      embedder: of both.
-    """
+    """recall@k and MRR of a retriever over a fixed pool of sources."""
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Any, model: nnx.Module):
         """`task`: Contrastive or another one with the section `validate`, `open_pictures` and
         `embedder`."""
         assert task.validate is not None
+        # That are judged.
         self.questions = tasks.scored_questions(
             task, corpus, lambda q: bool(q.positives), "gold sources"
         )
         sampled = evenly(range(len(corpus)), task.validate.sources)
         candidates = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = tasks.part_of(corpus, [*candidates, *sampled])
-        self.pictures = task.open_pictures(self.pool)
-        self.embedder = task.embedder(tokenizer, model)
+        self.pool = tasks.part_of(corpus, [*candidates, *sampled])  # the sources
+        self.pictures = task.open_pictures(self.pool)  # theirs
+        self.embedder = task.embedder(tokenizer, model)  # of both
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         self.embedder.use(model)

@@ -375,18 +375,15 @@ class ContrastiveObjective(OfLayers):
     Every question's negatives are its own hard ones and all sources of the other questions in
     the global batch, snippets and pictures alike: one space in which modality need not be known.
     The reverse direction, source to question, runs over the gold sources.
-
-    Attributes:
-      mesh: over which the batch is split; None computes the loss on one device.
-      tower_parts: the towers run over the batch in this many parts, whose activations are
-        recomputed for the gradient, so that only one part's are in memory at a time. The loss is
-        that of the whole batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
     """
 
     network: ClassVar[type[nnx.Module]] = DualEncoder
 
     config: DualEncoderConfig
-    mesh: Mesh | None = None
+    mesh: Mesh | None = None  # over which the batch is split; None computes the loss on one device
+    # The towers run over the batch in this many parts, whose activations are recomputed for the
+    # gradient, so that only one part's are in memory at a time. The loss is that of the whole
+    # batch, and so is its gradient (GradCache, Gao et al. 2021, section 3).
     tower_parts: int = 1
 
     def loss(
@@ -472,16 +469,13 @@ class DistillationObjective(OfLayers):
     P is the softmax of their cosines with the question, times the model's factor (`temperature`);
     Q the softmax of the language model's scores over `target_temperature`. REPLUG has KL(P || Q);
     with Q first the gradient is that of cross-entropy with soft targets.
-
-    Attributes:
-      config: the dual encoder's; its text tower embeds questions and examples alike.
-      target_temperature: low trusts the most helpful candidate alone.
     """
 
     network: ClassVar[type[nnx.Module]] = DualEncoder
 
+    # The dual encoder's; its text tower embeds questions and examples alike.
     config: DualEncoderConfig
-    target_temperature: float = 1.0
+    target_temperature: float = 1.0  # low trusts the most helpful candidate alone
 
     def loss(
         self, model: DualEncoder, batch: dict[str, jax.Array], dropout_key: jax.Array | None

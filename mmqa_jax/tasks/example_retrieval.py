@@ -25,18 +25,12 @@ from mmqa_jax.tasks.task import InUse, Recipe, Struct, bools, floats, ints
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgedData:
-    """The section `data`.
+    """The section `data`."""
 
-    Attributes:
-      dir: folder of `mmqa prepare`.
-      split: of the questions.
-      scores: folder of `mmqa judge`.
-      text: what is embedded of a question (prompting.examples.library.TEXTS).
-    """
-
-    dir: str
-    split: str
-    scores: str
+    dir: str  # folder of `mmqa prepare`
+    split: str  # of the questions
+    scores: str  # folder of `mmqa judge`
+    # What is embedded of a question (prompting.examples.library.TEXTS).
     text: Literal["question", "question_and_choices", "question_and_caption"]
 
     def text_of(self, source: Source) -> str:
@@ -54,15 +48,11 @@ class JudgedBatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateExampleRetrieval:
-    """The section `validate`: which of a question's candidates is nearest.
+    """The section `validate`: which of a question's candidates is nearest."""
 
-    Attributes:
-      split: of the judged questions.
-      metric: decides on the best step: the language model's mean score of the nearest candidate,
-        or how often that is the most helpful one.
-    """
-
-    split: str
+    split: str  # of the judged questions
+    # Decides on the best step: the language model's mean score of the nearest candidate, or how
+    # often that is the most helpful one.
     metric: Literal["score_of_nearest", "recall@1"] = "score_of_nearest"
 
 
@@ -71,7 +61,6 @@ class ExampleRetrieval(DualEncoderTask):
     """Questions against the solved questions that a language model was shown.
 
     Attributes:
-      target_temperature: see DistillationObjective.
       pictures: read by the row that uses the run; the vision tower is not trained.
     """
 
@@ -82,7 +71,7 @@ class ExampleRetrieval(DualEncoderTask):
 
     data: JudgedData
     batches: JudgedBatches
-    target_temperature: float = at_least(1e-3)
+    target_temperature: float = at_least(1e-3)  # see DistillationObjective
     validate: ValidateExampleRetrieval | None = None
 
     def lengths(self) -> Mapping[str, int]:

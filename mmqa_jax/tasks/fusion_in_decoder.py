@@ -40,15 +40,11 @@ from mmqa_jax.weights.folder import load_converted
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KnowledgeFiles:
-    """The files of passages for questions.
+    """The files of passages for questions."""
 
-    Attributes:
-      rankings: file of rankings of the corpus's sources (`mmqa search`).
-      entities, answers: KAT's files, see benchmarks.okvqa. Without any of the three a
-        question's own gold sources are read, then its negatives.
-    """
-
-    rankings: str = ""
+    rankings: str = ""  # file of rankings of the corpus's sources (`mmqa search`)
+    # entities, answers: KAT's files, see benchmarks.okvqa. Without any of the three a question's
+    # own gold sources are read, then its negatives.
     entities: str = ""
     answers: str = ""
 
@@ -63,23 +59,18 @@ class KnowledgeFiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassagesSection:
-    """The section `passages`.
+    """The section `passages`."""
 
-    Attributes:
-      count: passages of a question at most (FiD's n_context; KAT's with GPT-3's answers behind the
-        entities).
-      length: tokens of a passage with its question (text_maxlength); what is longer is cut.
-      entities: KAT's entities of a question (its n_context).
-      end_token: whether the end token closes each passage, as transformers' T5 tokenizer does from
-        3.1 on. FiD's and KAT's own code runs with 3.0.2, which adds none.
-      knowledge: of the training questions.
-    """
-
+    # Passages of a question at most (FiD's n_context; KAT's with GPT-3's answers behind the
+    # entities).
     count: int = at_least(1)
+    # Tokens of a passage with its question (text_maxlength); what is longer is cut.
     length: int = at_least(2)
-    entities: int = at_least(1, 40)
+    entities: int = at_least(1, 40)  # KAT's entities of a question (its n_context)
+    # Whether the end token closes each passage, as transformers' T5 tokenizer does from 3.1 on.
+    # FiD's and KAT's own code runs with 3.0.2, which adds none.
     end_token: bool = False
-    knowledge: KnowledgeFiles = KnowledgeFiles()
+    knowledge: KnowledgeFiles = KnowledgeFiles()  # of the training questions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,18 +91,12 @@ class PassageServing(tasks.ServingSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateAnswers:
-    """The section `validate`: SQuAD's exact match with any answer.
+    """The section `validate`: SQuAD's exact match with any answer."""
 
-    Attributes:
-      split: the questions', of those with answers.
-      questions: how many, evenly over the split; 0: all.
-      knowledge: of these questions.
-    """
-
-    split: str
-    questions: int = at_least(0)
+    split: str  # the questions', of those with answers
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
     metric: Literal["exact_match"] = "exact_match"
-    knowledge: KnowledgeFiles = KnowledgeFiles()
+    knowledge: KnowledgeFiles = KnowledgeFiles()  # of these questions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -42,14 +42,10 @@ _LOGITS_BYTES = 2**28  # of a device, from which on logits are made in parts
 
 @dataclasses.dataclass(frozen=True)
 class LanguageModelObjective(OfLayers):
-    """Cross-entropy of the next token, the mean over the target tokens of the global batch.
-
-    Attributes:
-      lora: only these additions are trained; None: everything.
-    """
+    """Cross-entropy of the next token, the mean over the target tokens of the global batch."""
 
     config: LlamaConfig
-    lora: LoraConfig | None = None
+    lora: LoraConfig | None = None  # only these additions are trained; None: everything
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized LLaMA."""
@@ -173,15 +169,11 @@ def states_at(hidden: jax.Array, positions: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LanguageModelSection:
-    """The section `model`.
+    """The section `model`."""
 
-    Attributes:
-      changes: fields of LlamaConfig that differ from the base's; from scratch, its sizes.
-      lora: only these additions are trained; None: everything.
-    """
-
+    # Fields of LlamaConfig that differ from the base's; from scratch, its sizes.
     changes: Mapping[str, Any] = changes_of(LlamaConfig)
-    lora: LoraConfig | None
+    lora: LoraConfig | None  # only these additions are trained; None: everything
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

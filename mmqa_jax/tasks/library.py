@@ -26,24 +26,7 @@ from mmqa_jax.prompting.examples.library import (
 
 @dataclasses.dataclass(frozen=True)
 class LibrarySpec:
-    """The source of in-context examples, and how they are compared with questions.
-
-    Attributes:
-      data: folder of `mmqa prepare`; "" is the row's own.
-      split: of the examples.
-      more_splits: others whose questions are examples, too.
-      folds: see ExampleLibrary; 2 makes one split both library and queries.
-      text_model: `minilm`, a published encoder of texts (folder or ORG/NAME), a CLIP or SigLIP or a
-        contrastive run; "": no embeddings (random shots).
-      image_model: a CLIP or SigLIP or a contrastive run that embeds the questions' pictures; "":
-        none.
-      text: what is embedded: the question, or the question with hint and choices.
-      modality: only examples with a picture (`image`), without one (`text`), or all (RMR, table 4).
-      vectors: folder of the vectors that PICa's authors published (OK-VQA), which are compared in
-        place of embeddings by `text_model` and `image_model`; "": none.
-      index_kind: how the nearest examples are found: `exact`, by the products with all of them, or
-        `scann`, by the retrieval room's ScaNN index.
-    """
+    """The source of in-context examples, and how they are compared with questions."""
 
     # What a part of a row says of itself (runs.parts.Part).
     turn: ClassVar = "model"
@@ -51,15 +34,24 @@ class LibrarySpec:
     answers: ClassVar = False
     materials: ClassVar = ()
 
-    data: str = ""
-    split: str = "train"
-    more_splits: tuple[str, ...] = ()
-    folds: int = at_least(1, 1)
+    data: str = ""  # folder of `mmqa prepare`; "" is the row's own
+    split: str = "train"  # of the examples
+    more_splits: tuple[str, ...] = ()  # others whose questions are examples, too
+    folds: int = at_least(1, 1)  # see ExampleLibrary; 2 makes one split both library and queries
+    # `minilm`, a published encoder of texts (folder or ORG/NAME), a CLIP or SigLIP or a contrastive
+    # run; "": no embeddings (random shots).
     text_model: str = "minilm"
+    # A CLIP or SigLIP or a contrastive run that embeds the questions' pictures; "": none.
     image_model: str = ""
+    # What is embedded: the question, or the question with hint and choices.
     text: Literal["question", "question_and_choices"] = "question"
+    # Only examples with a picture (`image`), without one (`text`), or all (RMR, table 4).
     modality: Literal["", "text", "image"] = ""
+    # Folder of the vectors that PICa's authors published (OK-VQA), which are compared in place of
+    # embeddings by `text_model` and `image_model`; "": none.
     vectors: str = ""
+    # How the nearest examples are found: `exact`, by the products with all of them, or `scann`, by
+    # the retrieval room's ScaNN index.
     index_kind: Literal["exact", "scann"] = "exact"
 
     def paths(self) -> list[str]:

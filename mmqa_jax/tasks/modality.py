@@ -47,16 +47,12 @@ class ModalityBatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True)
 class ModalityObjective(OfLayers):
-    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290).
-
-    Attributes:
-      frozen: only the linear layer is trained.
-    """
+    """Cross-entropy over the two modalities (WebQA_Baseline bert_classifier.py:113,290)."""
 
     network: ClassVar[type[nnx.Module]] = TextClassifier
 
     config: TextClassifierConfig
-    frozen: bool = False
+    frozen: bool = False  # only the linear layer is trained
 
     def loss(
         self, model: TextClassifier, batch: dict[str, jax.Array], dropout_key: jax.Array

@@ -38,15 +38,12 @@ class MultimodalSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VectorsSection:
-    """The section `pictures`.
+    """The section `pictures`."""
 
-    Attributes:
-      file, names: see data.pictures.store.
-      vectors: of a picture, and `features` values of each; what the file has.
-    """
-
+    # file, names: see data.pictures.store.
     file: str
     names: str = ""
+    # Of a picture, and `features` values of each; what the file has.
     vectors: int = at_least(1, 100)
     features: int = at_least(1, 256)
 
@@ -57,11 +54,6 @@ class MultimodalCoT(TextModelTask):
 
     Attributes:
       init: mm-cot's folder, any T5's, or scratch.
-      format: of its texts, see prompting.rationales: `QCM-LE` writes the rationale, `QCMG-A`
-        answers with one.
-      captions: whether the picture's caption is read.
-      labels: `padded`, the authors': the loss is the mean over all `batches.targets` places of
-        every text, the pads behind it among them. `masked`: over the texts' tokens alone.
     """
 
     name: ClassVar[str] = "multimodal_cot"
@@ -71,8 +63,12 @@ class MultimodalCoT(TextModelTask):
     data: tasks.DataSection
     model: MultimodalSection
     pictures: VectorsSection
+    # Of its texts, see prompting.rationales: `QCM-LE` writes the rationale, `QCMG-A` answers with
+    # one.
     format: Format
-    captions: bool = False
+    captions: bool = False  # whether the picture's caption is read
+    # `padded`, the authors': the loss is the mean over all `batches.targets` places of every text,
+    # the pads behind it among them. `masked`: over the texts' tokens alone.
     labels: Literal["padded", "masked"] = "padded"
     batches: PairBatches
     inference: tasks.ServingSection

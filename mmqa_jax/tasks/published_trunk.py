@@ -84,15 +84,10 @@ _UNCUT = 1 << 30
 
 
 class Trunk(abc.ABC):
-    """An encoder in the task: its rows, and the trained model in use.
+    """An encoder in the task: its rows, and the trained model in use."""
 
-    Attributes:
-      tokenizer_kind: see Tokenizer.
-      sees: whether sources are seen, too.
-    """
-
-    tokenizer_kind: ClassVar[str] = "published"
-    sees: ClassVar[bool] = True
+    tokenizer_kind: ClassVar[str] = "published"  # see Tokenizer
+    sees: ClassVar[bool] = True  # whether sources are seen, too
 
     def __init__(self, record: Any):
         self.record = record
@@ -303,19 +298,14 @@ _Write = Callable[[Sequence[str], Sequence[np.ndarray | None] | None], list[Pict
 
 @dataclasses.dataclass
 class _PromptRows:
-    """Rows of prompts.
-
-    Attributes:
-      write: writes prompts; `uncut`: whole ones.
-      pictures: by row of the texts; None: they show none.
-    """
+    """Rows of prompts."""
 
     record: PageRecord
     tokenizer: Tokenizer
-    write: _Write
+    write: _Write  # writes prompts; `uncut`: whole ones
     uncut: _Write
     texts: Sequence[str]
-    pictures: PictureStore | None
+    pictures: PictureStore | None  # by row of the texts; None: they show none
 
     def __post_init__(self):
         whole = self.uncut(self.texts, None)
@@ -443,28 +433,22 @@ _COMPUTE = ("dtype", "remat", "attention", "unroll")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaughtData(tasks.MixedData):
-    """The section `data`.
+    """The section `data`."""
 
-    Attributes:
-      examples: file of questions with their sources, see data.batches.retriever.read_examples; "":
-        the corpus's questions of `split`.
-      teacher: file of `mmqa rerank` or `mmqa search` that ranks them, whose scores are learned; or
-        folder of `mmqa judge`: then the sources are the solved questions that it judged.
-    """
-
+    # File of questions with their sources, see data.batches.retriever.read_examples; "": the
+    # corpus's questions of `split`.
     examples: str = ""
+    # File of `mmqa rerank` or `mmqa search` that ranks them, whose scores are learned; or folder of
+    # `mmqa judge`: then the sources are the solved questions that it judged.
     teacher: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SeenPictures:
-    """The section `pictures`, of encoders that see them.
+    """The section `pictures`, of encoders that see them."""
 
-    Attributes:
-      max_pixels: what larger pictures of a Qwen-VL are resized to, in training and in the trained
-        model's use; 0: as `init` says.
-    """
-
+    # What larger pictures of a Qwen-VL are resized to, in training and in the trained model's use;
+    # 0: as `init` says.
     max_pixels: int = at_least(0, 0)
 
 
@@ -478,11 +462,10 @@ class PublishedTrunk(tasks.Task):
     Attributes:
       init: folder of a published model, ORG/NAME in the Hugging Face cache, or `minilm`.
       tokenizer: "": that of `init`.
-      folder: of the run; "": its workdir.
     """
 
     data: TaughtData
-    folder: str = ""
+    folder: str = ""  # of the run; "": its workdir
 
     @functools.cached_property
     def start(self) -> Path:

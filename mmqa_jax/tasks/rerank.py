@@ -34,14 +34,10 @@ _PAPERS_THRESHOLD = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class SelectorModel(AtlasVLPModel):
-    """VLP, or a model that reads question and source apart (ours).
+    """VLP, or a model that reads question and source apart (ours)."""
 
-    Attributes:
-      joint_layers: the last layers that see both; None: all, VLP itself.
-      match_type: token type of the question's words that occur in the source, with joint_layers.
-    """
-
-    joint_layers: int | None = None
+    joint_layers: int | None = None  # the last layers that see both; None: all, VLP itself
+    # Token type of the question's words that occur in the source, with joint_layers.
     match_type: int | None = None
 
 
@@ -52,21 +48,14 @@ class RerankBatches(BatchesSection, PairSampling):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateSelection:
-    """The section `validate`: each question's own candidates.
+    """The section `validate`: each question's own candidates."""
 
-    Attributes:
-      split: the questions', of those with gold sources.
-      questions: how many, evenly over the split; 0: all.
-      metric: decides on the best step; `source_f1` is that of the best threshold.
-      cap: on the number of candidates (evaluation.webqa.CAPS).
-      select: limits on the number of cited sources (evaluation.webqa.SELECTIONS).
-    """
-
-    split: str
-    questions: int = at_least(0)
+    split: str  # the questions', of those with gold sources
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    # Decides on the best step; `source_f1` is that of the best threshold.
     metric: Literal["source_f1", "source_f1@0.2"]
-    cap: Cap = "none"
-    select: Select = "best"
+    cap: Cap = "none"  # on the number of candidates (evaluation.webqa.CAPS)
+    select: Select = "best"  # limits on the number of cited sources (evaluation.webqa.SELECTIONS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,23 +132,18 @@ class Rerank(AtlasVLPTask):
 
 
 class SelectionEvaluation:
-    """Source F1 of a selector among each question's own candidates.
-
-    Attributes:
-      questions: that are judged.
-      pool: their candidates.
-      reranker: scores them.
-    """
+    """Source F1 of a selector among each question's own candidates."""
 
     def __init__(self, task: Rerank, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
+        # That are judged.
         self.questions = tasks.scored_questions(
             task, corpus, lambda q: bool(q.positives), "gold sources"
         )
         candidates = [row for question in self.questions for row in corpus.candidates(question)]
-        self.pool = tasks.part_of(corpus, candidates)
-        self.reranker = task.reranker(self.pool, tokenizer, model)
+        self.pool = tasks.part_of(corpus, candidates)  # their candidates
+        self.reranker = task.reranker(self.pool, tokenizer, model)  # scores them
         self._candidates = restricted_candidates(self.questions, self.pool, CAPS[section.cap])
         self._selection = SELECTIONS[section.select]
 

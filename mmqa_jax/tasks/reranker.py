@@ -104,25 +104,16 @@ _RECORD = "reranker"  # key of model.json
 
 @dataclasses.dataclass(frozen=True)
 class RerankerObjective:
-    """The relevance of a question's sources, by one of RANKING_LOSSES.
+    """The relevance of a question's sources, by one of RANKING_LOSSES."""
 
-    Attributes:
-      config: the reranker.
-      kind: of the loss.
-      group: sources of a question.
-      lora: only these additions to a decoder are trained; None: everything.
-      dropout: a cross-encoder of BERT's kind has its published dropout.
-      temperature: of `divergence`, the teacher's scores are divided by it.
-      tower: the tower that sees pictures is trained, too.
-    """
-
-    config: RerankerRecord | SeeingReranker
-    kind: str
-    group: int
+    config: RerankerRecord | SeeingReranker  # the reranker
+    kind: str  # of the loss
+    group: int  # sources of a question
+    # Only these additions to a decoder are trained; None: everything.
     lora: LoraConfig | None = None
-    dropout: bool = True
-    temperature: float = 1.0
-    tower: bool = True
+    dropout: bool = True  # a cross-encoder of BERT's kind has its published dropout
+    temperature: float = 1.0  # of `divergence`, the teacher's scores are divided by it
+    tower: bool = True  # the tower that sees pictures is trained, too
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model."""
@@ -159,62 +150,39 @@ class RerankerObjective:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerankerModel:
-    """The section `model`; `lora`, `tower` and `changes`: see tasks.retriever.RetrieverModel.
-
-    Attributes:
-      dropout: `published`: that of the config of `init`, of BERT kinds; `none`.
-    """
+    """The section `model`; `lora`, `tower` and `changes`: see tasks.retriever.RetrieverModel."""
 
     lora: LoraConfig | None = None
     tower: Literal["trained", "frozen"] = "trained"
+    # `published`: that of the config of `init`, of BERT kinds; `none`.
     dropout: Literal["published", "none"] = "published"
     changes: Mapping[str, Any] = mapping(dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RerankerBatches(BatchesSection):
-    """The section `batches`; `batch_size` counts questions.
+    """The section `batches`; `batch_size` counts questions."""
 
-    Attributes:
-      length: columns of a pair, special tokens included.
-      num_negatives: sources of a question beside a gold one.
-    """
-
-    length: int = at_least(5)
-    num_negatives: int = at_least(1, 7)
+    length: int = at_least(5)  # columns of a pair, special tokens included
+    num_negatives: int = at_least(1, 7)  # sources of a question beside a gold one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateReranking:
-    """The section `validate`: how a question's candidates are ranked.
+    """The section `validate`: how a question's candidates are ranked."""
 
-    Attributes:
-      split: the questions', of those with gold sources.
-      questions: how many, evenly over the split; 0: all.
-      rankings: file of `mmqa search` that ranks the questions of the split; "": the candidates are
-        a question's own gold and hard negative sources.
-      top_k: candidates of a question.
-      metric: decides on the best step.
-    """
-
-    split: str
-    questions: int = at_least(0)
+    split: str  # the questions', of those with gold sources
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    # File of `mmqa search` that ranks the questions of the split; "": the candidates are a
+    # question's own gold and hard negative sources.
     rankings: str = ""
-    top_k: int = at_least(1, 20)
-    metric: Literal["mrr", "ndcg@10", "recall@1", "recall@10"] = "mrr"
+    top_k: int = at_least(1, 20)  # candidates of a question
+    metric: Literal["mrr", "ndcg@10", "recall@1", "recall@10"] = "mrr"  # decides on the best step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reranker(PublishedTrunk):
-    """Questions with a gold source and hard negatives each, read together.
-
-    Attributes:
-      loss: `pointwise` (binary cross-entropy), `listwise` (ListNet), `lambda` (LambdaLoss),
-        `margin_mse` or `divergence` (KL of a teacher's softmax). Labels are 1 of gold sources and 0
-        of others, or the scores of `data.teacher` or `data.examples`.
-      teacher_temperature: the teacher's scores are divided by it, of `divergence`.
-      pictures: see tasks.retriever.SeenPictures.
-    """
+    """Questions with a gold source and hard negatives each, read together."""
 
     name: ClassVar[str] = "reranker"
     product: ClassVar[str] = "reranker"
@@ -223,9 +191,13 @@ class Reranker(PublishedTrunk):
     model: RerankerModel
     batches: RerankerBatches
     inference: tasks.ServingSection
+    # `pointwise` (binary cross-entropy), `listwise` (ListNet), `lambda` (LambdaLoss), `margin_mse`
+    # or `divergence` (KL of a teacher's softmax). Labels are 1 of gold sources and 0 of others, or
+    # the scores of `data.teacher` or `data.examples`.
     loss: Literal["pointwise", "listwise", "lambda", "margin_mse", "divergence"] = "pointwise"
+    # The teacher's scores are divided by it, of `divergence`.
     teacher_temperature: float = at_least(1e-6, 1.0)
-    pictures: SeenPictures = AS_PUBLISHED
+    pictures: SeenPictures = AS_PUBLISHED  # see tasks.retriever.SeenPictures
     validate: ValidateReranking | None = None
 
     @functools.cached_property
@@ -404,16 +376,12 @@ class Reranker(PublishedTrunk):
 
 
 class RerankingEvaluation:
-    """How a reranker orders the candidates of the section `validate`.
-
-    Attributes:
-      questions: that are judged.
-      reranker: scores them.
-    """
+    """How a reranker orders the candidates of the section `validate`."""
 
     def __init__(self, task: Reranker, corpus: Corpus, tokenizer: Tokenizer, model: nnx.Module):
         section = task.validate
         assert section is not None
+        # That are judged.
         self.questions = tasks.scored_questions(
             task, corpus, lambda q: bool(q.positives), "gold sources"
         )
@@ -428,7 +396,7 @@ class RerankingEvaluation:
             for x in candidates
         ]
         pool = [corpus.row[name] for x in self._candidates for name in x.sources]
-        self.reranker = task.reranker(tasks.part_of(corpus, pool), tokenizer, model)
+        self.reranker = task.reranker(tasks.part_of(corpus, pool), tokenizer, model)  # scores them
 
     def __call__(self, model: nnx.Module) -> dict[str, float]:
         self.reranker.use(model)

@@ -67,27 +67,21 @@ from mmqa_jax.weights.folder import weights_hash
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrieverLoss:
-    """The section `loss`.
+    """The section `loss`."""
 
-    Attributes:
-      kind: `softmax`, cross-entropy over all sources of the global batch (InfoNCE); `margin_mse`
-        and `divergence` learn a teacher's scores of a question's own sources.
-      scale: factor on the scores; 1 / temperature.
-      symmetric: `softmax` has the direction from sources to questions, too.
-      margin: see contrastive_loss; None: every source is a negative.
-      mean: scores of late interaction are divided by the number of a question's tokens
-        (colpali_engine's ColbertLoss).
-      matryoshka: the loss is a sum of those of the first so many values of every vector
-        (Kusupati et al. 2022); empty: of the whole vectors.
-      teacher_temperature: the teacher's scores are divided by it, of `divergence`.
-    """
-
+    # `softmax`, cross-entropy over all sources of the global batch (InfoNCE); `margin_mse` and
+    # `divergence` learn a teacher's scores of a question's own sources.
     kind: Literal["softmax", "margin_mse", "divergence"] = "softmax"
-    scale: float = at_least(1e-6, 20.0)
-    symmetric: bool = False
-    margin: float | None = None
+    scale: float = at_least(1e-6, 20.0)  # factor on the scores; 1 / temperature
+    symmetric: bool = False  # `softmax` has the direction from sources to questions, too
+    margin: float | None = None  # see contrastive_loss; None: every source is a negative
+    # Scores of late interaction are divided by the number of a question's tokens (colpali_engine's
+    # ColbertLoss).
     mean: bool = False
+    # The loss is a sum of those of the first so many values of every vector (Kusupati et al. 2022);
+    # empty: of the whole vectors.
     matryoshka: tuple[int, ...] = ()
+    # The teacher's scores are divided by it, of `divergence`.
     teacher_temperature: float = at_least(1e-6, 1.0)
 
 
@@ -96,18 +90,13 @@ class RetrieverObjective(ContrastiveObjective):
     """A ContrastiveObjective of a published encoder, by sentence-transformers' losses.
 
     A batch is that of `data.batches.retriever`.
-
-    Attributes:
-      config: the encoder.
-      losses: what is learned.
-      lora: only these additions to a decoder are trained; None: everything.
-      tower: the tower that sees pictures is trained, too.
     """
 
-    config: EncoderRecord | PicturedRecord
-    losses: RetrieverLoss = RetrieverLoss()
+    config: EncoderRecord | PicturedRecord  # the encoder
+    losses: RetrieverLoss = RetrieverLoss()  # what is learned
+    # Only these additions to a decoder are trained; None: everything.
     lora: LoraConfig | None = None
-    tower: bool = True
+    tower: bool = True  # the tower that sees pictures is trained, too
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized encoder."""
@@ -190,51 +179,38 @@ _RECORD = "encoder"  # key of model.json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrieverModel:
-    """The section `model`.
+    """The section `model`."""
 
-    Attributes:
-      vectors: `text`, one vector of a text or page, `token`, one of each token (late interaction),
-        or empty, as `init` has them.
-      dim: values of a token's vector, by a new linear layer; 0: as `init` has them.
-      prompts: before a question and before a source, such as the task's instruction; (): those of
-        `init`. Of a Qwen3-VL-Embedding, its instructions.
-      lora: additions to a decoder, of which alone (and of a new linear layer) it is trained; None:
-        all is.
-      tower: whether the tower that sees pictures is trained, too; of LoRA's runs as well.
-      changes: of how the encoder is computed: dtype, remat, attention, unroll.
-    """
-
+    # `text`, one vector of a text or page, `token`, one of each token (late interaction), or empty,
+    # as `init` has them.
     vectors: Literal["", "text", "token"] = ""
+    # Values of a token's vector, by a new linear layer; 0: as `init` has them.
     dim: int = at_least(0, 0)
+    # Before a question and before a source, such as the task's instruction; (): those of `init`. Of
+    # a Qwen3-VL-Embedding, its instructions.
     prompts: tuple[str, ...] = ()
+    # Additions to a decoder, of which alone (and of a new linear layer) it is trained; None: all
+    # is.
     lora: LoraConfig | None = None
+    # Whether the tower that sees pictures is trained, too; of LoRA's runs as well.
     tower: Literal["trained", "frozen"] = "trained"
+    # Of how the encoder is computed: dtype, remat, attention, unroll.
     changes: Mapping[str, Any] = mapping(dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MiningSection:
-    """The section `mining`: hard negatives that the model finds in the corpus while it is trained.
+    """The section `mining`: hard negatives that the model finds in the corpus meanwhile."""
 
-    Attributes:
-      every: steps after which they are found anew; 0: never, the negatives are the data's.
-      top_k: sources that are found for a question; those that are not gold are its negatives.
-    """
-
+    # Steps after which they are found anew; 0: never, the negatives are the data's.
     every: int = at_least(0, 0)
+    # Sources that are found for a question; those that are not gold are its negatives.
     top_k: int = at_least(1, 20)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retriever(PublishedTrunk):
-    """Questions against their gold sources.
-
-    Attributes:
-      pictures: see SeenPictures.
-      loss: see RetrieverLoss.
-      tower_parts: see ContrastiveObjective.
-      mining: see MiningSection.
-    """
+    """Questions against their gold sources."""
 
     name: ClassVar[str] = "retriever"
     product: ClassVar[str] = "retriever"
@@ -243,11 +219,11 @@ class Retriever(PublishedTrunk):
 
     model: RetrieverModel
     batches: rows.RetrieverBatches
-    pictures: SeenPictures = AS_PUBLISHED
+    pictures: SeenPictures = AS_PUBLISHED  # see SeenPictures
     inference: tasks.ServingSection
-    loss: RetrieverLoss
-    tower_parts: int = at_least(1, 1)
-    mining: MiningSection = MiningSection(every=0, top_k=20)
+    loss: RetrieverLoss  # see RetrieverLoss
+    tower_parts: int = at_least(1, 1)  # see ContrastiveObjective
+    mining: MiningSection = MiningSection(every=0, top_k=20)  # see MiningSection
     validate: ValidateRetrieval | None = None
 
     # --- The encoder -------------------------------------------------------------------------

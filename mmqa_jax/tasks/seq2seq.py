@@ -40,21 +40,17 @@ from mmqa_jax.training.state import OfLayers
 
 @dataclasses.dataclass(frozen=True)
 class Seq2SeqObjective(OfLayers):
-    """Cross-entropy of an answer behind its prompt, as a mean over the global batch.
-
-    Attributes:
-      inputs: of its encoder: Texts, Passages or PicturedTexts.
-      mean: what the mean is over. `tokens`: the tokens of all answers. `questions`: each question's
-        mean over the tokens of its answer; so it is where every GPU has one question and
-        DistributedDataParallel averages their gradients (FiD train_reader.py:52-62 and 194, KAT
-        train_KAT.py:50-60 and 213). `places`: the tokens of all answers and the padding behind
-        them, where labels hold the pad's id (mm-cot utils_data.py:222-230, model.py:458).
-    """
+    """Cross-entropy of an answer behind its prompt, as a mean over the global batch."""
 
     network: ClassVar[type[nnx.Module]] = T5
 
     config: T5Config
-    inputs: type[Texts] = Texts
+    inputs: type[Texts] = Texts  # of its encoder: Texts, Passages or PicturedTexts
+    # What the mean is over. `tokens`: the tokens of all answers. `questions`: each question's mean
+    # over the tokens of its answer; so it is where every GPU has one question and
+    # DistributedDataParallel averages their gradients (FiD train_reader.py:52-62 and 194, KAT
+    # train_KAT.py:50-60 and 213). `places`: the tokens of all answers and the padding behind them,
+    # where labels hold the pad's id (mm-cot utils_data.py:222-230, model.py:458).
     mean: Literal["tokens", "questions", "places"] = "tokens"
 
     def loss(
@@ -108,15 +104,10 @@ class Seq2SeqSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairBatches(BatchesSection):
-    """The section `batches`.
+    """The section `batches`."""
 
-    Attributes:
-      lengths: of prompts, ascending: each is padded to the first that holds it.
-      targets: tokens of an answer, its end token included.
-    """
-
-    lengths: tuple[int, ...]
-    targets: int
+    lengths: tuple[int, ...]  # of prompts, ascending: each is padded to the first that holds it
+    targets: int  # tokens of an answer, its end token included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -53,22 +53,16 @@ class ValidationRows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateOptions:
-    """The section `validate`: multiple choice by likelihood.
+    """The section `validate`: multiple choice by likelihood."""
 
-    Attributes:
-      split: the questions', of those with choices and a known answer; where the task learns
-        questions without choices, the likelihood of their answers alone counts.
-      questions: how many, evenly over the split; 0: all.
-      shots: numbers of retrieved examples, each validated on its own.
-      template: of the prompts, after which the options' texts are scored.
-      metric: decides on the best step: the mean of the accuracies, or of the log-likelihoods per
-        token of the right options.
-    """
-
+    # The questions', of those with choices and a known answer; where the task learns questions
+    # without choices, the likelihood of their answers alone counts.
     split: str
-    questions: int = at_least(0)
-    shots: tuple[int, ...] = (0, 3)
-    template: str = "rmr.text"
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    shots: tuple[int, ...] = (0, 3)  # numbers of retrieved examples, each validated on its own
+    template: str = "rmr.text"  # of the prompts, after which the options' texts are scored
+    # Decides on the best step: the mean of the accuracies, or of the log-likelihoods per token of
+    # the right options.
     metric: Literal["accuracy", "log_likelihood"] = "accuracy"
 
     def __post_init__(self):
@@ -81,23 +75,16 @@ class ValidateOptions:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SolvedQuestions(TextModelTask):
-    """A language model learns the answers of solved questions behind their prompts.
-
-    Attributes:
-      length_key: the config key that limits a row's tokens, for messages.
-      unsolved: what questions lack that cannot be learned, for messages.
-      examples: how questions become prompts.
-      library: where the retrieved examples come from.
-    """
+    """A language model learns the answers of solved questions behind their prompts."""
 
     product: ClassVar[str] = "language model"
     unit: ClassVar[str] = "rows"
-    length_key: ClassVar[str]
-    unsolved: ClassVar[str]
+    length_key: ClassVar[str]  # the config key that limits a row's tokens, for messages
+    unsolved: ClassVar[str]  # what questions lack that cannot be learned, for messages
 
     data: MixedData
-    examples: ExampleOptions
-    library: LibrarySpec
+    examples: ExampleOptions  # how questions become prompts
+    library: LibrarySpec  # where the retrieved examples come from
     inference: ValidationRows
     validate: ValidateOptions | None = None
 

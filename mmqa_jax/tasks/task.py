@@ -69,21 +69,14 @@ _TRAINING_AXES = dict.fromkeys(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataSection:
-    """The questions that a run is trained on.
+    """The questions that a run is trained on."""
 
-    Attributes:
-      dir: folder of `mmqa prepare`.
-      split: of the questions.
-      negatives: files of rankings (`mmqa search`) whose sources are further hard negatives.
-      titles: sources are read with their titles.
-      modality: only questions that need sources of this one; None: all.
-    """
-
-    dir: str
-    split: str
+    dir: str  # folder of `mmqa prepare`
+    split: str  # of the questions
+    # Files of rankings (`mmqa search`) whose sources are further hard negatives.
     negatives: tuple[str, ...] = ()
-    titles: bool = True
-    modality: Modality | None = None
+    titles: bool = True  # sources are read with their titles
+    modality: Modality | None = None  # only questions that need sources of this one; None: all
 
     def text_of(self, source: Source) -> str:
         """The text of a source as the model takes it."""
@@ -97,13 +90,10 @@ class DataSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MixedData(DataSection):
-    """The data of tasks that are trained on several corpora at once.
+    """The data of tasks that are trained on several corpora at once."""
 
-    Attributes:
-      mixture: folders of `mmqa prepare` with their weights, in place of `dir`; an epoch shows each
-        one's examples in proportion to its weight.
-    """
-
+    # Folders of `mmqa prepare` with their weights, in place of `dir`; an epoch shows each one's
+    # examples in proportion to its weight.
     mixture: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self):
@@ -138,16 +128,12 @@ class MixedData(DataSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PicturesSection:
-    """How pictures are made square for the model; see data/pictures/resize.py.
+    """How pictures are made square for the model; see data/pictures/resize.py."""
 
-    Attributes:
-      size: side in pixels.
-      scaled_decoding: JPEGs are decoded at a fraction of their size where that is enough.
-    """
-
-    size: int
+    size: int  # side in pixels
     resize: Resize
     alpha: Alpha = "white"
+    # JPEGs are decoded at a fraction of their size where that is enough.
     scaled_decoding: bool = False
 
     def open(self, corpus: Corpus) -> PictureStore:
@@ -159,34 +145,22 @@ class PicturesSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingSection:
-    """The trained model in use.
+    """The trained model in use."""
 
-    Attributes:
-      batch_size: examples of a call over all devices.
-      mesh: how the devices of the process share the work; empty: a copy of the model on each.
-    """
-
-    batch_size: BatchSize = at_least(1)
+    batch_size: BatchSize = at_least(1)  # examples of a call over all devices
+    # How the devices of the process share the work; empty: a copy of the model on each.
     mesh: Mapping[str, int] = mapping(_AXES)
 
 
 @dataclasses.dataclass(frozen=True)
 class InUse:
-    """The program of a trained model in use, without weights.
+    """The program of a trained model in use, without weights."""
 
-    Attributes:
-      cost: of an example, for the batch size.
-      make: graphdef -> the jitted function (state, *inputs).
-      build: the model.
-      inputs: examples of a call -> their shapes.
-      options: static arguments.
-    """
-
-    cost: RowCost
-    make: Callable[[nnx.GraphDef], Any]
-    build: Callable[[], nnx.Module]
-    inputs: Callable[[int], tuple[Any, ...]]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    cost: RowCost  # of an example, for the batch size
+    make: Callable[[nnx.GraphDef], Any]  # graphdef -> the jitted function (state, *inputs)
+    build: Callable[[], nnx.Module]  # the model
+    inputs: Callable[[int], tuple[Any, ...]]  # examples of a call -> their shapes
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # static arguments
 
 
 class Reader(Protocol):
@@ -209,67 +183,47 @@ class OnGraph:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The inputs of `training.loop.train` from a task on a corpus.
+    """The inputs of `training.loop.train` from a task on a corpus."""
 
-    Attributes:
-      objective: model and loss.
-      batches: iterates over its batches.
-      load_pretrained: puts pretrained weights into a model of shapes, in place; None to train
-        from scratch.
-      reader: of the sources or of pictures' features; it counts those that could not be read.
-        None: none are read.
-      answers: the answers that the model chooses among, if it does.
-      finish: as of training.loop.train.
-      metadata: further JSON values for model.json; a run resumes with equal ones alone.
-    """
-
-    objective: Objective
-    batches: Batches
+    objective: Objective  # model and loss
+    batches: Batches  # iterates over its batches
+    # Puts pretrained weights into a model of shapes, in place; None to train from scratch.
     load_pretrained: Loader | None
+    # Of the sources or of pictures' features; it counts those that could not be read. None: none
+    # are read.
     reader: Reader | None = None
-    answers: AnswerVocabulary | None = None
-    finish: Callable[[Any], Any] | None = None
+    answers: AnswerVocabulary | None = None  # the answers that the model chooses among, if it does
+    finish: Callable[[Any], Any] | None = None  # as of training.loop.train
+    # Further JSON values for model.json; a run resumes with equal ones alone.
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """A training task as its config describes it.
+    """A training task as its config describes it."""
 
-    Attributes:
-      name: of the task, as in the key `task` of a config.
-      product: what is trained, in words.
-      unit: of a batch's examples.
-      program: the program that uses what is trained (`mmqa plan`), if one does.
-      limits: the config keys by which tokens of its examples are cut.
-      augment: `factory` and its arguments (tasks.task), of tasks that have such a section.
-      validate: the section `validate`, of tasks that validate.
-      task: its `name`.
-      seed: of initialization, sampling and dropout.
-      tokenizer: see tasks.task.
-      init: what the weights start from: `scratch`, `minilm`, or a folder or file of weights.
-      mesh: size of each mesh axis, and how it crosses slices (core.mesh.make_mesh).
-      train: see training.options.LoopOptions.
-    """
-
-    name: ClassVar[str]
-    product: ClassVar[str]
-    unit: ClassVar[str] = "questions"
+    name: ClassVar[str]  # of the task, as in the key `task` of a config
+    product: ClassVar[str]  # what is trained, in words
+    unit: ClassVar[str] = "questions"  # of a batch's examples
+    # The program that uses what is trained (`mmqa plan`), if one does.
     program: ClassVar[str | None] = None
+    # The config keys by which tokens of its examples are cut.
     limits: ClassVar[tuple[str, ...]] = ()
+    # `factory` and its arguments (tasks.task), of tasks that have such a section.
     augment: ClassVar[Mapping[str, Any]] = {}
-    validate: ClassVar[Any] = None
+    validate: ClassVar[Any] = None  # the section `validate`, of tasks that validate
 
-    task: str
-    seed: int
-    tokenizer: str
-    init: str
+    task: str  # its `name`
+    seed: int  # of initialization, sampling and dropout
+    tokenizer: str  # see tasks.task
+    init: str  # what the weights start from: `scratch`, `minilm`, or a folder or file of weights
     data: Any
     model: Any
     batches: Any
     inference: Any
+    # Size of each mesh axis, and how it crosses slices (core.mesh.make_mesh).
     mesh: Mapping[str, int] = mapping(_TRAINING_AXES, required=True)
-    train: Mapping[str, Any] = mapping(dict, required=True)
+    train: Mapping[str, Any] = mapping(dict, required=True)  # see training.options.LoopOptions
 
     # --- What the config alone tells ---------------------------------------------------------
 

@@ -77,14 +77,10 @@ class Expanded(NamedTuple):
 
 
 class Layout(abc.ABC):
-    """A kind of models that see.
-
-    Attributes:
-      config: of the model.
-    """
+    """A kind of models that see."""
 
     def __init__(self, config: Any):
-        self.config = config
+        self.config = config  # of the model
 
     @abc.abstractmethod
     def shape(self, picture_format: Any, picture: Picture) -> Shape:
@@ -259,11 +255,10 @@ class VisionLanguageObjective(LanguageModelObjective):
 
     Attributes:
       lora: additions to the language model, whose rest is frozen; None: all of it is trained.
-      tower: the tower with its mergers, or projector, is trained, too.
     """
 
     config: QwenVLConfig | LlavaConfig
-    tower: bool = False
+    tower: bool = False  # the tower with its mergers, or projector, is trained, too
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model."""
@@ -323,34 +318,27 @@ class VisionLanguageObjective(LanguageModelObjective):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionLanguageSection:
-    """The section `model`.
+    """The section `model`."""
 
-    Attributes:
-      changes: fields of LlamaConfig that differ from the base's; from scratch, its sizes.
-      vision: the same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures of a
-        Qwen-VL are resized to, in training and in the trained model's use.
-      lora: only these additions to the language model are trained; None: all of it. Of a Qwen-VL.
-      tower: whether the tower with its mergers (a LLaVA's projector) is trained, too.
-    """
-
+    # Fields of LlamaConfig that differ from the base's; from scratch, its sizes.
     changes: Mapping[str, Any] = changes_of(LlamaConfig)
+    # The same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures of a Qwen-VL are
+    # resized to, in training and in the trained model's use.
     vision: Mapping[str, Any] = mapping(spec_of(QwenVisionConfig, minimum=0, partial=True))
+    # Only these additions to the language model are trained; None: all of it. Of a Qwen-VL.
     lora: LoraConfig | None
+    # Whether the tower with its mergers (a LLaVA's projector) is trained, too.
     tower: Literal["frozen", "trained"] = "frozen"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShownPictures:
-    """The section `pictures`.
+    """The section `pictures`."""
 
-    Attributes:
-      max_broken: how many pictures of a split may be broken, whose questions are left out; None:
-        see BrokenPictures.
-      most: pictures of a conversation; those with more are left out.
-    """
-
+    # How many pictures of a split may be broken, whose questions are left out; None: see
+    # BrokenPictures.
     max_broken: int | None = None
-    most: int = at_least(1, 1)
+    most: int = at_least(1, 1)  # pictures of a conversation; those with more are left out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -535,9 +523,6 @@ class TrainingPictures:
       pictures: how the model's prompts hold them.
       config: of the model.
       max_broken: how many may be broken; None: see BrokenPictures.
-
-    Attributes:
-      broken: pictures that could not be read, with their reasons.
     """
 
     def __init__(
@@ -550,7 +535,7 @@ class TrainingPictures:
         self._corpus, self._format, self.layout = corpus, pictures, layout_of(config)
         self._max_broken = max_broken
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.broken = self._counter(0)
+        self.broken = self._counter(0)  # pictures that could not be read, with their reasons
 
     def _counter(self, total: int) -> BrokenPictures:
         return BrokenPictures(

@@ -67,12 +67,10 @@ class RerankObjective:
     alike: it is proportional to 1 / choices and 1 in the mean over an epoch. The loss is divided
     by the number of pairs, not by the batch's own weights: then a pair would count for more or
     less by what it happens to be drawn with.
-
-    Attributes:
-      sides: the model reads question and source apart (TwoSidedVLP); None: VLP itself.
     """
 
     config: VLPConfig
+    # The model reads question and source apart (TwoSidedVLP); None: VLP itself.
     sides: TwoSides | None = None
 
     def init(self, key: jax.Array | None) -> nnx.Module:
@@ -106,12 +104,10 @@ class AnswerObjective(OfLayers):
     Normalized as in the original (modeling.py:1162-1190): summed over its micro-batch, divided by
     the number of masked tokens + 1e-5; where tokens have weights (MaskingConfig.weights),
     by their sum. Then the mean over the micro-batches of an update.
-
-    Attributes:
-      questions_per_mean: questions of such a micro-batch, a divisor of the batch; None: the batch.
     """
 
     config: VLPConfig
+    # Questions of such a micro-batch, a divisor of the batch; None: the batch.
     questions_per_mean: int | None = None
 
     def init(self, key: jax.Array | None) -> nnx.Module:
@@ -155,21 +151,14 @@ OF_REGIONS = ("slots_per_picture", "region_dim", "position_dim")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DetectionSection:
-    """How a detector looks at pictures beside training; the flags of `mmqa features`.
+    """How a detector looks at pictures beside training; the flags of `mmqa features`."""
 
-    Attributes:
-      regions: fewest and most of a picture; None: the detector's.
-      sides: of resized pictures, the short one and what the long one has at most; None: its own.
-      dtype: of the convolutions.
-      precision: of the large arrays of a cached record.
-      batch_size: pictures of a call.
-    """
-
-    regions: tuple[int, int] | None = None
+    regions: tuple[int, int] | None = None  # fewest and most of a picture; None: the detector's
+    # Of resized pictures, the short one and what the long one has at most; None: its own.
     sides: tuple[int, int] | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    precision: Precision = "float16"
-    batch_size: BatchSize = at_least(1, AUTO)
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of the convolutions
+    precision: Precision = "float16"  # of the large arrays of a cached record
+    batch_size: BatchSize = at_least(1, AUTO)  # pictures of a call
 
     def __post_init__(self):
         for key, values, least in (("regions", self.regions, 0), ("sides", self.sides, 1)):
@@ -182,29 +171,21 @@ class DetectionSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FeaturesSection:
-    """Features of pictures: precomputed, or detected in the corpus's pictures beside training.
+    """Features of pictures: precomputed, or detected in the corpus's pictures beside training."""
 
-    Attributes:
-      root: folder of X101 features, or of the converted CLIP of the frontend clip. For x101 and
-        vinvl it may be one of `mmqa features`, which stands in place of files and id_map.
-      detector: file or folder of the detector of x101 or vinvl, in place of root, files and id_map.
-      cache: folder of what it found; "": `region_cache` in the run's workdir. Runs may share one.
-      detection: how it looks at pictures.
-      files: image_id // 10,000,000 -> TSV of VinVL features.
-      id_map: file that maps the corpus's pictures to image ids.
-      names: file of the detector's class names, for tags; "": those that records hold.
-      slots: regions of a picture.
-      max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
-    """
-
+    # Folder of X101 features, or of the converted CLIP of the frontend clip. For x101 and vinvl it
+    # may be one of `mmqa features`, which stands in place of files and id_map.
     root: str = ""
+    # File or folder of the detector of x101 or vinvl, in place of root, files and id_map.
     detector: str = ""
+    # Folder of what it found; "": `region_cache` in the run's workdir. Runs may share one.
     cache: str = ""
-    detection: DetectionSection = DetectionSection()
-    files: Mapping[str, str] = mapping(dict)
-    id_map: str = ""
-    names: str = ""
-    slots: int = at_least(1, 100)
+    detection: DetectionSection = DetectionSection()  # how it looks at pictures
+    files: Mapping[str, str] = mapping(dict)  # image_id // 10,000,000 -> TSV of VinVL features
+    id_map: str = ""  # file that maps the corpus's pictures to image ids
+    names: str = ""  # file of the detector's class names, for tags; "": those that records hold
+    slots: int = at_least(1, 100)  # regions of a picture
+    # Pictures without features that a run tolerates; None: see BrokenPictures.
     max_missing: int | None = None
 
     @functools.cached_property
@@ -236,14 +217,10 @@ class FeaturesSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VLPServing(tasks.ServingSection):
-    """VLP in use.
+    """VLP in use."""
 
-    Attributes:
-      always_truncate_tail: see inference.batches.coin_ids.
-      packing: values of the section `packing` that differ.
-    """
-
-    always_truncate_tail: bool = True
+    always_truncate_tail: bool = True  # see inference.batches.coin_ids
+    # Values of the section `packing` that differ.
     packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *OF_REGIONS, partial=True))
 
 
@@ -257,13 +234,7 @@ class RegionSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VLPTask(tasks.Task):
-    """VLP on questions and sources.
-
-    Attributes:
-      packing: of PackingConfig, what does not follow from the regions.
-      features: of a frontend with features; None where it reads pixels.
-      augment: `factory` and its arguments (tasks.task).
-    """
+    """VLP on questions and sources."""
 
     limits: ClassVar[tuple[str, ...]] = (
         *("packing.buckets", "packing.max_source_tokens", "packing.max_question_tokens"),
@@ -276,10 +247,12 @@ class VLPTask(tasks.Task):
     data: tasks.DataSection
     model: VLPModel
     pictures: tasks.PicturesSection
+    # Of PackingConfig, what does not follow from the regions.
     packing: Mapping[str, Any] = mapping(spec_of(PackingConfig, *OF_REGIONS), required=True)
     inference: VLPServing
+    # Of a frontend with features; None where it reads pixels.
     features: FeaturesSection | None = None
-    augment: Mapping[str, Any] = mapping(dict)
+    augment: Mapping[str, Any] = mapping(dict)  # `factory` and its arguments (tasks.task)
 
     # --- Regions and sequences ---------------------------------------------------------------
 
@@ -595,11 +568,7 @@ class AtlasServing(VLPServing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AtlasVLPTask(VLPTask):
-    """VLP on questions and sources, with additions.
-
-    Attributes:
-      new_types: token types that BERT weights lack: what they start from (add_types).
-    """
+    """VLP on questions and sources, with additions."""
 
     packing_class: ClassVar[type[PackingConfig]] = atlas_reader.AtlasPackingConfig
     packer_class: ClassVar[type[Packer]] = atlas_reader.AtlasPacker
@@ -609,6 +578,7 @@ class AtlasVLPTask(VLPTask):
         spec_of(atlas_reader.AtlasPackingConfig, *OF_REGIONS), required=True
     )
     inference: AtlasServing
+    # Token types that BERT weights lack: what they start from (add_types).
     new_types: tuple[int, ...] = ()
 
     def loader(self, tokenizer: Tokenizer) -> Loader | None:

@@ -64,19 +64,14 @@ from mmqa_jax.weights.record import is_weights_folder
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Fused:
-    """What the MCANs have in common.
-
-    Attributes:
-      image: what they see of a picture.
-      fusion: fields of FusionConfig that differ.
-    """
+    """What the MCANs have in common."""
 
     kind: ClassVar[str]
     remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat",)
     frozen_text: ClassVar[bool] = False
     answer_embeddings: ClassVar[bool] = False
-    image: str
-    fusion: Mapping[str, Any] = changes_of(FusionConfig)
+    image: str  # what they see of a picture
+    fusion: Mapping[str, Any] = changes_of(FusionConfig)  # fields of FusionConfig that differ
 
     def fusion_config(self) -> FusionConfig:
         """The fusion's sizes."""
@@ -96,16 +91,11 @@ class _OnText(_Fused):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GridModel(_OnText):
-    """Prophet's MCAN on CLIP's grid features.
-
-    Attributes:
-      grid: cells of a side.
-      image_features: values of a cell.
-    """
+    """Prophet's MCAN on CLIP's grid features."""
 
     kind: ClassVar[str] = "mcan"
-    grid: int = at_least(1)
-    image_features: int = at_least(1)
+    grid: int = at_least(1)  # cells of a side
+    image_features: int = at_least(1)  # values of a cell
 
     def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> MCANConfig:
         """The model's sizes.
@@ -142,16 +132,11 @@ class RegionsModel(_Fused):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaptionModel(_OnText):
-    """Ours: a caption stands for the picture.
-
-    Attributes:
-      frozen_text: the question encoder is not trained.
-      answer_embeddings: the head starts from the answers' embeddings.
-    """
+    """Ours: a caption stands for the picture."""
 
     kind: ClassVar[str] = "caption_mcan"
-    frozen_text: bool = False
-    answer_embeddings: bool = False
+    frozen_text: bool = False  # the question encoder is not trained
+    answer_embeddings: bool = False  # the head starts from the answers' embeddings
 
     def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> CaptionMCANConfig:
         """The model's sizes; see GridModel. Its answers cannot be extended."""
@@ -161,19 +146,13 @@ class CaptionModel(_OnText):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchesModel(_OnText):
-    """Ours: an MCAN on the patches of pictures.
-
-    Attributes:
-      vision: fields of VisionConfig that differ.
-      pictures: of a question at most.
-      answer_embeddings: see CaptionModel.
-    """
+    """Ours: an MCAN on the patches of pictures."""
 
     kind: ClassVar[str] = "patch_mcan"
     remat_keys: ClassVar[tuple[str, ...]] = ("model.changes.remat", "model.vision.remat")
-    pictures: int = at_least(1)
-    vision: Mapping[str, Any] = changes_of(VisionConfig)
-    answer_embeddings: bool = False
+    pictures: int = at_least(1)  # of a question at most
+    vision: Mapping[str, Any] = changes_of(VisionConfig)  # fields of VisionConfig that differ
+    answer_embeddings: bool = False  # see CaptionModel
 
     def config(self, vocab_size: int, answers: int, new_answers: int = 0) -> PatchMCANConfig:
         """The model's sizes; see GridModel. Its answers cannot be extended."""
@@ -325,46 +304,31 @@ class VQAObjective(OfLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FoldedData(tasks.DataSection):
-    """The section `data`.
+    """The section `data`."""
 
-    Attributes:
-      folds, fold: of the split only the part `fold` of `folds` (data.corpus.fold_of).
-      more_splits: further splits, whole.
-    """
-
+    # folds, fold: of the split only the part `fold` of `folds` (data.corpus.fold_of).
     folds: int = at_least(1, 1)
     fold: int = at_least(0, 0)
-    more_splits: tuple[str, ...] = ()
+    more_splits: tuple[str, ...] = ()  # further splits, whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswersSection:
-    """The answers that the model chooses among.
+    """The answers that the model chooses among."""
 
-    Attributes:
-      file: a whole vocabulary; "": made of the training questions' answers.
-      base: a file or run whose answers come first; "": none.
-      min_questions: that must have an answer for it to be taken.
-    """
-
-    file: str
-    base: str
-    min_questions: int = at_least(1)
+    file: str  # a whole vocabulary; "": made of the training questions' answers
+    base: str  # a file or run whose answers come first; "": none
+    min_questions: int = at_least(1)  # that must have an answer for it to be taken
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PictureFeaturesSection:
-    """Features of pictures.
+    """Features of pictures."""
 
-    Attributes:
-      root: folder of npz files, of `mmqa embed` or of `mmqa features`.
-      max_missing: pictures without features that a run tolerates; None: see BrokenPictures.
-      slots: regions of a picture.
-    """
-
-    root: str
+    root: str  # folder of npz files, of `mmqa embed` or of `mmqa features`
+    # Pictures without features that a run tolerates; None: see BrokenPictures.
     max_missing: int | None = None
-    slots: int = at_least(1, 100)
+    slots: int = at_least(1, 100)  # regions of a picture
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -376,28 +340,16 @@ class VQABatches(BatchesSection):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValidateVQA:
-    """The section `validate`: questions of the split that the run does not train on.
+    """The section `validate`: questions of the split that the run does not train on."""
 
-    Attributes:
-      split: the questions', of those with answers.
-      questions: how many, evenly over the split; 0: all.
-      metric: decides on the best step (evaluation.vqa).
-    """
-
-    split: str
-    questions: int = at_least(0)
-    metric: Literal["accuracy", "recall@10"]
+    split: str  # the questions', of those with answers
+    questions: int = at_least(0)  # how many, evenly over the split; 0: all
+    metric: Literal["accuracy", "recall@10"]  # decides on the best step (evaluation.vqa)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VQA(tasks.Task):
-    """Questions on pictures.
-
-    Attributes:
-      features: of pictures, for grids and regions.
-      pictures: pixels, for patches.
-      augment: `factory` and its arguments (tasks.task), for patches.
-    """
+    """Questions on pictures."""
 
     name: ClassVar[str] = "vqa"
     product: ClassVar[str] = "VQA model"
@@ -409,8 +361,9 @@ class VQA(tasks.Task):
     answers: AnswersSection
     batches: VQABatches
     inference: tasks.ServingSection
-    features: PictureFeaturesSection | None = None
-    pictures: tasks.PicturesSection | None = None
+    features: PictureFeaturesSection | None = None  # of pictures, for grids and regions
+    pictures: tasks.PicturesSection | None = None  # pixels, for patches
+    # `factory` and its arguments (tasks.task), for patches.
     augment: Mapping[str, Any] = mapping(dict)
     validate: ValidateVQA | None = None
 

@@ -114,26 +114,18 @@ class Attempts:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """What became of a run's wall time.
+    """What became of a run's wall time."""
 
-    Attributes:
-      share: of `wall_seconds`, that steps which count were computed in.
-      wall_seconds: from the first start to the last row.
-      attempts: how often the run was started.
-      lost_steps: computed, but not in the checkpoint that the next attempt started from.
-      seconds: what the time went into; the values add up to `wall_seconds`. `counted`: computing
-        steps that count; `lost`: those that do not; `input`, `compile`, `checkpoint`, `evaluate`;
-        `start`: all else of an attempt, mostly before its first step; `between`: from an attempt's
-        last row to the next start, where the time is in which a lost host was not yet missed.
-      fewer_devices_seconds: of attempts on fewer devices than others of this run had.
-    """
-
-    share: float
-    wall_seconds: float
-    attempts: int
-    lost_steps: int
+    share: float  # of `wall_seconds`, that steps which count were computed in
+    wall_seconds: float  # from the first start to the last row
+    attempts: int  # how often the run was started
+    lost_steps: int  # computed, but not in the checkpoint that the next attempt started from
+    # What the time went into; the values add up to `wall_seconds`. `counted`: computing steps that
+    # count; `lost`: those that do not; `input`, `compile`, `checkpoint`, `evaluate`; `start`: all
+    # else of an attempt, mostly before its first step; `between`: from an attempt's last row to the
+    # next start, where the time is in which a lost host was not yet missed.
     seconds: Mapping[str, float]
-    fewer_devices_seconds: float = 0.0
+    fewer_devices_seconds: float = 0.0  # of attempts on fewer devices than others of this run had
 
     def as_json(self) -> dict[str, Any]:
         """JSON values, seconds to three digits behind the point."""

@@ -80,31 +80,21 @@ _SHOWN_INPUT_SHARE = 0.05  # of the time, from which on the progress shows the w
 
 @dataclasses.dataclass(frozen=True)
 class Observed:
-    """What is recorded of an attempt besides metrics.jsonl; no part of the experiment.
+    """What is recorded of an attempt besides metrics.jsonl; no part of the experiment."""
 
-    Attributes:
-      profile: the steps to trace.
-      wandb: project in Weights & Biases.
-    """
-
-    profile: Steps | None = None
-    wandb: str | None = None
+    profile: Steps | None = None  # the steps to trace
+    wandb: str | None = None  # project in Weights & Biases
 
 
 @dataclasses.dataclass(frozen=True)
 class Resuming:
-    """How an attempt goes on from the checkpoints of an earlier one.
+    """How an attempt goes on from the checkpoints of an earlier one."""
 
-    Attributes:
-      skip_damaged: sets damaged checkpoints aside and goes on from an earlier one.
-      stretch_schedule: lets another `train.steps` change the schedule from here on.
-      former: the section `train` that the run had so far; None: as the config's.
-      on_start: called with the step that is resumed from (0: a new run), before the next one.
-    """
-
-    skip_damaged: bool = False
-    stretch_schedule: bool = False
+    skip_damaged: bool = False  # sets damaged checkpoints aside and goes on from an earlier one
+    stretch_schedule: bool = False  # lets another `train.steps` change the schedule from here on
+    # The section `train` that the run had so far; None: as the config's.
     former: Mapping[str, Any] | None = None
+    # Called with the step that is resumed from (0: a new run), before the next one.
     on_start: Callable[[int], None] = lambda step: None
 
 
@@ -681,17 +671,11 @@ _MEASURE_AFTER = 60.0  # seconds of computing, of which measuring the peak is a 
 
 @dataclasses.dataclass
 class Work:
-    """What steps have worked on.
+    """What steps have worked on."""
 
-    Attributes:
-      examples: the rows of a batch, or of its entry with the fewest.
-      tokens: without padding; 0 where a batch does not say.
-      flops: of the model's products and their gradients, nothing counted twice.
-    """
-
-    examples: float = 0.0
-    tokens: float = 0.0
-    flops: float = 0.0
+    examples: float = 0.0  # the rows of a batch, or of its entry with the fewest
+    tokens: float = 0.0  # without padding; 0 where a batch does not say
+    flops: float = 0.0  # of the model's products and their gradients, nothing counted twice
 
 
 class Throughput:

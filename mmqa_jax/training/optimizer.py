@@ -35,63 +35,58 @@ _NO_DECAY = r"(^|/)(bias|scale|logit_scale|logit_bias|picture_gate)$|norm"
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerOptions:
-    """The section `train.optimizer` of a config.
+    """The section `train.optimizer` of a config."""
 
-    Attributes:
-      name: adam | adamw | bert_adam | transformers_adamw | adafactor | muon.
-      learning_rate: the highest rate of the schedule; of adafactor a share of each parameter's root
-        mean square (T5: 1e-3).
-      schedule: after the warm-up constant | linear | cosine, inverse_sqrt (the rate falls with the
-        root of the step, as T5's) or wsd (it is constant until the last `decay` of the steps, and
-        then falls: MiniCPM, Hu et al. 2024); stairs: see `levels`.
-      warmup: warm-up from 0, a number of steps (updates, as in `train.steps`), or below 1 a
-        fraction of all steps.
-      final_fraction: where linear, cosine and wsd end, as a fraction of `learning_rate`.
-      decay: of wsd, the number of last steps in which the rate falls, or below 1 their fraction of
-        all steps.
-      decay_shape: of wsd, how it falls: linear | cosine | sqrt (1 - root, Hagele et al. 2024).
-      levels: of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say
-        all, so that `warmup` and `final_fraction` do not count.
-      b1, b2: decay of the first and second moment; adafactor has no first, and a schedule of its
-        own for the second.
-      eps: added to the root of the second moment; None is 1e-8, for bert_adam and
-        transformers_adamw, which add it before the moment's bias is corrected, 1e-6. Of adafactor
-        added to squared gradients, 1e-30.
-      muon_momentum: of muon's matrices, whose momentum is Nesterov's; the others have b1, b2, eps.
-      muon_rms: the root mean square of muon's updates of a matrix before the rate is applied: 0.2
-        is what AdamW's have, so that one rate serves all (Liu et al. 2025, arXiv 2502.16982); None
-        scales a matrix [in, out] by max(1, out / in) ** 0.5, as Jordan's code does.
-      weight_decay: decoupled; None is 0.01, for adam and adafactor none.
-      no_decay: regular expression over parameter names that are not decayed.
-      clip_norm: the gradient's global norm is clipped to this; None does not clip.
-      clip_apart: the parameters of each of `multipliers`, and all others, have a norm of their own
-        that is clipped (Prophet stage1/utils/optim.py: its optimizer's groups).
-      clip_parameter_norm: bert_adam alone: each parameter's gradient norm is clipped to this.
-      multipliers: ((regular expression over parameter names, factor on the rate), ...); the
-        first that matches counts.
-      trainable: regular expression over parameter names: the others stay as they are, and have no
-        optimizer state; None: all are trained.
-    """
-
+    # Adam | adamw | bert_adam | transformers_adamw | adafactor | muon.
     name: Literal["adam", "adamw", "bert_adam", "transformers_adamw", "adafactor", "muon"] = "adamw"
+    # The highest rate of the schedule; of adafactor a share of each parameter's root mean square
+    # (T5: 1e-3).
     learning_rate: float = 1e-4
+    # After the warm-up constant | linear | cosine, inverse_sqrt (the rate falls with the root of
+    # the step, as T5's) or wsd (it is constant until the last `decay` of the steps, and then falls:
+    # MiniCPM, Hu et al. 2024); stairs: see `levels`.
     schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd", "stairs"] = "linear"
+    # Warm-up from 0, a number of steps (updates, as in `train.steps`), or below 1 a fraction of all
+    # steps.
     warmup: float = 0.1
+    # Where linear, cosine and wsd end, as a fraction of `learning_rate`.
     final_fraction: float = 0.0
+    # Of wsd, the number of last steps in which the rate falls, or below 1 their fraction of all
+    # steps.
     decay: float = 0.1
+    # Of wsd, how it falls: linear | cosine | sqrt (1 - root, Hagele et al. 2024).
     decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    # Of stairs: ((first step, factor on the rate), ...), the first from step 0 on. They say all, so
+    # that `warmup` and `final_fraction` do not count.
     levels: tuple[tuple[int, float], ...] = ()
+    # b1, b2: decay of the first and second moment; adafactor has no first, and a schedule of its
+    # own for the second.
     b1: float = 0.9
     b2: float = 0.999
+    # Added to the root of the second moment; None is 1e-8, for bert_adam and transformers_adamw,
+    # which add it before the moment's bias is corrected, 1e-6. Of adafactor added to squared
+    # gradients, 1e-30.
     eps: float | None = None
+    # Of muon's matrices, whose momentum is Nesterov's; the others have b1, b2, eps.
     muon_momentum: float = 0.95
+    # The root mean square of muon's updates of a matrix before the rate is applied: 0.2 is what
+    # AdamW's have, so that one rate serves all (Liu et al. 2025, arXiv 2502.16982); None scales a
+    # matrix [in, out] by max(1, out / in) ** 0.5, as Jordan's code does.
     muon_rms: float | None = 0.2
-    weight_decay: float | None = None
-    no_decay: str = _NO_DECAY
+    weight_decay: float | None = None  # decoupled; None is 0.01, for adam and adafactor none
+    no_decay: str = _NO_DECAY  # regular expression over parameter names that are not decayed
+    # The gradient's global norm is clipped to this; None does not clip.
     clip_norm: float | None = None
+    # The parameters of each of `multipliers`, and all others, have a norm of their own that is
+    # clipped (Prophet stage1/utils/optim.py: its optimizer's groups).
     clip_apart: bool = False
+    # bert_adam alone: each parameter's gradient norm is clipped to this.
     clip_parameter_norm: float = 1.0
+    # ((regular expression over parameter names, factor on the rate), ...); the first that matches
+    # counts.
     multipliers: tuple[tuple[str, float], ...] = ()
+    # Regular expression over parameter names: the others stay as they are, and have no optimizer
+    # state; None: all are trained.
     trainable: str | None = None
 
     def __post_init__(self):

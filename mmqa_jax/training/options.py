@@ -24,63 +24,51 @@ class Precision:
     What is held in bfloat16 is updated in float32 and rounded at random to one of its two
     neighbours, in expectation to itself; there is no float32 copy, as with MaxText's weight_dtype,
     which rounds to the nearest and so loses updates below 1/512 of a weight. Checkpoints keep it.
-
-    Attributes:
-      parameters: those that are trained; also the trained weights that the run leaves.
-      moments: the optimizer's.
-      gradients: in which they are computed, exchanged and summed over `accumulate`; bfloat16 also
-        rounds the parameters that the model computes with.
-      products: int8 or fp8 (E4M3, gradients E5M2) rounds both operands of the products with the
-        matrices of stacked layers, forward and backward; empty: they run in the model's dtype.
     """
 
+    # Those that are trained; also the trained weights that the run leaves.
     parameters: Literal["float32", "bfloat16"] = "float32"
-    moments: Literal["float32", "bfloat16"] = "float32"
+    moments: Literal["float32", "bfloat16"] = "float32"  # the optimizer's
+    # In which they are computed, exchanged and summed over `accumulate`; bfloat16 also rounds the
+    # parameters that the model computes with.
     gradients: Literal["float32", "bfloat16"] = "float32"
+    # Int8 or fp8 (E4M3, gradients E5M2) rounds both operands of the products with the matrices of
+    # stacked layers, forward and backward; empty: they run in the model's dtype.
     products: Literal["", "int8", "fp8"] = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoopOptions:
-    """The section `train` of a config.
+    """The section `train` of a config."""
 
-    Attributes:
-      steps: updates of the whole run. Each takes `batches.batch_size` examples.
-      optimizer: see OptimizerOptions.
-      rules: logical axis -> mesh axes.
-      log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints
-        are only saved at the end, and nothing is evaluated.
-      checkpoint_local_every: the same of checkpoints on the hosts' own disks, with 0 none; see
-        core.checkpoints.local_checkpoints.
-      accumulate: parts of an update, one after another: each has `batches.batch_size` / accumulate
-        examples and a shape of its own, and only one is in memory (see make_step).
-      precision: see Precision.
-      offload: `optimizer` keeps the optimizer's moments and `ema`'s average in the host's memory;
-        while parameters are updated all of them are on the devices. `parameters` keeps those of
-        stacked layers there, too, trained or frozen, and their gradients: each layer comes to the
-        devices when it is computed.
-      ema: decay of the exponential moving average of the parameters, which begins as these; the
-        average is what is validated and saved as weights. 0: there is none.
-      keep: how many of the latest checkpoints; the best one is kept besides.
-      on_nan: a loss or gradient that is not finite ends the run (`stop`), or that step changes
-        nothing (`skip`).
-      skip_at_most: so many such steps in a run; one more ends it.
-    """
-
-    steps: int = at_least(1)
-    optimizer: OptimizerOptions
-    rules: Rules = DEFAULT_RULES
+    steps: int = at_least(1)  # updates of the whole run. Each takes `batches.batch_size` examples.
+    optimizer: OptimizerOptions  # see OptimizerOptions
+    rules: Rules = DEFAULT_RULES  # logical axis -> mesh axes
+    # log_every, checkpoint_every, evaluate_every: in steps, and at the end; with 0 checkpoints are
+    # only saved at the end, and nothing is evaluated.
     log_every: int = at_least(1, 10)
     checkpoint_every: int = at_least(0, 500)
+    # The same of checkpoints on the hosts' own disks, with 0 none; see
+    # core.checkpoints.local_checkpoints.
     checkpoint_local_every: int = at_least(0, 0)
     evaluate_every: int = at_least(0, 0)
+    # Parts of an update, one after another: each has `batches.batch_size` / accumulate examples and
+    # a shape of its own, and only one is in memory (see make_step).
     accumulate: int = at_least(1, 1)
-    precision: Precision = Precision()
+    precision: Precision = Precision()  # see Precision
+    # `optimizer` keeps the optimizer's moments and `ema`'s average in the host's memory; while
+    # parameters are updated all of them are on the devices. `parameters` keeps those of stacked
+    # layers there, too, trained or frozen, and their gradients: each layer comes to the devices
+    # when it is computed.
     offload: Literal["", "optimizer", "parameters"] = ""
+    # Decay of the exponential moving average of the parameters, which begins as these; the average
+    # is what is validated and saved as weights. 0: there is none.
     ema: float = at_least(0, 0.0)
-    keep: int = at_least(1, 2)
+    keep: int = at_least(1, 2)  # how many of the latest checkpoints; the best one is kept besides
+    # A loss or gradient that is not finite ends the run (`stop`), or that step changes nothing
+    # (`skip`).
     on_nan: OnNan = "stop"
-    skip_at_most: int = at_least(1, 10)
+    skip_at_most: int = at_least(1, 10)  # so many such steps in a run; one more ends it
 
     def __post_init__(self):
         if self.ema >= 1:

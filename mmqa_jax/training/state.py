@@ -37,18 +37,12 @@ _ROUNDING = 2**32 - 1
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """What the parts of an update have summed up so far.
+    """What the parts of an update have summed up so far."""
 
-    Attributes:
-      parts: int32 scalar, how many.
-      weight: float32 scalar, the sum of their weights.
-      loss: float32 scalar, the sum of their weighted losses.
-      gradient: the same of the gradients of the trained parameters, in `Precision.gradients`.
-    """
-
-    parts: jax.Array
-    weight: jax.Array
-    loss: jax.Array
+    parts: jax.Array  # int32 scalar, how many
+    weight: jax.Array  # float32 scalar, the sum of their weights
+    loss: jax.Array  # float32 scalar, the sum of their weighted losses
+    # The same of the gradients of the trained parameters, in `Precision.gradients`.
     gradient: list[jax.Array]
 
     def plus(self, weight: jax.Array, loss: jax.Array, gradient: list[jax.Array]) -> Sums:
@@ -63,22 +57,15 @@ class Sums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """What changes from step to step.
+    """What changes from step to step."""
 
-    Attributes:
-      step: int32 scalar, updates done.
-      params: nnx.State of the parameters that are trained.
-      optimizer: Optax state.
-      frozen: nnx.State of the other parameters, which no step changes and no checkpoint holds.
-      average: nnx.State, float32: the moving average of `params`; None: the run has none.
-      sums: of the update that is not complete (`Step.begin`); None: a batch is an update.
-    """
-
-    step: jax.Array
-    params: Any
-    optimizer: Any
-    frozen: Any
+    step: jax.Array  # int32 scalar, updates done
+    params: Any  # nnx.State of the parameters that are trained
+    optimizer: Any  # Optax state
+    frozen: Any  # nnx.State of the other parameters, which no step changes and no checkpoint holds
+    # nnx.State, float32: the moving average of `params`; None: the run has none.
     average: Any = None
+    # Of the update that is not complete (`Step.begin`); None: a batch is an update.
     sums: Sums | None = None
 
     @property
@@ -89,22 +76,17 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A task's model, split once: its graph, the shapes of its parameters, and its constants.
+    """A task's model, split once: its graph, the shapes of its parameters, and its constants."""
 
-    Attributes:
-      graphdef: static; merged with arrays it gives a module.
-      params, frozen: nnx.State of jax.ShapeDtypeStructs: the parameters that are trained, and the
-        others (`Objective.trained`).
-      constants: nnx.State of the variables that are not parameters; not trained, not saved.
-      draw: jitted, (key) -> parameters, frozen ones and constants.
-      precision, ema, offload: of LoopOptions.
-    """
-
-    graphdef: Any
+    graphdef: Any  # static; merged with arrays it gives a module
+    # params, frozen: nnx.State of jax.ShapeDtypeStructs: the parameters that are trained, and the
+    # others (`Objective.trained`).
     params: Any
     frozen: Any
-    constants: Any
+    constants: Any  # nnx.State of the variables that are not parameters; not trained, not saved
+    # Jitted, (key) -> parameters, frozen ones and constants.
     draw: Callable[[jax.Array], tuple[Any, Any, Any]]
+    # precision, ema, offload: of LoopOptions.
     precision: Precision = Precision()
     ema: float = 0.0
     offload: str = ""
@@ -331,24 +313,18 @@ class Step:
 
     Moments that lie in the host's memory need a program of their own: in one program XLA for TPU
     brings them to the devices while the activations are there, and nothing is gained.
-
-    Attributes:
-      jitted: (state, constants, batch) -> (state, metrics). With `update`: (state without moments
-        and average, sums, constants, batch) -> (metrics, gradients or sums).
-      constants: of the model.
-      abstract: shapes and shardings of the state, the sums over an update's parts included.
-      mesh: for which the step is traced and compiled.
-      update: (state, loss, gradients or sums) -> (state, metrics of an update); None: `jitted` does
-        all.
-      gradients: shapes and shardings of what `jitted` gives `update`.
     """
 
+    # (state, constants, batch) -> (state, metrics). With `update`: (state without moments and
+    # average, sums, constants, batch) -> (metrics, gradients or sums).
     jitted: Any
-    constants: Any
+    constants: Any  # of the model
+    # Shapes and shardings of the state, the sums over an update's parts included.
     abstract: TrainState
-    mesh: Mesh
+    mesh: Mesh  # for which the step is traced and compiled
+    # (state, loss, gradients or sums) -> (state, metrics of an update); None: `jitted` does all.
     update: Any = None
-    gradients: Any = None
+    gradients: Any = None  # shapes and shardings of what `jitted` gives `update`
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict[str, jax.Array]]:
         """One update, or a part; the batch lies on the mesh as `batch_sharding` has it."""
@@ -623,13 +599,9 @@ class Outlined(Protocol):
 
 
 class OfLayers:
-    """An objective whose model is of `models.common.layers`, where a parameter without a key is 0.
+    """An objective whose model is of `models.common.layers`: a parameter without a key is 0."""
 
-    Attributes:
-      network: the model.
-    """
-
-    network: ClassVar[type[nnx.Module]]
+    network: ClassVar[type[nnx.Module]]  # the model
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model; without a key, one of zeros."""
@@ -651,13 +623,10 @@ class ModelBatches(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Validation:
-    """A judgement of the current parameters.
+    """A judgement of the current parameters."""
 
-    Attributes:
-      evaluate: model -> values by name. It must not keep the model's arrays for longer than the
-        call: the next step donates them.
-      metric: the value that the best step has the highest of; None: no best step is kept.
-    """
-
+    # Model -> values by name. It must not keep the model's arrays for longer than the call: the
+    # next step donates them.
     evaluate: Callable[[nnx.Module], Mapping[str, float]]
+    # The value that the best step has the highest of; None: no best step is kept.
     metric: str | None = None

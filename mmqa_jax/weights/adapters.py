@@ -46,16 +46,11 @@ _PLAIN = {
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """What model.json says of an adapter, under the key `adapter`.
+    """What model.json says of an adapter, under the key `adapter`."""
 
-    Attributes:
-      base: what the additions were trained on: a name of LANGUAGE_MODELS, ORG/NAME or a path.
-      fingerprint: of the base's files (`folder.weights_hash`); "" where it was not at hand.
-      rank, alpha, targets: see LoraConfig.
-    """
-
-    base: str
-    fingerprint: str
+    base: str  # what the additions were trained on: a name of LANGUAGE_MODELS, ORG/NAME or a path
+    fingerprint: str  # of the base's files (`folder.weights_hash`); "" where it was not at hand
+    # rank, alpha, targets: see LoraConfig.
     rank: int
     alpha: float
     targets: tuple[str, ...]

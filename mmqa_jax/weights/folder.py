@@ -52,19 +52,13 @@ _SHOWN = 5  # offenders listed of each kind
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What a weights folder says of itself.
+    """What a weights folder says of itself."""
 
-    Attributes:
-      architecture: the registry's entry.
-      config: the model's.
-      dtype: of all parameters.
-      record: the whole model.json, e.g. `source` and `token_ids` of a conversion, `task` and
-        `step` of a training run.
-    """
-
-    architecture: Architecture
-    config: Any
-    dtype: str
+    architecture: Architecture  # the registry's entry
+    config: Any  # the model's
+    dtype: str  # of all parameters
+    # The whole model.json, e.g. `source` and `token_ids` of a conversion, `task` and `step` of a
+    # training run.
     record: Mapping[str, Any]
 
 

@@ -89,14 +89,10 @@ _SHOWN = 10  # offenders listed of each kind
 
 @dataclasses.dataclass(frozen=True)
 class Transform:
-    """A change of layout between a published tensor and ours, written with array methods.
+    """A change of layout between a published tensor and ours, written with array methods."""
 
-    Attributes:
-      forward: published -> ours.
-      inverse: ours -> published; None where information is lost (export then refuses).
-    """
-
-    forward: Callable[[Any], Any]
+    forward: Callable[[Any], Any]  # published -> ours
+    # Ours -> published; None where information is lost (export then refuses).
     inverse: Callable[[Any], Any] | None
 
 
@@ -123,18 +119,12 @@ def conv_patches(patch: int) -> Transform:
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One published key (or one per layer) and where it goes.
+    """One published key (or one per layer) and where it goes."""
 
-    Attributes:
-      key: template of the source key, e.g. `encoder.layer.{layer}.output.dense.weight`.
-      path: path of the parameter joined by `/`, e.g. `layers/mlp_out/kernel`.
-      transform: layout change of one source tensor.
-      first, step: the rule is of the layers first, first + step, ... alone.
-    """
-
-    key: str
-    path: str
-    transform: Transform = IDENTITY
+    key: str  # template of the source key, e.g. `encoder.layer.{layer}.output.dense.weight`.
+    path: str  # path of the parameter joined by `/`, e.g. `layers/mlp_out/kernel`.
+    transform: Transform = IDENTITY  # layout change of one source tensor
+    # first, step: the rule is of the layers first, first + step, ... alone.
     first: int = 0
     step: int = 1
 
@@ -167,22 +157,18 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class KeyMap:
-    """Rules of one model, with the exceptions spelled out.
+    """Rules of one model, with the exceptions spelled out."""
 
-    Attributes:
-      rules: see Rule.
-      rename: (regex, replacement) applied to each source key before the rules: prefixes and old
-        names (`gamma` -> `weight`).
-      ignore: regexes of (renamed) source keys that are dropped: buffers, unused heads.
-      fresh: regexes of parameter paths that may stay as they are (heads that are newly trained).
-      tied: (alias key, key): the checkpoint stores one tensor under two names. Both, if present,
-        must be equal; the alias by itself is read as the key.
-    """
-
-    rules: Sequence[Rule]
+    rules: Sequence[Rule]  # see Rule
+    # (regex, replacement) applied to each source key before the rules: prefixes and old names
+    # (`gamma` -> `weight`).
     rename: Sequence[tuple[str, str]] = ()
+    # Regexes of (renamed) source keys that are dropped: buffers, unused heads.
     ignore: Sequence[str] = ()
+    # Regexes of parameter paths that may stay as they are (heads that are newly trained).
     fresh: Sequence[str] = ()
+    # (alias key, key): the checkpoint stores one tensor under two names. Both, if present, must be
+    # equal; the alias by itself is read as the key.
     tied: Sequence[tuple[str, str]] = ()
 
     def renamed(self, key: str) -> str:

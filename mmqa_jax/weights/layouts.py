@@ -28,30 +28,22 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Checkpoint(NamedTuple):
-    """A published checkpoint, opened; only headers have been read.
+    """A published checkpoint, opened; only headers have been read."""
 
-    Attributes:
-      config: of the model. Where the layout has a config file, it decides; where it has none
-        (research code saves only tensors), the shapes determine the sizes. What no shape shows
-        (the number of heads) is known where the sizes are a published model's, and is in
-        `unknown` otherwise.
-      key_map: config -> the key map of the layout.
-      source: the tensors.
-      layout: what was recognized, for the record.
-      check: (source, config) -> None, raises UserError where tensors that are not parameters
-        contradict the config.
-      unknown: fields of the config (`vision.heads`) that nothing at the path shows, each with a
-        value that is usual; their values in `config` stand for nothing. See `require_given`.
-      remedy: what else than `--set` gives them, for a message: `put its config beside it`.
-    """
-
+    # Of the model. Where the layout has a config file, it decides; where it has none (research code
+    # saves only tensors), the shapes determine the sizes. What no shape shows (the number of heads)
+    # is known where the sizes are a published model's, and is in `unknown` otherwise.
     config: Any
-    key_map: Callable[[Any], KeyMap]
-    source: safetensors.TensorSource
-    layout: str
+    key_map: Callable[[Any], KeyMap]  # config -> the key map of the layout
+    source: safetensors.TensorSource  # the tensors
+    layout: str  # what was recognized, for the record
+    # (source, config) -> None, raises UserError where tensors that are not parameters contradict
+    # the config.
     check: Callable[[safetensors.TensorSource, Any], None] | None = None
+    # Fields of the config (`vision.heads`) that nothing at the path shows, each with a value that
+    # is usual; their values in `config` stand for nothing. See `require_given`.
     unknown: Mapping[str, Any] = types.MappingProxyType({})
-    remedy: str = ""
+    remedy: str = ""  # what else than `--set` gives them, for a message: `put its config beside it`
 
 
 def require_given(
@@ -82,15 +74,12 @@ def require_given(
 
 
 class Published(NamedTuple):
-    """A model under published keys, with the config.json that goes with it.
-
-    Attributes:
-      processor: preprocessor_config.json, where its config says how pictures are resized; None: it
-        is that of its source.
-    """
+    """A model under published keys, with the config.json that goes with it."""
 
     source: safetensors.TensorSource
     config: dict[str, Any]
+    # preprocessor_config.json, where its config says how pictures are resized; None: it is that of
+    # its source.
     processor: dict[str, Any] | None = None
 
 

@@ -35,59 +35,47 @@ OWN_KEYS = "safetensors under the original's keys (transformers does not have th
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One architecture: what it is good for, and what reads and writes it.
+    """One architecture: what it is good for, and what reads and writes it."""
 
-    Attributes:
-      name: as the command line has it.
-      title: what it is, for help.
-      model, config: the module class, and the dataclass that it is built from.
-      layouts: what `open` reads, for help; without any, only training makes this model.
-      exports: what `publish` writes, for help.
-      has_variants: configs of a folder are read by `read_NAME`, and their `build` makes the module,
-        which may be a subclass of `model`.
-      model_types: of transformers' config.json in the folders that `open` reads; an entry with dots
-        names a mapping of `mmqa_jax.models`, whose keys are meant.
-      gguf: the names of architectures in the GGUF files that `open` reads, written alike.
-      sign: a key of config.json, or an entry of its `architectures`, that tells this model from
-        another one of the same model type.
-      takes_clip: `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision
-        tower of its own.
-      takes_preprocessing: two codes prepare its texts and pictures, and `mmqa convert` keeps which.
-      noun: what a sentence calls it, where it writes texts.
-      writes: `mmqa prompt` answers with it, and how it does: as a decoder behind the prompt, or as
-        an encoder of the prompt and a decoder; "": it writes no texts by itself.
-      sees: a prompt may have pictures. Its config has the decoder's as `llama` and the tower's as
-        `vision`.
-      presets: mapping of published sizes, name -> config, which `mmqa plan` knows.
-      base: `Base`, if a run may fine-tune it.
-      embeds: of `model_types`, those that make one vector of a picture as well as of a text.
-      check: `common.comparison.Check`, if transformers has it.
-      lora: module that adds LoRA's additions to it; "": it takes none.
-      peft: PEFT's folders of additions are read and written.
-      layers_apart: function of a checkpoint: the module without stacks, and the checkpoint for it.
-    """
-
-    name: str
-    title: str
+    name: str  # as the command line has it
+    title: str  # what it is, for help
+    # model, config: the module class, and the dataclass that it is built from.
     model: str
     config: str
+    # What `open` reads, for help; without any, only training makes this model.
     layouts: tuple[str, ...] = ()
-    exports: str = ""
+    exports: str = ""  # what `publish` writes, for help
+    # Of transformers' config.json in the folders that `open` reads; an entry with dots names a
+    # mapping of `mmqa_jax.models`, whose keys are meant.
     model_types: tuple[str, ...] = ()
+    # The names of architectures in the GGUF files that `open` reads, written alike.
     gguf: tuple[str, ...] = ()
+    # A key of config.json, or an entry of its `architectures`, that tells this model from another
+    # one of the same model type.
     sign: str = ""
+    # Configs of a folder are read by `read_NAME`, and their `build` makes the module, which may be
+    # a subclass of `model`.
     has_variants: bool = False
+    # `open` has an argument `clip`: a CLIP folder, for a checkpoint that has no vision tower of its
+    # own.
     takes_clip: bool = False
+    # Two codes prepare its texts and pictures, and `mmqa convert` keeps which.
     takes_preprocessing: bool = False
-    noun: str = ""
+    noun: str = ""  # what a sentence calls it, where it writes texts
+    # `mmqa prompt` answers with it, and how it does: as a decoder behind the prompt, or as an
+    # encoder of the prompt and a decoder; "": it writes no texts by itself.
     writes: Literal["", "decoder", "encoder-decoder"] = ""
+    # A prompt may have pictures. Its config has the decoder's as `llama` and the tower's as
+    # `vision`.
     sees: bool = False
-    presets: str = ""
-    base: str = ""
+    presets: str = ""  # mapping of published sizes, name -> config, which `mmqa plan` knows
+    base: str = ""  # `Base`, if a run may fine-tune it
+    # Of `model_types`, those that make one vector of a picture as well as of a text.
     embeds: tuple[str, ...] = ()
-    check: str = ""
-    lora: str = ""
-    peft: bool = False
+    check: str = ""  # `common.comparison.Check`, if transformers has it
+    lora: str = ""  # module that adds LoRA's additions to it; "": it takes none
+    peft: bool = False  # PEFT's folders of additions are read and written
+    # Function of a checkpoint: the module without stacks, and the checkpoint for it.
     layers_apart: str = ""
 
     @property
@@ -135,27 +123,21 @@ class Architecture:
 
 
 class Base(NamedTuple):
-    """How a run fine-tunes an architecture.
+    """How a run fine-tunes an architecture."""
 
-    Attributes:
-      title, examples: what messages call a base, and what they name as one.
-      config: makes the model's config from scratch, of its part and the fields of `changes`.
-      free: of each section of a run's `model` with changes, the fields that the weights do not
-        decide.
-      parts: the part of the config that each section changes; empty where that is the whole.
-      special: tokens of a tokenizer that is trained from scratch, the end of an answer first.
-      chat: template of such a tokenizer.
-      published_as: the architecture of a published base, "" for its own.
-    """
-
+    # title, examples: what messages call a base, and what they name as one.
     title: str
     examples: str
+    # Makes the model's config from scratch, of its part and the fields of `changes`.
     config: Callable[..., Any]
+    # Of each section of a run's `model` with changes, the fields that the weights do not decide.
     free: Mapping[str, tuple[str, ...]]
+    # The part of the config that each section changes; empty where that is the whole.
     parts: Mapping[str, str] = {}
+    # Tokens of a tokenizer that is trained from scratch, the end of an answer first.
     special: tuple[str, ...] = ("<|end|>",)
-    chat: str | None = None
-    published_as: str = ""
+    chat: str | None = None  # template of such a tokenizer
+    published_as: str = ""  # the architecture of a published base, "" for its own
 
 
 def _load(name: str) -> Any:

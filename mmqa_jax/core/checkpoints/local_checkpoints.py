@@ -51,17 +51,14 @@ Block = tuple[tuple[int, int], ...]  # (start, stop) in each dimension of an arr
 
 
 class HeldStep(NamedTuple):
-    """A step that the processes hold together.
+    """A step that the processes hold together."""
 
-    Attributes:
-      step, record: as they were saved.
-      holders: array name -> block -> the processes that have it, ascending.
-      places: array name -> block -> file and offset, of the blocks that this process has.
-    """
-
+    # step, record: as they were saved.
     step: int
     record: dict[str, Any]
+    # Array name -> block -> the processes that have it, ascending.
     holders: dict[str, dict[Block, list[int]]]
+    # Array name -> block -> file and offset, of the blocks that this process has.
     places: dict[str, dict[Block, tuple[Path, int]]]
 
 

@@ -389,23 +389,16 @@ _BATCH = 256
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pool:
-    """The sources of one modality.
+    """The sources of one modality."""
 
-    Attributes:
-      texts: snippet or caption of every row.
-      kind: field of a snippet, `flag` or `emoji` of a picture, per row.
-      group: country code or picture key, per row.
-      split: position of the row's split in SPLITS; a question may have it as negative if its own
-        split is the same or a later one.
-      identity: equal for rows that are the same source (equal pixels, equal text).
-      look: [row, feature] unit vectors of how pictures look, None for snippets.
-    """
-
-    texts: list[str]
-    kind: np.ndarray
-    group: np.ndarray
+    texts: list[str]  # snippet or caption of every row
+    kind: np.ndarray  # field of a snippet, `flag` or `emoji` of a picture, per row
+    group: np.ndarray  # country code or picture key, per row
+    # Position of the row's split in SPLITS; a question may have it as negative if its own split is
+    # the same or a later one.
     split: np.ndarray
-    identity: np.ndarray
+    identity: np.ndarray  # equal for rows that are the same source (equal pixels, equal text)
+    # [row, feature] unit vectors of how pictures look, None for snippets.
     look: np.ndarray | None = None
 
 

@@ -29,19 +29,12 @@ LEAST, MOST = 9, 55
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Country:
-    """One country or territory of the Factbook.
+    """One country or territory of the Factbook."""
 
-    Attributes:
-      code: the Factbook's file code (`fr`), unique.
-      iso: two-letter code of its flag (`FR`), from the field "Internet country code".
-      name: display name without article (`Bahamas`), used as the title of its sources.
-      fields: the raw nested fields.
-    """
-
-    code: str
-    iso: str
-    name: str
-    fields: dict[str, Any] = dataclasses.field(repr=False)
+    code: str  # the Factbook's file code (`fr`), unique
+    iso: str  # two-letter code of its flag (`FR`), from the field "Internet country code"
+    name: str  # display name without article (`Bahamas`), used as the title of its sources
+    fields: dict[str, Any] = dataclasses.field(repr=False)  # the raw nested fields
 
     @property
     def the_name(self) -> str:
@@ -280,18 +273,12 @@ def facts() -> dict[str, Fact]:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Snippet:
-    """One text source.
+    """One text source."""
 
-    Attributes:
-      country: Factbook code of its country.
-      kind: the field group it comes from.
-      text: the snippet; it names its country.
-      facts: answers that `text` contains verbatim, by fact name (`capital` -> `Luanda`).
-    """
-
-    country: str
-    kind: str
-    text: str
+    country: str  # Factbook code of its country
+    kind: str  # the field group it comes from
+    text: str  # the snippet; it names its country
+    # Answers that `text` contains verbatim, by fact name (`capital` -> `Luanda`).
     facts: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

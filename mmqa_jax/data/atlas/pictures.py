@@ -61,27 +61,17 @@ PRESENT = 0.008
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """One picture of the corpus.
+    """One picture of the corpus."""
 
-    Attributes:
-      key: `FR`, `usca` (flags) or `1f436` (emoji), unique.
-      kind: `flag` or `emoji`.
-      caption: the corpus text of the picture.
-      title: what it shows, as a page title.
-      name: how a sentence names it: `the Bahamas`, `dog face`.
-      png: encoded picture.
-      stem: file name of the SVG it was drawn from.
-      fills: color words of the SVG's fills and strokes (flags): at an edge two colors can
-        blend into a third one's value, so only these can be in the picture.
-    """
-
-    key: str
-    kind: str
-    caption: str
-    title: str
-    name: str
-    png: bytes = dataclasses.field(repr=False)
-    stem: str
+    key: str  # `FR`, `usca` (flags) or `1f436` (emoji), unique
+    kind: str  # `flag` or `emoji`
+    caption: str  # the corpus text of the picture
+    title: str  # what it shows, as a page title
+    name: str  # how a sentence names it: `the Bahamas`, `dog face`
+    png: bytes = dataclasses.field(repr=False)  # encoded picture
+    stem: str  # file name of the SVG it was drawn from
+    # Color words of the SVG's fills and strokes (flags): at an edge two colors can blend into a
+    # third one's value, so only these can be in the picture.
     fills: frozenset[str] = frozenset()
 
     @functools.cached_property
@@ -266,33 +256,20 @@ def _character_name(point: int) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FlagFacts:
-    """Color facts of one flag; None or empty where the pixels are ambiguous.
+    """Color facts of one flag; None or empty where the pixels are ambiguous."""
 
-    Attributes:
-      shares: share of every color (see `color_shares`), largest first.
-      present: colors that cover at least PRESENT, in the order of `shares`.
-      clear: no color lies between absent and PRESENT.
-      one_shade: no color word stands for two different fills.
-      main: the color that covers clearly most.
-      direction: `horizontally` or `vertically` where the flag has stripes.
-      stripes: their colors, top to bottom or left to right.
-      whole: the stripes run over the whole flag (no triangle, canton or band beside them).
-      corners: color of each uniform corner, by name (`upper left`).
-      center: color of the uniform middle.
-      halves: color -> `left`, `right`, `upper` or `lower`: the half that holds most of it,
-        keyed by (color, axis).
-    """
-
-    shares: dict[str, float]
-    present: tuple[str, ...]
-    clear: bool
-    one_shade: bool
-    main: str | None
-    direction: str | None
-    stripes: tuple[str, ...]
-    whole: bool
-    corners: dict[str, str]
-    center: str | None
+    shares: dict[str, float]  # share of every color (see `color_shares`), largest first
+    present: tuple[str, ...]  # colors that cover at least PRESENT, in the order of `shares`
+    clear: bool  # no color lies between absent and PRESENT
+    one_shade: bool  # no color word stands for two different fills
+    main: str | None  # the color that covers clearly most
+    direction: str | None  # `horizontally` or `vertically` where the flag has stripes
+    stripes: tuple[str, ...]  # their colors, top to bottom or left to right
+    whole: bool  # the stripes run over the whole flag (no triangle, canton or band beside them)
+    corners: dict[str, str]  # color of each uniform corner, by name (`upper left`)
+    center: str | None  # color of the uniform middle
+    # Color -> `left`, `right`, `upper` or `lower`: the half that holds most of it, keyed by (color,
+    # axis).
     halves: dict[tuple[str, str], str]
 
     def absent(self, color: str) -> bool:

@@ -19,38 +19,24 @@ SPLITS = ("train", "val", "test")
 
 @dataclasses.dataclass(slots=True)
 class Draft:
-    """One question before its negatives are mined.
+    """One question before its negatives are mined."""
 
-    Attributes:
-      question: its text.
-      answers: reference wordings, the main one first.
-      keywords: the answer's key words.
-      category: WebQA category.
-      template: which template made it.
-      topic: `flag`, `emoji`, or the fact's field of knowledge.
-      positives: gold sources: ("t", snippet row) or ("i", picture row).
-      group: the countries or pictures it is about; they fix its split.
-      hops: gold sources that must be chained, 1 or 2.
-      entities: strings in question, answer and sources that entity replacement may exchange;
-        the country's names first.
-      palette_safe: whether `permute_palette` keeps the answer true.
-      banned: further sources that must not be its negatives, as they give the answer too.
-      split: `train`, `val` or `test`.
-    """
-
-    question: str
-    answers: list[str]
-    keywords: str
-    category: str
-    template: str
-    topic: str
-    positives: list[tuple[str, int]]
-    group: tuple[str, ...]
-    hops: int = 1
+    question: str  # its text
+    answers: list[str]  # reference wordings, the main one first
+    keywords: str  # the answer's key words
+    category: str  # WebQA category
+    template: str  # which template made it
+    topic: str  # `flag`, `emoji`, or the fact's field of knowledge
+    positives: list[tuple[str, int]]  # gold sources: ("t", snippet row) or ("i", picture row)
+    group: tuple[str, ...]  # the countries or pictures it is about; they fix its split
+    hops: int = 1  # gold sources that must be chained, 1 or 2
+    # Strings in question, answer and sources that entity replacement may exchange; the country's
+    # names first.
     entities: list[str] = dataclasses.field(default_factory=list)
-    palette_safe: bool = False
+    palette_safe: bool = False  # whether `permute_palette` keeps the answer true
+    # Further sources that must not be its negatives, as they give the answer too.
     banned: set[tuple[str, int]] = dataclasses.field(default_factory=set)
-    split: str = ""
+    split: str = ""  # `train`, `val` or `test`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -105,9 +105,6 @@ class AtlasRegions(PatchRegions):
         the probabilities of the detector's classes: the part of that information that needs no
         training.
       where: further tags name the dominant color of each part: "top red ...".
-
-    Attributes:
-      position_dim: values of a region's position: 6 of its box and, with `colors`, 11 shares.
     """
 
     def __init__(
@@ -130,6 +127,7 @@ class AtlasRegions(PatchRegions):
             is_patch = np.arange(len(boxes)) < (size // patch) ** 2  # not the whole picture
             self._parts = {name: inside(x, y) & is_patch for name, inside in _PARTS.items()}
         self.slots = len(boxes)
+        # Values of a region's position: 6 of its box and, with `colors`, 11 shares.
         self.position_dim = boxes.shape[1] + len(COLOR_TERMS) * colors
 
     def _values(self, pixels: Float[np.ndarray, "S S 3"]) -> Float[np.ndarray, "R F"]:
@@ -216,23 +214,19 @@ class TaggedSources(SourceReader):
 
 @dataclasses.dataclass(frozen=True)
 class AtlasPackingConfig(packing.PackingConfig):
-    """Shapes of the sequences, and which token types their sources have.
+    """Shapes of the sequences, and which token types their sources have."""
 
-    Attributes:
-      per_source: the first source's slots and text get type 2, the second's type 3, so that
-        captions bind to their pictures; and when the text must be cut, each source keeps its fair
-        share. Off, the concatenated text is cut as a whole (VLP).
-      match_types: token type of the tokens and tags of the first, second ... source (the last for
-        all further ones) that also occur in the question, () for no such signal. With it a small
-        cross-encoder finds a name in a source at once; without, it must first learn to compare
-        tokens. With two types it also sees which of two sources the name is in.
-      positions_after_regions: as VLP's; off: text positions ignore the slots, whose position
-        embeddings come from the region positions anyway, so that text is at the positions that
-        BERT weights were trained on.
-    """
-
+    # The first source's slots and text get type 2, the second's type 3, so that captions bind to
+    # their pictures; and when the text must be cut, each source keeps its fair share. Off, the
+    # concatenated text is cut as a whole (VLP).
     per_source: bool = False
+    # Token type of the tokens and tags of the first, second ... source (the last for all further
+    # ones) that also occur in the question, () for no such signal. With it a small cross-encoder
+    # finds a name in a source at once; without, it must first learn to compare tokens. With two
+    # types it also sees which of two sources the name is in.
     match_types: tuple[int, ...] = ()
+    # As VLP's; off: text positions ignore the slots, whose position embeddings come from the region
+    # positions anyway, so that text is at the positions that BERT weights were trained on.
     positions_after_regions: bool = True
 
     @property
@@ -270,18 +264,15 @@ class AtlasPacker(packing.Packer):
 
 @dataclasses.dataclass(frozen=True)
 class AtlasMasking(packing.MaskingConfig):
-    """Masked-LM training of answers.
+    """Masked-LM training of answers."""
 
-    Attributes:
-      probes: keep the answer whole and predict every token of it, each from a [MASK] of its own
-        that sees the tokens before it, exactly as in decoding. It costs an answer's length in
-        columns and gives every token a loss (as UniLMv2's pseudo-masks).
-      keyword_weight: extra weight of the answer's keywords, shared among them, on top of 1 per
-        token. The keyword is one token among ten that all questions of its kind share; with equal
-        weights a short training learns the shared ten.
-    """
-
+    # Keep the answer whole and predict every token of it, each from a [MASK] of its own that sees
+    # the tokens before it, exactly as in decoding. It costs an answer's length in columns and gives
+    # every token a loss (as UniLMv2's pseudo-masks).
     probes: bool = False
+    # Extra weight of the answer's keywords, shared among them, on top of 1 per token. The keyword
+    # is one token among ten that all questions of its kind share; with equal weights a short
+    # training learns the shared ten.
     keyword_weight: float = at_least(0, 0.0)
 
     def columns(self, answer: Int[np.ndarray, " N"]) -> Int[np.ndarray, " N"]:

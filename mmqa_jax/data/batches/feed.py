@@ -27,19 +27,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class BatchesSection:
-    """The section `batches` of every task's config.
+    """The section `batches` of every task's config."""
 
-    Attributes:
-      batch_size: examples of a batch over all processes.
-      slack: tokens by which augmentation may lengthen an example; its bucket leaves room for them.
-      threads: that make batches ahead, in each process that makes them.
-      workers: processes that make batches beside the run's own; 0: its threads make them.
-    """
-
-    batch_size: int
+    batch_size: int  # examples of a batch over all processes
     _: dataclasses.KW_ONLY
+    # Tokens by which augmentation may lengthen an example; its bucket leaves room for them.
     slack: int = at_least(0, 0)
-    threads: int = at_least(0, 2)
+    threads: int = at_least(0, 2)  # that make batches ahead, in each process that makes them
+    # Processes that make batches beside the run's own; 0: its threads make them.
     workers: int = at_least(0, 0)
 
 
@@ -55,22 +50,17 @@ def check_shares(section: Any, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class FeedConfig(BatchesSection):
-    """Settings of the batches of all tasks.
-
-    Attributes:
-      seed: of sampling, order, masking and augmentation.
-      augment: applied to every raw example, or None.
-      inputs: the dataclass that holds a batch's VLP arrays, under the key `inputs`:
-        models.vlp.network.VLPInputs; None leaves them flat under their names.
-      rows: this process's rows of every batch (core.mesh.local_rows); None: all.
-      mixture: weights of the corpora that the examples are of; empty: each is shown once an epoch.
-    """
+    """Settings of the batches of all tasks."""
 
     _: dataclasses.KW_ONLY
-    seed: int = 0
-    augment: Augment | None = None
+    seed: int = 0  # of sampling, order, masking and augmentation
+    augment: Augment | None = None  # applied to every raw example, or None
+    # The dataclass that holds a batch's VLP arrays, under the key `inputs`:
+    # models.vlp.network.VLPInputs; None leaves them flat under their names.
     inputs: type | None = None
+    # This process's rows of every batch (core.mesh.local_rows); None: all.
     rows: tuple[int, ...] | None = None
+    # Weights of the corpora that the examples are of; empty: each is shown once an epoch.
     mixture: tuple[float, ...] = ()
 
     def __post_init__(self):
@@ -362,21 +352,14 @@ Table = dict[str, np.ndarray]
 
 
 class PlannedBatch(NamedTuple):
-    """This process's rows of one batch of the plan.
+    """This process's rows of one batch of the plan."""
 
-    Attributes:
-      index: position of the batch in the plan.
-      epoch: pass over the examples.
-      bucket: the shape of the batch, which all its examples fit.
-      rows: int64[b], the places of this process's rows in the whole batch, ascending.
-      table: the examples of these rows, b of each column.
-    """
-
-    index: int
-    epoch: int
-    bucket: int
+    index: int  # position of the batch in the plan
+    epoch: int  # pass over the examples
+    bucket: int  # the shape of the batch, which all its examples fit
+    # Int64[b], the places of this process's rows in the whole batch, ascending.
     rows: Int[np.ndarray, " b"]
-    table: Table
+    table: Table  # the examples of these rows, b of each column
 
 
 class BatchPlan:

@@ -52,40 +52,35 @@ class Bucket(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackingConfig:
-    """Shapes and token budgets of the sequences.
+    """Shapes and token budgets of the sequences."""
 
-    Attributes:
-      buckets: static shapes, (pictures, text columns) each. An example takes the first that
-        fits it, ordered by pictures, then text; in the longest its source text is cut.
-      slots_per_picture: region slots of one picture; further regions are dropped.
-      region_dim, position_dim: columns of the region features and region positions.
-      max_source_tokens: limit on the source text, all sources together.
-      max_caption_tokens: the same for examples with pictures; None = max_source_tokens.
-      max_question_tokens, max_answer_tokens: limits on question and answer.
-      max_pair_tokens: limit on question and answer together (the baseline's max_len_b): surplus
-        tokens are cut from the question's head or the answer's tail. None: no such limit.
-      attend_empty_slots: all slots of a picture are attended to, with or without a region, as
-        in the baseline; off, only those with a region.
-      segments: token types of the context and of question and answer (VLP: 4 and 5).
-      picture_positions: positions that region slots take in every sequence of a picture question
-        (the baseline's max_len_img_cxt), also where it shows fewer pictures or none; None: as
-        many as the slots of the largest bucket.
-      picture_content: off (--no_img_content), no row sees the region slots of a picture or of a
-        picture question, nor [CLS] before them (webqa_loader.py l.1192).
-    """
-
+    # Static shapes, (pictures, text columns) each. An example takes the first that fits it, ordered
+    # by pictures, then text; in the longest its source text is cut.
     buckets: tuple[tuple[int, int], ...]
-    slots_per_picture: int
+    slots_per_picture: int  # region slots of one picture; further regions are dropped
+    # region_dim, position_dim: columns of the region features and region positions.
     region_dim: int
     position_dim: int
-    max_source_tokens: int = 400
+    max_source_tokens: int = 400  # limit on the source text, all sources together
+    # The same for examples with pictures; None = max_source_tokens.
     max_caption_tokens: int | None = None
+    # max_question_tokens, max_answer_tokens: limits on question and answer.
     max_question_tokens: int = 70
     max_answer_tokens: int = 39
+    # Limit on question and answer together (the baseline's max_len_b): surplus tokens are cut from
+    # the question's head or the answer's tail. None: no such limit.
     max_pair_tokens: int | None = None
+    # All slots of a picture are attended to, with or without a region, as in the baseline; off,
+    # only those with a region.
     attend_empty_slots: bool = False
+    # Token types of the context and of question and answer (VLP: 4 and 5).
     segments: tuple[int, int] = (4, 5)
+    # Positions that region slots take in every sequence of a picture question (the baseline's
+    # max_len_img_cxt), also where it shows fewer pictures or none; None: as many as the slots of
+    # the largest bucket.
     picture_positions: int | None = None
+    # Off (--no_img_content), no row sees the region slots of a picture or of a picture question,
+    # nor [CLS] before them (webqa_loader.py l.1192).
     picture_content: bool = True
 
     def __post_init__(self):
@@ -161,15 +156,10 @@ class PackingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MaskingConfig:
-    """Masked-LM training of answers (reference: --mask_prob 0.5 --max_pred 50).
+    """Masked-LM training of answers (reference: --mask_prob 0.5 --max_pred 50)."""
 
-    Attributes:
-      mask_prob: share of the answer's tokens that are predicted.
-      max_pred: most tokens predicted in one example.
-    """
-
-    mask_prob: float = 0.5
-    max_pred: int = at_least(1, 50)
+    mask_prob: float = 0.5  # share of the answer's tokens that are predicted
+    max_pred: int = at_least(1, 50)  # most tokens predicted in one example
 
     def __post_init__(self):
         if not 0 <= self.mask_prob <= 1:
@@ -455,19 +445,13 @@ def clean(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RawSource:
-    """A source as an augmentation sees it.
+    """A source as an augmentation sees it."""
 
-    Attributes:
-      text: the snippet, or the picture's caption.
-      title: title of the page it comes from.
-      pixels: uint8[S, S, 3], None for a snippet (and where pictures are not decoded).
-      row: its row in the corpus, None for a picture that comes with a question.
-    """
-
-    text: str
-    title: str = ""
+    text: str  # the snippet, or the picture's caption
+    title: str = ""  # title of the page it comes from
+    # uint8[S, S, 3], None for a snippet (and where pictures are not decoded).
     pixels: UInt8[np.ndarray, "S S 3"] | None = None
-    row: int | None = None
+    row: int | None = None  # its row in the corpus, None for a picture that comes with a question
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -111,17 +111,12 @@ FILE = "example_scores.jsonl"
 
 
 class ExampleScores(NamedTuple):
-    """A question's candidates.
-
-    Attributes:
-      alone: the score without examples; None: it has none.
-      candidates: ids of examples.
-      similarities, scores: one for each.
-    """
+    """A question's candidates."""
 
     question_id: str
-    alone: float | None
-    candidates: tuple[str, ...]
+    alone: float | None  # the score without examples; None: it has none
+    candidates: tuple[str, ...]  # ids of examples
+    # similarities, scores: one for each.
     similarities: tuple[float, ...]
     scores: tuple[float, ...]
 
@@ -199,17 +194,13 @@ SCORES = "scores"  # key of Question.extra: source id -> a teacher's score
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetrieverBatches(BatchesSection):
-    """The section `batches`.
+    """The section `batches`."""
 
-    Attributes:
-      query_length: columns of the questions, special tokens included, here and below.
-      source_lengths: columns of the sources; a batch has the first that holds all of its sources.
-      num_negatives: hard negatives of a question.
-    """
-
+    # Columns of the questions, special tokens included, here and below.
     query_length: int = at_least(3)
+    # Columns of the sources; a batch has the first that holds all of its sources.
     source_lengths: tuple[int, ...]
-    num_negatives: int = at_least(0, 1)
+    num_negatives: int = at_least(0, 1)  # hard negatives of a question
 
 
 class EncodedSide(Protocol):
@@ -223,16 +214,12 @@ class EncodedSide(Protocol):
 
 
 class RetrievalExample(NamedTuple):
-    """A question as rows of the corpus.
+    """A question as rows of the corpus."""
 
-    Attributes:
-      golds, negatives: rows.
-      scores: a teacher's, by row; empty: there are none.
-    """
-
+    # golds, negatives: rows.
     golds: np.ndarray
     negatives: np.ndarray
-    scores: Mapping[int, float]
+    scores: Mapping[int, float]  # a teacher's, by row; empty: there are none
 
 
 def read_examples(path: str | os.PathLike, corpus: Corpus) -> list[Question]:
@@ -459,21 +446,17 @@ def question_batches(numbers: np.ndarray, feed: FeedConfig, members: Sequence[in
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ContrastSampling:
-    """Shapes of questions and sources, and what a question is contrasted with.
+    """Shapes of questions and sources, and what a question is contrasted with."""
 
-    Attributes:
-      query_length: columns of the questions ([CLS] and [SEP] counted, here and below).
-      source_lengths: columns of the sources, one static shape each. A single length mixes short
-        captions with long snippets, which is the better contrast.
-      num_negatives: hard negatives of a question.
-      second_hop: half of the examples with several gold sources are second-hop queries, as
-        retrieval makes them: the question followed by the title of one gold source, with another
-        as the target. The others target their first gold source.
-    """
-
+    # Columns of the questions ([CLS] and [SEP] counted, here and below).
     query_length: int = at_least(3)
+    # Columns of the sources, one static shape each. A single length mixes short captions with long
+    # snippets, which is the better contrast.
     source_lengths: tuple[int, ...]
-    num_negatives: int = at_least(0, 1)
+    num_negatives: int = at_least(0, 1)  # hard negatives of a question
+    # Half of the examples with several gold sources are second-hop queries, as retrieval makes
+    # them: the question followed by the title of one gold source, with another as the target. The
+    # others target their first gold source.
     second_hop: bool = False
 
 

@@ -189,18 +189,13 @@ def _own_text(source: Source) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairSampling:
-    """How an epoch draws its pairs.
+    """How an epoch draws its pairs."""
 
-    Attributes:
-      choices_per_question: sources of a question at most, gold ones first.
-      alike_share: of them in the gold sources' modality, the rest in the other one (the baseline:
-        16 and 16).
-      second_hop_prob: how often a question is followed by the title of one of its gold sources, as
-        in the reranker's second hop.
-    """
-
-    choices_per_question: int = at_least(1, 8)
+    choices_per_question: int = at_least(1, 8)  # sources of a question at most, gold ones first
+    # Of them in the gold sources' modality, the rest in the other one (the baseline: 16 and 16).
     alike_share: float = 0.5
+    # How often a question is followed by the title of one of its gold sources, as in the reranker's
+    # second hop.
     second_hop_prob: float = 0.0
 
     def __post_init__(self):
@@ -296,27 +291,22 @@ def rerank_batches(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AnswerSampling:
-    """How an epoch draws the sources that a question is shown with, and the answer that is learned.
+    """How an epoch draws the sources shown with a question, and the answer that is learned."""
 
-    Attributes:
-      max_sources: gold sources shown at most, the first ones. Of the pictures among them, those
-        beyond the largest bucket's are left out with their captions (SourceReader.readable).
-      distractor_prob: with this probability a question with fewer gold sources than
-        `max_sources` also gets one of its hard negatives (robustness to wrong sources).
-      shuffle_sources: random order of the sources; off, the question's order.
-      no_source_prob: with this probability a question gets no source at all; 1 trains the
-        question-only model.
-      shares: category -> the share of its questions that an epoch shows, drawn anew for each;
-        categories that are not named are shown whole.
-      wording: which of a question's reference answers is learned: the first, as in the baseline
-        (webqa_loader.py l.149, l.322), or in every epoch a random one.
-    """
-
+    # Gold sources shown at most, the first ones. Of the pictures among them, those beyond the
+    # largest bucket's are left out with their captions (SourceReader.readable).
     max_sources: int = at_least(0, 2)
+    # With this probability a question with fewer gold sources than `max_sources` also gets one of
+    # its hard negatives (robustness to wrong sources).
     distractor_prob: float = 0.0
-    shuffle_sources: bool = True
+    shuffle_sources: bool = True  # random order of the sources; off, the question's order
+    # With this probability a question gets no source at all; 1 trains the question-only model.
     no_source_prob: float = 0.0
+    # Category -> the share of its questions that an epoch shows, drawn anew for each; categories
+    # that are not named are shown whole.
     shares: Mapping[str, float] = mapping(dict[str, float])
+    # Which of a question's reference answers is learned: the first, as in the baseline
+    # (webqa_loader.py l.149, l.322), or in every epoch a random one.
     wording: Literal["first", "random"] = "random"
 
     def __post_init__(self):

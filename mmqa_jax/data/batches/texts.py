@@ -27,18 +27,13 @@ from mmqa_jax.data.tokenizers import cut_before_end
 
 
 class TokenExample(NamedTuple):
-    """A prompt with its completion, or a conversation.
+    """A prompt with its completion, or a conversation."""
 
-    Attributes:
-      tokens: of all of it, special tokens included.
-      start: index of the first token that is learned.
-      pictures: names of the pictures that a token each of the prompt stands for.
-      learned: indices of the tokens that are learned, ascending; None: all from `start` on.
-    """
-
-    tokens: Int32[np.ndarray, " n"]
-    start: int
+    tokens: Int32[np.ndarray, " n"]  # of all of it, special tokens included
+    start: int  # index of the first token that is learned
+    # Names of the pictures that a token each of the prompt stands for.
     pictures: tuple[str, ...] = ()
+    # Indices of the tokens that are learned, ascending; None: all from `start` on.
     learned: Int32[np.ndarray, " t"] | None = None
 
     @property

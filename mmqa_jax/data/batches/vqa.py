@@ -80,13 +80,9 @@ def vqa_batches(
 
 
 class VQAInputs(abc.ABC):
-    """Questions -> the arrays of a batch.
+    """Questions -> the arrays of a batch."""
 
-    Attributes:
-      broken: the counters of pictures that could not be read.
-    """
-
-    broken: tuple[BrokenPictures, ...] = ()
+    broken: tuple[BrokenPictures, ...] = ()  # the counters of pictures that could not be read
 
     @abc.abstractmethod
     def __call__(self, questions: Sequence[Question]) -> Packed:

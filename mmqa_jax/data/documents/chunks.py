@@ -40,33 +40,25 @@ _UNSPACED = regex.compile(r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Kh
 
 @dataclasses.dataclass(frozen=True)
 class TokenLimit:
-    """How much of a passage an encoder reads.
+    """How much of a passage an encoder reads."""
 
-    Attributes:
-      most: tokens of a title and a text.
-      name: of the tokenizer, which changes with anything of it.
-      count: the numbers of tokens of texts.
-    """
-
-    most: int
-    name: str
+    most: int  # tokens of a title and a text
+    name: str  # of the tokenizer, which changes with anything of it
+    # The numbers of tokens of texts.
     count: Callable[[Sequence[str]], list[int]] = dataclasses.field(compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
 class ChunkOptions:
-    """How long chunks are.
+    """How long chunks are."""
 
-    Attributes:
-      words: of a chunk, at most; 140 with their headings mostly are no more than the 256 tokens
-        that MiniLM reads, and find more than 90 (tests/bench/RESULTS.md, Five folders).
-      overlap: words of a chunk's end, at most, with which the next one begins.
-      tokens: what the encoder reads, beyond which no chunk goes but a single row of a table; None:
-        words alone count.
-    """
-
+    # Of a chunk, at most; 140 with their headings mostly are no more than the 256 tokens that
+    # MiniLM reads, and find more than 90 (tests/bench/RESULTS.md, Five folders).
     words: int = at_least(10, 140)
+    # Words of a chunk's end, at most, with which the next one begins.
     overlap: int = at_least(0, 20)
+    # What the encoder reads, beyond which no chunk goes but a single row of a table; None: words
+    # alone count.
     tokens: TokenLimit | None = None
 
     def __post_init__(self) -> None:
@@ -93,13 +85,10 @@ class _Size(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A stretch of a paragraph that no chunk cuts: a sentence, a row, or a part of a long sentence.
-
-    Attributes:
-      start, end: in characters of the paragraph's text, without the space around it.
-    """
+    """A stretch of a paragraph that no chunk cuts: a sentence, a row, a part of a long sentence."""
 
     paragraph: Paragraph
+    # start, end: in characters of the paragraph's text, without the space around it.
     start: int
     end: int
     size: _Size

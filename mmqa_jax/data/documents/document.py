@@ -56,84 +56,63 @@ def naming_damage(what: str, *errors: type[Exception]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A place says where a stretch of a paragraph stands in its file.
+    """A place says where a stretch of a paragraph stands in its file."""
 
-    Attributes:
-      start, end: the stretch, in characters of the paragraph's text.
-      name: a place as its program writes it: `Sheet1!B2:D2`, `slide 3`; "" where the others say it.
-      box: left, top, right, bottom on the page, in points from its top left corner.
-      line: of a text file, from 1.
-    """
-
+    # start, end: the stretch, in characters of the paragraph's text.
     start: int
     end: int
+    # A place as its program writes it: `Sheet1!B2:D2`, `slide 3`; "" where the others say it.
     name: str = ""
+    # Left, top, right, bottom on the page, in points from its top left corner.
     box: Box | None = None
-    line: int | None = None
+    line: int | None = None  # of a text file, from 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Paragraph:
-    """A paragraph, an item of a list, a row of a table, or a line of code.
+    """A paragraph, an item of a list, a row of a table, or a line of code."""
 
-    Attributes:
-      text: on one line, never empty; of code with its indentation.
-      heading: the headings above it, outermost first, joined by " > "; "" above the first one.
-      page: from 1 (of a presentation, its slide); None where the format has no pages.
-      is_row: it is a row of a table or a line of code, which no passage cuts.
-      header: of a row, the table's header, with which every passage of such rows begins; or "".
-      places: where its stretches stand in the file, in order; () where the format has no places.
-    """
-
-    text: str
+    text: str  # on one line, never empty; of code with its indentation
+    # The headings above it, outermost first, joined by " > "; "" above the first one.
     heading: str = ""
+    # From 1 (of a presentation, its slide); None where the format has no pages.
     page: int | None = None
-    is_row: bool = False
+    is_row: bool = False  # it is a row of a table or a line of code, which no passage cuts
+    # Of a row, the table's header, with which every passage of such rows begins; or "".
     header: str = ""
+    # Where its stretches stand in the file, in order; () where the format has no places.
     places: tuple[Place, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A picture of a document.
+    """A picture of a document."""
 
-    Attributes:
-      caption: its caption, or else the text that stands for it; "" without either.
-      heading, page: as a Paragraph's.
-      picture: its encoded bytes; None where it is a file of its own.
-      link: where that file lies, as the document writes it.
-      box: where it stands on its page, as a Place's; None where the format does not say.
-    """
-
-    caption: str
+    caption: str  # its caption, or else the text that stands for it; "" without either
+    # heading, page: as a Paragraph's.
     heading: str = ""
     page: int | None = None
-    picture: bytes | None = None
-    link: str = ""
+    picture: bytes | None = None  # its encoded bytes; None where it is a file of its own
+    link: str = ""  # where that file lies, as the document writes it
+    # Where it stands on its page, as a Place's; None where the format does not say.
     box: Box | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A document's content in its order.
-
-    Attributes:
-      title: as the file states it (front matter, properties); "" where it states none.
-      scanned_pages: pages that are pictures without text, from 1.
-      broken_figures: figures that are no pictures, and why.
-      letters: that the file holds (`letters`), counted apart from the reading, by a walk over all
-        text of the file that has no limits.
-      letters_read: that were read; a heading, and the header of a table, count where they begin.
-      left_out: cause -> letters that are left out on purpose (running heads, deleted text, ...).
-    """
+    """A document's content in its order."""
 
     paragraphs: tuple[Paragraph, ...]
     figures: tuple[Figure, ...] = ()
-    scanned_pages: tuple[int, ...] = ()
-    broken_figures: tuple[str, ...] = ()
-    title: str = ""
+    scanned_pages: tuple[int, ...] = ()  # pages that are pictures without text, from 1
+    broken_figures: tuple[str, ...] = ()  # figures that are no pictures, and why
+    title: str = ""  # as the file states it (front matter, properties); "" where it states none
+    # That the file holds (`letters`), counted apart from the reading, by a walk over all text of
+    # the file that has no limits.
     letters: int = 0
+    # That were read; a heading, and the header of a table, count where they begin.
     letters_read: int = 0
+    # Cause -> letters that are left out on purpose (running heads, deleted text, ...).
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
@@ -166,18 +145,17 @@ class Content:
       page: of what is added next; None where the format has no pages.
       held: letters that the file holds, which a reader counts apart; what is read again by intent
         counts again.
-      left_out: cause -> letters that are left out on purpose.
-      scanned_pages, broken_figures: as a Document's.
-      open: the headings that stand above what is added next, outermost first.
-      path: the same, joined.
     """
 
     def __init__(self) -> None:
         self.title, self.page, self.held = "", None, 0
-        self.left_out: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()  # cause -> letters that are left out on purpose
+        # scanned_pages, broken_figures: as a Document's.
         self.scanned_pages: list[int] = []
         self.broken_figures: list[str] = []
+        # The same, joined.
         self.path = ""  # which the paragraphs below a heading share
+        # The headings that stand above what is added next, outermost first.
         self.open: list[Heading] = []  # these headings
         self._read = 0
         self._bare: tuple[float, Paragraph] | None = None  # a heading with nothing below it so far
@@ -471,17 +449,13 @@ _SECONDS_OF_SCAN, _RATE_OF_SCANS, _MEMORY_OF_SCANS = 15, 2_000, 2 << 30
 
 
 class Reader(NamedTuple):
-    """How documents of one ending are read.
+    """How documents of one ending are read."""
 
-    Attributes:
-      read: the file's bytes -> the document.
-      module, package: the library that it needs, and its name on PyPI; "": none.
-      rate: bytes of a file that are worth a second of processor time: fewer than are read.
-    """
-
-    read: Callable[[bytes], Document]
+    read: Callable[[bytes], Document]  # the file's bytes -> the document
+    # module, package: the library that it needs, and its name on PyPI; "": none.
     module: str = ""
     package: str = ""
+    # Bytes of a file that are worth a second of processor time: fewer than are read.
     rate: int = _RATE
 
 

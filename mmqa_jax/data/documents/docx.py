@@ -33,16 +33,12 @@ def read_docx(data: bytes) -> Document:
 
 @dataclasses.dataclass
 class _Line:
-    """A paragraph that is being read.
+    """A paragraph that is being read."""
 
-    Attributes:
-      text: its pieces so far.
-      after: called to add what is anchored in it.
-      fields: of each field that is open, whether its result has begun.
-    """
-
-    text: list[str] = dataclasses.field(default_factory=list)
+    text: list[str] = dataclasses.field(default_factory=list)  # its pieces so far
+    # Called to add what is anchored in it.
     after: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+    # Of each field that is open, whether its result has begun.
     fields: list[bool] = dataclasses.field(default_factory=list)
 
 

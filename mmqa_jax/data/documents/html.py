@@ -157,14 +157,11 @@ class _Table:
 
 
 class Page(document.Content):
-    """The text of HTML trees that a person sees, one text after another.
-
-    Attributes:
-      open_link: the picture that a link names within the file; None where it is outside.
-    """
+    """The text of HTML trees that a person sees, one text after another."""
 
     def __init__(self) -> None:
         super().__init__()
+        # The picture that a link names within the file; None where it is outside.
         self.open_link: Callable[[str], bytes | None] = lambda link: None
         self._text: list[str] = []  # of the paragraph or the cell that is open
         self._heading = 0  # level of the heading that is open

@@ -33,28 +33,21 @@ _MARKER = re.compile(r"\W|[(\[]?\w{1,3}[.)\]]")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A stretch of a line without a wide gap.
-
-    Attributes:
-      size: of its letters.
-      box: on the page as it is shown.
-      base: of its letters, from the top of the page as the text stands.
-      turn: clockwise quarter turns of the text on the page; SLANTED more where it is not turned by
-        about that.
-      words: start, end and box of each, where they are known (OCR).
-      letters: boxes [n, 4] of the characters of its text on one line, where they are known.
-      is_mirrored: lines of its page run to the left, as those of Arabic and Hebrew do.
-    """
+    """A stretch of a line without a wide gap."""
 
     text: str
-    size: float
-    box: Box
-    base: float
+    size: float  # of its letters
+    box: Box  # on the page as it is shown
+    base: float  # of its letters, from the top of the page as the text stands
     bold: bool = False
+    # Clockwise quarter turns of the text on the page; SLANTED more where it is not turned by about
+    # that.
     turn: int = 0
+    # Start, end and box of each, where they are known (OCR).
     words: tuple[tuple[int, int, Box], ...] = ()
+    # Boxes [n, 4] of the characters of its text on one line, where they are known.
     letters: np.ndarray | None = dataclasses.field(default=None, compare=False, repr=False)
-    is_mirrored: bool = False
+    is_mirrored: bool = False  # lines of its page run to the left, as those of Arabic and Hebrew do
 
     @property
     def upright(self) -> Box:
@@ -75,17 +68,12 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Line:
-    """A line of text, or a row of a table.
+    """A line of text, or a row of a table."""
 
-    Attributes:
-      cells: of a row, each the segments of one or more lines; of a line of text, one.
-      is_row: it is a row of a table.
-      header: of a row, the table's first row where that names the columns.
-    """
-
+    # Of a row, each the segments of one or more lines; of a line of text, one.
     cells: tuple[tuple[Segment, ...], ...]
-    is_row: bool = False
-    header: Line | None = None
+    is_row: bool = False  # it is a row of a table
+    header: Line | None = None  # of a row, the table's first row where that names the columns
 
     @property
     def first(self) -> Segment:

@@ -35,16 +35,11 @@ class PageText(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PageReader:
-    """A model that reads pages in place of RapidOCR.
+    """A model that reads pages in place of RapidOCR."""
 
-    Attributes:
-      name: as the user names it.
-      fingerprint: changes with anything of what it reads.
-      open: a context manager of a function: encoded pictures of pages -> what each of them says.
-    """
-
-    name: str
-    fingerprint: str
+    name: str  # as the user names it
+    fingerprint: str  # changes with anything of what it reads
+    # A context manager of a function: encoded pictures of pages -> what each of them says.
     open: Callable[[], AbstractContextManager[Callable[[Sequence[bytes]], list[PageText]]]] = (
         dataclasses.field(compare=False, repr=False)
     )

@@ -190,16 +190,11 @@ def held_letters(root: Any, *tags: str) -> int:
 
 
 class Row(NamedTuple):
-    """A row of a table.
+    """A row of a table."""
 
-    Attributes:
-      cells: column, from 0 -> its text; a merged cell stands in its first column.
-      place: where the row stands, as a name.
-      after: called to add what stands in the row beside its text: nested tables, notes, pictures.
-    """
-
-    cells: Mapping[int, str]
-    place: str = ""
+    cells: Mapping[int, str]  # column, from 0 -> its text; a merged cell stands in its first column
+    place: str = ""  # where the row stands, as a name
+    # Called to add what stands in the row beside its text: nested tables, notes, pictures.
     after: Sequence[Callable[[], None]] = ()
 
 
@@ -214,14 +209,13 @@ class Reading(document.Content):
       package: that it is read from; None: a file of text.
 
     Attributes:
-      related: the relationships of the part that is being read.
       place: where stands what is added next, as a name; "" where the format has no places.
     """
 
     def __init__(self, package: Package | None = None) -> None:
         super().__init__()
         self.package, self.place = package, ""
-        self.related: Mapping[str, Related] = {}
+        self.related: Mapping[str, Related] = {}  # the relationships of the part that is being read
         self._pictures: set[str] = set()  # parts that were added
         self._uncaptioned: list[int] = []  # figures that wait for a caption
         self._characters = 0

@@ -54,20 +54,13 @@ _NOTES += ("UNDERLINE", "SQUIGGLY", "STRIKEOUT", "STAMP", "CARET", "INK", "FILEA
 
 @dataclasses.dataclass
 class _Page:
-    """A page holds text and pictures, or is one.
-
-    Attributes:
-      size: width and height in points, as it is shown.
-      segments: its text, with values of fields and notes.
-      pictures: encoded, each with its box.
-      is_scan: it is a picture that was not read.
-    """
+    """A page holds text and pictures, or is one."""
 
     number: int
-    size: tuple[float, float]
-    segments: list[Segment]
-    pictures: list[tuple[bytes, Box]]
-    is_scan: bool
+    size: tuple[float, float]  # width and height in points, as it is shown
+    segments: list[Segment]  # its text, with values of fields and notes
+    pictures: list[tuple[bytes, Box]]  # encoded, each with its box
+    is_scan: bool  # it is a picture that was not read
 
 
 def read_pdf(data: bytes, least_pixels: int = 64, scans: bool = True) -> document.Document:
@@ -459,22 +452,14 @@ def _of_most_letters(segments: Iterable[tuple[float, Segment]]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Edge:
-    """A line near the top or the foot of a page.
+    """A line near the top or the foot of a page."""
 
-    Attributes:
-      page: its index.
-      rank: 0 of the outermost line.
-      outside: points from the edge of the page to the base of its letters.
-      share: the same, of the page's height.
-      gap: to the next line inwards, in sizes of its letters.
-    """
-
-    page: int
+    page: int  # its index
     is_top: bool
-    rank: int
-    outside: float
-    share: float
-    gap: float
+    rank: int  # 0 of the outermost line
+    outside: float  # points from the edge of the page to the base of its letters
+    share: float  # the same, of the page's height
+    gap: float  # to the next line inwards, in sizes of its letters
     segments: list[Segment]
 
     @property
@@ -649,19 +634,12 @@ def _is_wide(character: str) -> bool:
 
 
 class PagePicture(NamedTuple):
-    """A page.
+    """A page."""
 
-    Attributes:
-      number: from 1.
-      picture: PNG; None where the page is broken.
-      problem: why it is.
-      size: its width and height in points, where it is not.
-    """
-
-    number: int
-    picture: bytes | None
-    problem: str = ""
-    size: tuple[float, float] = (0.0, 0.0)
+    number: int  # from 1
+    picture: bytes | None  # PNG; None where the page is broken
+    problem: str = ""  # why it is
+    size: tuple[float, float] = (0.0, 0.0)  # its width and height in points, where it is not
 
 
 def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterator[PagePicture]:

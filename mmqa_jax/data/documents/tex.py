@@ -98,7 +98,6 @@ class _Reader(latex2text.LatexNodes2Text):
     """Makes HTML of LaTeX.
 
     Attributes:
-      head: HTML of the title, author and date.
       unseen: letters of what no person sees.
       held: letters of what a person sees, counted apart.
     """
@@ -121,7 +120,7 @@ class _Reader(latex2text.LatexNodes2Text):
             prepend=True,
         )
         super().__init__(latex_context=texts, math_mode="text")
-        self.head: dict[str, str] = {}
+        self.head: dict[str, str] = {}  # HTML of the title, author and date
         self.unseen = self.held = 0
         self._defined: dict[str, Any] = {}  # command without arguments -> what it stands for
         self._expanding = False

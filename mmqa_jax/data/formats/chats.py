@@ -52,17 +52,13 @@ _PART = (
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """A checked conversation.
+    """A checked conversation."""
 
-    Attributes:
-      messages: role, content and what else chat templates read. A content with pictures is a list
-        of parts {"type": "text", "text": ...} and {"type": "image", "image": name}, any other a
-        text; the arguments of a tool's call are an object.
-      tools: the functions that the assistant may call.
-    """
-
+    # Role, content and what else chat templates read. A content with pictures is a list of parts
+    # {"type": "text", "text": ...} and {"type": "image", "image": name}, any other a text; the
+    # arguments of a tool's call are an object.
     messages: tuple[Mapping[str, Any], ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] = ()  # the functions that the assistant may call
 
     @property
     def pictures(self) -> tuple[str, ...]:
@@ -237,23 +233,19 @@ class ChatFiles:
     Args:
       path: a file, whose conversations are for training unless `split` says otherwise, or a folder
         with train.jsonl, val.jsonl, test.jsonl.
-
-    Attributes:
-      files: what was read.
-      questions: one for each conversation, with its first user's words as its text.
-      ignored: how often each key occurs that is not read.
     """
 
     def __init__(self, path: Path):
         split_of = {path: "train"} if path.is_file() else {
             path / f"{split}.jsonl": split for split in SPLITS
         }  # fmt: skip
-        self.files = [file for file in split_of if file.is_file()]
+        self.files = [file for file in split_of if file.is_file()]  # what was read
         if not self.files:
             raise UserError(f"{path}: holds none of train.jsonl, val.jsonl, test.jsonl; add one.")
         self._folder = InterchangePictures(self.files[0].parent)
         self._inline: dict[str, tuple[Path, int, int]] = {}  # name -> its line's file and place
-        self.ignored: Counter[str] = Counter()
+        self.ignored: Counter[str] = Counter()  # how often each key occurs that is not read
+        # One for each conversation, with its first user's words as its text.
         self.questions: list[Question] = []
         for file in self.files:
             for number, start, row in _rows(file):

@@ -48,17 +48,11 @@ def picture_2017(image_id: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Descriptions:
-    """Side files' descriptions of COCO's pictures, each by image_id.
+    """Side files' descriptions of COCO's pictures, each by image_id."""
 
-    Attributes:
-      captions: one caption, a model's.
-      tags: names of objects with their confidence.
-      by_people: COCO's captions.
-    """
-
-    captions: Mapping[int, str]
-    tags: Mapping[int, list[dict[str, Any]]]
-    by_people: Mapping[int, list[str]]
+    captions: Mapping[int, str]  # one caption, a model's
+    tags: Mapping[int, list[dict[str, Any]]]  # names of objects with their confidence
+    by_people: Mapping[int, list[str]]  # COCO's captions
 
     def extra(self, image_id: int | None) -> dict[str, Any]:
         """The entries of Question.extra that describe a picture."""

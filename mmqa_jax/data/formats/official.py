@@ -52,26 +52,20 @@ _LONGEST_LINE = 64 * 2**20  # bytes of a line when unpacked; MultimodalQA's long
 
 @dataclasses.dataclass(frozen=True)
 class BenchmarkFiles:
-    """A benchmark's official files as the schema's types.
+    """A benchmark's official files as the schema's types."""
 
-    Attributes:
-      questions: of all splits that were found; `image` is set only where the picture can be read.
-      counts: what was found, such as `{"val questions": 1145}`; printed in this order.
-      published: the published figures for some or all of `counts`.
-      files: the files that were read.
-      missing: optional file that was not found -> what is therefore absent.
-      read_picture: encoded bytes of a picture of a question or source; None where there are none.
-      inputs: identifies the picture files, see records.write_records.
-      sources: what the questions may be answered from, if that is part of the benchmark.
-    """
-
+    # Of all splits that were found; `image` is set only where the picture can be read.
     questions: list[Question]
+    # What was found, such as `{"val questions": 1145}`; printed in this order.
     counts: Mapping[str, int]
-    published: Mapping[str, int]
-    files: list[Path]
+    published: Mapping[str, int]  # the published figures for some or all of `counts`
+    files: list[Path]  # the files that were read
+    # Optional file that was not found -> what is therefore absent.
     missing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # Encoded bytes of a picture of a question or source; None where there are none.
     read_picture: Callable[[str], bytes] | None = None
-    inputs: str | None = None
+    inputs: str | None = None  # identifies the picture files, see records.write_records
+    # What the questions may be answered from, if that is part of the benchmark.
     sources: Sequence[Source] = ()
 
     def origin(self) -> dict[str, object]:
@@ -104,25 +98,21 @@ class OfficialFiles:
     Args:
       path: the folder, or a single official file where the benchmark is read from one.
       suffixes: of such files.
-
-    Attributes:
-      folder: where files are looked for.
-      alone: the single file that `path` names; None for a folder.
-      read_files: the files that were read, in the order of the requests.
-      missing: optional file name -> what is absent without it.
     """
 
     def __init__(self, path: Path, suffixes: Sequence[str] = ()):
+        # The single file that `path` names; None for a folder.
         self.alone = path if path.is_file() and path.suffix in suffixes else None
-        self.folder = path if self.alone is None else path.parent
+        self.folder = path if self.alone is None else path.parent  # where files are looked for
         if not self.folder.is_dir():
             problem = "is a file" if path.exists() else "no such folder"
             raise UserError(
                 f"{path}: {problem}, a folder with the benchmark's official files was expected; "
                 "check the path."
             )
+        # The files that were read, in the order of the requests.
         self.read_files = [path] if self.alone else []
-        self.missing: dict[str, str] = {}
+        self.missing: dict[str, str] = {}  # optional file name -> what is absent without it
 
     def check_questions(self, questions: Collection[Any], benchmark: str, files: str) -> None:
         """UserError if there are no questions; `files` are those to put into the folder."""

@@ -39,18 +39,13 @@ _NAMED = 20  # rows that were left out, with their reasons
 
 
 class Row(NamedTuple):
-    """A row before it is read.
-
-    Attributes:
-      values: of the columns that are no pictures.
-      pictures: how many it has; their names are `NAME/0`, `NAME/1`, ...
-    """
+    """A row before it is read."""
 
     name: str
     where: str
     split: str
-    values: Mapping[str, Any]
-    pictures: int
+    values: Mapping[str, Any]  # of the columns that are no pictures
+    pictures: int  # how many it has; their names are `NAME/0`, `NAME/1`, ..
 
 
 class RowFiles(Protocol):
@@ -65,18 +60,13 @@ class RowFiles(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class RowCorpus:
-    """The questions and sources that were read.
-
-    Attributes:
-      left_out: rows that hold no question, conversation or source.
-      reasons: of the first of them.
-    """
+    """The questions and sources that were read."""
 
     sources: list[Source]
     questions: list[Question]
     files: RowFiles
-    left_out: int
-    reasons: list[str]
+    left_out: int  # rows that hold no question, conversation or source
+    reasons: list[str]  # of the first of them
 
     def read_picture(self, name: str) -> bytes:
         """Encoded bytes of a picture by its name."""

@@ -33,13 +33,10 @@ _LONGEST_REFERENCE = 64
 
 
 class TablePictures:
-    """Encoded pictures of tables by the index of the row that holds the base64 text.
-
-    Attributes:
-      name_of: number of a row that shows a picture -> the picture's name.
-    """
+    """Encoded pictures of tables by the index of the row that holds the base64 text."""
 
     def __init__(self, rows: Iterable[Entry]):
+        # Number of a row that shows a picture -> the picture's name.
         self.name_of: dict[int, str] = {}
         self._texts: dict[str, str] = {}
         by_index = {row.number("index"): row for row in rows}

@@ -79,15 +79,13 @@ class Release:
     Sources are the distinct snippets (one per fact string; its id is the first snippet_id seen)
     and the pictures (id: the image_id in decimal), in order of appearance. Questions refer to
     them by these ids.
-
-    Attributes:
-      repeated_snippets: how many listings of a fact use another snippet_id than its source's.
-      reused_snippet_ids: how many facts have an id that already belongs to another fact.
     """
 
     def __init__(self) -> None:
         self.questions: list[schema.Question] = []
+        # How many listings of a fact use another snippet_id than its source's.
         self.repeated_snippets = 0
+        # How many facts have an id that already belongs to another fact.
         self.reused_snippet_ids = 0
         self._sources: dict[str, schema.Source] = {}
         self._guids: dict[str, PathLike] = {}

@@ -321,21 +321,13 @@ class UnknownRange(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Samples:
-    """How a file holds its samples, which a loaded picture no longer tells.
+    """How a file holds its samples, which a loaded picture no longer tells."""
 
-    Attributes:
-      form: the file's format, as Pillow names it.
-      raw: Pillow's raw mode of the first tile, such as `L;2`.
-      bits: of a sample; None where Pillow alone knows.
-      signed: whether they may be negative (TIFF).
-      inverted: whether Pillow leaves it to the reader that 0 is white.
-    """
-
-    form: str = ""
-    raw: str = ""
-    bits: int | None = None
-    signed: bool = False
-    inverted: bool = False
+    form: str = ""  # the file's format, as Pillow names it
+    raw: str = ""  # Pillow's raw mode of the first tile, such as `L;2`
+    bits: int | None = None  # of a sample; None where Pillow alone knows
+    signed: bool = False  # whether they may be negative (TIFF)
+    inverted: bool = False  # whether Pillow leaves it to the reader that 0 is white
 
 
 def samples_of(image: Image.Image) -> Samples:

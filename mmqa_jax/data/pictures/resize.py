@@ -30,19 +30,13 @@ BUCKET = 128  # sides of batches are multiples of it, so that few shapes are com
 
 @dataclasses.dataclass(frozen=True)
 class DetectorPictures:
-    """How pictures are prepared.
+    """How pictures are prepared."""
 
-    Attributes:
-      shorter: length of the short side in pixels.
-      longer: what the long side has at most.
-      mean: of blue, green and red, subtracted.
-      filter: `opencv` or `pillow` (see the module).
-    """
-
-    shorter: int
-    longer: int
+    shorter: int  # length of the short side in pixels
+    longer: int  # what the long side has at most
+    # Of blue, green and red, subtracted.
     mean: tuple[float, float, float] = (102.9801, 115.9465, 122.7717)
-    filter: Literal["opencv", "pillow"] = "opencv"
+    filter: Literal["opencv", "pillow"] = "opencv"  # `opencv` or `pillow` (see the module)
 
 
 VLP = DetectorPictures(800, 1333)
@@ -51,17 +45,11 @@ VINVL = DetectorPictures(600, 1000, (103.530, 116.280, 123.675), "pillow")
 
 
 class DetectorPicture(NamedTuple):
-    """A picture prepared.
+    """A picture prepared."""
 
-    Attributes:
-      pixels: float32, blue first.
-      original: height and width before.
-      scale: by which it was resized.
-    """
-
-    pixels: Float32[np.ndarray, "H W 3"]
-    original: tuple[int, int]
-    scale: float
+    pixels: Float32[np.ndarray, "H W 3"]  # float32, blue first
+    original: tuple[int, int]  # height and width before
+    scale: float  # by which it was resized
 
 
 class DetectorBatch(NamedTuple):
@@ -187,17 +175,11 @@ class PictureSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NaFlex:
-    """Pictures of any shape for SigLIP 2's NaFlex: scaled to as many whole patches as are allowed.
+    """Pictures of any shape for SigLIP 2's NaFlex: scaled to as many whole patches as allowed."""
 
-    Attributes:
-      patch: side of a patch in pixels.
-      most: patches of a picture.
-      resample: Pillow's filter, `bilinear` or `bicubic`.
-    """
-
-    patch: int
-    most: int
-    resample: str = "bilinear"
+    patch: int  # side of a patch in pixels
+    most: int  # patches of a picture
+    resample: str = "bilinear"  # Pillow's filter, `bilinear` or `bicubic`
 
     def grid(self, width: int, height: int) -> tuple[int, int]:
         """Columns and rows of patches of a picture, its shape kept as well as these can.
@@ -230,15 +212,10 @@ class TileSteps(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
-    """Pictures scaled to canvases of whole tiles, which `tiles_of` cuts.
+    """Pictures scaled to canvases of whole tiles, which `tiles_of` cuts."""
 
-    Attributes:
-      split: how; the whole that follows the tiles is made of the canvas.
-      side: of a tile in pixels.
-    """
-
-    split: TileSteps
-    side: int
+    split: TileSteps  # how; the whole that follows the tiles is made of the canvas
+    side: int  # of a tile in pixels
 
     def of(self, image: Image.Image, name: str = "picture") -> Image.Image:
         """The canvas of an RGB picture; PictureError for one that is too long and thin."""

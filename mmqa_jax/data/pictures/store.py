@@ -25,17 +25,11 @@ _OWN = ("_lock", "_cache", "_digests")  # what every process has for itself
 
 
 class EncodedPicture(NamedTuple):
-    """A picture that is decoded only where its pixels are needed.
+    """A picture that is decoded only where its pixels are needed."""
 
-    Attributes:
-      digest: of its encoded bytes and of how they are decoded.
-      decode: uint8[S, S, 3]; None where the picture is broken.
-      caption: what stands for a broken picture.
-    """
-
-    digest: bytes
-    decode: Callable[[], np.ndarray | None]
-    caption: str = ""
+    digest: bytes  # of its encoded bytes and of how they are decoded
+    decode: Callable[[], np.ndarray | None]  # uint8[S, S, 3]; None where the picture is broken
+    caption: str = ""  # what stands for a broken picture
 
 
 class PictureStore:
@@ -178,9 +172,6 @@ class PictureVectors:
     Args:
       file: of the vectors.
       names: file of the rows; "" is name_map.json beside `file`.
-
-    Attributes:
-      shape: (vectors of a picture, values of each).
     """
 
     def __init__(self, file: str, names: str = ""):
@@ -210,6 +201,7 @@ class PictureVectors:
                 "x vectors x values in floating point were expected; fetch it again from mm-cot's "
                 "page."
             )
+        # (vectors of a picture, values of each).
         self.shape: tuple[int, int] = self._vectors.shape[1:]
         rows_file = Path(names) if names else path.with_name("name_map.json")
         rows = read_json(rows_file)

@@ -589,10 +589,6 @@ class _Part:
     Args:
       shard: the object.
       end: its last bytes, which hold the index.
-
-    Attributes:
-      is_there: bool[records], which ones were fetched.
-      bytes: that were fetched.
     """
 
     def __init__(self, shard: RemoteShard, end: bytes):
@@ -603,8 +599,9 @@ class _Part:
             self._starts = _record_starts(end, shard.size)
             if len(self._starts) != shard.records + 1:
                 raise ValueError(f"{len(self._starts) - 1} records, {shard.records} were expected")
+        # Bool[records], which ones were fetched.
         self.is_there = self._starts[:-1] >= shard.size - len(end)
-        self.bytes = len(end)
+        self.bytes = len(end)  # that were fetched
         self._next, self._ahead = 0, 1
         self._file = tempfile.TemporaryFile(dir=cache_dir() / "store", buffering=0)  # noqa: SIM115
         os.ftruncate(self._file.fileno(), shard.size)

@@ -39,23 +39,14 @@ class FeatureError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class RecordKind:
-    """A kind of records.
+    """A kind of records."""
 
-    Attributes:
-      what: names it in the manifest.
-      title: names it in messages.
-      dataset: folder of the TFDS dataset.
-      column: of a record's bytes.
-      verb: that writes it.
-      module: see DatasetFiles.
-    """
-
-    what: str
-    title: str
-    dataset: str
-    column: str
-    verb: str
-    module: str
+    what: str  # names it in the manifest
+    title: str  # names it in messages
+    dataset: str  # folder of the TFDS dataset
+    column: str  # of a record's bytes
+    verb: str  # that writes it
+    module: str  # see DatasetFiles
 
     @property
     def again(self) -> str:
@@ -86,13 +77,11 @@ class RecordFiles:
     Args:
       folder: as `write_records` finished it.
       kind: of its records.
-
-    Attributes:
-      manifest: what was said about them; `pictures` are the pictures by record.
     """
 
     def __init__(self, folder: str | os.PathLike, kind: RecordKind):
         self.folder, self.kind = Path(folder), kind
+        # What was said about them; `pictures` are the pictures by record.
         self.manifest = kind.manifest(self.folder)
         self._source: Any = None
 

@@ -35,20 +35,13 @@ _MEGABYTE = 1 << 20
 
 @dataclasses.dataclass
 class _Count:
-    """The counts at the end of a shard.
+    """The counts at the end of a shard."""
 
-    Attributes:
-      items: read whole.
-      within: sources of the next item that are written already.
-      articles: items with sources.
-      left_out: other items, by reason.
-      broken: what is wrong with those that are, the first ones.
-    """
-
-    items: int = 0
-    within: int = 0
-    articles: int = 0
-    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    items: int = 0  # read whole
+    within: int = 0  # sources of the next item that are written already
+    articles: int = 0  # items with sources
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)  # other items, by reason
+    # What is wrong with those that are, the first ones.
     broken: list[str] = dataclasses.field(default_factory=list)
 
     def add(self, item: Item) -> None:

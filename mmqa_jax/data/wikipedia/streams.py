@@ -44,17 +44,11 @@ from mmqa_jax.data.records.picture_records import processors
 
 
 class Item(NamedTuple):
-    """The result of a line, a page or an entry of the file.
+    """The result of a line, a page or an entry of the file."""
 
-    Attributes:
-      sources: in order.
-      left_out: why there are none: a name under which it is counted.
-      broken: what is wrong with it, and where; it is named in the manifest.
-    """
-
-    sources: Sequence[SourceRow]
-    left_out: str = ""
-    broken: str = ""
+    sources: Sequence[SourceRow]  # in order
+    left_out: str = ""  # why there are none: a name under which it is counted
+    broken: str = ""  # what is wrong with it, and where; it is named in the manifest
 
 
 @dataclasses.dataclass(frozen=True)

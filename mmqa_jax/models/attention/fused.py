@@ -85,19 +85,12 @@ _SUBLANES = 16  # rows of a register of bfloat16
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What is static in a kernel.
+    """What is static in a kernel."""
 
-    Attributes:
-      size: columns of a head.
-      is_causal: a query sees no later key.
-      surviving: of 65,536, how many attention weights dropout leaves; 65,536 is no dropout.
-      interpret: run without a TPU.
-    """
-
-    size: int
-    is_causal: bool
-    surviving: int
-    interpret: bool
+    size: int  # columns of a head
+    is_causal: bool  # a query sees no later key
+    surviving: int  # of 65,536, how many attention weights dropout leaves; 65,536 is no dropout
+    interpret: bool  # run without a TPU
 
     @property
     def group(self) -> int:

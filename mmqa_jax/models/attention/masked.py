@@ -51,13 +51,10 @@ class Window:
     """How many tokens a query sees, itself included, in one layer of a stack (Gemma, Mistral).
 
     Without a causal mask it sees as many on either side.
-
-    Attributes:
-      size: int32 [], traced: the stack is one compiled layer.
-      sizes: the values that it may have, ascending; a kernel needs a program for each.
     """
 
-    size: jax.Array
+    size: jax.Array  # int32 [], traced: the stack is one compiled layer
+    # The values that it may have, ascending; a kernel needs a program for each.
     sizes: tuple[int, ...] = flax.struct.field(pytree_node=False)
 
     def sees(

@@ -33,24 +33,16 @@ _READ = kinds(
 
 @dataclasses.dataclass(frozen=True)
 class RotaryBert:
-    """One published family.
+    """One published family."""
 
-    Attributes:
-      defaults: of transformers, where they are not BERT's.
-      theta: base of the rotary frequencies where config.json has none.
-      computes: fields of BertConfig that its code fixes.
-      linears: of its MLP, published name -> ours.
-      rename: the authors' names of tensors -> transformers'.
-      renamed: the authors' keys of config.json -> transformers'.
-      harmless, fixed: of the authors' keys, see `config_json.check_keys`.
-    """
-
-    defaults: Mapping[str, Any]
-    theta: float
-    computes: Mapping[str, Any]
-    linears: Mapping[str, str]
-    rename: tuple[tuple[str, str], ...]
+    defaults: Mapping[str, Any]  # of transformers, where they are not BERT's
+    theta: float  # base of the rotary frequencies where config.json has none
+    computes: Mapping[str, Any]  # fields of BertConfig that its code fixes
+    linears: Mapping[str, str]  # of its MLP, published name -> ours
+    rename: tuple[tuple[str, str], ...]  # the authors' names of tensors -> transformers'
+    # The authors' keys of config.json -> transformers'.
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    # harmless, fixed: of the authors' keys, see `config_json.check_keys`.
     harmless: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 

@@ -19,16 +19,12 @@ GRID = (5, 7)
 
 
 class Outputs(NamedTuple):
-    """What one side computes.
+    """What one side computes."""
 
-    Attributes:
-      stacks: name of a stack of layers ("" if there is one) -> what goes into each of its layers,
-        and what the last gives, [layers + 1, ...].
-      ends: name -> what the model gives.
-    """
-
+    # Name of a stack of layers ("" if there is one) -> what goes into each of its layers, and what
+    # the last gives, [layers + 1, ...].
     stacks: Mapping[str, Any]
-    ends: Mapping[str, Any]
+    ends: Mapping[str, Any]  # name -> what the model gives
 
     def named(self) -> dict[str, np.ndarray]:
         """Every layer and output by its name."""
@@ -53,25 +49,19 @@ def texts(config: Any) -> dict[str, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """How a family is compared.
+    """How a family is compared."""
 
-    Attributes:
-      model: transformers' class.
-      run: (model, inputs) -> Outputs of ours.
-      ends: name in Outputs.ends -> attribute of transformers' output.
-      stacks: name in Outputs.stacks -> path of transformers' module with the layers, "" for all;
-        of several paths the first that it has.
-      inputs: our model's config -> inputs by their names in `run`, numpy arrays or trees of them.
-      peer_inputs: inputs -> transformers' own, numpy arrays by name.
-    """
-
-    model: str
-    run: Callable[[Any, Mapping[str, Any]], Outputs]
-    ends: Mapping[str, str]
+    model: str  # transformers' class
+    run: Callable[[Any, Mapping[str, Any]], Outputs]  # (model, inputs) -> Outputs of ours
+    ends: Mapping[str, str]  # name in Outputs.ends -> attribute of transformers' output
+    # Name in Outputs.stacks -> path of transformers' module with the layers, "" for all; of several
+    # paths the first that it has.
     stacks: Mapping[str, str | tuple[str, ...]] = dataclasses.field(
         default_factory=lambda: {"": ""}
     )
+    # Our model's config -> inputs by their names in `run`, numpy arrays or trees of them.
     inputs: Callable[[Any], dict[str, Any]] = texts
+    # Inputs -> transformers' own, numpy arrays by name.
     peer_inputs: Callable[[Mapping[str, Any]], dict[str, np.ndarray]] = texts_for_transformers
 
 

@@ -337,18 +337,13 @@ def corner_overlaps(
 
 
 class Overlap(NamedTuple):
-    """When two boxes are of one object.
+    """When two boxes are of one object."""
 
-    Attributes:
-      threshold: intersection over union.
-      inclusive: whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU
-        code; torchvision and the CUDA code ask for more.
-      last_pixel: see the module.
-    """
-
-    threshold: float
+    threshold: float  # intersection over union
+    # Whether the threshold itself is too much: Detectron's and py-faster-rcnn's CPU code;
+    # torchvision and the CUDA code ask for more.
     inclusive: bool
-    last_pixel: int
+    last_pixel: int  # see the module
 
     def between(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """Whether pairs overlap too much: a [N, 4], b [M, 4] -> [N, M] bool."""
@@ -384,20 +379,15 @@ def large_enough(boxes: jax.Array, smallest: jax.Array | float, last_pixel: int)
 
 @dataclasses.dataclass(frozen=True)
 class BoxCoder:
-    """How a regression's four values move and scale a box (Girshick 2014, appendix C).
+    """How a regression's four values move and scale a box (Girshick 2014, appendix C)."""
 
-    Attributes:
-      weights: what the regressed x, y, width and height are divided by.
-      last_pixel: whether a box's width counts its last pixel (see the module).
-      end_pixel: what is taken off the right and bottom edge of a decoded box: 1 in Detectron and
-        maskrcnn-benchmark; py-faster-rcnn forgets it, as Detectron notes.
-      bounded: whether growth is limited to 1000 / 16; py-faster-rcnn does not.
-    """
-
+    # What the regressed x, y, width and height are divided by.
     weights: tuple[float, float, float, float] = (1.0, 1.0, 1.0, 1.0)
-    last_pixel: int = 1
+    last_pixel: int = 1  # whether a box's width counts its last pixel (see the module)
+    # What is taken off the right and bottom edge of a decoded box: 1 in Detectron and
+    # maskrcnn-benchmark; py-faster-rcnn forgets it, as Detectron notes.
     end_pixel: int = 1
-    bounded: bool = True
+    bounded: bool = True  # whether growth is limited to 1000 / 16; py-faster-rcnn does not
 
     def decode(self, deltas: jax.Array, boxes: jax.Array) -> jax.Array:
         """The boxes that the regression `deltas` makes of `boxes`; both [..., 4]."""
@@ -544,35 +534,24 @@ def keep_one_by_one(
 
 @dataclasses.dataclass(frozen=True)
 class RPNConfig:
-    """Sizes and rules; the defaults are maskrcnn-benchmark's for one level.
+    """Sizes and rules; the defaults are maskrcnn-benchmark's for one level."""
 
-    Attributes:
-      strides: pixels per cell of each level.
-      sizes: of the anchors of each level (see anchors).
-      ratios: heights over widths.
-      hidden: channels of the convolution.
-      paired: whether an anchor has two scores, for nothing and for an object, the ones of nothing
-        of all anchors first (Caffe), or one.
-      before: how many anchors of a level are looked at, the best.
-      after: how many of them are left after suppression, and of all levels together.
-      threshold: intersection over union of the suppression.
-      inclusive: see Overlap.
-      smallest: shortest side of a proposal, in pixels of the original picture.
-      small_first: whether small ones are taken out before the best are counted (Caffe), or after.
-      end_pixel, bounded: see BoxCoder.
-    """
-
-    strides: tuple[int, ...] = (16,)
+    strides: tuple[int, ...] = (16,)  # pixels per cell of each level
+    # Of the anchors of each level (see anchors).
     sizes: tuple[tuple[int, ...], ...] = ((32, 64, 128, 256, 512),)
-    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)
-    hidden: int = 1024
+    ratios: tuple[float, ...] = (0.5, 1.0, 2.0)  # heights over widths
+    hidden: int = 1024  # channels of the convolution
+    # Whether an anchor has two scores, for nothing and for an object, the ones of nothing of all
+    # anchors first (Caffe), or one.
     paired: bool = False
-    before: int = 6000
-    after: int = 300
-    threshold: float = 0.7
-    inclusive: bool = False
-    smallest: int = 0
+    before: int = 6000  # how many anchors of a level are looked at, the best
+    after: int = 300  # how many of them are left after suppression, and of all levels together
+    threshold: float = 0.7  # intersection over union of the suppression
+    inclusive: bool = False  # see Overlap
+    smallest: int = 0  # shortest side of a proposal, in pixels of the original picture
+    # Whether small ones are taken out before the best are counted (Caffe), or after.
     small_first: bool = False
+    # end_pixel, bounded: see BoxCoder.
     end_pixel: int = 1
     bounded: bool = True
 

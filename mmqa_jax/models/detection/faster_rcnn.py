@@ -47,86 +47,61 @@ _CANONICAL_SIDE, _CANONICAL_LEVEL = 224, 4  # a box of that side is read from th
 
 
 class Pictures(NamedTuple):
-    """A batch of pictures that data.detector_pictures prepared.
+    """A batch of pictures that data.detector_pictures prepared."""
 
-    Attributes:
-      pixels: [B, H, W, 3] float32, blue first, less the mean; each in the upper left corner.
-      sizes: [B, 2] int32, height and width of each in `pixels`.
-      originals: [B, 2] int32, height and width before resizing.
-      scales: [B] float32, pixels of `pixels` per pixel of the original.
-    """
-
+    # [B, H, W, 3] float32, blue first, less the mean; each in the upper left corner.
     pixels: jax.Array
-    sizes: jax.Array
-    originals: jax.Array
-    scales: jax.Array
+    sizes: jax.Array  # [B, 2] int32, height and width of each in `pixels`
+    originals: jax.Array  # [B, 2] int32, height and width before resizing
+    scales: jax.Array  # [B] float32, pixels of `pixels` per pixel of the original
 
 
 class Regions(NamedTuple):
-    """What was found: up to K regions of each picture, padded at the end.
+    """What was found: up to K regions of each picture, padded at the end."""
 
-    Attributes:
-      boxes: [B, K, 4] float32, left, top, right and bottom in pixels of the original picture.
-      features: [B, K, F] float32.
-      scores: [B, K] float32, see RegionRule.
-      labels: [B, K] int32; 0 is the background.
-      logits: [B, K, classes] float32, the background first; their softmax are probabilities.
-      attributes: [B, K, attributes] float32, logits, nothing first; None: the detector has none.
-      valid: [B, K] bool, which regions there are; the others are zeros.
-    """
-
+    # [B, K, 4] float32, left, top, right and bottom in pixels of the original picture.
     boxes: jax.Array
-    features: jax.Array
-    scores: jax.Array
-    labels: jax.Array
+    features: jax.Array  # [B, K, F] float32
+    scores: jax.Array  # [B, K] float32, see RegionRule
+    labels: jax.Array  # [B, K] int32; 0 is the background
+    # [B, K, classes] float32, the background first; their softmax are probabilities.
     logits: jax.Array
+    # [B, K, attributes] float32, logits, nothing first; None: the detector has none.
     attributes: jax.Array | None
-    valid: jax.Array
+    valid: jax.Array  # [B, K] bool, which regions there are; the others are zeros
 
 
 @dataclasses.dataclass(frozen=True)
 class DetectorConfig:
-    """The network and its rules.
+    """The network and its rules."""
 
-    Attributes:
-      backbone: of the feature maps; without a pyramid its res5 is the head of regions.
-      rpn: of the proposals.
-      rule: of the regions that are kept.
-      classes: with the background.
-      attributes: with "nothing", which comes first; 0: the detector knows none.
-      attribute_labels: rows of the table of class embeddings that attributes are told by.
-      attribute_embedding, attribute_hidden: sizes of the attribute head.
-      labels: whether a region's class is that of its confidence (`confident`) or the most probable
-        one but the background (`likeliest`). VinVL's attributes are told by the former,
-        bottom-up attention's by the most probable one of all.
-      pyramid: channels of the feature pyramid; 0: none, one map of stride 16.
-      head: values of the two linears behind a pyramid, fc6 and fc7; features are those of fc6.
-      rectified: whether these features are taken behind the ReLU, as Caffe2's blob fc6 is, or in
-        front of it, as WebQA's fc1_features are.
-      pooling: `align` or `pool`.
-      bins: of a side of a pooled region.
-      samples: see roi_align.
-      divisor: sides of pictures are padded to multiples of this before the network sees them, as
-        each original pads a single picture.
-      padded_size: whether proposals are clipped to the padded size (Detectron) or the picture's.
-    """
-
+    # Of the feature maps; without a pyramid its res5 is the head of regions.
     backbone: ResNeXtConfig
-    rpn: RPNConfig
-    rule: RegionRule
-    classes: int
-    attributes: int = 0
-    attribute_labels: int = 0
+    rpn: RPNConfig  # of the proposals
+    rule: RegionRule  # of the regions that are kept
+    classes: int  # with the background
+    attributes: int = 0  # with "nothing", which comes first; 0: the detector knows none
+    attribute_labels: int = 0  # rows of the table of class embeddings that attributes are told by
+    # attribute_embedding, attribute_hidden: sizes of the attribute head.
     attribute_embedding: int = 256
     attribute_hidden: int = 512
+    # Whether a region's class is that of its confidence (`confident`) or the most probable one but
+    # the background (`likeliest`). VinVL's attributes are told by the former, bottom-up attention's
+    # by the most probable one of all.
     labels: str = "confident"
-    pyramid: int = 0
+    pyramid: int = 0  # channels of the feature pyramid; 0: none, one map of stride 16
+    # Values of the two linears behind a pyramid, fc6 and fc7; features are those of fc6.
     head: int = 0
+    # Whether these features are taken behind the ReLU, as Caffe2's blob fc6 is, or in front of it,
+    # as WebQA's fc1_features are.
     rectified: bool = True
-    pooling: str = "align"
-    bins: int = 14
-    samples: int = 0
+    pooling: str = "align"  # `align` or `pool`
+    bins: int = 14  # of a side of a pooled region
+    samples: int = 0  # see roi_align
+    # Sides of pictures are padded to multiples of this before the network sees them, as each
+    # original pads a single picture.
     divisor: int = 1
+    # Whether proposals are clipped to the padded size (Detectron) or the picture's.
     padded_size: bool = False
 
     def __post_init__(self):
@@ -452,32 +427,24 @@ _CLASSES = 32  # whose suppression runs at a time
 
 @dataclasses.dataclass(frozen=True)
 class RegionRule:
-    """The rule; the defaults are bottom-up attention's for 10 to 100 regions.
+    """The rule; the defaults are bottom-up attention's for 10 to 100 regions."""
 
-    Attributes:
-      confidence: that is enough.
-      reached: whether that confidence itself is enough.
-      fewest, most: regions of a picture, while there are as many proposals.
-      threshold: intersection over union of the suppression.
-      inclusive: see Overlap.
-      ranked: whether regions are always in the order of their confidence. Otherwise they are in
-        the order of the proposals where the number of confident ones is within bounds, as in
-        generate_tsv.py and extract_features.py.
-      unkept: whether regions that are kept in no class may fill up to `fewest`.
-      regressed: whether a region has a box of its own in each class, by regression, and ends with
-        that of its best class. Otherwise its box is the proposal's.
-      original: whether boxes are suppressed in pixels of the original picture, or of the resized.
-    """
-
-    confidence: float = 0.2
-    reached: bool = True
+    confidence: float = 0.2  # that is enough
+    reached: bool = True  # whether that confidence itself is enough
+    # fewest, most: regions of a picture, while there are as many proposals.
     fewest: int = 10
     most: int = 100
-    threshold: float = 0.3
-    inclusive: bool = True
+    threshold: float = 0.3  # intersection over union of the suppression
+    inclusive: bool = True  # see Overlap
+    # Whether regions are always in the order of their confidence. Otherwise they are in the order
+    # of the proposals where the number of confident ones is within bounds, as in generate_tsv.py
+    # and extract_features.py.
     ranked: bool = False
-    unkept: bool = True
+    unkept: bool = True  # whether regions that are kept in no class may fill up to `fewest`
+    # Whether a region has a box of its own in each class, by regression, and ends with that of its
+    # best class. Otherwise its box is the proposal's.
     regressed: bool = False
+    # Whether boxes are suppressed in pixels of the original picture, or of the resized.
     original: bool = True
 
     def __post_init__(self):

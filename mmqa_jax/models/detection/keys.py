@@ -36,34 +36,24 @@ _ATTRIBUTE_CONV = "roi_heads.attribute.feature_extractor.head."
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """How a project names its tensors.
+    """How a project names its tensors."""
 
-    Attributes:
-      stem: of the first convolution, and of its norm.
-      blocks: the prefix of a bottleneck, with `{stage}` (of res2: 0) and `{block}`.
-      first_stage: what the project calls res2.
-      head_blocks: that of res5 where it is the head of regions.
-      parts: our conv1, conv2, conv3 and shortcut -> the convolution, and its norm.
-      weight: ending of a convolution.
-      norm: ending of a norm -> ours.
-      score, hidden, rows: keys whose shapes show the classes, the RPN's channels and the number
-        of class embeddings.
-      ignore: see KeyMap.
-    """
-
-    stem: tuple[str, str]
-    blocks: str
-    first_stage: int
-    head_blocks: str
+    stem: tuple[str, str]  # of the first convolution, and of its norm
+    blocks: str  # the prefix of a bottleneck, with `{stage}` (of res2: 0) and `{block}`
+    first_stage: int  # what the project calls res2
+    head_blocks: str  # that of res5 where it is the head of regions
+    # Our conv1, conv2, conv3 and shortcut -> the convolution, and its norm.
     parts: dict[str, tuple[str, str]]
-    weight: str
-    norm: dict[str, str]
+    weight: str  # ending of a convolution
+    norm: dict[str, str]  # ending of a norm -> ours
+    # score, hidden, rows: keys whose shapes show the classes, the RPN's channels and the number of
+    # class embeddings.
     score: str
     hidden: str
     objectness: str
     rows: str
     attributes: str
-    ignore: tuple[str, ...]
+    ignore: tuple[str, ...]  # see KeyMap
 
 
 _DETECTRON = _Layout(

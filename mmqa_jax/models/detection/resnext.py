@@ -30,33 +30,23 @@ _POOLS = ("bordered", "caffe")
 
 @dataclasses.dataclass(frozen=True)
 class ResNeXtConfig:
-    """Sizes of the network; the defaults are ResNet-101's.
+    """Sizes of the network; the defaults are ResNet-101's."""
 
-    Attributes:
-      blocks: bottlenecks of the stages res2, res3, res4 and res5.
-      stem: channels after the first convolution.
-      width: channels after res2; each further stage has twice as many.
-      groups, width_per_group: of res2's 3 x 3 convolution; its width doubles with each stage.
-      stride_in_1x1: see the module.
-      dilation: of res5's 3 x 3 convolutions; above 1 res5 has no stride.
-      stem_pool: `bordered`, or `caffe` (see the module).
-      norm: `statistics` (mean, variance, scale and shift) or `affine` (scale and shift).
-      eps: added to a variance: 0 in maskrcnn-benchmark, 1e-5 in Caffe and detectron2.
-      dtype: of the convolutions; norms are computed in float32.
-      remat, unroll: see layers.scan_layers; they act on the bottlenecks of a stage but the first.
-    """
-
+    # Bottlenecks of the stages res2, res3, res4 and res5.
     blocks: tuple[int, int, int, int] = (3, 4, 23, 3)
-    stem: int = 64
-    width: int = 256
+    stem: int = 64  # channels after the first convolution
+    width: int = 256  # channels after res2; each further stage has twice as many
+    # groups, width_per_group: of res2's 3 x 3 convolution; its width doubles with each stage.
     groups: int = 1
     width_per_group: int = 64
-    stride_in_1x1: bool = True
-    dilation: int = 1
-    stem_pool: str = "bordered"
+    stride_in_1x1: bool = True  # see the module
+    dilation: int = 1  # of res5's 3 x 3 convolutions; above 1 res5 has no stride
+    stem_pool: str = "bordered"  # `bordered`, or `caffe` (see the module)
+    # `statistics` (mean, variance, scale and shift) or `affine` (scale and shift).
     norm: str = "statistics"
-    eps: float = 1e-5
-    dtype: str = "float32"
+    eps: float = 1e-5  # added to a variance: 0 in maskrcnn-benchmark, 1e-5 in Caffe and detectron2
+    dtype: str = "float32"  # of the convolutions; norms are computed in float32
+    # remat, unroll: see layers.scan_layers; they act on the bottlenecks of a stage but the first.
     remat: str = "none"
     unroll: int | bool | None = None
 

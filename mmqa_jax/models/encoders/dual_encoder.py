@@ -43,29 +43,26 @@ _MARKS = 2  # tokens of a text without words
 
 @dataclasses.dataclass(frozen=True)
 class DualEncoderConfig:
-    """Both towers and how a captioned picture becomes one vector.
+    """Both towers and how a captioned picture becomes one vector."""
 
-    Attributes:
-      text: a BertConfig (mean pooling, no projection: the embedding is the pooled vector itself,
-        which keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
-      vision: CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
-      fusion: `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's
-        bi-modal vector); `image` by its picture alone (WebQA's CLIP retrieval);
-        `sum` as the towers' vectors of both, before they are scaled, added (UniIR's CLIP_SF), of
-        a text without words the picture's alone.
-      picture_gate: initial value of the learned factor on the picture's part in `mean`. 1 is
-        RMR's formula. A vision tower that starts from random weights beside a trained text tower
-        gives all pictures nearly one vector, which at 1 lowers every picture's score by a factor
-        of about sqrt(2) against snippets: start it near 0 (0.1) then.
-      logit_scale: initial log of the temperature's inverse (CLIP: log(1 / 0.07)).
-      logit_bias: initial value of what the sigmoid loss adds to all logits; None: there is none.
-    """
-
+    # A BertConfig (mean pooling, no projection: the embedding is the pooled vector itself, which
+    # keeps MiniLM's own quality), a CLIP TextConfig, or SigLIP's.
     text: BertConfig | TextConfig | SiglipTextConfig
+    # CLIP's or SigLIP's vision tower; its embed_dim must be the text embedding's size.
     vision: VisionConfig | SiglipVisionConfig
+    # `mean` embeds a picture source as (caption + picture) / 2, renormalized (RMR's bi-modal
+    # vector); `image` by its picture alone (WebQA's CLIP retrieval); `sum` as the towers' vectors
+    # of both, before they are scaled, added (UniIR's CLIP_SF), of a text without words the
+    # picture's alone.
     fusion: str = "mean"
+    # Initial value of the learned factor on the picture's part in `mean`. 1 is RMR's formula. A
+    # vision tower that starts from random weights beside a trained text tower gives all pictures
+    # nearly one vector, which at 1 lowers every picture's score by a factor of about sqrt(2)
+    # against snippets: start it near 0 (0.1) then.
     picture_gate: float = 1.0
+    # Initial log of the temperature's inverse (CLIP: log(1 / 0.07)).
     logit_scale: float = INITIAL_LOGIT_SCALE
+    # Initial value of what the sigmoid loss adds to all logits; None: there is none.
     logit_bias: float | None = None
 
     def __post_init__(self):
@@ -214,23 +211,19 @@ def _vision_changes(section: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class DualEncoderModel:
-    """A text tower and a vision tower with one space of embeddings.
+    """A text tower and a vision tower with one space of embeddings."""
 
-    Attributes:
-      fusion, picture_gate: how a source's caption and picture become one vector (DualEncoder).
-      clip, siglip: a name of CLIPS or SIGLIPS, then that model itself; or both "":
-      trunk: of a BERT text tower, a name of TRUNKS.
-      changes: fields of the text tower's config that differ.
-      vision: fields of VisionConfig (of SigLIP its own) that differ; unless given its dtype is the
-        text tower's, and its embed_dim a BERT tower's hidden size.
-    """
-
+    # fusion, picture_gate: how a source's caption and picture become one vector (DualEncoder).
     fusion: str
     picture_gate: float
+    # clip, siglip: a name of CLIPS or SIGLIPS, then that model itself; or both "":
     clip: str = ""
     siglip: str = ""
-    trunk: str = ""
+    trunk: str = ""  # of a BERT text tower, a name of TRUNKS
+    # Fields of the text tower's config that differ.
     changes: Mapping[str, Any] = mapping(_text_changes)
+    # Fields of VisionConfig (of SigLIP its own) that differ; unless given its dtype is the text
+    # tower's, and its embed_dim a BERT tower's hidden size.
     vision: Mapping[str, Any] = mapping(_vision_changes)
 
     def __post_init__(self):

@@ -359,17 +359,12 @@ class YesNoDecoder(Llama):
 
 @dataclasses.dataclass(frozen=True)
 class TextClassifierConfig:
-    """Sizes of the classifier.
+    """Sizes of the classifier."""
 
-    Attributes:
-      bert: the encoder; `with_pooler` says whether it has a pooler.
-      classes: how many.
-      pooling: `pooler` is BERT's pooled output, as in the original; `cls` the last hidden state of
-        [CLS] itself, for encoders whose pooler was never trained (MiniLM).
-    """
-
-    bert: BertConfig
-    classes: int = 2
+    bert: BertConfig  # the encoder; `with_pooler` says whether it has a pooler
+    classes: int = 2  # how many
+    # `pooler` is BERT's pooled output, as in the original; `cls` the last hidden state of [CLS]
+    # itself, for encoders whose pooler was never trained (MiniLM).
     pooling: str = "pooler"
 
     def __post_init__(self):
@@ -416,19 +411,12 @@ class TextClassifier(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class TextClassifierModel:
-    """A BERT with a linear layer.
+    """A BERT with a linear layer."""
 
-    Attributes:
-      trunk: a name of TRUNKS.
-      pooling: see TextClassifierConfig.
-      frozen: only the linear layer is trained.
-      changes: fields of BertConfig that differ.
-    """
-
-    trunk: str
-    pooling: str
-    frozen: bool
-    changes: Mapping[str, Any] = changes_of(BertConfig)
+    trunk: str  # a name of TRUNKS
+    pooling: str  # see TextClassifierConfig
+    frozen: bool  # only the linear layer is trained
+    changes: Mapping[str, Any] = changes_of(BertConfig)  # fields of BertConfig that differ
 
     def config(self, vocab_size: int, classes: int) -> TextClassifierConfig:
         """The model's sizes; `vocab_size`: of the tokenizer."""

@@ -63,72 +63,48 @@ _SCORED = {"maxsim": False, "meanmaxsim": True}
 
 @dataclasses.dataclass(frozen=True)
 class Expansion:
-    """Masked tokens behind a short query, which are scored too.
+    """Masked tokens behind a short query, which are scored too."""
 
-    Attributes:
-      length: tokens of a query that has them.
-      cuts: whether longer queries are cut to `length`; else they stay as they are.
-      attended: whether the other tokens attend to them.
-      token: its spelling; None is the tokenizer's `[MASK]`.
-    """
-
-    length: int
-    cuts: bool = True
-    attended: bool = False
-    token: str | None = None
+    length: int  # tokens of a query that has them
+    cuts: bool = True  # whether longer queries are cut to `length`; else they stay as they are
+    attended: bool = False  # whether the other tokens attend to them
+    token: str | None = None  # its spelling; None is the tokenizer's `[MASK]`
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenPooling:
     """Ward's clusters of tokens that are alike, each of which becomes its mean
     (sentence-transformers' HierarchicalTokenPooling).
-
-    Attributes:
-      factor: a text keeps about one vector for so many tokens.
-      protected: tokens at the beginning of a text that are not merged.
-      normalized: whether vectors are scaled to length 1 afterwards.
-      sides: whose tokens are merged, of "query" and "document".
     """
 
-    factor: float
-    protected: int = 1
-    normalized: bool = True
-    sides: tuple[str, ...] = ("document",)
+    factor: float  # a text keeps about one vector for so many tokens
+    protected: int = 1  # tokens at the beginning of a text that are not merged
+    normalized: bool = True  # whether vectors are scaled to length 1 afterwards
+    sides: tuple[str, ...] = ("document",)  # whose tokens are merged, of "query" and "document"
 
 
 @dataclasses.dataclass(frozen=True)
 class LateInteraction:
-    """How the vectors of texts are made, and scored.
+    """How the vectors of texts are made, and scored."""
 
-    Attributes:
-      prompts: before a question and before a source.
-      marked: whether the first word of a prompt is a token, if the vocabulary has it.
-      query_length, document_length: longer texts are cut, special tokens included; None: at
-        `max_tokens`.
-      max_tokens: by sentence-transformers' files; None: as many as the tokenizer says.
-      expansion: of queries; None: they are not expanded.
-      skipped: spellings of tokens that are not scored.
-      skips: the sides whose tokens are skipped, of "query" and "document".
-      dense: linear layers over the state of every token, in order.
-      normalized: whether vectors are scaled to length 1.
-      mean: whether a score is divided by the number of the question's tokens.
-      lowercase: whether texts are put in lower case before they are split.
-      pooling: of tokens, behind all else; None: all are kept.
-    """
-
+    # Before a question and before a source.
     prompts: Prompts = dataclasses.field(default_factory=Prompts)
-    marked: bool = False
+    marked: bool = False  # whether the first word of a prompt is a token, if the vocabulary has it
+    # query_length, document_length: longer texts are cut, special tokens included; None: at
+    # `max_tokens`.
     query_length: int | None = None
     document_length: int | None = None
+    # By sentence-transformers' files; None: as many as the tokenizer says.
     max_tokens: int | None = None
-    expansion: Expansion | None = None
-    skipped: tuple[str, ...] = ()
+    expansion: Expansion | None = None  # of queries; None: they are not expanded
+    skipped: tuple[str, ...] = ()  # spellings of tokens that are not scored
+    # The sides whose tokens are skipped, of "query" and "document".
     skips: tuple[str, ...] = ("document",)
-    dense: tuple[DenseLayer, ...] = ()
-    normalized: bool = True
-    mean: bool = False
-    lowercase: bool = False
-    pooling: TokenPooling | None = None
+    dense: tuple[DenseLayer, ...] = ()  # linear layers over the state of every token, in order
+    normalized: bool = True  # whether vectors are scaled to length 1
+    mean: bool = False  # whether a score is divided by the number of the question's tokens
+    lowercase: bool = False  # whether texts are put in lower case before they are split
+    pooling: TokenPooling | None = None  # of tokens, behind all else; None: all are kept
 
 
 def is_late_interaction(folder: Path) -> bool:

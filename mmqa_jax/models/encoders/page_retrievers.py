@@ -41,38 +41,29 @@ PICTURE, TEXT = "{picture}", "{text}"  # their places in a prompt
 
 @dataclasses.dataclass(frozen=True)
 class PageRetriever:
-    """How one class of retrievers makes vectors.
+    """How one class of retrievers makes vectors."""
 
-    Attributes:
-      title: what people call it.
-      page, question, source: the prompts of a page, a question and a text that is searched.
-      pooling: what becomes of the tokens' states: one of POOLINGS, or `heads.OF_PICTURE`; "": a
-        vector for each.
-      projection: of its tensors, the linear layer over states; "": there is none.
-      around: whether the tokenizer's own tokens stand around a prompt, too.
-      strips: whether the text loses the blanks at its end.
-      optional: marks that are plain text where the tokenizer has no such token.
-      task: whose additions in the folder `adapters` are put into its linears; "": there are none.
-      unused: patterns of tensors that another class in the same files reads.
-      harmless: keys of its config.json beside those of the model that reads.
-      model_type: of that model, where its config.json has one of its own; "": it has none.
-      sees_both: whether tokens see what follows them, and their states are those before the last
-        norm, of which a vector of length 1 knows its scale alone.
-    """
-
-    title: str
+    title: str  # what people call it
+    # page, question, source: the prompts of a page, a question and a text that is searched.
     page: str
     question: str
     source: str = TEXT
+    # What becomes of the tokens' states: one of POOLINGS, or `heads.OF_PICTURE`; "": a vector for
+    # each.
     pooling: str = ""
+    # Of its tensors, the linear layer over states; "": there is none.
     projection: str = "custom_text_proj"
-    around: bool = True
-    strips: bool = False
+    around: bool = True  # whether the tokenizer's own tokens stand around a prompt, too
+    strips: bool = False  # whether the text loses the blanks at its end
+    # Marks that are plain text where the tokenizer has no such token.
     optional: tuple[str, ...] = ()
+    # Whose additions in the folder `adapters` are put into its linears; "": there are none.
     task: str = ""
-    unused: tuple[str, ...] = ()
-    harmless: tuple[str, ...] = ()
-    model_type: str = ""
+    unused: tuple[str, ...] = ()  # patterns of tensors that another class in the same files reads
+    harmless: tuple[str, ...] = ()  # keys of its config.json beside those of the model that reads
+    model_type: str = ""  # of that model, where its config.json has one of its own; "": it has none
+    # Whether tokens see what follows them, and their states are those before the last norm, of
+    # which a vector of length 1 knows its scale alone.
     sees_both: bool = False
 
 
@@ -209,21 +200,17 @@ def page_retriever_name(folder: Path) -> str | None:
 
 
 class _Reader(NamedTuple):
-    """A kind of models that read prompts.
+    """A kind of models that read prompts."""
 
-    Attributes:
-      open: (folder, config of the model or None) -> its checkpoint.
-      config: (folder of the files of pictures, config of the model) -> ours.
-      key_map: of a model without an output head.
-      tokens, pooled: its classes with a vector for each token, and with one.
-      fused: what its checkpoints keep as rows of one tensor.
-    """
-
+    # (folder, config of the model or None) -> its checkpoint.
     open: Callable[[Path, Mapping[str, Any] | None], Checkpoint]
+    # (folder of the files of pictures, config of the model) -> ours.
     config: Callable[[Path, Mapping[str, Any]], Any]
-    key_map: Callable[[Any], KeyMap]
+    key_map: Callable[[Any], KeyMap]  # of a model without an output head
+    # tokens, pooled: its classes with a vector for each token, and with one.
     tokens: type[nnx.Module]
     pooled: type[nnx.Module]
+    # What its checkpoints keep as rows of one tensor.
     fused: Callable[[Any], Fused] = lambda config: {}
 
 
@@ -277,18 +264,12 @@ _READERS = (
 
 @dataclasses.dataclass(frozen=True)
 class PageModel:
-    """The model of a page retriever, as its published files describe it.
+    """The model of a page retriever, as its published files describe it."""
 
-    Attributes:
-      retriever: its entry.
-      published: its config.json.
-      folder: of the files that say how pictures are prepared, and of messages.
-      dim: the values behind the linear layer over states; None: there is no such layer.
-    """
-
-    retriever: PageRetriever
-    published: Mapping[str, Any]
-    folder: Path
+    retriever: PageRetriever  # its entry
+    published: Mapping[str, Any]  # its config.json
+    folder: Path  # of the files that say how pictures are prepared, and of messages
+    # The values behind the linear layer over states; None: there is no such layer.
     dim: int | None = None
 
     @property

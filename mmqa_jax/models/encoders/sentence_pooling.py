@@ -141,46 +141,31 @@ class Prompts:
 
 @dataclasses.dataclass(frozen=True)
 class DenseLayer:
-    """A linear layer over the pooled states.
+    """A linear layer over the pooled states."""
 
-    Attributes:
-      folder: of its weights.
-      inputs, outputs: values of a vector before and after it.
-      bias: whether it has one.
-      activation: one of DENSE_ACTIVATIONS.
-      residual: whether what it gets is added to what it gives, through a linear layer where their
-        sizes differ.
-      beside: whether its tensors are among those of the encoder.
-    """
-
-    folder: Path
+    folder: Path  # of its weights
+    # inputs, outputs: values of a vector before and after it.
     inputs: int
     outputs: int
-    bias: bool
-    activation: str
+    bias: bool  # whether it has one
+    activation: str  # one of DENSE_ACTIVATIONS
+    # Whether what it gets is added to what it gives, through a linear layer where their sizes
+    # differ.
     residual: bool = False
-    beside: bool = False
+    beside: bool = False  # whether its tensors are among those of the encoder
 
 
 @dataclasses.dataclass(frozen=True)
 class SentenceRecipe:
-    """How one vector, of length 1, is made of a text.
+    """How one vector, of length 1, is made of a text."""
 
-    Attributes:
-      pooling: one of POOLINGS.
-      prompts: before the texts.
-      max_tokens: longer texts are cut, special tokens included; None: as long as the encoder takes.
-      lowercase: whether texts are put in lower case before they are split.
-      truncate_dim: the first so many values are kept (Matryoshka); None: all.
-      dense: linear layers over what is pooled, in order.
-    """
-
-    pooling: str = "mean"
-    prompts: Prompts = Prompts()
+    pooling: str = "mean"  # one of POOLINGS
+    prompts: Prompts = Prompts()  # before the texts
+    # Longer texts are cut, special tokens included; None: as long as the encoder takes.
     max_tokens: int | None = None
-    lowercase: bool = False
-    truncate_dim: int | None = None
-    dense: tuple[DenseLayer, ...] = ()
+    lowercase: bool = False  # whether texts are put in lower case before they are split
+    truncate_dim: int | None = None  # the first so many values are kept (Matryoshka); None: all
+    dense: tuple[DenseLayer, ...] = ()  # linear layers over what is pooled, in order
 
 
 def has_recipe(folder: Path) -> bool:

@@ -67,27 +67,21 @@ _CLASSIFIER = "ForSequenceClassification"  # how the names of these architecture
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One `model_type` of transformers.
+    """One `model_type` of transformers."""
 
-    Attributes:
-      config: (config.json, its name for messages) -> our config.
-      model: the encoder's module.
-      key_map: of the encoder.
-      classifier: key map of its classifier of sequences and `cross_encoder`; None: there is none.
-      cross_encoder: the module of a cross-encoder.
-      fused: what its checkpoints keep as rows of one tensor.
-      name: (key of the key map, whether of a classifier) -> that of a checkpoint.
-      unplaced: config.json -> the token that transformers gives no position of its own, wherever it
-        stands; None: every token has one.
-    """
-
+    # (config.json, its name for messages) -> our config.
     config: Callable[[Mapping[str, Any], str], Any]
-    model: type[nnx.Module]
-    key_map: Callable[[Any], KeyMap]
+    model: type[nnx.Module]  # the encoder's module
+    key_map: Callable[[Any], KeyMap]  # of the encoder
+    # Key map of its classifier of sequences and `cross_encoder`; None: there is none.
     classifier: Callable[[Any], KeyMap] | None = None
-    cross_encoder: type[nnx.Module] = CrossEncoder
+    cross_encoder: type[nnx.Module] = CrossEncoder  # the module of a cross-encoder
+    # What its checkpoints keep as rows of one tensor.
     fused: Callable[[Any], Fused] = lambda config: {}
+    # (key of the key map, whether of a classifier) -> that of a checkpoint.
     name: Callable[[str, bool], str] = lambda key, classifier: key
+    # config.json -> the token that transformers gives no position of its own, wherever it stands;
+    # None: every token has one.
     unplaced: Callable[[Mapping[str, Any]], int | None] = lambda published: None
 
 

@@ -52,17 +52,12 @@ from mmqa_jax.weights.formats.safetensors import ArraySource, TensorSource, writ
 
 @dataclasses.dataclass(frozen=True)
 class RerankerRecord:
-    """A reranker of pairs of texts as training makes it.
+    """A reranker of pairs of texts as training makes it."""
 
-    Attributes:
-      published: transformers' config.json, as text.
-      yes_no: the ids of the tokens yes and no of a decoder; None: it is a cross-encoder.
-      changes: fields of our config that say how it is computed.
-    """
-
-    published: str
+    published: str  # transformers' config.json, as text
+    # The ids of the tokens yes and no of a decoder; None: it is a cross-encoder.
     yes_no: tuple[int, int] | None = None
-    changes: tuple[tuple[str, Any], ...] = ()
+    changes: tuple[tuple[str, Any], ...] = ()  # fields of our config that say how it is computed
 
     kind: ClassVar[str] = "texts"
 
@@ -175,16 +170,12 @@ _CLASSES = {
 
 @dataclasses.dataclass(frozen=True)
 class EncoderRecord:
-    """An encoder of texts as training makes it.
+    """An encoder of texts as training makes it."""
 
-    Attributes:
-      published: transformers' config.json, as text.
-      recipe: how vectors are made of the states of tokens: one of a text, or one of each token.
-      changes: fields of our config that say how the encoder is computed.
-    """
-
-    published: str
+    published: str  # transformers' config.json, as text
+    # How vectors are made of the states of tokens: one of a text, or one of each token.
     recipe: SentenceRecipe | LateInteraction
+    # Fields of our config that say how the encoder is computed.
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property

@@ -69,26 +69,18 @@ _TOWER = r"^(?!(vision|projector|newline)(/|$))"  # of a reader of prompts: all 
 
 @dataclasses.dataclass(frozen=True)
 class PageRecord:
-    """A reader of prompts with pictures as training makes it.
+    """A reader of prompts with pictures as training makes it."""
 
-    Attributes:
-      published: transformers' config.json, as text.
-      retriever: a name of `page_retrievers.RETRIEVERS`; `chat`: Qwen3-VL-Embedding.
-      folder: of the files that say how pictures are prepared, and of the chat template.
-      dim_of_layer: the values behind the linear layer; None: there is none.
-      names: our key map's names of tensors, and the folder's.
-      prompts: instructions of `chat`, "": the original's.
-      max_pixels: what larger pictures are resized to; 0: as the folder says. Of a Qwen-VL.
-      changes: fields of our config that say how the model is computed.
-    """
-
-    published: str
-    retriever: str
-    folder: Path
-    dim_of_layer: int | None
+    published: str  # transformers' config.json, as text
+    retriever: str  # a name of `page_retrievers.RETRIEVERS`; `chat`: Qwen3-VL-Embedding
+    folder: Path  # of the files that say how pictures are prepared, and of the chat template
+    dim_of_layer: int | None  # the values behind the linear layer; None: there is none
+    # Our key map's names of tensors, and the folder's.
     names: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
+    # Instructions of `chat`, "": the original's.
     prompts: Prompts = dataclasses.field(default_factory=Prompts)
-    max_pixels: int = 0
+    max_pixels: int = 0  # what larger pictures are resized to; 0: as the folder says. Of a Qwen-VL.
+    # Fields of our config that say how the model is computed.
     changes: tuple[tuple[str, Any], ...] = ()
 
     kind: ClassVar[str] = "pages"
@@ -207,17 +199,11 @@ class PageRecord:
 
 @dataclasses.dataclass(frozen=True)
 class TowersRecord:
-    """A CLIP or SigLIP as training makes it: texts and pictures each by a tower.
+    """A CLIP or SigLIP as training makes it: texts and pictures each by a tower."""
 
-    Attributes:
-      published: transformers' config.json, as text.
-      folder: of the files that say how pictures are prepared, and of the chat template.
-      changes: fields of our configs that say how it is computed.
-    """
-
-    published: str
-    folder: Path
-    changes: tuple[tuple[str, Any], ...] = ()
+    published: str  # transformers' config.json, as text
+    folder: Path  # of the files that say how pictures are prepared, and of the chat template
+    changes: tuple[tuple[str, Any], ...] = ()  # fields of our configs that say how it is computed
 
     kind: ClassVar[str] = "towers"
     vectors: ClassVar[Vectors] = "text"
@@ -366,16 +352,12 @@ def read_pictured_record(
 
 @dataclasses.dataclass(frozen=True)
 class SeeingReranker:
-    """A Qwen3-VL-Reranker as training makes it.
+    """A Qwen3-VL-Reranker as training makes it."""
 
-    Attributes:
-      published, folder, names, max_pixels, changes: see PageRecord.
-      yes_no: the ids of the tokens yes and no.
-    """
-
+    # published, folder, names, max_pixels, changes: see PageRecord.
     published: str
     folder: Path
-    yes_no: tuple[int, int]
+    yes_no: tuple[int, int]  # the ids of the tokens yes and no
     names: Mapping[str, str] = dataclasses.field(compare=False, repr=False)
     max_pixels: int = 0
     changes: tuple[tuple[str, Any], ...] = ()

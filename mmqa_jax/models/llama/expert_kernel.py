@@ -29,14 +29,10 @@ _MEMORY = 56 * 2**20  # bytes of it that are used; of TPUs in use v7x has the le
 
 
 class Stack(NamedTuple):
-    """The matrices of one linear of all experts of all layers.
+    """The matrices of one linear of all experts of all layers."""
 
-    Attributes:
-      kernels: [N, E, in, out].
-      scale: float32 [N, E, out] of int8 kernels; None: they are not rounded.
-    """
-
-    kernels: jax.Array
+    kernels: jax.Array  # [N, E, in, out]
+    # Float32 [N, E, out] of int8 kernels; None: they are not rounded.
     scale: jax.Array | None = None
 
 

@@ -611,15 +611,10 @@ CHECK = comparison.Check("AutoModelForCausalLM", _run, {"logits": "logits"})
 
 
 class Parts(NamedTuple):
-    """The rows of one tensor.
+    """The rows of one tensor."""
 
-    Attributes:
-      rows: of each part, by its name.
-      groups: how often these follow one another, as for every head.
-    """
-
-    rows: Mapping[str, int]
-    groups: int = 1
+    rows: Mapping[str, int]  # of each part, by its name
+    groups: int = 1  # how often these follow one another, as for every head
 
 
 Fused = Mapping[str, Parts]  # by the name of the whole

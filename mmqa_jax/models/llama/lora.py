@@ -55,20 +55,15 @@ Base = Literal["compute", "float32", "int8", "int4"]
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig:
-    """What is added.
+    """What is added."""
 
-    Attributes:
-      rank: r.
-      alpha: the additions are scaled by alpha / r.
-      targets: the projections of every layer that get one, of network.LINEARS; () is all that
-        the layers have, without those inside experts.
-      base: how the frozen matrices are held: `compute`, in the model's dtype; `float32`; `int8` or
-        `int4`, those of the layers rounded (llama.quantize), the others in the model's dtype.
-    """
-
-    rank: int = 16
-    alpha: float = 32.0
+    rank: int = 16  # r
+    alpha: float = 32.0  # the additions are scaled by alpha / r
+    # The projections of every layer that get one, of network.LINEARS; () is all that the layers
+    # have, without those inside experts.
     targets: tuple[str, ...] = ()
+    # How the frozen matrices are held: `compute`, in the model's dtype; `float32`; `int8` or
+    # `int4`, those of the layers rounded (llama.quantize), the others in the model's dtype.
     base: Base = "compute"
 
     def __post_init__(self):
@@ -207,14 +202,10 @@ _NOBODY = -1  # owner of columns that are padding
 
 
 class Additions(NamedTuple):
-    """What one adapter adds to a LLaMA.
+    """What one adapter adds to a LLaMA."""
 
-    Attributes:
-      factor: alpha / r.
-      matrices: of each projection that it changes A [layers, in, r] and B [layers, r, out].
-    """
-
-    factor: float
+    factor: float  # alpha / r
+    # Of each projection that it changes A [layers, in, r] and B [layers, r, out].
     matrices: Mapping[str, tuple[np.ndarray, np.ndarray]]
 
 

@@ -298,21 +298,13 @@ class QuantizedGroupedLinear(nnx.Module):
 
 
 class Form(NamedTuple):
-    """How checkpoints hold their matrices, for sizes and programs without one.
+    """How checkpoints hold their matrices, for sizes and programs without one."""
 
-    Attributes:
-      codes: their type.
-      group: inputs that share a scale.
-      scale: the type of scales.
-      zero: whether there are zeros.
-      experts_alone: whether a mixture's other matrices are not rounded.
-    """
-
-    codes: jnp.dtype
-    group: int
-    scale: jnp.dtype = jnp.float32
-    zero: bool = False
-    experts_alone: bool = False
+    codes: jnp.dtype  # their type
+    group: int  # inputs that share a scale
+    scale: jnp.dtype = jnp.float32  # the type of scales
+    zero: bool = False  # whether there are zeros
+    experts_alone: bool = False  # whether a mixture's other matrices are not rounded
 
     @property
     def bytes(self) -> float:

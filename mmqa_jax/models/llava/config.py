@@ -70,33 +70,9 @@ _LARGEST_BUDGET = 8192  # tokens of a picture
 
 @dataclasses.dataclass(frozen=True)
 class LlavaConfig:
-    """Tower, connector and decoder; the defaults are LLaVA-1.5's in transformers' layout.
+    """Tower, connector and decoder; the defaults are LLaVA-1.5's in transformers' layout."""
 
-    Attributes:
-      vision: the tower; CLIP's `embed_dim` is not used (LLaVA drops its own projection).
-      llama: the language model.
-      feature_layer: which of the tower's layers is read, counted as in `clip.blocks_before`.
-      select: of its states all are read ("full"), or all but the first ("default"): CLIP's class
-        token; of a SigLIP, which has none, transformers leaves out the first patch; or all but the
-        last ("leading"): Llama 4's class token.
-      resize: how a picture becomes a square: padded with the tower's mean color, or scaled to it
-        (`data.pictures.decode.to_pixels`).
-      projector_activation: between the projector's two linears.
-      projector_bias: whether these have biases.
-      projector_width: what the first of these gives; None: the decoder's width.
-      projector_normed: whether a layer norm stands before them, of connectors that may lack it.
-      image_token: id of a picture's placeholder; it is never looked up in the embedding table, and
-        may be outside of it (`ORIGINAL_IMAGE_TOKEN`).
-      family: the entry of `families.FAMILIES`, or "onevision".
-      connector: what makes a tower's states the decoder's tokens, a name of `CONNECTORS`.
-      merge: side of the square of states that become one token.
-      normed: whether the states that are read go through the tower's last norm.
-      split: how a picture is cut into tiles; None: it is one square.
-      before_token, after_token: what stand around a picture; of a square the first is its place in
-        a prompt's text. None: nothing does.
-      budget: the most tokens of a picture, which has any size; None: it is of squares.
-    """
-
+    # The tower; CLIP's `embed_dim` is not used (LLaVA drops its own projection).
     vision: (
         VisionConfig
         | SiglipVisionConfig
@@ -105,22 +81,35 @@ class LlavaConfig:
         | Gemma4PatchesConfig
         | Llama4VisionConfig
     )
-    llama: LlamaConfig
+    llama: LlamaConfig  # the language model
+    # Which of the tower's layers is read, counted as in `clip.blocks_before`.
     feature_layer: int = -2
+    # Of its states all are read ("full"), or all but the first ("default"): CLIP's class token; of
+    # a SigLIP, which has none, transformers leaves out the first patch; or all but the last
+    # ("leading"): Llama 4's class token.
     select: str = "default"
+    # How a picture becomes a square: padded with the tower's mean color, or scaled to it
+    # (`data.pictures.decode.to_pixels`).
     resize: str = "pad"
-    projector_activation: str = "gelu"
-    projector_bias: bool = True
-    projector_width: int | None = None
+    projector_activation: str = "gelu"  # between the projector's two linears
+    projector_bias: bool = True  # whether these have biases
+    projector_width: int | None = None  # what the first of these gives; None: the decoder's width
+    # Whether a layer norm stands before them, of connectors that may lack it.
     projector_normed: bool = False
+    # Id of a picture's placeholder; it is never looked up in the embedding table, and may be
+    # outside of it (`ORIGINAL_IMAGE_TOKEN`).
     image_token: int = 32000
-    family: str = "llava"
+    family: str = "llava"  # the entry of `families.FAMILIES`, or "onevision"
+    # What makes a tower's states the decoder's tokens, a name of `CONNECTORS`.
     connector: str = "mlp"
-    merge: int = 1
-    normed: bool = False
-    split: Split | None = None
+    merge: int = 1  # side of the square of states that become one token
+    normed: bool = False  # whether the states that are read go through the tower's last norm
+    split: Split | None = None  # how a picture is cut into tiles; None: it is one square
+    # before_token, after_token: what stand around a picture; of a square the first is its place in
+    # a prompt's text. None: nothing does.
     before_token: int | None = None
     after_token: int | None = None
+    # The most tokens of a picture, which has any size; None: it is of squares.
     budget: int | None = None
 
     def __post_init__(self):
@@ -238,15 +227,13 @@ class PictureConfig(Protocol):
     """The config of a model whose pictures become tokens of its language model.
 
     Attributes:
-      llama: of the language model.
-      image_token: the placeholder in a prompt, one for each picture, or for each of its tiles.
       expected_pixels: what pictures are, for messages.
       picture_kind: how prompts hold pictures (`prompting.picture_format`) and which tower encodes
         them (`decoding.image_tower`).
     """
 
-    llama: LlamaConfig
-    image_token: int
+    llama: LlamaConfig  # of the language model
+    image_token: int  # the placeholder in a prompt, one for each picture, or for each of its tiles
 
     @property
     def expected_pixels(self) -> str: ...

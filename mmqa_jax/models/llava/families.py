@@ -28,63 +28,47 @@ def _none() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """One family.
+    """One family."""
 
-    Attributes:
-      title: what people call it.
-      architecture: its class in transformers.
-      tower: model type of a vision_config that does not say it; a key of `towers.TOWERS`.
-      keys: our fields -> their keys in config.json and transformers' defaults.
-      kinds: kinds of its keys (`config_json.kinds`) beside those that every family has.
-      computes: our fields that its code fixes, and no key says.
-      fixed: keys that have only these values here.
-      harmless: keys that change nothing in inference.
-      text: of its text_config, what transformers takes for absent keys where that is not what the
-        decoder's own family takes.
-      text_fixed, text_harmless: of its text_config, as `fixed` and `harmless`; no decoder has them.
-      tied: whether the head is the embedding table where neither config.json nor the tensors say.
-      prefixes: of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
-      vision: the tower of a config.json without vision_config; None: what `tower` reads of {}.
-      tower_harmless: keys of its vision_config that change nothing.
-      width_key: its key for the decoder's width, beside its text_config.
-      of_tower: our fields whose keys, with a default, stand in its vision_config; of several keys
-        all say the same.
-      split: how its pictures are cut; None: they are squares.
-      budget: the most tokens of a picture of any size, where its processor does not say it.
-      length_key: its key for a square's tokens, which follow from other keys.
-      length: what transformers takes where `length_key` is absent, if `merge` follows from it.
-      sight: `LlamaConfig.picture_sight`, which its code fixes; "": its text_config says it.
-      seen_whole: what it is where a text_config says "vision".
-      is_capped: whether its head has the cap that its text_config says.
-      inverse: those of our fields whose key says 1 / value.
-      nested: whether transformers' pixel_values are by prompt and picture, not by picture alone.
-    """
-
-    title: str
-    architecture: str
-    tower: str
+    title: str  # what people call it
+    architecture: str  # its class in transformers
+    tower: str  # model type of a vision_config that does not say it; a key of `towers.TOWERS`
+    # Our fields -> their keys in config.json and transformers' defaults.
     keys: Mapping[str, tuple[str, Any]]
+    # Kinds of its keys (`config_json.kinds`) beside those that every family has.
     kinds: Mapping[str, str]
-    computes: Mapping[str, Any] = _none()
-    fixed: Mapping[str, tuple[Any, ...]] = _none()
-    harmless: tuple[str, ...] = ()
+    computes: Mapping[str, Any] = _none()  # our fields that its code fixes, and no key says
+    fixed: Mapping[str, tuple[Any, ...]] = _none()  # keys that have only these values here
+    harmless: tuple[str, ...] = ()  # keys that change nothing in inference
+    # Of its text_config, what transformers takes for absent keys where that is not what the
+    # decoder's own family takes.
     text: Mapping[str, Any] = _none()
+    # text_fixed, text_harmless: of its text_config, as `fixed` and `harmless`; no decoder has them.
     text_fixed: Mapping[str, tuple[Any, ...]] = _none()
     text_harmless: tuple[str, ...] = ()
+    # Whether the head is the embedding table where neither config.json nor the tensors say.
     tied: bool = False
+    # Of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
     prefixes: Mapping[str, str] = _none()
+    # The tower of a config.json without vision_config; None: what `tower` reads of {}.
     vision: VisionConfig | SiglipVisionConfig | None = None
-    tower_harmless: tuple[str, ...] = ()
-    width_key: str = ""
+    tower_harmless: tuple[str, ...] = ()  # keys of its vision_config that change nothing
+    width_key: str = ""  # its key for the decoder's width, beside its text_config
+    # Our fields whose keys, with a default, stand in its vision_config; of several keys all say the
+    # same.
     of_tower: Mapping[str, tuple[str, int]] = _none()
-    split: type[Split] | None = None
+    split: type[Split] | None = None  # how its pictures are cut; None: they are squares
+    # The most tokens of a picture of any size, where its processor does not say it.
     budget: int | None = None
-    length_key: str = ""
+    length_key: str = ""  # its key for a square's tokens, which follow from other keys
+    # What transformers takes where `length_key` is absent, if `merge` follows from it.
     length: int = 0
+    # `LlamaConfig.picture_sight`, which its code fixes; "": its text_config says it.
     sight: str = "causal"
-    seen_whole: str = "near"
-    is_capped: bool = False
-    inverse: tuple[str, ...] = ()
+    seen_whole: str = "near"  # what it is where a text_config says "vision"
+    is_capped: bool = False  # whether its head has the cap that its text_config says
+    inverse: tuple[str, ...] = ()  # those of our fields whose key says 1 / value
+    # Whether transformers' pixel_values are by prompt and picture, not by picture alone.
     nested: bool = False
 
 

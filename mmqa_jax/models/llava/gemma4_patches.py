@@ -39,22 +39,14 @@ _NORMS = {"patch_ln1": "pixel_norm", "patch_ln2": "patch_norm", "pos_norm": "ln_
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4PatchesConfig:
-    """Sizes; the defaults are transformers'.
+    """Sizes; the defaults are transformers'."""
 
-    Attributes:
-      patch_size: side of a patch in pixels.
-      merge: side of a unit in patches.
-      width: of a unit's state.
-      positions: learned positions of columns, and of rows, of units.
-      eps: of the norm before the decoder.
-      dtype, remat, attention, unroll: as two_towers.config.VisionConfig; it has no layers.
-    """
-
-    patch_size: int = 16
-    merge: int = 3
-    width: int = 3840
-    positions: int = 1120
-    eps: float = 1e-6
+    patch_size: int = 16  # side of a patch in pixels
+    merge: int = 3  # side of a unit in patches
+    width: int = 3840  # of a unit's state
+    positions: int = 1120  # learned positions of columns, and of rows, of units
+    eps: float = 1e-6  # of the norm before the decoder
+    # dtype, remat, attention, unroll: as two_towers.config.VisionConfig; it has no layers.
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"

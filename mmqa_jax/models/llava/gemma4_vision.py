@@ -72,37 +72,28 @@ _NORMS = {
 
 @dataclasses.dataclass(frozen=True)
 class Gemma4VisionConfig:
-    """Sizes of the tower; the defaults are those of the 31B and the 26B-A4B.
+    """Sizes of the tower; the defaults are those of the 31B and the 26B-A4B."""
 
-    Attributes:
-      patch_size: side of a patch in pixels.
-      positions: learned positions of columns, and of rows.
-      width, layers, heads, head_dim, mlp_width: of the transformer.
-      activation: of the gated MLP.
-      eps: of all norms.
-      clipped: whether linears have bounds of what they get and give.
-      standardize: whether pooled states are shifted and scaled (`connectors.UnitPooled`).
-      rope_theta: base of the rotary frequencies.
-      pixel_mean, pixel_std: of each channel, of pixels 0..1.
-      dtype, remat, attention, unroll: as two_towers.config.VisionConfig.
-    """
-
-    patch_size: int = 16
-    positions: int = 10240
+    patch_size: int = 16  # side of a patch in pixels
+    positions: int = 10240  # learned positions of columns, and of rows
+    # width, layers, heads, head_dim, mlp_width: of the transformer.
     width: int = 1152
     layers: int = 27
     heads: int = 16
     head_dim: int = 72
     mlp_width: int = 4304
-    activation: str = "gelu_pytorch_tanh"
-    eps: float = 1e-6
-    clipped: bool = False
+    activation: str = "gelu_pytorch_tanh"  # of the gated MLP
+    eps: float = 1e-6  # of all norms
+    clipped: bool = False  # whether linears have bounds of what they get and give
+    # Whether pooled states are shifted and scaled (`connectors.UnitPooled`).
     standardize: bool = True
-    rope_theta: float = 100.0
+    rope_theta: float = 100.0  # base of the rotary frequencies
+    # dtype, remat, attention, unroll: as two_towers.config.VisionConfig.
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
     unroll: int | bool | None = None
+    # pixel_mean, pixel_std: of each channel, of pixels 0..1.
     pixel_mean: tuple[float, float, float] = SIGLIP_MEAN
     pixel_std: tuple[float, float, float] = SIGLIP_STD
     family: ClassVar[str] = "gemma4"

@@ -74,9 +74,6 @@ class InternVisionConfig:
     """Sizes and switches; the defaults are InternViT-300M's, which InternVL 3.5 has up to 8B.
 
     Attributes:
-      norm: `layer_norm` or `rms_norm`.
-      biases: whether the linears of queries, keys and values have biases.
-      qk_norm: whether whole queries and keys have an RMS norm.
       others: as two_towers.config.VisionConfig.
     """
 
@@ -88,9 +85,9 @@ class InternVisionConfig:
     mlp_width: int = 4096
     activation: str = "gelu"
     eps: float = 1e-6
-    norm: str = "layer_norm"
-    biases: bool = True
-    qk_norm: bool = False
+    norm: str = "layer_norm"  # `layer_norm` or `rms_norm`
+    biases: bool = True  # whether the linears of queries, keys and values have biases
+    qk_norm: bool = False  # whether whole queries and keys have an RMS norm
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"

@@ -77,18 +77,13 @@ _IDEFICS3 = {
 
 
 class Tower(NamedTuple):
-    """How transformers publishes a tower.
+    """How transformers publishes a tower."""
 
-    Attributes:
-      read: (vision_config, name of the file) -> our config; absent values are transformers'
-        defaults.
-      write: our config -> vision_config; one without a model type has the family's.
-      rules: our config -> rules of its tensors.
-    """
-
+    # (vision_config, name of the file) -> our config; absent values are transformers' defaults.
     read: Callable[[Mapping[str, Any], str], Any]
+    # Our config -> vision_config; one without a model type has the family's.
     write: Callable[[Any], dict[str, Any]]
-    rules: Callable[[Any], list[Rule]]
+    rules: Callable[[Any], list[Rule]]  # our config -> rules of its tensors
 
 
 def clip_or_siglip(published: Mapping[str, Any], where: str) -> Vision:

@@ -63,7 +63,6 @@ class Llama4VisionConfig:
     """Sizes of the tower; the defaults are those of Scout and Maverick.
 
     Attributes:
-      rope_theta: base of the rotary frequencies.
       others: as two_towers.config.VisionConfig.
     """
 
@@ -75,7 +74,7 @@ class Llama4VisionConfig:
     mlp_width: int = 5632
     activation: str = "gelu"
     eps: float = 1e-5
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # base of the rotary frequencies
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"

@@ -60,30 +60,23 @@ _LINEARS = {
 
 @dataclasses.dataclass(frozen=True)
 class PixtralVisionConfig:
-    """Sizes of the tower; the defaults are Mistral Small 3.1's.
+    """Sizes of the tower; the defaults are Mistral Small 3.1's."""
 
-    Attributes:
-      image_size: the longest side of a picture in pixels; larger ones are made smaller.
-      patch_size: side of a patch in pixels.
-      width, layers, heads, mlp_width: of the transformer.
-      activation: of the gated MLP.
-      rope_theta: base of the rotary frequencies.
-      pixel_mean, pixel_std: of each channel, of pixels 0..1.
-      dtype, remat, attention, unroll: as two_towers.config.VisionConfig.
-    """
-
-    image_size: int = 1540
-    patch_size: int = 14
+    image_size: int = 1540  # the longest side of a picture in pixels; larger ones are made smaller
+    patch_size: int = 14  # side of a patch in pixels
+    # width, layers, heads, mlp_width: of the transformer.
     width: int = 1024
     layers: int = 24
     heads: int = 16
     mlp_width: int = 4096
-    activation: str = "gelu"
-    rope_theta: float = 10000.0
+    activation: str = "gelu"  # of the gated MLP
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    # dtype, remat, attention, unroll: as two_towers.config.VisionConfig.
     dtype: str = "float32"
     remat: str = "none"
     attention: str = "auto"
     unroll: int | bool | None = None
+    # pixel_mean, pixel_std: of each channel, of pixels 0..1.
     pixel_mean: tuple[float, float, float] = PIXEL_MEAN
     pixel_std: tuple[float, float, float] = PIXEL_STD
     family: ClassVar[str] = "pixtral"

@@ -17,19 +17,12 @@ _EVEN = 2  # the shorter side of a picture that Idefics3's processor has scaled
 
 
 class UnitSizes(NamedTuple):
-    """What of a tower's sizes a picture's size depends on; `qwen_vl.network.lay_out` reads them.
+    """What of a tower's sizes a picture's size depends on; `qwen_vl.network.lay_out` reads them."""
 
-    Attributes:
-      patch: side of a patch in pixels.
-      merge: side in patches of the square that becomes one token.
-      window_units: side of a window in units.
-      side: of a square picture in pixels; 0: pictures have any size.
-    """
-
-    patch: int
-    merge: int
-    window_units: int = 1
-    side: int = 0
+    patch: int  # side of a patch in pixels
+    merge: int  # side in patches of the square that becomes one token
+    window_units: int = 1  # side of a window in units
+    side: int = 0  # of a square picture in pixels; 0: pictures have any size
 
     @property
     def unit(self) -> int:
@@ -38,18 +31,12 @@ class UnitSizes(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a picture of one size is cut.
+    """How a picture of one size is cut."""
 
-    Attributes:
-      steps: sizes to which the picture is resized one after the other.
-      canvas: the size that is cut; a picture that is smaller lies at its top left, on black.
-      tile: the size of a tile, which divides the canvas.
-      whole: the size of the whole picture behind the tiles; None: it does not follow them.
-    """
-
-    steps: tuple[Size, ...]
-    canvas: Size
-    tile: Size
+    steps: tuple[Size, ...]  # sizes to which the picture is resized one after the other
+    canvas: Size  # the size that is cut; a picture that is smaller lies at its top left, on black
+    tile: Size  # the size of a tile, which divides the canvas
+    # The size of the whole picture behind the tiles; None: it does not follow them.
     whole: Size | None
 
     @property
@@ -80,12 +67,9 @@ class RowTiles:
     of whole tiles; where these are several, the canvas as one more square follows them.
 
     Original: transformers models/idefics3/image_processing_pil_idefics3.py.
-
-    Attributes:
-      longest: of the longer side in pixels.
     """
 
-    longest: int = 2048
+    longest: int = 2048  # of the longer side in pixels
     resample: ClassVar[str] = "lanczos"
     whole_of_canvas: ClassVar[bool] = True
     _LARGEST: ClassVar[int] = 4096  # a canvas has no longer side
@@ -155,11 +139,9 @@ class RatioTiles:
 
     Original: transformers models/got_ocr2/image_processing_pil_got_ocr2.py
     (`get_optimal_tiled_canvas`).
-
-    Attributes:
-      least, most: tiles of a canvas.
     """
 
+    # least, most: tiles of a canvas.
     least: int = 1
     most: int = 12
     resample: ClassVar[str] = "bicubic"
@@ -222,22 +204,17 @@ class UnitTiles(RatioTiles):
     square.
 
     Original: transformers models/lfm2_vl/image_processing_lfm2_vl.py (`resize_and_split`).
-
-    Attributes:
-      least, most: tiles of a canvas; 1 and 1: no picture is cut.
-      side: of a tile in pixels.
-      least_tokens, most_tokens: of a picture in one piece.
-      tolerance: a picture is cut if it has so many times the most tokens.
-      has_whole: whether the whole picture follows its tiles.
     """
 
+    # least, most: tiles of a canvas; 1 and 1: no picture is cut.
     least: int = 2
     most: int = 10
-    side: int = 512
+    side: int = 512  # of a tile in pixels
+    # least_tokens, most_tokens: of a picture in one piece.
     least_tokens: int = 64
     most_tokens: int = 256
-    tolerance: float = 2.0
-    has_whole: bool = True
+    tolerance: float = 2.0  # a picture is cut if it has so many times the most tokens
+    has_whole: bool = True  # whether the whole picture follows its tiles
     resample: ClassVar[str] = "bilinear"
 
     def __post_init__(self):
@@ -294,12 +271,9 @@ class CanvasTiles:
     the picture as one more square follows them.
 
     Original: transformers models/llama4/image_processing_llama4.py.
-
-    Attributes:
-      tiles: of a canvas, the most.
     """
 
-    tiles: int = 16
+    tiles: int = 16  # of a canvas, the most
     resample: ClassVar[str] = "bilinear"
     whole_of_canvas: ClassVar[bool] = False
     _MOST: ClassVar[int] = 64

@@ -69,33 +69,24 @@ NORMS = {"layer": LayerNorm, "unbiased": UnbiasedLayerNorm}
 
 @dataclasses.dataclass(frozen=True)
 class FusionConfig:
-    """Sizes of encoder, decoder and pooling; the defaults are openvqa's mcan_small.
+    """Sizes of encoder, decoder and pooling; the defaults are openvqa's mcan_small."""
 
-    Attributes:
-      hidden, heads, mlp, layers: of encoder and decoder each.
-      flat_mlp, glimpses, flat_out: inner width and number of poolings, size of the latent.
-      value_bias: whether the values have a bias (openvqa: yes, Prophet: no).
-      norm: `unbiased` (openvqa's own) or `layer`.
-      eps: of the norms.
-      dropout: on attention weights, on the residual branches and inside the MLPs.
-      dtype: compute type; norms, softmax and the latent stay float32.
-      attention: see layers.attention.
-      remat, unroll: see layers.scan_layers.
-    """
-
+    # hidden, heads, mlp, layers: of encoder and decoder each.
     hidden: int = 512
     heads: int = 8
     mlp: int = 2048
     layers: int = 6
+    # flat_mlp, glimpses, flat_out: inner width and number of poolings, size of the latent.
     flat_mlp: int = 512
     glimpses: int = 1
     flat_out: int = 1024
-    value_bias: bool = True
-    norm: str = "unbiased"
-    eps: float = 1e-6
-    dropout: float = 0.1
-    dtype: str = "float32"
-    attention: str = "xla"
+    value_bias: bool = True  # whether the values have a bias (openvqa: yes, Prophet: no)
+    norm: str = "unbiased"  # `unbiased` (openvqa's own) or `layer`
+    eps: float = 1e-6  # of the norms
+    dropout: float = 0.1  # on attention weights, on the residual branches and inside the MLPs
+    dtype: str = "float32"  # compute type; norms, softmax and the latent stay float32
+    attention: str = "xla"  # see layers.attention
+    # remat, unroll: see layers.scan_layers.
     remat: str = "none"
     unroll: int | bool | None = None
 
@@ -306,25 +297,16 @@ PAD = 0  # BERT's
 
 @dataclasses.dataclass(frozen=True)
 class MCANConfig:
-    """Question encoder, fusion, image and answers; `mcan_prophet` has the published sizes.
+    """Question encoder, fusion, image and answers; `mcan_prophet` has the published sizes."""
 
-    Attributes:
-      text: the question encoder; it has compute options of its own.
-      fusion: encoder, decoder, pooling.
-      image_features: size of a grid cell's features.
-      grid: cells per side of the grid.
-      rope_base: of the grid's rotary positions.
-      answers: size of the pretraining vocabulary.
-      new_answers: answers of the benchmark that are not among those; the head of finetuning
-        (mcan_for_finetune.py) appends them.
-    """
-
-    text: BertConfig
-    fusion: FusionConfig
-    image_features: int = 4096
-    grid: int = 16
-    rope_base: float = 40.0
-    answers: int = 3129
+    text: BertConfig  # the question encoder; it has compute options of its own
+    fusion: FusionConfig  # encoder, decoder, pooling
+    image_features: int = 4096  # size of a grid cell's features
+    grid: int = 16  # cells per side of the grid
+    rope_base: float = 40.0  # of the grid's rotary positions
+    answers: int = 3129  # size of the pretraining vocabulary
+    # Answers of the benchmark that are not among those; the head of finetuning
+    # (mcan_for_finetune.py) appends them.
     new_answers: int = 0
 
     def __post_init__(self):
@@ -443,22 +425,15 @@ class MCAN(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class MCANOpenVQAConfig:
-    """Word table, regions, fusion and answers.
+    """Word table, regions, fusion and answers."""
 
-    Attributes:
-      vocab_size: rows of the embedding table; 0 is padding, 1 the unknown token. It depends on the
-        questions that the vocabulary was built from.
-      fusion: encoder, decoder, pooling; its `hidden` is the LSTM's too.
-      word_features: size of a word vector (GloVe: 300).
-      region_features: size of a region's feature vector.
-      answers: size of the answer vocabulary.
-    """
-
+    # Rows of the embedding table; 0 is padding, 1 the unknown token. It depends on the questions
+    # that the vocabulary was built from.
     vocab_size: int
-    fusion: FusionConfig
-    word_features: int = 300
-    region_features: int = 2048
-    answers: int = 3129
+    fusion: FusionConfig  # encoder, decoder, pooling; its `hidden` is the LSTM's too
+    word_features: int = 300  # size of a word vector (GloVe: 300)
+    region_features: int = 2048  # size of a region's feature vector
+    answers: int = 3129  # size of the answer vocabulary
 
 
 def mcan_small(vocab_size: int, **changes) -> MCANOpenVQAConfig:

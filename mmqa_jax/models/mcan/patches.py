@@ -26,23 +26,14 @@ from mmqa_jax.models.two_towers.network import VisionTower, normalize_pixels
 
 @dataclasses.dataclass(frozen=True)
 class PatchMCANConfig:
-    """Question encoder, vision tower, fusion and answers.
+    """Question encoder, vision tower, fusion and answers."""
 
-    Attributes:
-      text: the question encoder.
-      vision: the tower; its last block's patch states are read, its projection is not.
-      fusion: encoder, decoder, pooling.
-      answers: size of the answer vocabulary.
-      pictures: of a question, at most.
-      rope_base: of the grid's rotary positions.
-    """
-
-    text: BertConfig
-    vision: VisionConfig
-    fusion: FusionConfig
-    answers: int
-    pictures: int = 2
-    rope_base: float = 40.0
+    text: BertConfig  # the question encoder
+    vision: VisionConfig  # the tower; its last block's patch states are read, its projection is not
+    fusion: FusionConfig  # encoder, decoder, pooling
+    answers: int  # size of the answer vocabulary
+    pictures: int = 2  # of a question, at most
+    rope_base: float = 40.0  # of the grid's rotary positions
 
     def __post_init__(self):
         if self.head_dim % 4:
@@ -135,19 +126,12 @@ class PatchMCAN(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class CaptionMCANConfig:
-    """Text encoder, fusion and answers.
+    """Text encoder, fusion and answers."""
 
-    Attributes:
-      text: reads the pair of question and caption.
-      fusion: encoder, decoder, pooling.
-      answers: size of the answer vocabulary.
-      frozen_text: no gradient reaches the text encoder, which has no dropout then.
-    """
-
-    text: BertConfig
-    fusion: FusionConfig
-    answers: int
-    frozen_text: bool = False
+    text: BertConfig  # reads the pair of question and caption
+    fusion: FusionConfig  # encoder, decoder, pooling
+    answers: int  # size of the answer vocabulary
+    frozen_text: bool = False  # no gradient reaches the text encoder, which has no dropout then
 
 
 class CaptionMCAN(nnx.Module):

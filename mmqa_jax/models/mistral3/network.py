@@ -40,15 +40,9 @@ class RowBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Mistral3Config(LlavaConfig):
-    """A LLaVA's with pictures of any size.
+    """A LLaVA's with pictures of any size."""
 
-    Attributes:
-      vision: Pixtral's tower.
-      merge: side of a unit in patches.
-      break_token, end_token: ids behind the rows of a picture, and behind the last.
-    """
-
-    vision: PixtralVisionConfig
+    vision: PixtralVisionConfig  # Pixtral's tower
     feature_layer: int = -1
     select: str = "full"
     resize: str = "squash"
@@ -56,7 +50,8 @@ class Mistral3Config(LlavaConfig):
     image_token: int = 10
     family: str = "mistral3"
     connector: str = "merger"
-    merge: int = 2
+    merge: int = 2  # side of a unit in patches
+    # break_token, end_token: ids behind the rows of a picture, and behind the last.
     break_token: int = 12
     end_token: int = 13
 

@@ -40,21 +40,13 @@ from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule
 
 @dataclasses.dataclass(frozen=True)
 class ModernVBertConfig:
-    """Tower and encoder.
+    """Tower and encoder."""
 
-    Attributes:
-      vision: a tower without a head.
-      text: the encoder.
-      merge: side of the square of states that become one token.
-      image_token: id of a picture's placeholder.
-      split: how a picture is cut into tiles.
-    """
-
-    vision: SiglipVisionConfig
-    text: ModernBertConfig
-    merge: int = 4
-    image_token: int = 50407
-    split: RowTiles = dataclasses.field(default_factory=RowTiles)
+    vision: SiglipVisionConfig  # a tower without a head
+    text: ModernBertConfig  # the encoder
+    merge: int = 4  # side of the square of states that become one token
+    image_token: int = 50407  # id of a picture's placeholder
+    split: RowTiles = dataclasses.field(default_factory=RowTiles)  # how a picture is cut into tiles
 
     def __post_init__(self):
         if self.merge < 1 or self.vision.side % self.merge:

@@ -38,30 +38,20 @@ _EXPANSION = 4  # a bottleneck's output over its inner width
 
 @dataclasses.dataclass(frozen=True)
 class ModifiedResNetConfig:
-    """Sizes of the tower; the defaults are RN50x64's.
+    """Sizes of the tower; the defaults are RN50x64's."""
 
-    Attributes:
-      width: channels after the stem; the grid has 32 times as many.
-      blocks: bottlenecks of the four stages.
-      image_size: side of the pictures that the attention pool takes, a multiple of 32. The grid
-        can be had of other sizes.
-      embed_dim: size of the pooled output.
-      attention_pool: whether there is one; the grid needs none (55 of RN50x64's 420 M
-        parameters).
-      eps: of the batch norms.
-      dtype: compute type; batch norms and softmax stay float32.
-      attention: see layers.attention.
-      remat, unroll: see layers.scan_layers; they act on the bottlenecks of a stage but the first.
-    """
-
-    width: int = 128
-    blocks: tuple[int, int, int, int] = (3, 15, 36, 10)
+    width: int = 128  # channels after the stem; the grid has 32 times as many
+    blocks: tuple[int, int, int, int] = (3, 15, 36, 10)  # bottlenecks of the four stages
+    # Side of the pictures that the attention pool takes, a multiple of 32. The grid can be had of
+    # other sizes.
     image_size: int = 448
-    embed_dim: int = 1024
+    embed_dim: int = 1024  # size of the pooled output
+    # Whether there is one; the grid needs none (55 of RN50x64's 420 M parameters).
     attention_pool: bool = True
-    eps: float = 1e-5
-    dtype: str = "float32"
-    attention: str = "xla"
+    eps: float = 1e-5  # of the batch norms
+    dtype: str = "float32"  # compute type; batch norms and softmax stay float32
+    attention: str = "xla"  # see layers.attention
+    # remat, unroll: see layers.scan_layers; they act on the bottlenecks of a stage but the first.
     remat: str = "none"
     unroll: int | bool | None = None
 

@@ -50,15 +50,11 @@ Resolution = tuple[int, int]  # height and width
 
 @dataclasses.dataclass(frozen=True)
 class TiledPicture:
-    """A picture as the engine takes it.
+    """A picture as the engine takes it."""
 
-    Attributes:
-      pixels: uint8 [tiles, S, S, 3]: the whole, then its tiles, if it has any.
-      size: height and width of the picture as it was.
-    """
-
+    # Uint8 [tiles, S, S, 3]: the whole, then its tiles, if it has any.
     pixels: UInt8[np.ndarray, "tiles S S 3"]
-    size: tuple[int, int]
+    size: tuple[int, int]  # height and width of the picture as it was
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -85,19 +81,12 @@ class TileBatch:
 
 
 class TileSizes(NamedTuple):
-    """What the tiles of pictures follow from.
+    """What the tiles of pictures follow from."""
 
-    Attributes:
-      image_size: side of a tile in pixels.
-      side: the same in states of the tower.
-      resolutions: of canvases, multiples of `image_size`.
-      most: tiles whose states a picture may have before it is resized.
-    """
-
-    image_size: int
-    side: int
-    resolutions: tuple[Resolution, ...]
-    most: int
+    image_size: int  # side of a tile in pixels
+    side: int  # the same in states of the tower
+    resolutions: tuple[Resolution, ...]  # of canvases, multiples of `image_size`
+    most: int  # tiles whose states a picture may have before it is resized
 
     @property
     def states(self) -> int:
@@ -258,9 +247,6 @@ class OnevisionConfig(LlavaConfig):
 
     Attributes:
       vision: a SigLIP; all of its states are read.
-      resolutions: heights and widths of canvases, of which a picture takes the best.
-      most_tiles: tiles whose states a picture may have (`anyres_max_9`: 9).
-      video_token: what stands for a video in prompts; none is read here.
     """
 
     feature_layer: int = -1
@@ -268,9 +254,10 @@ class OnevisionConfig(LlavaConfig):
     resize: str = "squash"
     image_token: int = 151646
     family: str = "onevision"
+    # Heights and widths of canvases, of which a picture takes the best.
     resolutions: tuple[tuple[int, int], ...] = RESOLUTIONS
-    most_tiles: int = 9
-    video_token: int = 151647
+    most_tiles: int = 9  # tiles whose states a picture may have (`anyres_max_9`: 9)
+    video_token: int = 151647  # what stands for a video in prompts; none is read here
 
     def __post_init__(self):
         super().__post_init__()

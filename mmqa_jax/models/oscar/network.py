@@ -175,20 +175,14 @@ Tokens = Sequence[int]
 
 @dataclasses.dataclass(frozen=True)
 class OscarLayout:
-    """Sizes and special tokens; the defaults are the published captioner's.
+    """Sizes and special tokens; the defaults are the published captioner's."""
 
-    Attributes:
-      caption: columns of [CLS], caption, [SEP] and padding; the labels' positions start there.
-      text: columns of caption and labels.
-      regions: region slots; further regions are cut.
-      region_features: values of a region.
-      cls_id, sep_id, pad_id, mask_id: of the tokenizer (bert-base-uncased).
-    """
-
+    # Columns of [CLS], caption, [SEP] and padding; the labels' positions start there.
     caption: int = 40
-    text: int = 70
-    regions: int = 50
-    region_features: int = 2054
+    text: int = 70  # columns of caption and labels
+    regions: int = 50  # region slots; further regions are cut
+    region_features: int = 2054  # values of a region
+    # cls_id, sep_id, pad_id, mask_id: of the tokenizer (bert-base-uncased).
     cls_id: int = 101
     sep_id: int = 102
     pad_id: int = 0

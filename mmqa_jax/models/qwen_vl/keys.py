@@ -87,38 +87,29 @@ _LARGE = {
 
 @dataclasses.dataclass(frozen=True)
 class _Published:
-    """How transformers publishes a family.
+    """How transformers publishes a family."""
 
-    Attributes:
-      architecture: its class.
-      tower: `QwenVisionConfig.family`.
-      text: the family of its language model (`models.llama.families`).
-      text_defaults: of the language model's absent keys, where they are not its family's own.
-      sections, theta: of M-RoPE, where the config does not say them.
-      sizes: our fields of the tower -> their keys and defaults; `mlp` by `mlp_ratio` is `width`
-        times as much.
-      further: kinds of the tower's other keys.
-      activation: of the tower's MLPs, where the config does not say it.
-      tokens: ids of pictures and videos, where the config does not say them.
-      parts: the model type that those of its parts begin with; "" is its own.
-      token_keys: our fields of tokens -> their keys.
-      harmless: keys that change nothing, of the model, its tower or its language model.
-      fixed: keys of a language model whose keys stand beside the tower's -> their only values.
-    """
-
-    architecture: str
-    tower: str
-    text: str
+    architecture: str  # its class
+    tower: str  # `QwenVisionConfig.family`
+    text: str  # the family of its language model (`models.llama.families`)
+    # Of the language model's absent keys, where they are not its family's own.
     text_defaults: Mapping[str, Any]
+    # sections, theta: of M-RoPE, where the config does not say them.
     sections: tuple[int, int, int]
     theta: float
+    # Our fields of the tower -> their keys and defaults; `mlp` by `mlp_ratio` is `width` times as
+    # much.
     sizes: Mapping[str, tuple[str, int]]
-    further: Mapping[str, str]
-    activation: str
+    further: Mapping[str, str]  # kinds of the tower's other keys
+    activation: str  # of the tower's MLPs, where the config does not say it
+    # Ids of pictures and videos, where the config does not say them.
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    parts: str = ""
+    parts: str = ""  # the model type that those of its parts begin with; "" is its own
+    # Our fields of tokens -> their keys.
     token_keys: Mapping[str, str] = dataclasses.field(default_factory=lambda: _TOKENS)
+    # Keys that change nothing, of the model, its tower or its language model.
     harmless: tuple[str, ...] = ()
+    # Keys of a language model whose keys stand beside the tower's -> their only values.
     fixed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
 
 

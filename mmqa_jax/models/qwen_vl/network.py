@@ -52,36 +52,25 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class TowerFamily:
-    """Switches that a family's code sets and no key of a config.json says.
+    """Switches that a family's code sets and no key of a config.json says."""
 
-    Attributes:
-      gated: RMS norms and gated MLPs, in the place of layer norms and plain MLPs.
-      patch_bias: the product of a patch has a bias.
-      biases: attention's output and MLPs have biases.
-      positions: how learned positions are resized: "corners" upon corners, or, with the centers
-        of patches, "linear" or "cubic".
-      patch_norm, end_norm: a norm before the first, and behind the last layer.
-      merger: "mlp", or "gated" (`GatedMerger`).
-      merger_eps: of the merger's norm.
-      processor: transformers' image processor.
-      areas: its least and most pixels, where no file says them; of all frames, if `by_frames`.
-      grown: see `data.pictures.resize.PictureSizes`.
-      page_prompt: what its authors ask it about a page of text; "": they name none.
-    """
-
-    gated: bool = False
-    patch_bias: bool = True
-    biases: bool = True
+    gated: bool = False  # RMS norms and gated MLPs, in the place of layer norms and plain MLPs
+    patch_bias: bool = True  # the product of a patch has a bias
+    biases: bool = True  # attention's output and MLPs have biases
+    # How learned positions are resized: "corners" upon corners, or, with the centers of patches,
+    # "linear" or "cubic".
     positions: str = "corners"
+    # patch_norm, end_norm: a norm before the first, and behind the last layer.
     patch_norm: bool = False
     end_norm: bool = False
-    merger: str = "mlp"
-    merger_eps: float = 1e-6
-    processor: str = "Qwen2VLImageProcessor"
+    merger: str = "mlp"  # "mlp", or "gated" (`GatedMerger`)
+    merger_eps: float = 1e-6  # of the merger's norm
+    processor: str = "Qwen2VLImageProcessor"  # transformers' image processor
+    # Its least and most pixels, where no file says them; of all frames, if `by_frames`.
     areas: tuple[int, int] = (56 * 56, 28 * 28 * 1280)
     by_frames: bool = False
-    grown: Callable[[float], int] | None = None
-    page_prompt: str = ""
+    grown: Callable[[float], int] | None = None  # see `data.pictures.resize.PictureSizes`
+    page_prompt: str = ""  # what its authors ask it about a page of text; "": they name none
 
 
 FAMILIES: Mapping[str, TowerFamily] = {
@@ -115,56 +104,40 @@ FAMILIES: Mapping[str, TowerFamily] = {
 
 @dataclasses.dataclass(frozen=True)
 class QwenVisionConfig:
-    """Sizes and switches of a tower; the defaults are Qwen2.5-VL 7B's.
+    """Sizes and switches of a tower; the defaults are Qwen2.5-VL 7B's."""
 
-    Attributes:
-      family: of `FAMILIES`.
-      width, layers, heads, mlp: of the transformer.
-      out: width of the vectors that the language model gets.
-      patch: side of a patch in pixels.
-      temporal: frames that a patch spans.
-      merge: patches along each side of a unit, which becomes one vector.
-      window: side of an attention window in pixels; 0: every layer attends to the whole picture.
-      full_layers: the layers that do so where there are windows.
-      positions: side of the grid of learned positions; 0: none.
-      deepstack: the layers after which states are given beside the last one's.
-      activation: of the MLP.
-      rope_theta: base of the rotary frequencies.
-      eps: of the norms of layers, and of those before and behind them.
-      qkv_bias: queries, keys and values have biases.
-      merger_mlp: width of the MLP of a gated merger.
-      pixel_mean, pixel_std: of each channel, of pixels 0..1.
-      min_pixels, max_pixels: area that pictures are resized to where theirs is beyond.
-      init_stddev, dtype, attention, remat, unroll: as LlamaConfig's.
-    """
-
-    family: str = "qwen2_5_vl"
+    family: str = "qwen2_5_vl"  # of `FAMILIES`
+    # width, layers, heads, mlp: of the transformer.
     width: int = 1280
     layers: int = 32
     heads: int = 16
     mlp: int = 3420
-    out: int = 3584
-    patch: int = 14
-    temporal: int = 2
-    merge: int = 2
+    out: int = 3584  # width of the vectors that the language model gets
+    patch: int = 14  # side of a patch in pixels
+    temporal: int = 2  # frames that a patch spans
+    merge: int = 2  # patches along each side of a unit, which becomes one vector
+    # Side of an attention window in pixels; 0: every layer attends to the whole picture.
     window: int = 112
-    full_layers: tuple[int, ...] = (7, 15, 23, 31)
-    positions: int = 0
-    deepstack: tuple[int, ...] = ()
-    activation: str = "silu"
-    rope_theta: float = 10000.0
+    full_layers: tuple[int, ...] = (7, 15, 23, 31)  # the layers that do so where there are windows
+    positions: int = 0  # side of the grid of learned positions; 0: none
+    deepstack: tuple[int, ...] = ()  # the layers after which states are given beside the last one's
+    activation: str = "silu"  # of the MLP
+    rope_theta: float = 10000.0  # base of the rotary frequencies
+    # pixel_mean, pixel_std: of each channel, of pixels 0..1.
     pixel_mean: tuple[float, float, float] = PIXEL_MEAN
     pixel_std: tuple[float, float, float] = PIXEL_STD
+    # min_pixels, max_pixels: area that pictures are resized to where theirs is beyond.
     min_pixels: int = 56 * 56
     max_pixels: int = 28 * 28 * 1280
+    # init_stddev, dtype, attention, remat, unroll: as LlamaConfig's.
     init_stddev: float = 0.02
     dtype: str = "float32"
     attention: str = "auto"
     remat: str = "none"
     unroll: int | bool | None = None
-    eps: float = 1e-6
-    qkv_bias: bool = True
-    merger_mlp: int | None = None
+    eps: float = 1e-6  # of the norms of layers, and of those before and behind them
+    qkv_bias: bool = True  # queries, keys and values have biases
+    merger_mlp: int | None = None  # width of the MLP of a gated merger
 
     def __post_init__(self):
         check_known("vision.family", self.family, FAMILIES)
@@ -222,19 +195,14 @@ class QwenVisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class QwenVLConfig:
-    """Tower and language model.
+    """Tower and language model."""
 
-    Attributes:
-      vision: the tower; its `out` is the language model's width.
-      llama: the language model, with `mrope`.
-      image_token: id of a picture's placeholder; one stands for each token of a picture.
-      video_token, vision_start_token, vision_end_token: ids that prompts have around pictures, and
-        of videos, which are not read here.
-    """
-
-    vision: QwenVisionConfig
-    llama: LlamaConfig
+    vision: QwenVisionConfig  # the tower; its `out` is the language model's width
+    llama: LlamaConfig  # the language model, with `mrope`
+    # Id of a picture's placeholder; one stands for each token of a picture.
     image_token: int = 151655
+    # video_token, vision_start_token, vision_end_token: ids that prompts have around pictures, and
+    # of videos, which are not read here.
     video_token: int = 151656
     vision_start_token: int = 151652
     vision_end_token: int = 151653

@@ -92,11 +92,7 @@ class T5Attention(nnx.Module):
 
 
 class T5Layer(nnx.Module):
-    """x + attention(norm(x)), in the decoder + cross(norm(x), source), then + mlp(norm(x)).
-
-    Attributes:
-      cross: attention over the source, of a decoder's layer; None in the encoder.
-    """
+    """x + attention(norm(x)), in the decoder + cross(norm(x), source), then + mlp(norm(x))."""
 
     def __init__(self, config: T5Config, *, cross: bool, rngs: nnx.Rngs):
         size, mlp, factor = config.hidden, config.mlp, config.init_factor
@@ -108,6 +104,7 @@ class T5Layer(nnx.Module):
         self.attention_norm = norm()
         self.attention = T5Attention(config, rngs=rngs)
         self.cross_norm = norm() if cross else None
+        # Attention over the source, of a decoder's layer; None in the encoder.
         self.cross = T5Attention(config, rngs=rngs) if cross else None
         self.mlp_norm = norm()
         self.gate = into() if config.gated else None
@@ -373,28 +370,18 @@ class MultimodalT5(T5):
 
 
 class Encoded(NamedTuple):
-    """An encoded batch.
+    """An encoded batch."""
 
-    Attributes:
-      states: [B, S, H].
-      mask: bool [B, S], true at real tokens.
-    """
-
-    states: jax.Array
-    mask: jax.Array
+    states: jax.Array  # [B, S, H]
+    mask: jax.Array  # bool [B, S], true at real tokens
 
 
 @flax.struct.dataclass
 class Texts:
-    """A text for each row.
+    """A text for each row."""
 
-    Attributes:
-      input_ids: int [B, L], padded on the right.
-      lengths: int [B], tokens of each.
-    """
-
-    input_ids: jax.Array
-    lengths: jax.Array
+    input_ids: jax.Array  # int [B, L], padded on the right
+    lengths: jax.Array  # int [B], tokens of each
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Self:
@@ -432,13 +419,9 @@ class Passages(Texts):
 
 @flax.struct.dataclass
 class PicturedTexts(Texts):
-    """A text and a picture's features for each row; of a MultimodalT5.
+    """A text and a picture's features for each row; of a MultimodalT5."""
 
-    Attributes:
-      features: float [B, P, D], P vectors of a picture.
-    """
-
-    features: jax.Array
+    features: jax.Array  # float [B, P, D], P vectors of a picture
 
     @classmethod
     def of(cls, batch: Mapping[str, Any]) -> Self:

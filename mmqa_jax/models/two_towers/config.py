@@ -54,33 +54,26 @@ def check_transformer(name: str, config: BlockConfig) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class VisionConfig:
-    """Sizes of the vision tower; the defaults are ViT-B/16's.
+    """Sizes of the vision tower; the defaults are ViT-B/16's."""
 
-    Attributes:
-      image_size, patch_size: side of the square picture and of a patch, in pixels.
-      width, layers, heads, mlp_width: of the transformer.
-      embed_dim: size of the projected output.
-      activation: `quick_gelu` (OpenAI's weights) or `gelu` (exact erf; some LAION weights).
-      eps: of the layer norms.
-      dtype: compute type; norms and softmax stay float32.
-      remat, unroll: see layers.scan_layers.
-      attention: see layers.attention.
-      pixel_mean, pixel_std: of the training pictures, RGB from 0 to 1; some of open_clip's differ.
-    """
-
+    # image_size, patch_size: side of the square picture and of a patch, in pixels.
     image_size: int = 224
     patch_size: int = 16
+    # width, layers, heads, mlp_width: of the transformer.
     width: int = 768
     layers: int = 12
     heads: int = 12
     mlp_width: int = 3072
-    embed_dim: int = 512
+    embed_dim: int = 512  # size of the projected output
+    # `quick_gelu` (OpenAI's weights) or `gelu` (exact erf; some LAION weights).
     activation: str = "quick_gelu"
-    eps: float = 1e-5
-    dtype: str = "float32"
+    eps: float = 1e-5  # of the layer norms
+    dtype: str = "float32"  # compute type; norms and softmax stay float32
+    # remat, unroll: see layers.scan_layers.
     remat: str = "none"
-    attention: str = "auto"
+    attention: str = "auto"  # see layers.attention
     unroll: int | bool | None = None
+    # pixel_mean, pixel_std: of the training pictures, RGB from 0 to 1; some of open_clip's differ.
     pixel_mean: tuple[float, float, float] = PIXEL_MEAN
     pixel_std: tuple[float, float, float] = PIXEL_STD
     family: ClassVar[str] = "clip"
@@ -102,13 +95,10 @@ class TextConfig:
     """Sizes of the text tower; the defaults are ViT-B/16's.
 
     Attributes:
-      vocab_size, context: number of tokens known, and longest text.
-      eos_token_id: the pooled state is the first token of this id; None takes the largest id of
-        the row, as OpenAI does (end-of-text is the last entry of its vocabulary). Transformers
-        does the latter too for old configs that say 2.
       others: as VisionConfig.
     """
 
+    # vocab_size, context: number of tokens known, and longest text.
     vocab_size: int = 49408
     context: int = 77
     width: int = 512
@@ -116,6 +106,9 @@ class TextConfig:
     heads: int = 8
     mlp_width: int = 2048
     embed_dim: int = 512
+    # The pooled state is the first token of this id; None takes the largest id of the row, as
+    # OpenAI does (end-of-text is the last entry of its vocabulary). Transformers does the latter
+    # too for old configs that say 2.
     eos_token_id: int | None = None
     activation: str = "quick_gelu"
     eps: float = 1e-5
@@ -185,20 +178,19 @@ class SiglipVisionConfig:
     """Sizes of the vision tower; the defaults are those of base-patch16-224.
 
     Attributes:
-      image_size: side of the square picture in pixels; of NaFlex, of the grid of positions in
-        pixels: patch_size * sqrt(num_patches). Pixels beyond the last whole patch are not read.
-      flexible: NaFlex.
-      head: whether the tower has its pooling head; one of which patches alone are read may lack it.
       others: as VisionConfig.
     """
 
+    # Side of the square picture in pixels; of NaFlex, of the grid of positions in pixels:
+    # patch_size * sqrt(num_patches). Pixels beyond the last whole patch are not read.
     image_size: int = 224
     patch_size: int = 16
     width: int = 768
     layers: int = 12
     heads: int = 12
     mlp_width: int = 3072
-    flexible: bool = False
+    flexible: bool = False  # NaFlex
+    # Whether the tower has its pooling head; one of which patches alone are read may lack it.
     head: bool = True
     activation: str = "gelu_pytorch_tanh"
     eps: float = 1e-6
@@ -239,19 +231,16 @@ class SiglipTextConfig:
     """Sizes of the text tower; the defaults are those of base-patch16-224.
 
     Attributes:
-      vocab_size: number of tokens known.
-      length: in tokens, to which every text is padded.
-      embed_dim: size of the projected output.
       others: as SiglipVisionConfig.
     """
 
-    vocab_size: int = 32_000
-    length: int = 64
+    vocab_size: int = 32_000  # number of tokens known
+    length: int = 64  # in tokens, to which every text is padded
     width: int = 768
     layers: int = 12
     heads: int = 12
     mlp_width: int = 3072
-    embed_dim: int = 768
+    embed_dim: int = 768  # size of the projected output
     activation: str = "gelu_pytorch_tanh"
     eps: float = 1e-6
     dtype: str = "float32"

@@ -24,18 +24,13 @@ _LEAST = 1e-20  # added to the share of a copied token, so that none has the log
 
 @dataclasses.dataclass(frozen=True)
 class AtlasVLPConfig(vlp.VLPConfig):
-    """A VLP with some additions; with none of them it is VLP itself.
+    """A VLP with some additions; with none of them it is VLP itself."""
 
-    Attributes:
-      region_tags: the embedding of a region slot's token (a tag) is added to its content.
-      copy_head: see CopyHead.
-      written_words: the masked-LM head writes only the first tokens of the vocabulary, all
-        others are copied (as in pointer-generator networks, whose generator knows only common
-        words).
-    """
-
+    # The embedding of a region slot's token (a tag) is added to its content.
     region_tags: bool = False
-    copy_head: bool = False
+    copy_head: bool = False  # see CopyHead
+    # The masked-LM head writes only the first tokens of the vocabulary, all others are copied (as
+    # in pointer-generator networks, whose generator knows only common words).
     written_words: int | None = None
 
     def __post_init__(self):
@@ -56,20 +51,16 @@ class AtlasVLPConfig(vlp.VLPConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AtlasVLPModel(vlp.VLPModel):
-    """The section `model` of VLP with additions.
+    """The section `model` of VLP with additions."""
 
-    Attributes:
-      whole, where, colors, tags: of the frontend patches: further regions and position values (see
-        data.atlas.reader.AtlasRegions); with `tags` slots hold tokens.
-      copy_head: whether answers may copy the context's tokens.
-      written_words: with a copy head: how many tokens are written, the first ones.
-    """
-
+    # whole, where, colors, tags: of the frontend patches: further regions and position values (see
+    # data.atlas.reader.AtlasRegions); with `tags` slots hold tokens.
     whole: bool = False
     where: bool = False
     colors: bool = False
     tags: bool = False
-    copy_head: bool = False
+    copy_head: bool = False  # whether answers may copy the context's tokens
+    # With a copy head: how many tokens are written, the first ones.
     written_words: int | None = None
 
     def config(self, vocab_size: int, region_positions: int = 6) -> vlp.VLPConfig:

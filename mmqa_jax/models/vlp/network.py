@@ -466,15 +466,10 @@ def vlp_clip(
 
 @dataclasses.dataclass(frozen=True)
 class ClipVLPConfig(VLPConfig):
-    """A VLP whose regions are patches of raw pixels, of which a frozen CLIP makes the content.
+    """A VLP whose regions are patches of raw pixels, of which a frozen CLIP makes the content."""
 
-    Attributes:
-      vision: CLIP's tower; see ClipRegionEncoder.
-      vision_layer: whose features are taken.
-    """
-
-    vision: VisionConfig = dataclasses.field(kw_only=True)
-    vision_layer: int = -2
+    vision: VisionConfig = dataclasses.field(kw_only=True)  # CLIP's tower; see ClipRegionEncoder
+    vision_layer: int = -2  # whose features are taken
 
     def __post_init__(self):
         blocks_before(self.vision_layer, self.vision.layers, "model.vision_layer")
@@ -523,28 +518,21 @@ Frontend = Literal["patches", "x101", "vinvl", "clip"]
 
 @dataclasses.dataclass(frozen=True)
 class VLPModel:
-    """VLP.
+    """VLP."""
 
-    Attributes:
-      trunk: a name of TRUNKS.
-      frontend: what a picture's regions are: `patches` of pixels (ours), a detector's (`x101`,
-        `vinvl`), or the patch features of a CLIP.
-      changes: fields of BertConfig that differ.
-      clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
-        differ (unless given its dtype is the trunk's), and the layer whose features are taken (the
-        last but one).
-      patch: of the frontend patches: their side in pixels.
-      visual_hidden: sizes of further linears between regions and trunk.
-    """
-
-    trunk: str
+    trunk: str  # a name of TRUNKS
+    # What a picture's regions are: `patches` of pixels (ours), a detector's (`x101`, `vinvl`), or
+    # the patch features of a CLIP.
     frontend: Frontend
-    changes: Mapping[str, Any] = changes_of(network.BertConfig)
+    changes: Mapping[str, Any] = changes_of(network.BertConfig)  # fields of BertConfig that differ
+    # clip, vision, vision_layer: of the frontend clip: a name of CLIPS, fields of VisionConfig that
+    # differ (unless given its dtype is the trunk's), and the layer whose features are taken (the
+    # last but one).
     clip: str = ""
     vision: Mapping[str, Any] = changes_of(VisionConfig)
     vision_layer: int = -2
-    patch: int | None = None
-    visual_hidden: tuple[int, ...] = ()
+    patch: int | None = None  # of the frontend patches: their side in pixels
+    visual_hidden: tuple[int, ...] = ()  # sizes of further linears between regions and trunk
 
     def __post_init__(self):
         for frontend, key in (("patches", "patch"), ("clip", "clip")):

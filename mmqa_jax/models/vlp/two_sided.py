@@ -38,19 +38,15 @@ from mmqa_jax.models.vlp.network import VLP, VLPConfig, VLPInputs
 
 @dataclasses.dataclass(frozen=True)
 class TwoSides:
-    """How the two sides of a sequence are distinguished and where they meet.
+    """How the two sides of a sequence are distinguished and where they meet."""
 
-    Attributes:
-      joint_layers: upper layers in which the question sees the source; the others, and all of
-        the source's, know one side only.
-      question_type: token type of the question (VLP: 5).
-      match_type: token type of question tokens that are in the source too; None: no such mark.
-        It replaces `question_type` where the joint layers begin. What PackingConfig's
-        `match_types` says on the source's tokens would make the source depend on the question.
-    """
-
+    # Upper layers in which the question sees the source; the others, and all of the source's, know
+    # one side only.
     joint_layers: int
-    question_type: int = 5
+    question_type: int = 5  # token type of the question (VLP: 5)
+    # Token type of question tokens that are in the source too; None: no such mark. It replaces
+    # `question_type` where the joint layers begin. What PackingConfig's `match_types` says on the
+    # source's tokens would make the source depend on the question.
     match_type: int | None = None
 
     def check(self, config: VLPConfig) -> None:

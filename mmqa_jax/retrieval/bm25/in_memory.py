@@ -37,17 +37,12 @@ words = _ANALYZER.words  # of texts and queries where nothing else is said
 
 
 class TextWords(NamedTuple):
-    """The words of several texts.
+    """The words of several texts."""
 
-    Attributes:
-      words: each once.
-      numbers: indices into `words` of the words of all texts, concatenated.
-      offsets: where each text's begin, and the end of all.
-    """
-
-    words: list[str]
+    words: list[str]  # each once
+    # Indices into `words` of the words of all texts, concatenated.
     numbers: Int32[np.ndarray, " total"]
-    offsets: Int64[np.ndarray, " texts+1"]
+    offsets: Int64[np.ndarray, " texts+1"]  # where each text's begin, and the end of all
 
 
 def words_of(texts: Sequence[str], analyzer: Analyzer = _ANALYZER) -> TextWords:

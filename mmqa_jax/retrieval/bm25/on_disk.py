@@ -188,19 +188,12 @@ def _shards(folder: Path, job: dict[str, Any]) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class _Query:
-    """A query's words, those that a source has.
+    """A query's words, those that a source has."""
 
-    Attributes:
-      words: each once.
-      order: index into `words` of every word of the query, repetitions included.
-      idfs: of `words`, float64.
-      weights: idf times how often a word is in the query, float32.
-    """
-
-    words: list[str]
-    order: list[int]
-    idfs: np.ndarray
-    weights: np.ndarray
+    words: list[str]  # each once
+    order: list[int]  # index into `words` of every word of the query, repetitions included
+    idfs: np.ndarray  # of `words`, float64
+    weights: np.ndarray  # idf times how often a word is in the query, float32
 
 
 class DiskBM25:
@@ -570,20 +563,14 @@ class Tiers:
     """The tiers of a word in all shards of a group, those first that can add most.
 
     So the first few are some of the first tiers of each shard, and the next one bounds the rest.
-
-    Attributes:
-      bounds: what the postings of each add at most, before the idf, falling.
-      sizes: postings of each.
-      owners: the shard of each, by its place in the group.
-      drops: how much the bound falls behind each, at last to 0.
-      worth: the drop for a posting read, never rising: a tier shares the drop of the next ones
-        where that is larger for their size, since it is read for theirs.
     """
 
-    bounds: np.ndarray
-    sizes: np.ndarray
-    owners: np.ndarray
-    drops: np.ndarray
+    bounds: np.ndarray  # what the postings of each add at most, before the idf, falling
+    sizes: np.ndarray  # postings of each
+    owners: np.ndarray  # the shard of each, by its place in the group
+    drops: np.ndarray  # how much the bound falls behind each, at last to 0
+    # The drop for a posting read, never rising: a tier shares the drop of the next ones where that
+    # is larger for their size, since it is read for theirs.
     worth: np.ndarray
 
     def behind(self, taken: int) -> float:

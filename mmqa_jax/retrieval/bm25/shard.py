@@ -40,20 +40,13 @@ _ROUNDED = np.float32(1 + 1e-6)  # float32 rounds a bound that must not be too s
 
 @dataclasses.dataclass(frozen=True)
 class ShardLimits:
-    """How large a shard may grow, and so how much memory making one takes.
+    """How large a shard may grow, and so how much memory making one takes."""
 
-    Attributes:
-      rows: sources.
-      postings: 8 bytes each while the shard is read, twice that while it is written.
-      words: distinct ones, about 150 bytes each.
-      tiered: postings from which a word has tiers.
-      block: sources whose words are counted together; a shard may exceed its limits by them.
-    """
-
-    rows: int = 1 << 20
-    postings: int = 1 << 26
-    words: int = 1 << 22
-    tiered: int = 256
+    rows: int = 1 << 20  # sources
+    postings: int = 1 << 26  # 8 bytes each while the shard is read, twice that while it is written
+    words: int = 1 << 22  # distinct ones, about 150 bytes each
+    tiered: int = 256  # postings from which a word has tiers
+    # Sources whose words are counted together; a shard may exceed its limits by them.
     block: int = 4096
 
 
@@ -248,16 +241,14 @@ class Shard:
     Attributes:
       job: hash of the index's job that it was written for.
       start: row of its first source in the index.
-      rows: how many sources it has; they are numbered from 0 here.
-      lengths: of them, in words.
     """
 
     def __init__(self, folder: Path):
         manifest = read_manifest(folder, SHARD_WHAT, _VERB)
         self.job, self.start = manifest.get("job"), manifest.get("start")
-        self.rows: int = manifest["rows"]
+        self.rows: int = manifest["rows"]  # how many sources it has; they are numbered from 0 here
         self.mean_length: float = manifest["mean_length"]
-        self.lengths = _mapped(folder / "lengths.npy")
+        self.lengths = _mapped(folder / "lengths.npy")  # of them, in words
         self._words = _SortedWords(folder)
         self._starts = _mapped(folder / "starts.npy")
         self._rows, self._counts = _mapped(folder / "rows.npy"), _mapped(folder / "counts.npy")

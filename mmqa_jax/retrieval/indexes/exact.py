@@ -25,17 +25,11 @@ SHARE = 0.25  # of a device's free memory, for blocks: readers and encoders may 
 
 
 class DenseIndex:
-    """What all indexes over embeddings have alike: they check, rank candidates, and are saved.
+    """What all indexes over embeddings have alike: they check, rank candidates, and are saved."""
 
-    Attributes:
-      kind: of the index, as `mmqa index --kind` names it.
-      is_exact: its search finds what ExactIndex's does.
-      embeddings: what is searched; row i is source i.
-    """
-
-    kind: str
-    is_exact: bool
-    embeddings: Embeddings
+    kind: str  # of the index, as `mmqa index --kind` names it
+    is_exact: bool  # its search finds what ExactIndex's does
+    embeddings: Embeddings  # what is searched; row i is source i
 
     def __len__(self) -> int:
         return len(self.embeddings.vectors)

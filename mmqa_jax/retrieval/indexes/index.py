@@ -57,21 +57,14 @@ _QUERY_BATCH = 1024  # a top 2,000 of one modality needs about 7,000 results per
 
 @dataclasses.dataclass(frozen=True)
 class ScannParameters:
-    """How ScaNN searches; `for_rows` chooses from the corpus size.
+    """How ScaNN searches; `for_rows` chooses from the corpus size."""
 
-    Attributes:
-      leaves: partitions; 0 scores every row exactly (brute force).
-      leaves_to_search: partitions searched per query.
-      reorder: candidates of the quantized scoring that are rescored exactly.
-      training_rows: rows, drawn at random, to train the partitions on; 0: all.
-      soar: weight of the second partition that every row is assigned to, chosen to find it when
-        the first one does not (SOAR, Sun et al. 2023, who use 1.5); 0: one partition per row.
-    """
-
-    leaves: int = 0
-    leaves_to_search: int = 0
-    reorder: int = 200
-    training_rows: int = 0
+    leaves: int = 0  # partitions; 0 scores every row exactly (brute force)
+    leaves_to_search: int = 0  # partitions searched per query
+    reorder: int = 200  # candidates of the quantized scoring that are rescored exactly
+    training_rows: int = 0  # rows, drawn at random, to train the partitions on; 0: all
+    # Weight of the second partition that every row is assigned to, chosen to find it when the first
+    # one does not (SOAR, Sun et al. 2023, who use 1.5); 0: one partition per row.
     soar: float = 1.5
 
     @classmethod
@@ -618,20 +611,14 @@ SHARD_ROWS = 1_000_000  # of `mmqa index --kind=scann --shard_rows`, as planned 
 
 @dataclasses.dataclass(frozen=True)
 class IndexSize:
-    """Bytes of an index outside of accelerators.
-
-    Attributes:
-      place: what holds them: `disk`, `host memory` or `Milvus`.
-      held: while it is searched; building needs more.
-      read: per batch of queries if `shared`, else per query; None: not known beforehand.
-      shared: one pass over the sources serves a whole batch.
-    """
+    """Bytes of an index outside of accelerators."""
 
     kind: str
-    place: str
-    held: float
+    place: str  # what holds them: `disk`, `host memory` or `Milvus`
+    held: float  # while it is searched; building needs more
+    # Per batch of queries if `shared`, else per query; None: not known beforehand.
     read: float | None
-    shared: bool = False
+    shared: bool = False  # one pass over the sources serves a whole batch
 
 
 def index_sizes(rows: int, dim: int) -> tuple[IndexSize, ...]:

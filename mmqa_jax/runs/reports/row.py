@@ -207,19 +207,15 @@ def row_title(scores: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass
 class RowRun:
-    """A row's answers to its questions, and their scores.
-
-    Attributes:
-      rankings: `candidates` of the retriever and `relevance` of the reranker, if the row has them.
-      scores: the content of scores.json.
-    """
+    """A row's answers to its questions, and their scores."""
 
     corpus: Corpus
     questions: Sequence[Question]
     predictions: Sequence[Prediction]
+    # `candidates` of the retriever and `relevance` of the reranker, if the row has them.
     rankings: Mapping[str, Sequence[Ranking]]
     evaluation: Evaluation
-    scores: dict[str, Any] = dataclasses.field(default_factory=dict)
+    scores: dict[str, Any] = dataclasses.field(default_factory=dict)  # the content of scores.json
 
 
 def write_row_report(folder: Path, run: RowRun) -> list[Table]:

@@ -99,33 +99,22 @@ def evaluate(options: EvaluateOptions) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class _Answers:
-    """Predictions, and how they are scored.
+    """Predictions, and how they are scored."""
 
-    Attributes:
-      title: of the tables.
-      result: what --json prints first.
-      unscored: what it prints besides where nothing is scored, since the answers are hidden.
-      read: file -> predictions.
-      score: (predictions, their file) -> their scores.
-      has_reference: whether a question's answer is published.
-      submit: writes the leaderboard's file.
-      counted: the predictions that are answers.
-      more_notes: of the evaluation, behind the others.
-      analyze: gives more tables.
-    """
-
-    title: str
-    result: dict[str, Any]
+    title: str  # of the tables
+    result: dict[str, Any]  # what --json prints first
     predictions: list[Prediction]
-    read: Callable[[Path], list[Prediction]]
+    read: Callable[[Path], list[Prediction]]  # file -> predictions
+    # (predictions, their file) -> their scores.
     score: Callable[[list[Prediction], Path], Evaluation]
-    has_reference: Callable[[Question], bool]
-    submit: Callable[[], None]
-    counted: Sequence[Prediction]
+    has_reference: Callable[[Question], bool]  # whether a question's answer is published
+    submit: Callable[[], None]  # writes the leaderboard's file
+    counted: Sequence[Prediction]  # the predictions that are answers
+    # What it prints besides where nothing is scored, since the answers are hidden.
     unscored: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: Sequence[str] = ()
-    more_notes: Sequence[str] = ()
-    analyze: Callable[[], list[Table]] | None = None
+    more_notes: Sequence[str] = ()  # of the evaluation, behind the others
+    analyze: Callable[[], list[Table]] | None = None  # gives more tables
 
 
 def _evaluate_answers(

@@ -30,20 +30,16 @@ from mmqa_jax.runs.stages import Stage, answering
 
 @dataclasses.dataclass(frozen=True)
 class StageFiles:
-    """The files of a stage: its questions, its output, and how it is computed.
+    """The files of a stage: its questions, its output, and how it is computed."""
 
-    Attributes:
-      data, sources: folders of `mmqa prepare`, see `open_corpus`.
-      out: the file to write; finished chunks are kept beside it.
-      inference: batch size and mesh, in place of those of the model's run.
-      chunk, shard, engine: see core.chunks.Job.
-    """
-
+    # data, sources: folders of `mmqa prepare`, see `open_corpus`.
     data: Path
     split: str
-    out: Path
+    out: Path  # the file to write; finished chunks are kept beside it
+    # chunk, shard, engine: see core.chunks.Job.
     chunk: int
     sources: str = ""
+    # Batch size and mesh, in place of those of the model's run.
     inference: Mapping[str, Any] | None = None
     shard: Shard = WHOLE
     engine: Engine | None = None

@@ -119,25 +119,17 @@ def _add(names: dict[str, str], picture: str, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RegionOptions:
-    """How records are written.
+    """How records are written."""
 
-    Attributes:
-      precision: of their large arrays.
-      names, attribute_names: files of the detector's names; None: not known.
-      chunk: pictures of a file.
-      shard: this process's share of the files.
-      overwrite: replace records of another job.
-      max_broken_pictures: None: see BrokenPictures.
-      export, attributes: formats and least probability, checked before the job takes hours.
-    """
-
-    precision: region_records.Precision = "float16"
+    precision: region_records.Precision = "float16"  # of their large arrays
+    # names, attribute_names: files of the detector's names; None: not known.
     names: str | None = None
     attribute_names: str | None = None
-    chunk: int = CHUNK
-    shard: Shard = WHOLE
-    overwrite: bool = False
-    max_broken_pictures: int | None = None
+    chunk: int = CHUNK  # pictures of a file
+    shard: Shard = WHOLE  # this process's share of the files
+    overwrite: bool = False  # replace records of another job
+    max_broken_pictures: int | None = None  # None: see BrokenPictures
+    # export, attributes: formats and least probability, checked before the job takes hours.
     export: Sequence[str] = ()
     attributes: float | None = None
 

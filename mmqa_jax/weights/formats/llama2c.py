@@ -37,11 +37,7 @@ class Header(NamedTuple):
 
 
 class Llama2cSource:
-    """A llama2.c file, its tensors under Meta's names.
-
-    Attributes:
-      header: the sizes.
-    """
+    """A llama2.c file, its tensors under Meta's names."""
 
     def __init__(self, path: str | os.PathLike):
         self.name = str(path)
@@ -64,7 +60,7 @@ class Llama2cSource:
         sizes = (dim, mlp, layers, heads, kv_heads, abs(vocab), context)
         if min(sizes) < 1 or dim % heads or heads % kv_heads or dim // heads % 2:
             raise UserError(f"{path}: not a llama2.c file (header {numbers}); check the path.")
-        self.header = Header(*sizes, tied)
+        self.header = Header(*sizes, tied)  # the sizes
         # One layer's bytes for each of as many as the header says, before any is listed.
         with_one_layer, with_two_layers = (
             _total(_order(self.header._replace(layers=n), legacy)) for n in (1, 2)

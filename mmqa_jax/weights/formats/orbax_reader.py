@@ -39,17 +39,14 @@ _WRITE_BYTES = 1 << 26  # encoded at a time
 
 @dataclasses.dataclass(frozen=True)
 class StreamedArray:
-    """An array that is made slice by slice while it is written.
+    """An array that is made slice by slice while it is written."""
 
-    Attributes:
-      shape, dtype: of the whole.
-      stacked: its slices are those of the first axis (a stack of layers); else it is one slice.
-      slices: yields (index of the first axis, or () for the whole; the slice), in any order.
-    """
-
+    # shape, dtype: of the whole.
     shape: tuple[int, ...]
     dtype: np.dtype
+    # Its slices are those of the first axis (a stack of layers); else it is one slice.
     stacked: bool
+    # Yields (index of the first axis, or () for the whole; the slice), in any order.
     slices: Callable[[], Iterable[tuple[Any, np.ndarray]]]
 
     @property

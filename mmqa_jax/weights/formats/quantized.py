@@ -37,25 +37,17 @@ _UNUSED = (
 
 
 class Matrix(NamedTuple):
-    """One matrix in memory, as its checkpoint keeps it.
+    """One matrix in memory, as its checkpoint keeps it."""
 
-    Attributes:
-      codes: rows of it -> the values of their codes, float32 [rows, columns].
-      size: its rows and columns.
-      scale: float32 [R, C].
-      row: the row of `scale` that each row has, int [rows].
-      column: the column of `scale` that each column has, int [columns], or how many share one.
-      zero: as `scale`, or a number.
-      is_turned: whether its rows are the published matrix's columns.
-    """
-
+    # Rows of it -> the values of their codes, float32 [rows, columns].
     codes: Callable[[slice], np.ndarray]
-    size: tuple[int, int]
-    scale: np.ndarray
-    row: np.ndarray
+    size: tuple[int, int]  # its rows and columns
+    scale: np.ndarray  # float32 [R, C]
+    row: np.ndarray  # the row of `scale` that each row has, int [rows]
+    # The column of `scale` that each column has, int [columns], or how many share one.
     column: np.ndarray | int
-    zero: np.ndarray | float = 0.0
-    is_turned: bool = False
+    zero: np.ndarray | float = 0.0  # as `scale`, or a number
+    is_turned: bool = False  # whether its rows are the published matrix's columns
 
     def whole(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """The numbers, in the shape and type that are asked for."""
@@ -162,21 +154,13 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """A matrix that stays in its codes.
+    """A matrix that stays in its codes."""
 
-    Attributes:
-      dtype: of the codes, which lie in the matrix's own shape.
-      group: inputs that share a scale; it divides them.
-      offset: what is taken from codes and zeros, so that integers are signed.
-      zero: whether zeros differ from the offset.
-      scale: the type of scales.
-    """
-
-    dtype: np.dtype
-    group: int
-    offset: int = 0
-    zero: bool = False
-    scale: str = "float32"
+    dtype: np.dtype  # of the codes, which lie in the matrix's own shape
+    group: int  # inputs that share a scale; it divides them
+    offset: int = 0  # what is taken from codes and zeros, so that integers are signed
+    zero: bool = False  # whether zeros differ from the offset
+    scale: str = "float32"  # the type of scales
 
     @classmethod
     def of(cls, dtype: Any, columns: int, group: int, **more: Any) -> Held:
@@ -205,26 +189,18 @@ class Opened(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How a method keeps a matrix.
+    """How a method keeps a matrix."""
 
-    Attributes:
-      codes: how the name of the codes ends, where the whole matrix's name has `weight`; "": it is
-        that name.
-      dtypes: the types that the codes have.
-      parts: what stands beside them -> how its name ends in the place of `codes`, or otherwise.
-      needed: the parts without which there is no matrix.
-      open: reads shapes, and refuses what does not fit.
-      whole: how the name of the whole matrix ends in the place of `codes`.
-      turned: whether the whole matrix of that name is the other way, [..., in, out].
-    """
-
+    # How the name of the codes ends, where the whole matrix's name has `weight`; "": it is that
+    # name.
     codes: str
-    dtypes: tuple[str, ...]
+    dtypes: tuple[str, ...]  # the types that the codes have
+    # What stands beside them -> how its name ends in the place of `codes`, or otherwise.
     parts: Mapping[str, tuple[str, ...]]
-    needed: tuple[str, ...]
-    open: Callable[[Parts], Opened]
-    whole: str = "weight"
-    turned: bool = False
+    needed: tuple[str, ...]  # the parts without which there is no matrix
+    open: Callable[[Parts], Opened]  # reads shapes, and refuses what does not fit
+    whole: str = "weight"  # how the name of the whole matrix ends in the place of `codes`
+    turned: bool = False  # whether the whole matrix of that name is the other way, [..., in, out]
 
     def parts_of(self, key: str, source: TensorSource, specs: Mapping[str, Any]) -> Parts | None:
         """The parts of the matrix whose codes `key` names; None: `key` names no codes."""
