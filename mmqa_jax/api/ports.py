@@ -41,15 +41,10 @@ from mmqa_jax.prompting.backends import (
 )
 from mmqa_jax.prompting.backends.local_model import ModelConfig, open_backend
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, open_text_tokenizer
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS, minilm_path
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.hub import (
-    LANGUAGE_MODELS,
-    download_model,
-    find_model,
-    is_hub_name,
-    minilm_path,
-)
+from mmqa_jax.weights.hub import download_model, find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import architecture, check_declared, model_of

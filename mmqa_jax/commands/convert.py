@@ -8,7 +8,7 @@ from typing import Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.weights.hub import MODELS
+from mmqa_jax.weights.bundled import MODELS
 from mmqa_jax.weights.registry import check_declared, describe, model_of, names
 
 SUMMARY = "turn published weights into Orbax weights for any mesh, or back into safetensors."

@@ -68,8 +68,8 @@ from mmqa_jax.models.two_towers.processor import read_preparation
 from mmqa_jax.retrieval import embedder
 from mmqa_jax.retrieval.embedder import Embedder, dual_encoder_cost, one_picture_each
 from mmqa_jax.retrieval.embeddings import BROKEN, check_finite
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.hub import minilm_path
 from mmqa_jax.weights.keymap import abstract_model
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_converted

@@ -22,9 +22,10 @@ from mmqa_jax.prompting import text_tokenizer
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.tasks.task import Recipe, Task
 from mmqa_jax.weights.adapters import Adapter
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_converted, read_record, weights_hash
-from mmqa_jax.weights.hub import LANGUAGE_MODELS, find_model, is_hub_name
+from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import Base, architecture, model_of

@@ -23,8 +23,8 @@ from mmqa_jax.retrieval.page_embedder import load_page_embedder
 from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import load_text_embedder, load_two_towers
 from mmqa_jax.retrieval.vlm_encoder import load_gemma_embedder, load_vlm_embedder
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
-from mmqa_jax.weights.hub import minilm_path
 from mmqa_jax.weights.record import is_converted
 from mmqa_jax.weights.registry import architectures
 

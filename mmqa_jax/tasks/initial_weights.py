@@ -17,8 +17,8 @@ from flax import nnx
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer, vocabulary_rows
 from mmqa_jax.models.bert.keys import fill_bert
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.hub import minilm_path
 from mmqa_jax.weights.record import is_converted
 
 if TYPE_CHECKING:

@@ -76,7 +76,7 @@ from mmqa_jax.retrieval.vlm_encoder import (
     vlm_embedder,
 )
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.weights.hub import minilm_path
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.record import RECORD, RUN_FILES, is_converted, read_metadata
 
 Arrays = Mapping[str, np.ndarray]

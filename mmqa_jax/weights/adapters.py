@@ -20,13 +20,13 @@ import numpy as np
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.formats.safetensors import (
     DerivedSource,
     SafetensorsSource,
     TensorSource,
     write_safetensors,
 )
-from mmqa_jax.weights.hub import LANGUAGE_MODELS
 
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # Fields of adapter_config.json that change what an adapter computes, with the values that are read.

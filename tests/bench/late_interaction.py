@@ -143,7 +143,7 @@ def _write_encoder(folder: Path, components: np.ndarray | None) -> None:
     """Writes MiniLM as a late-interaction encoder, whose states `components` [D, 384] project."""
     from safetensors.numpy import save_file
 
-    from mmqa_jax.weights.hub import minilm_path
+    from mmqa_jax.weights.bundled import minilm_path
 
     for file in minilm_path().iterdir():
         if file.is_file() and not (folder / file.name).exists():

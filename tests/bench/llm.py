@@ -198,7 +198,7 @@ def load_model(size: str, dtype: str | None = None) -> Llama:
 
     from mmqa_jax.models.llama.config import llama2_7b, smollm2_135m
     from mmqa_jax.models.llama.network import Llama
-    from mmqa_jax.weights.hub import smollm2_path
+    from mmqa_jax.weights.bundled import smollm2_path
     from mmqa_jax.weights.published import load_published
 
     if size == "small" and _has_smollm2():
@@ -215,7 +215,7 @@ def load_model(size: str, dtype: str | None = None) -> Llama:
 
 
 def _has_smollm2() -> bool:
-    from mmqa_jax.weights.hub import smollm2_path
+    from mmqa_jax.weights.bundled import smollm2_path
 
     try:
         return smollm2_path().exists()
@@ -229,7 +229,7 @@ def _text(size: str, load: Load) -> list[int]:
     if size == "small" and _has_smollm2():
         import transformers
 
-        from mmqa_jax.weights.hub import smollm2_path
+        from mmqa_jax.weights.bundled import smollm2_path
 
         path = smollm2_path()
         tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mmqa_jax.core.host import threads
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 from tests.bench import llama_cpp
 from tests.bench.runner import Case, Peak
 from tests.bench.timing import Child, run_child

@@ -221,7 +221,7 @@ def _embed(folder: Path, sizes: dict[str, int]) -> list[dict[str, Any]]:
     from sentence_transformers import SentenceTransformer
 
     from mmqa_jax.retrieval.text_encoder import load_minilm_embedder
-    from mmqa_jax.weights.hub import minilm_path
+    from mmqa_jax.weights.bundled import minilm_path
     from tests.bench.retrieval_data import queries, snippets
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))

@@ -60,7 +60,7 @@ def _answered(
     from mmqa_jax.decoding.requests import Request
     from mmqa_jax.decoding.slot_runner import EngineConfig
     from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-    from mmqa_jax.weights.hub import smollm2_path
+    from mmqa_jax.weights.bundled import smollm2_path
     from mmqa_jax.weights.published import load_published
 
     path = smollm2_path()

@@ -23,7 +23,7 @@ from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
 from mmqa_jax.prompting.backends.http import OpenAIBackend, ServerConfig
 from mmqa_jax.prompting.backends.local_model import open_backend
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 
 LAYERS = 4
 END = " most"  # the token that ends an answer: the layers left say no other end

@@ -15,7 +15,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
 from mmqa_jax.models.llama.keys import llama_key_map, open_llama
 from mmqa_jax.models.llama.network import inverse_frequencies
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.keymap import export
 from mmqa_jax.weights.published import load_published
 from tests.refusals import refuses

@@ -24,7 +24,7 @@ from mmqa_jax.models.vlp.atlas_reader import add_types
 from mmqa_jax.models.vlp.keys import init_vlp_from_bert
 from mmqa_jax.models.vlp.network import VLP, vlp_patches
 from mmqa_jax.tasks.vqa import vqa_loader
-from mmqa_jax.weights.hub import minilm_path
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.published import load_published
 from tests.refusals import refuses
 

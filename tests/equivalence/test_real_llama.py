@@ -26,8 +26,8 @@ from mmqa_jax.decoding.requests import Request, Scoring
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.models.llama.config import LlamaConfig, smollm2_135m
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from mmqa_jax.weights.bundled import smollm2_path
 from mmqa_jax.weights.formats import gguf as gguf_format
-from mmqa_jax.weights.hub import smollm2_path
 from mmqa_jax.weights.published import load_published
 
 LENGTHS = np.array([64, 24])  # rows of different length, padded on the right

@@ -22,7 +22,7 @@ from mmqa_jax.inference.cross_encoder import open_cross_encoder
 from mmqa_jax.models.bert.rotary import GTE, JINA_V3, NOMIC, rotary_config
 from mmqa_jax.models.encoders.text_encoders import load_text_encoder, retrieval_tasks
 from mmqa_jax.retrieval.text_encoder import load_text_embedder
-from mmqa_jax.weights.hub import minilm_path
+from mmqa_jax.weights.bundled import minilm_path
 from tests.refusals import refuses
 
 CLASSIFIERS = [name for name, family in FAMILIES.items() if family.classifier]

@@ -21,7 +21,7 @@ from mmqa_jax.prompting.picture_format import QwenFormat
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.runs.corpora import prepare
 from mmqa_jax.tasks.vision_language import PicturedRows, TrainingPictures, pictured_shapes
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 from tests.refusals import refuses
 
 

@@ -322,15 +322,15 @@ def test_the_attacks_find_what_is_not_linear(expression):
 
 # What stood in the authors' files, or here, before it was made linear.
 EQUAL = [
-    ("evaluation.text_answers", lambda m: m._NUMBERS[1], r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
+    ("evaluation.multiple_choice", lambda m: m._NUMBERS[1], r"-?\d+(?:\.\d+)?[eE][+-]?\d+"),
     (
-        "evaluation.text_answers",
+        "evaluation.multiple_choice",
         lambda m: m._NUMBERS[2],
         r"-?(?:\d+\.\d+|\.\d+|\d+\b)(?![eE][+-]?\d+)(?![,\d])",
     ),
     ("retrieval.rankings", lambda m: m._NUMBER, r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"),
     ("data.region_records", lambda m: m._NUMBER, r"(?:\d+)$"),
-    ("data.formats.kat_knowledge", lambda m: m._LAST_NUMBER, r"\d+(?:\.\w+)?$"),
+    ("benchmarks.okvqa", lambda m: m._LAST_NUMBER, r"\d+(?:\.\w+)?$"),
     ("data.records.grid_records", lambda m: m._ID, r"\d+(?:\.jpg)?\.npz$"),
 ]
 

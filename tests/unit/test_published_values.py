@@ -24,9 +24,9 @@ from mmqa_jax.models.llava.keys import llava_config, original_config
 from mmqa_jax.models.oscar.keys import oscar_config
 from mmqa_jax.models.two_towers.keys import clip_config
 from mmqa_jax.models.two_towers.processor import check_processor
+from mmqa_jax.weights.bundled import minilm_path
 from mmqa_jax.weights.folder import read_record
 from mmqa_jax.weights.formats.gguf import GGUFSource
-from mmqa_jax.weights.hub import minilm_path
 from mmqa_jax.weights.layouts import require_given
 from mmqa_jax.weights.registry import architecture
 from tests.refusals import refuses

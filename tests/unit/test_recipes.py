@@ -9,9 +9,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from ml_collections import ConfigDict
-from mmqa_jax.tasks.contrastive_objectives import ContrastiveObjective
-from mmqa_jax.tasks.vlp_objectives import AnswerObjective, RerankObjective
-from mmqa_jax.weights.bundled import minilm_path
 from safetensors.numpy import load_file
 
 from mmqa_jax.core.config import load_config
@@ -28,8 +25,11 @@ from mmqa_jax.models.two_towers import config as clip
 from mmqa_jax.models.vlp import network as vlp
 from mmqa_jax.models.vlp.network import VLPInputs, VLPModel
 from mmqa_jax.tasks import run
+from mmqa_jax.tasks.contrastive_losses import ContrastiveObjective
 from mmqa_jax.tasks.registry import read_task
 from mmqa_jax.tasks.task import make_tokenizer
+from mmqa_jax.tasks.vlp import AnswerObjective, RerankObjective
+from mmqa_jax.weights.bundled import minilm_path
 from tests.refusals import refuses
 
 pytestmark = pytest.mark.slow

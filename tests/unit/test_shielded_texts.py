@@ -28,7 +28,7 @@ from mmqa_jax.prompting.few_shot import MARK, as_prompt
 from mmqa_jax.prompting.picture_format import PictureTemplate, QwenFormat
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer, open_text_tokenizer
 from mmqa_jax.tasks.fusion_in_decoder import FusionInDecoder
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 
 TURNS = ("<|im_start|>", "<|im_end|>")
 PLAIN_MARKS = ("<think>", "</think>", "<tool_call>")  # marks that transformers adds as plain tokens

@@ -13,7 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.prompting.backends import Message
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
-from mmqa_jax.weights.hub import smollm2_path
+from mmqa_jax.weights.bundled import smollm2_path
 from tests.refusals import refuses
 
 # Some of it repeats so that merges are learned.

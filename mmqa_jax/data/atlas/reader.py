@@ -10,7 +10,7 @@ minutes on a CPU gets the same by other means, each off unless the config names 
   answers   every token predicted from a [MASK] of its own, key words with a larger weight
 
 The model's part is models/vlp/atlas_reader.py (models may not import data), and the tasks' part
-tasks/atlas_reader.py.
+tasks/vlp.py.
 """
 
 from __future__ import annotations

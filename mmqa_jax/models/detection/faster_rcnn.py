@@ -47,7 +47,7 @@ _CANONICAL_SIDE, _CANONICAL_LEVEL = 224, 4  # a box of that side is read from th
 
 
 class Pictures(NamedTuple):
-    """A batch of pictures that data.detector_pictures prepared."""
+    """A batch of pictures that data.pictures.resize prepared."""
 
     # [B, H, W, 3] float32, blue first, less the mean; each in the upper left corner.
     pixels: jax.Array

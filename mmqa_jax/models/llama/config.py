@@ -24,7 +24,7 @@ from mmqa_jax.models.llama.layer_kinds import (
     FullLayers,
     LatentConfig,
 )
-from mmqa_jax.weights.hub import LANGUAGE_MODELS
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
 QK_NORMS = ("none", "head", "whole", "rotated")
@@ -77,13 +77,13 @@ class LlamaConfig:
     `experts_beside` is the width of experts that stand beside an MLP of width `mlp`, and what each
     of both gives is normed before the sum (Gemma 4).
 
-    `chunk` and `growth`: of `llama.long_texts`; the latter is by how much, and after how many
+    `chunk` and `growth`: of `llama.latent`; the latter is by how much, and after how many
     tokens each time.
 
     `kinds`: of each layer one of `layer_kinds.KINDS`, () is attention in all. Layers of several
     kinds repeat with a `period`, as long as all layers where nothing repeats. `delta` are the sizes
     of "linear" ones, `conv_taps` the tokens of the convolution of "conv" ones
-    (`llama.short_conv`). `gated`: what attention gives is multiplied by a sigmoid of the layer's
+    (`llama.gated_delta`). `gated`: what attention gives is multiplied by a sigmoid of the layer's
     input, of each number or, with `head_gates`, of each head.
 
     `latent`: sizes of attention over latents (`llama.latent`), whose one key head has a `head_dim`

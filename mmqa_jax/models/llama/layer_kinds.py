@@ -9,7 +9,7 @@ from mmqa_jax.models.common.config_checks import check_divides
 
 # Attention; the gated delta rule (`llama.gated_delta`); attention with a window, in a model whose
 # layers that see all have heads of their own (`FullLayers`); a short convolution
-# (`llama.short_conv`); attention or a convolution with one MLP, in a model whose other layers have
+# (`llama.gated_delta`); attention or a convolution with one MLP, in a model whose other layers have
 # experts.
 KINDS = ("full", "linear", "near", "conv", "plain", "plain_conv")
 RECURRENT = {"linear", "conv", "plain_conv"}  # of these

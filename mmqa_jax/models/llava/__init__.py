@@ -15,8 +15,8 @@ FAMILIES = (
         noun="LLaVA",
         writes="decoder",
         sees=True,
-        presets="llava.presets.PRESETS",
-        base="llava.presets.BASE",
+        presets="llava.config.PRESETS",
+        base="llava.config.BASE",
         check="llava.keys.CHECK",
     ),
 )

@@ -106,7 +106,7 @@ class ResponseCache:
         try:
             yield
         except OSError as error:
-            if error.errno in _BY_DISK:  # see core.disk_errors
+            if error.errno in _BY_DISK:  # see core.errors
                 raise
             raise UserError(
                 f"{self.path}: the response cache cannot be created there ({error.strerror}); name "

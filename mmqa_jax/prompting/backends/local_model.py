@@ -41,9 +41,10 @@ from mmqa_jax.prompting.backends.engine import EngineBackend
 from mmqa_jax.prompting.backends.t5 import T5Backend, open_t5_backend
 from mmqa_jax.prompting.backends.thinking import Thinking
 from mmqa_jax.prompting.text_tokenizer import open_text_tokenizer
+from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.folder import load_additions, load_converted, read_record, weights_hash
-from mmqa_jax.weights.hub import LANGUAGE_MODELS, find_model, is_hub_name
+from mmqa_jax.weights.hub import find_model, is_hub_name
 from mmqa_jax.weights.published import load_published
 from mmqa_jax.weights.record import is_weights_folder
 from mmqa_jax.weights.registry import architecture, model_of, nouns
