@@ -5,8 +5,6 @@ loading a numerical library. Config files are ml_collections: `--config=FILE[:MO
 --config.train.steps=500`.
 """
 
-from __future__ import annotations
-
 import argparse
 import atexit
 import difflib

@@ -21,8 +21,6 @@ Prediction files are {question_id: {"direct_answer": text, "multiple_choice": te
 either of which may be absent (prepare_predictions.py). Null is an empty answer, or no choice.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence

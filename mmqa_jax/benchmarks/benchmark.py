@@ -1,7 +1,5 @@
 """How a benchmark is read, scored and submitted; each file beside this one has a BENCHMARK."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

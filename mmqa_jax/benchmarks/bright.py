@@ -14,8 +14,6 @@ A task's score is the mean over its questions, the benchmark's the mean over the
 stands in a note. A question without a ranking counts 0; run.py leaves it out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

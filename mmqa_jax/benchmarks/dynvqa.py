@@ -11,8 +11,6 @@ answers are not. Words are NLTK's in English, jieba's in Chinese.
     dynvqa/recall    from 0 to 1; 0 without a prediction
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -20,8 +20,6 @@ The benchmark's accuracy is `evqa/bem`. It needs the weights (bem.py); without t
 what there is, which is stricter.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

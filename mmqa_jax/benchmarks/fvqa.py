@@ -17,8 +17,6 @@ A response with `<answer> ... </answer>` is scored by the last of them. The pape
 a judgment by GPT-4o, which no rule gives.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from collections.abc import Sequence

@@ -18,8 +18,6 @@ The final score is the harmonic mean of the scores on unseen questions and on un
 stands in a note. The file has a line {"data_id", "prediction"} for each question.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections import Counter

@@ -14,8 +14,6 @@ shown to a model by the authors' prompt; they stand in `Question.extra`.
 The authors' script has a language model judge the answers, which no rule gives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 

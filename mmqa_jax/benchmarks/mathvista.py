@@ -17,8 +17,6 @@ Extractions come from responses by rules, and by a language model where these fi
 (extract_answer.py; papers/mathvista.py asks it). The file is {pid: problem with `extraction`}.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -21,8 +21,6 @@ of all sets a first candidate that is wrong may be of the wrong modality or of a
 table says how often.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -23,8 +23,6 @@ a JSON list of such rows: VLMEvalKit's PRED_FORMAT is one of the three. LLaVA's 
 --all-rounds have `round_id` too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence

@@ -14,8 +14,6 @@ refused by name; the tasks of pages are ViDoRe's (vidore.py) and VisRAG's.
 The score of the image tasks is the mean over the 36, which stands in a note.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

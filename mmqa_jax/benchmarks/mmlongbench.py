@@ -17,8 +17,6 @@ The authors have GPT-4o make a short answer of a response first; here the short 
 Lists are read as literals where the script evaluates them as code. What the script stops at is 0.
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

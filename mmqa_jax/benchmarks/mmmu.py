@@ -19,8 +19,6 @@ An open question is right if one of the numbers and phrases in the response is a
 {"id", "response"}.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Sequence

@@ -13,8 +13,6 @@ MMSearch's score of the end-to-end task (score/f1_score.py, get_result_summary):
 The leaderboard's final score has it with the weight .75, beside the three stages.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,8 +16,6 @@ The file has a line {"qs_id", "output", "gt_choice", "scenario", ...} for each q
 script scores by itself.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 from collections import Counter

@@ -21,8 +21,6 @@ The file is {qid: text, or a list of texts}, whose texts are kept whole in the t
 predictions give a list as one text, with SEPARATOR between its items.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ Its scores are VQA's (evaluation/vqa.py), its prediction files VQA's results for
 [{"question_id": number, "answer": text}, ...]. Null is an empty answer.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter

@@ -22,8 +22,6 @@ Prediction files are {"results": {pid: index}, "outputs": {pid: text}}, either o
 absent (models/run_gpt3.py and LLaVA's eval_science_qa.py write both), and LLaVA's lines.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

@@ -19,8 +19,6 @@ ones `question_id`, which are then the leaderboard's lines; or {"question_id", "
 choice]}.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ Visual Genome's questions, where their files lie there too, are the split `vg`,
 and those on OK-VQA's test pictures the split `vg_on_okvqa_test`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path

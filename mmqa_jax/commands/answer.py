@@ -1,7 +1,5 @@
 """`mmqa answer`: answers from gold sources, given sources, or none."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from typing import Any

@@ -1,7 +1,5 @@
 """`mmqa candidates`: answer candidates and answer-aware examples, Prophet's stage 1 in use."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`mmqa caption`: captions of pictures, from a detector's regions or by a vision-language model."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

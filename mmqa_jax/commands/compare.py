@@ -1,7 +1,5 @@
 """`mmqa compare`: runs side by side, with significance tests of their differences."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

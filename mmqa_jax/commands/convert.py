@@ -1,7 +1,5 @@
 """`mmqa convert`: published weights to Orbax weights and back to safetensors; its check."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

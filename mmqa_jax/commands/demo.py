@@ -1,7 +1,5 @@
 """`mmqa demo`: the whole pipeline on Atlas."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

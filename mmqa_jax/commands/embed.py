@@ -1,7 +1,5 @@
 """`mmqa embed`: every source of a corpus as a vector, or a benchmark's pictures as grids."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`mmqa evaluate`: predictions or rankings of any format against references of any format."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

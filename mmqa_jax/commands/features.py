@@ -1,7 +1,5 @@
 """`mmqa features`: the regions of pictures, as the detectors of VLP, VinVL and MCAN find them."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`mmqa index`: a nearest-neighbor index over embeddings, or BM25's over texts."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

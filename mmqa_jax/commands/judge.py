@@ -1,7 +1,5 @@
 """`mmqa judge`: which solved examples help a language model to answer."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

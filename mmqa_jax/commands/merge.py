@@ -1,7 +1,5 @@
 """`mmqa merge`: the last step of a job whose shards are done."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`mmqa models`: the families of models that are read, their sizes, and measured deviations."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from pathlib import Path

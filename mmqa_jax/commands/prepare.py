@@ -1,7 +1,5 @@
 """`mmqa prepare`: official files, or your own documents, to ArrayRecord."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

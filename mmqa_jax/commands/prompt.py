@@ -1,7 +1,5 @@
 """`mmqa prompt`: runs a language model over a file of prompts."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

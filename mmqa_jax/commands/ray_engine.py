@@ -5,8 +5,6 @@ chunks are computed, keeps the model, and commits one part for every number. Wha
 in hand is dealt out again. This process holds the locks and puts the parts together.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import importlib

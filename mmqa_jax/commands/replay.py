@@ -1,7 +1,5 @@
 """`mmqa replay`: a searcher's run draws its episodes again."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

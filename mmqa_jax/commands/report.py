@@ -1,7 +1,5 @@
 """`mmqa report`: report.html of any workdir."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

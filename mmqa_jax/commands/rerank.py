@@ -1,7 +1,5 @@
 """`mmqa rerank`: source selection (WebQA section 5.1), with a sweep of its threshold."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

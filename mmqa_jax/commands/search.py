@@ -1,7 +1,5 @@
 """`mmqa search`: rankings of sources for every question of a split."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

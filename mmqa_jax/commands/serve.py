@@ -1,7 +1,5 @@
 """`mmqa serve`: a page and OpenAI's API over models that stay loaded."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`mmqa status`: how far a training run, a row, a demo or a job that shards compute is."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

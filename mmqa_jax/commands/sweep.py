@@ -1,7 +1,5 @@
 """`mmqa sweep`: one row, or one training, at several values of its config's keys."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import Any

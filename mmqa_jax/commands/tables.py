@@ -1,7 +1,5 @@
 """`mmqa tables`: the papers' tables, published figures beside measured ones."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`mmqa train`: one training run."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

@@ -5,8 +5,6 @@ tensors (read as numpy arrays, torch is not needed) and OrderedDicts are replace
 this file; any other is refused by name. Plain containers, numbers and strings need none.
 """
 
-from __future__ import annotations
-
 import collections
 import functools
 import io

@@ -10,8 +10,6 @@ programs, and ends with the process that started it. It is started once and stay
 This file is both sides: the child runs it as a script, and imports nothing of mmqa_jax.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

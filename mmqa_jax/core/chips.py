@@ -1,7 +1,5 @@
 """The figures of the makers' data sheets for accelerators, and what a slice's links carry."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -13,8 +13,6 @@ whatever N was before, and however often they are killed: a file is written whol
 a restart computes what is missing. Processes of several hosts need a common folder, nothing else.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

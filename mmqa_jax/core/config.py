@@ -8,8 +8,6 @@ A config file may name its modes, `MODES = ("runlocal",)`; any other mode is the
 
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

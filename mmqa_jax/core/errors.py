@@ -8,8 +8,6 @@ PyArrow, TensorStore and ArrayRecord raise exceptions of their own for the same 
 operating system, some of them as text alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib

@@ -1,7 +1,5 @@
 """Atomic writes, and JSON files whose mistakes are reported with their line."""
 
-from __future__ import annotations
-
 import codecs
 import contextlib
 import glob

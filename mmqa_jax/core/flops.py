@@ -1,7 +1,5 @@
 """The FLOPs of a model itself: products of its jaxpr, before any compiler has touched it."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """Copies of objects on this host, for what reads files: record readers, tokenizers, memory maps."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

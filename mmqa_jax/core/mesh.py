@@ -9,8 +9,6 @@ units of a layer); where rows are long, `sequence` (columns of a batch, and para
 exchange parameters and gradients once a step, the others activations in every layer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Metrics of a run: rows in metrics.jsonl, and the same in TensorBoard and Weights & Biases."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

@@ -8,8 +8,6 @@ memory, are copied to this host first (`core.local_copies`), but for records of 
 training reads ranges of bytes (`data.records.corpus_records`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

@@ -4,8 +4,6 @@ On a terminal a live bar; elsewhere (a log file, a batch job) one plain line at 
 seconds. The environment variable MMQA_PROGRESS=off turns it off.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import os

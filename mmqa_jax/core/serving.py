@@ -5,8 +5,6 @@ the functions here. By default every device of the process holds a copy of the m
 of a batch are split over all of them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -14,8 +14,6 @@ So any number of processes on any hosts may write into one folder at once, each 
 others have committed, and to merge is to read. No lock is needed for that.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

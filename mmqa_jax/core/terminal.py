@@ -8,8 +8,6 @@ a text in another order than it has.
 `core.progress.Screen`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -4,8 +4,6 @@ Checkpoints, messages and regular expressions over parameters all use these name
 none of them depends on how Flax or Optax wrap an array.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

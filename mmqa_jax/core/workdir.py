@@ -1,7 +1,5 @@
 """The folder of one run: its config, its lock, and its completed stages."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.metadata

@@ -5,8 +5,6 @@ as short as it is: DPR's own file fills it with the article's beginning. The tit
 passage where it is embedded or searched (`schema.source_text`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """The child of `core.box` that reads documents and pictures: parsers run nowhere else."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from typing import Any

@@ -1,7 +1,5 @@
 """The child of `core.box` that renders chat templates; it imports nothing of mmqa_jax."""
 
-from __future__ import annotations
-
 from typing import Any
 
 # What `apply_chat_template` of a tokenizer calls; its import needs no PyTorch.

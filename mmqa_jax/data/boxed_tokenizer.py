@@ -1,7 +1,5 @@
 """The child of `core.box` that tries out tokenizers; it imports nothing of mmqa_jax."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

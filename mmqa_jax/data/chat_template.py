@@ -4,8 +4,6 @@ A prompt's frame is what the template makes of it with marks in place of its tex
 into the frame as plain characters: a special token that is spelled out in one is none.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -4,8 +4,6 @@ Every reader turns its benchmark's files into these; everything after the reader
 (batches, retrieval, systems, evaluation) knows only these.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

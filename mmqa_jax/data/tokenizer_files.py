@@ -4,8 +4,6 @@ The `tokenizers` library calls the whole of normalizer, pre-tokenizer, model and
 Tokenizer; here it is a Pipeline.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

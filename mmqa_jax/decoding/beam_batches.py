@@ -1,7 +1,5 @@
 """Batches the engine's beam-search requests by shape; they take no slots."""
 
-from __future__ import annotations
-
 import collections
 import functools
 from collections.abc import Sequence

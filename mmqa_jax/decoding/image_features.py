@@ -5,8 +5,6 @@ features are dropped with the last chunk of all requests in flight that use it. 
 in a batch depends on the requests alone, so that all processes of a mesh do the same.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools

@@ -5,8 +5,6 @@ exchanged within it: LLaVA-1.5's is 0.6 GB in bfloat16. Features are then split 
 devices, so that a device holds its share of every picture, whichever slot needs it.
 """
 
-from __future__ import annotations
-
 import abc
 import hashlib
 import math

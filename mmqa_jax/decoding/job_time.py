@@ -5,8 +5,6 @@ no exchange, which favors prompts; a copy that is split reads its weights once f
 which favors new tokens.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import NamedTuple
 

@@ -12,8 +12,6 @@ first chunk of a prompt begins with zeros. States cannot be cut at a column, so 
 begin alike share no pages, and no step takes several tokens.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

@@ -10,8 +10,6 @@ Recurrent layers have their states. A layer that borrows keys and values is give
 lender for the new tokens, and reads the others in its lender's cache.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -6,8 +6,6 @@ cached once per question; so are the few generated tokens of all its beams, whic
 when beams are reordered: each beam sees its own (an ancestry mask).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol

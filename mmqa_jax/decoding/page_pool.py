@@ -7,8 +7,6 @@ recently used go first. Prefixes are known by a chain of hashes (vLLM's automati
 what is found costs no more for many slots than for few.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ the probability of a token by the one that it was drawn with. Here both are one 
 weights change, so that the first ratios are 1 and the KL is 0.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh

@@ -8,8 +8,6 @@ takes 650 instructions a block. Other kernels for paged caches do not serve (PRO
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -10,8 +10,6 @@ than the queries have.
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Requests to the generation engine and their results."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Collection, Hashable, Sequence
 from typing import NamedTuple, Protocol

@@ -1,7 +1,5 @@
 """The engine's state on the device, and the four compiled programs that run on it."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

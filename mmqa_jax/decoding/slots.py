@@ -1,7 +1,5 @@
 """The decoding state of every slot of an engine, and the rows that a step makes of it."""
 
-from __future__ import annotations
-
 import flax.struct
 import jax
 import jax.numpy as jnp

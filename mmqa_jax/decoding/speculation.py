@@ -8,8 +8,6 @@ the same whatever was proposed (Daliri et al. 2024): so answers are those of ste
 sampled ones too, and no proposal needs a probability.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -9,8 +9,6 @@ beams of a prompt. The beams' own keys and values are never copied when beams ar
 (`models.attention.masked`). All beams of a prompt are rows of one product.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Scores of cited rectangles beside gold ones, by overlap."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Systems compared question by question: paired bootstrap, permutation and McNemar tests, Holm."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence

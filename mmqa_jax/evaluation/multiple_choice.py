@@ -6,8 +6,6 @@ None as wrong (scienceqa/letter_or_random and letter_or_expected excepted) and r
 were. Rules for answers in words stand below them; VQA's accuracies are in vqa.py.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import re

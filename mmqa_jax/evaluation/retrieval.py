@@ -1,7 +1,5 @@
 """Retrieval metrics over rankings of source ids: recall@k, hit@k, MRR, nDCG@k."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 from collections import Counter

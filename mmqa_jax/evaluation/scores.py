@@ -4,8 +4,6 @@ Files of one prediction a line are our predictions.jsonl and others' lines. Odd 
 mistakes of the file: null is an empty answer, and is counted as one.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """Scores predictions with the scorers of their benchmark, and notes how to read the scores."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ single questions take few distinct values, so counts are drawn instead of rows: 
 distribution from far fewer random numbers.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -10,8 +10,6 @@ A score is named by its benchmark and its rule.
     vqa_accuracy/official_from_soft_labels  official accuracy of a weight, where counts are even
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections import Counter

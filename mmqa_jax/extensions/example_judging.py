@@ -8,8 +8,6 @@ score is log p(right option) - log sum over the options of p(option).
   llm.answer(queries)                      -> likelihoods of the options
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

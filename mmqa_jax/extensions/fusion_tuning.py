@@ -1,7 +1,5 @@
 """Chooses the weight of fused retrieval (retrieval/fusion.py) on questions with gold sources."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -15,8 +15,6 @@ What a planner is worth shows beside the best it could do without reading the qu
 that earned most on other questions, for every question.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections import Counter

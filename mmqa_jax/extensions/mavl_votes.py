@@ -4,8 +4,6 @@ A vote on the answers of a finished run asks no model. Drawing one agent's answe
 asks the model is self-consistency (Wang et al., 2023) at the same budget.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal

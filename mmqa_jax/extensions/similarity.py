@@ -1,7 +1,5 @@
 """Combines VLP's relevance and the retriever's similarity (ours, beyond the paper)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

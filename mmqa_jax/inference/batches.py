@@ -10,8 +10,6 @@ Where several processes compute a batch, each makes some rows of it (core.mesh.R
 arrays hold these, `index` and `weights` are of the whole batch.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ capital of kenya .`. For display, what was copied gets back the spelling of the 
 copied from. Metrics take the reader's own text.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 import unicodedata

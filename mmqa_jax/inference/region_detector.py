@@ -1,7 +1,5 @@
 """A detector in use: pictures in, their regions out, in batches of few shapes on all devices."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

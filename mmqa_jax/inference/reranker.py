@@ -1,7 +1,5 @@
 """Source selection at inference: VLP's source head on given sources (WebQA section 5.1)."""
 
-from __future__ import annotations
-
 import abc
 import functools
 from collections.abc import Iterator, Sequence

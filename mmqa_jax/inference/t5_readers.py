@@ -1,7 +1,5 @@
 """T5s in use as readers: Fusion-in-Decoder over passages, and Multimodal-CoT's over a picture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any

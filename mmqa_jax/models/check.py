@@ -5,8 +5,6 @@ of noise where it sees. Where they differ by more than is usual, transformers in
 of that is rounding: states of some ten thousand, as many a language model has, leave it in logits.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import tempfile

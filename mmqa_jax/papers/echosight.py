@@ -12,8 +12,6 @@ The authors retrieve with EVA-CLIP and rerank with a Q-Former that they fine-tun
 encoder and any reranker take their places here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -8,8 +8,6 @@ with their evidence. Each is a passage that Fusion-in-Decoder encodes with the q
   fusion_reader.read(questions, texts)  -> one Prediction per question
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -6,8 +6,6 @@ are those of haotian-liu/LLaVA, scripts/v1_5/eval/{sqa,mmbench,seed}.sh (templat
   llm.answer(queries) -> a letter for every prompt
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Literal

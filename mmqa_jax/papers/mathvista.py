@@ -8,8 +8,6 @@ authors' prompt of five examples (templates/mathvista.toml).
   llm.answer(extractions) -> the answer in every response of which the rules find none
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal

@@ -12,8 +12,6 @@ In the order of section 4: the agent and its prompt (4.1), its tools (4.1.1) and
 then the team, its vote and algorithm 1 (4.2). Votes beyond the paper: extensions/mavl_votes.py.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import itertools

@@ -7,8 +7,6 @@ them behind the question (original: amazon-science/mm-cot).
   answer_model.write(questions, texts, max_new_tokens)    -> `The answer is (X).`
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol

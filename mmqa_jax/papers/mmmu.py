@@ -6,8 +6,6 @@ phrase (templates/mmmu.toml).
   llm.answer(queries) -> a response for every prompt
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

@@ -10,8 +10,6 @@ authors retrieved by CLIP, the gold ones, or a retriever's own. Prompts are the 
 A letter does not say which picture it rests on: an answer cites all that the model was shown.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple

@@ -10,8 +10,6 @@ On WebQA's sources (its section 6.3) the prompt shows the gold sources, put into
   llm.answer(queries)                          -> a continuation of every prompt
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import json

@@ -7,8 +7,6 @@ answers, the examples of each prompt. Several prompts with different examples vo
   llm.answer(queries)                                     -> a continuation of every prompt
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 

@@ -10,8 +10,6 @@ in front of the query (equation 5); the model continues with rationale and answe
   llm.answer(queries)                          -> a continuation, or the likelihood of each option
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence

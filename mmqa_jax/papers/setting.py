@@ -1,7 +1,5 @@
 """A setting of a paper: its function, and its requirements on rows and questions."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal

@@ -9,8 +9,6 @@ The settings of tables 6, 7 and 8, each a function of the same three parts:
 `mmqa run`, `answer`, `rerank`, `search` and `ask` all execute these functions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 

@@ -13,8 +13,6 @@ Compilers exchange more, and run some of it beside other work: of a compiled pro
 `python -m tests.bench plan` counts it.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -5,8 +5,6 @@ of the config which made the part's folder, as the row's `made_by` names it; of 
 that of its engine. The time is the roofline's, on every chip of core/chips.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

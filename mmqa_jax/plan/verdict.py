@@ -1,7 +1,5 @@
 """`mmqa plan`: do a config's programs fit a slice, how fast can they be, and what would help?"""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence

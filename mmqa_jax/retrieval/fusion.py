@@ -6,8 +6,6 @@ val it is never worse than the better one (Bruch, Gai and Ingber, "An Analysis o
 for Hybrid Retrieval", TOIS 2023).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 

@@ -1,7 +1,5 @@
 """Knowledge for prompts: passages that a retriever finds for a question or for any text."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Folders of derived files (indexes, embeddings), written whole, each with a manifest."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Answers single questions from a finished demo: the full-scale setting, with parts kept loaded."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The corpora that `mmqa ask` answers from, and the sources that it shows beside an answer."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import sys

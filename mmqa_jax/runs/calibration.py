@@ -1,7 +1,5 @@
 """Chooses the similarity below which a folder answers nothing, on a user's own questions."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 from typing import Any

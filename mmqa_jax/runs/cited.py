@@ -4,8 +4,6 @@ A question with its gold sources among others becomes the prompt of `mmqa ask` (
 answer with the numbers of the gold sources the message that is learned.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,6 @@ stage is not run again. Restarted after a kill, the demo continues and ends with
 an uninterrupted run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Jobs in parts (core.chunks, embeddings, records of pictures): where they are, and how far."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Sequence

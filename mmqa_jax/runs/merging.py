@@ -5,8 +5,6 @@ the results go to the place that the folder's own name gives, whatever its files
 scores of a row need more: the questions and BART's weights, where its config.json says.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The files that sources were read from, as long as they are what was read."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import threading

@@ -1,7 +1,5 @@
 """Pages that are pictures, read by a vision-language model in this process or on a server."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -5,8 +5,6 @@ values that say what it reads. `open` gives the part in use over a row's corpus.
 `rerank` and `answer` make the same parts of their flags.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`mmqa prepare`: runs corpora.py and prints a summary of the corpus."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A config file gives it as a ConfigDict (configs/*/tables.py); `read_row` is the 
 keys and values are checked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

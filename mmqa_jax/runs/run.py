@@ -5,8 +5,6 @@ to its workdir. Its questions are answered in chunks (core.chunks): parts/ keeps
 finished, journals/ the finished batches of the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

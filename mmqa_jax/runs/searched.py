@@ -5,8 +5,6 @@ with the question, then with the title of the gold source that was found and wha
 leaves open. A question whose gold sources are all read ends in its answer; others are left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 Neither this nor what it imports imports JAX: `mmqa status` answers at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

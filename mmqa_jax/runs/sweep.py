@@ -5,8 +5,6 @@ opened models and one response cache, so that a prompt of several cells is asked
 after the other. sweep.json, sweep.md and report.html show the cells that are finished.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Traces how a prompted system came to its answers: trace.jsonl, its rows on cards, agents."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

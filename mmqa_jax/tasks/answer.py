@@ -1,7 +1,5 @@
 """Answers in words (WebQA 6.2): VLP predicts the masked tokens of the answer."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

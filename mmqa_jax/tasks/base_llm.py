@@ -1,7 +1,5 @@
 """The language model that a run fine-tunes: its sizes, its tokenizer and its weights."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Collection
 from pathlib import Path

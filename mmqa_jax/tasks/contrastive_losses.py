@@ -7,8 +7,6 @@ The objectives of the tasks that train a dual encoder stand behind them. They ne
 Flax, Optax and the models, and so run on a bare accelerator image.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The retriever of examples (ours): trained by what helped a language model."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal

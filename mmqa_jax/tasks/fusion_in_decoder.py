@@ -5,8 +5,6 @@ are those of facebookresearch/FiD; with KAT's knowledge in place of sources it i
 (Gui et al., NAACL 2022; guilk/KAT).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

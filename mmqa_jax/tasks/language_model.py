@@ -6,8 +6,6 @@ without retrieved triplets, by the same templates and from the same library. Of 
 train a language model on targets in packed rows.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

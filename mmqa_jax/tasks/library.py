@@ -1,7 +1,5 @@
 """A library of solved questions, whose examples stand in prompts (RMR, Prophet, PICa)."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any, ClassVar, Literal

@@ -4,8 +4,6 @@ As amazon-science/mm-cot main.py: the answer's stage learns from the rationales 
 reads generated ones in use.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,5 @@
 """The task that a config describes."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Source selection (WebQA 6.1): is this source relevant to the question? VLP's source head."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

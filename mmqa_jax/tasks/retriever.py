@@ -4,8 +4,6 @@ The negatives may be the sources that the model itself finds in the corpus, foun
 trained (ANCE, Xiong et al. 2020, "Approximate Nearest Neighbor Negative Contrastive Learning").
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """One training run: config in, checkpoints, curves and weights out."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 from pathlib import Path

@@ -8,8 +8,6 @@ Prompts are those of the templates in papers/templates: `seq2seq.question` is th
 answer.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal

@@ -3,8 +3,6 @@
 Prompts are RMR's, with and without retrieved examples, by its templates and from its library.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence

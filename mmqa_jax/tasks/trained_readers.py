@@ -1,7 +1,5 @@
 """Opens what answers in words: a run of VLP's reader, or of Fusion-in-Decoder."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The weights of the best step so far, by validation during training."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

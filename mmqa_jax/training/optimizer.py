@@ -7,8 +7,6 @@ state (training.optimizer); `muon` moves the matrices of stacked layers along th
 momentum (Jordan et al. 2024, kellerjordan.github.io/posts/muon), and all others as `adamw` does.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

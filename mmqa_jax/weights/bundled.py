@@ -1,7 +1,5 @@
 """Small published models that install from PyPI."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

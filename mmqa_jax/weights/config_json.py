@@ -1,7 +1,5 @@
 """Model configs (nested frozen dataclasses) as JSON and back, and single values changed by name."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import json

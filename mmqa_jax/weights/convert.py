@@ -4,8 +4,6 @@ To Orbax, one tensor (of a stack of layers: one layer) is in memory at a time. A
 the model into memory once and writes one tensor at a time.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import importlib.metadata

@@ -5,8 +5,6 @@ either on any mesh; each device reads its own shards, so that no host holds the 
 SHA256SUMS beside the arrays and beside model.json are checked before either is used.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

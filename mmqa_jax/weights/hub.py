@@ -4,8 +4,6 @@ huggingface_hub decides where the cache is (HF_HOME, HF_HUB_CACHE). A token for 
 models is taken from HF_TOKEN in the environment and nowhere else.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

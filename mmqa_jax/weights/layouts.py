@@ -1,7 +1,5 @@
 """What the readers and writers of published checkpoints (models/FAMILY/keys.py) have in common."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Where a conversion reads and writes: folders that appear complete or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

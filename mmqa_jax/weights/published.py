@@ -1,7 +1,5 @@
 """Published checkpoints opened as models, and models written back as they are published."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping

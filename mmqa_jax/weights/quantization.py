@@ -5,8 +5,6 @@ they are read, or gives their codes. Activations, which some of these methods ro
 they are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 import dataclasses

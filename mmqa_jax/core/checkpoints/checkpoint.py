@@ -8,8 +8,6 @@ of it. SHA256SUMS tells whether the files are those that were saved. Between the
 checkpoints on the hosts' own disks, with the same content; see core.checkpoints.local_checkpoints.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

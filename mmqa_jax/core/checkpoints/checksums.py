@@ -5,8 +5,6 @@ last, before the folder gets its name; whoever opens it checks them first. A JSO
 as its last key. What has none is older than they are, and is opened unchecked.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

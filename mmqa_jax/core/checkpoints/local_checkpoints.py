@@ -18,8 +18,6 @@ copies only under the process number that wrote them and on as many devices. The
 `multi_tier_checkpointing` is a service of GKE's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

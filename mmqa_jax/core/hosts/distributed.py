@@ -4,8 +4,6 @@ What they exchange goes through the key-value store of JAX's coordination servic
 runs: it needs no device, works between different versions, and never blocks for good.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import dataclasses

@@ -10,8 +10,6 @@ JAX alone would end this process by abort() at that moment, with a stack trace (
 `speak_before_abort` lets it say who is lost instead.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Ends a run that stands still, since one of its hosts hangs, so that the launcher restarts it."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

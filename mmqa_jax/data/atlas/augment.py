@@ -5,8 +5,6 @@ question under new names and colors must read its sources and look at its pictur
 functions are pure and take their randomness from the generator that they are given.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -3,8 +3,6 @@
 It is written in WebQA's official files: two JSON objects of datums, imgs.tsv and imgs.lineidx.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import contextlib

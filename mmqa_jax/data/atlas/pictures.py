@@ -8,8 +8,6 @@ the rest are the joined sequences whose parts have plain names (`woman firefight
 families). Flags, skin tones and OpenMoji's private code points (no names) are left out.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

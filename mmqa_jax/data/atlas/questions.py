@@ -1,7 +1,5 @@
 """Atlas's questions: on texts, on one flag or two, on emoji; their splits, and which are kept."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import functools

@@ -1,8 +1,6 @@
 """A document's content in any format: paragraphs under headings, and figures; where they stand in
 the file, and the readers by its ending."""
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Reads Word's documents (.docx) in their final view: with insertions, without deletions."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -5,8 +5,6 @@ Books in EPUB are such pages in an archive.
 Nothing in a page is executed, and nothing is fetched.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import dataclasses

@@ -4,8 +4,6 @@ A vision-language model may read them in its place: it runs in the process that 
 (data/folder.py), outside the box, and sees the pages as pdf.page_pictures draws them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib.util

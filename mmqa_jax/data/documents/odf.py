@@ -1,7 +1,5 @@
 """Documents of OpenDocument, as LibreOffice writes them: texts, sheets and presentations."""
 
-from __future__ import annotations
-
 import bisect
 import functools
 from collections.abc import Callable, Iterator

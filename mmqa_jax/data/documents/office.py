@@ -5,8 +5,6 @@ boxes, tracked insertions, notes and formulas (tests/bench/parsers). Elements ar
 local names alone, because strict and transitional files differ in their namespaces.
 """
 
-from __future__ import annotations
-
 import functools
 import io
 import posixpath

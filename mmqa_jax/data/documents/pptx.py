@@ -1,7 +1,5 @@
 """PowerPoint's presentations (.pptx): what its slides show, and the notes below them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mmqa_jax.data.documents import office

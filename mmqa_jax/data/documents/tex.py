@@ -3,8 +3,6 @@
 No macro is executed and no file is included.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import html
 import re

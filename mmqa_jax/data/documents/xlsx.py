@@ -3,8 +3,6 @@
 Figures and dates are shown by the formats of their cells, formulas by the values that Excel kept.
 """
 
-from __future__ import annotations
-
 import bisect
 import datetime
 import decimal

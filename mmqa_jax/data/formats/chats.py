@@ -12,8 +12,6 @@ messages of the role `tool` answer. An assistant's message of `weight` 0 is not 
 A prepared conversation is a question of the corpus whose `extra` has MESSAGES and `tools`.
 """
 
-from __future__ import annotations
-
 import base64
 import binascii
 import dataclasses

@@ -8,8 +8,6 @@ Four kinds of files describe pictures.
     COCO's JSON     {"annotations": [{"image_id", "caption"}]}  five captions by people
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -12,8 +12,6 @@ WebDataset is the members of one path up to its first dot: the keys of .json, an
 pictures by their endings, are its columns. Nothing is unpacked.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,8 +1,6 @@
 """Tables of text cells: tab- or comma-separated files with a header, and Excel's spreadsheets; and
 the columns of tables that other libraries hand over."""
 
-from __future__ import annotations
-
 import codecs
 import csv
 import io

@@ -7,8 +7,6 @@
 The choices end at the first empty cell.
 """
 
-from __future__ import annotations
-
 import binascii
 import hashlib
 import math

@@ -3,8 +3,6 @@
 Format: https://github.com/WebQnA/WebQA (README, demo/Take_a_look_WebQA.ipynb).
 """
 
-from __future__ import annotations
-
 import binascii
 import contextlib
 import hashlib

@@ -16,8 +16,6 @@ white: a small file costs at most half a gigabyte, the largest one about 3. What
 broken picture: it is counted and named, and never decoded. For more, make the picture smaller.
 """
 
-from __future__ import annotations
-
 from PIL import Image
 
 from mmqa_jax.core.errors import UserError

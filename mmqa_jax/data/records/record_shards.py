@@ -9,8 +9,6 @@ A kill loses only the shard that was being written. Several processes, on hosts 
 may write the shards of one job; the last to finish writes the manifest.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

@@ -8,8 +8,6 @@ same bytes as one that was not interrupted: the order of the file alone decides 
 is in. Beside a shard lies what was counted until its end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.metadata
 import itertools

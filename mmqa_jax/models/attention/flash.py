@@ -4,8 +4,6 @@ Both are reached through `layers.attention(..., implementation=...)`, which says
 as is the TPU's (see splash.py).
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

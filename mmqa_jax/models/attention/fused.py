@@ -11,8 +11,6 @@ Reached through `layers.attention(..., implementation="auto")`. A file of its ow
 takes half a second to import.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

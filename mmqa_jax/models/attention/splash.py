@@ -3,8 +3,6 @@
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import functools
 
 import jax

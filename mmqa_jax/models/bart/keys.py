@@ -1,7 +1,5 @@
 """BART checkpoints: transformers' folders, BARTScore's `bart.pth`, and export to transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """BERT checkpoints in transformers' layout, and export to it."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -1,7 +1,5 @@
 """MPNet (Song et al. 2020): BERT's layers with a bias of relative positions, no token types."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

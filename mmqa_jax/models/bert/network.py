@@ -5,8 +5,6 @@ differ in LayerNorm's eps (1e-12 and 1e-5) and in the number of token types (2 a
 positions it is NomicBERT, GTE and jina-embeddings-v3 (`rotary.py`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -5,8 +5,6 @@ their authors do, whose names differ and who keep several linears as rows of one
 Originals: transformers models/nomic_bert, models/gte and models/jina_embeddings_v3.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

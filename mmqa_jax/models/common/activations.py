@@ -1,7 +1,5 @@
 """Activation functions by their names in transformers' configs; CLIP's own are in clip.py."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ with the rows B * L as one dimension, whole registers of eight, it neither does 
 norms to memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 A family's `CHECK` says how: `mmqa convert --check` (models/check.py) runs both sides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

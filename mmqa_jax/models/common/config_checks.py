@@ -4,8 +4,6 @@ All raise UserError: `model.heads is 5: expected a divisor of model.hidden = 36;
 two.`
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any

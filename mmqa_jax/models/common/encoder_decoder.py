@@ -1,7 +1,5 @@
 """What encoder-decoders (BART, T5) share: relative positions, and logits of given targets."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

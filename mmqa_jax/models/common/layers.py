@@ -17,8 +17,6 @@ Three conventions hold for all models built on this file:
 one config would then have unequal graph definitions, and a jitted step would compile twice.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -17,8 +17,6 @@ on GPUs write a region's rows of all levels to memory. TPUs, where gathers are s
 ROIPool's maximum over a bin is one over rows and one over columns.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ the others; `_Layout` says how. A pyramid is Detectron's, Caffe's first pool bot
 the rest maskrcnn-benchmark's: so a config shows under which keys it is published.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -8,8 +8,6 @@ shift (Detectron's AffineChannel).
 Pictures are NHWC, of different sizes in one batch (see `within`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -5,8 +5,6 @@ The text tower is CLIP's causal one, or a BERT with mean pooling over the real t
 and parameters have the same paths, so CLIP's key map fills it. Or both towers are SigLIP's.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """What stands on an encoder or decoder that reads texts: a vector, a class, a judgement."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

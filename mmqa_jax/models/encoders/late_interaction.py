@@ -7,8 +7,6 @@ tokens, words that are not scored. Originals: sentence_transformers/multi_vector
 sentence_transformers/base/modules/transformer.py (`preprocess`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import string
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ Originals: illuin-tech/colpali colpali_engine/models, transformers models/colpal
 colmodernvbert.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -6,8 +6,6 @@
 vectors would be others, without a word.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path

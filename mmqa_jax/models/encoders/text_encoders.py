@@ -4,8 +4,6 @@ To add a family that embeds texts: its config and key map in `models/FAMILY/`, a
 Qwen3-VL-Embedding and Qwen3-VL-Reranker are opened here, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping

@@ -4,8 +4,6 @@ As `trained.EncoderRecord` they are made of a published folder and written as on
 prepared, and the chat template, are files of the folder (RUN_FILES), which a run keeps, too.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -8,8 +8,6 @@ by number in float32.
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

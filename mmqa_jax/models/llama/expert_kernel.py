@@ -8,8 +8,6 @@ first copies a layer.
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from typing import Any, NamedTuple

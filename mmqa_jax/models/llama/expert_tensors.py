@@ -7,8 +7,6 @@ gate's rows then up's, in) and `mlp.experts.down_proj` (E, out, in). Our key map
 gpt-oss and Llama 4 keep both the other way, (E, in, out).
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

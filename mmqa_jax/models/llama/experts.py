@@ -15,8 +15,6 @@ On a mesh the experts are split over `tensor`: each device computes what its own
 and one sum over `tensor` adds these up.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

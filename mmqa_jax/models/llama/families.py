@@ -7,8 +7,6 @@ tensors' names in `models/llama/keys.py` where they differ, and one case of
 `tests/equivalence/test_decoder_families.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

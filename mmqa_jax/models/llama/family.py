@@ -1,7 +1,5 @@
 """What is said of a family of decoders: the fields of an entry of `families.FAMILIES`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

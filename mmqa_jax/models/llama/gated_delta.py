@@ -12,8 +12,6 @@ LFM2's layers without attention (transformers models/lfm2/modeling_lfm2.py) are 
 between two gates that are linear in the layer's input. Of the past they hold its last inputs.
 """
 
-from __future__ import annotations
-
 import functools
 
 import flax.struct

@@ -4,8 +4,6 @@ Names and row order: llama.cpp gguf-py/gguf/tensor_mapping.py and convert_hf_to_
 (LlamaModel.permute), meta-llama/llama llama/model.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

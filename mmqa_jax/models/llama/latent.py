@@ -12,8 +12,6 @@ a text's tokens. In the others, which see all, queries grow with their position,
 does not flatten (Nakanishi 2025, Scalable-Softmax). Shorter texts are those of a LLaMA.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Kinds of layers of one decoder, and the sizes of those that are not attention."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from mmqa_jax.core.errors import UserError

@@ -3,8 +3,6 @@
 Those whose attention is over latents come first: DeepSeek's, Kimi K2, GLM-4.7-Flash, Youtu-LLM.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -8,8 +8,6 @@ number in float32. The pairs are not in the order of the inputs: states are brou
 A file of its own because Pallas takes half a second to import.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of a decoder's layers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

@@ -1,7 +1,5 @@
 """Fields of LlamaConfig from a transformers' config.json, and back, of all `families.FAMILIES`."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

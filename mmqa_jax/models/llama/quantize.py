@@ -12,8 +12,6 @@ whole ones, of which the key map makes its plan, and as codes, scales and zeros,
 way through renames, splits, stacks and transposes.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Families most of whose layers are recurrent: Qwen3.5, 3.6 and Qwen3-Next, and LFM2."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

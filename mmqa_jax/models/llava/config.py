@@ -5,8 +5,6 @@ A model of this shape is an entry of `models/llava/families.py`: which tower, wh
 is text, which `prompting/picture_format.py` writes. Published sizes stand at the end.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence

@@ -6,8 +6,6 @@ without a key, and how its tensors are named. To add a family: one entry here, i
 case of `tests/equivalence/test_vlm_families.py`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ pixels, a linear, a layer norm, learned positions of its column and its row, and
 No unit sees another before the decoder. Original: transformers models/gemma4_unified.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ column, the other by its row. The small models' linears keep what they get and g
 that their checkpoint holds. Original: transformers models/gemma4/modeling_gemma4.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

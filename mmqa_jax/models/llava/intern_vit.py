@@ -5,8 +5,6 @@ scaled by a vector each (layer scale). The large one (6B) has RMS norms, also of
 keys. No norm follows the last block. Original: transformers models/internvl/modeling_internvl.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar

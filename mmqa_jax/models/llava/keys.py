@@ -11,8 +11,6 @@ An entry of `TOWERS` is a model type of `vision_config`. Most names there begin 
 `vision_model.`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

@@ -5,8 +5,6 @@ of the rotary pairs turn by a patch's column, half by its row, and those of the 
 all. Original: transformers models/llama4/modeling_llama4.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -12,8 +12,6 @@ the rows to a bucket; `Llava.embed` then substitutes the patches. Generation run
 those embeddings (`decoding.kv_cache.forward`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ other half by its column. A picture attends to itself alone. Original: transform
 models/pixtral/modeling_pixtral.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """transformers' image processor of models whose pictures are tiles or have any size, both ways."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Both projects save training states: a dict with `state_dict` beside optimizer and rates.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ The original's decoder swaps queries and keys by mistake (its `rope(q, k)` is de
 shape, so that the key map (weights.mcan) puts each where it is used, and the model is plain.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

@@ -6,8 +6,6 @@ reads the patches of all, each with the rotary positions of its own grid and a l
 says which picture it is of. Fusion, pooling and head are those of models.mcan.network.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

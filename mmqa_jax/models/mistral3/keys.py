@@ -4,8 +4,6 @@ Keys and config are LLaVA's (`models.llava.keys`, `models.llava.families`). Mist
 (`consolidated.safetensors`, `params.json`) are refused: those of transformers lie beside them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """ModernBERT encoders and classifiers of sequences in transformers' layout."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

@@ -6,8 +6,6 @@ as they are. Original: transformers models/modernbert/modeling_modernbert.py. Fo
 is dropped.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

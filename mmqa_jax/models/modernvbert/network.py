@@ -5,8 +5,6 @@ which stands among the table's rows. Original: transformers models/modernvbert.
 Its checkpoints are read alone, or within ColModernVBertForRetrieval.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

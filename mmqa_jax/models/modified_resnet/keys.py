@@ -1,7 +1,5 @@
 """Checkpoints of CLIP's ModifiedResNet: the image tower of OpenAI's RN50 to RN50x64."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

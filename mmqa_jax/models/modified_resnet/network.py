@@ -8,8 +8,6 @@ Pictures are NHWC here. Batch norms run in inference form, on their running stat
 `nnx.BatchStat` variables: `nnx.state(model, nnx.Param)` is what may be trained.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

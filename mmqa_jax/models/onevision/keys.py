@@ -5,8 +5,6 @@ authors' folders (lmms-lab/llava-onevision-qwen2-*) are refused: those on the hu
 the same weights.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -5,8 +5,6 @@ BertImgForPreTraining), as released with VinVL (VinVL_MODEL_ZOO.md). Oscar's fir
 (2020), whose head has other names, are not read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

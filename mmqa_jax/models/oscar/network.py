@@ -7,8 +7,6 @@ Original: microsoft/Oscar oscar/modeling/modeling_bert.py (BertImgModel, BertFor
 BertCaptioningLoss), oscar/run_captioning.py (CaptionTensorizer).
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

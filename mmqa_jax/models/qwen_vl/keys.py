@@ -5,8 +5,6 @@ those of transformers 4.52 and later, and of Qwen3-VL, are renamed (`model.visua
 `model.language_model.`).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

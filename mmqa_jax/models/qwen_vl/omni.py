@@ -4,8 +4,6 @@ Its talker, the decoder of sound and the tower of sound are left out. Names: tra
 models/qwen3_omni_moe and conversion_mapping.py.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import re

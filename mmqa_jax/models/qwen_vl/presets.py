@@ -1,7 +1,5 @@
 """Published sizes of Qwen-VLs, GLM-4.xV and PaddleOCR-VL, and what one trained from scratch has."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

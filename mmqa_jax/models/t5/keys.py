@@ -5,8 +5,6 @@ wrappers of the encoder and of its layers give them, and the relative positions 
 of transformers 3.0.2, where training has changed them.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

@@ -6,8 +6,6 @@ Original: transformers models/t5/modeling_t5.py (T5ForConditionalGeneration). Ge
 `decoding.t5_engine`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Self

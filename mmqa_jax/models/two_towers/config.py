@@ -1,7 +1,5 @@
 """Sizes of CLIP's and SigLIP's towers, and the published models."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

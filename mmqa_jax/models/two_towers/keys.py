@@ -19,8 +19,6 @@ is trained so that a text with a picture is the sum of both vectors; which check
 so, the layout says.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re

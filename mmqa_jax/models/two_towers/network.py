@@ -14,8 +14,6 @@ which the positions are resized for each picture: of one number of patches nothi
 None has dropout.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from flax import nnx

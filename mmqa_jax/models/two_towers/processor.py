@@ -4,8 +4,6 @@ CLIP's are prepared here as OpenAI's code does, whatever the file says, so that 
 Of SigLIP's the filter, and NaFlex's number of patches, are read.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path

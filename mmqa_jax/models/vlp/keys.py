@@ -3,8 +3,6 @@
 Keys: WebQnA/WebQA_Baseline pytorch_pretrained_bert/modeling.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import re

@@ -12,8 +12,6 @@ Whoever searches reads the first tiers alone, and bounds what the postings behin
 finished before the next is read.
 """
 
-from __future__ import annotations
-
 import bisect
 import dataclasses
 import mmap

@@ -7,8 +7,6 @@ bfloat16 vectors, half the memory, with the best candidates scored again in floa
 approx_max_k is exact, so that only the rounding of the vectors remains.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """`mmqa report` of a training run, and of the runs of a sweep: curves, validation and progress."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ Written as VinVL's captions TSV, which every benchmark's reader takes; the detec
 a tags TSV.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import sys

@@ -1,7 +1,5 @@
 """`mmqa convert --check`, and the tokenizer of a converted GGUF file."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

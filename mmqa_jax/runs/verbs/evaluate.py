@@ -1,7 +1,5 @@
 """`mmqa evaluate`: scores predictions or rankings against references, each of any format."""
 
-from __future__ import annotations
-
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence

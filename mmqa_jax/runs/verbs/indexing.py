@@ -1,7 +1,5 @@
 """`mmqa embed` and `mmqa index`: embeddings of a corpus's sources, and indexes over them."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import os

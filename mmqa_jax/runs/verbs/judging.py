@@ -1,7 +1,5 @@
 """`mmqa judge`: opens the parts, judges solved examples and writes their scores."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`mmqa search`, `rerank` and `answer`: one stage of a row by itself, from a corpus to a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """`mmqa plan`: what a config's programs need on devices that need not be there, as tables."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`mmqa features`: the regions that a detector finds in every picture, as records and exports."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import html

@@ -4,8 +4,6 @@ Layouts of export.py: version 0 (`legacy_export`, stories260K and the other stor
 1 (`version1_export`). Names and row order of the tensors are Meta's.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import struct

@@ -8,8 +8,6 @@ Orbax saves arrays that are in memory. Here an array can be one that is made whi
 The files are those of any Orbax checkpoint.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses

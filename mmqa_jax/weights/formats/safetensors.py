@@ -4,8 +4,6 @@ Nothing here holds more than one tensor in memory: headers are read first, tenso
 each by its offset in the file. (Pages of a mapping would stay resident once they are touched.)
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
