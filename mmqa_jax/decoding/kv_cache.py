@@ -32,19 +32,10 @@ from mmqa_jax.decoding.cached_attention import (
 )
 from mmqa_jax.models.attention.flash import implementation_for
 from mmqa_jax.models.attention.masked import last_of_pictures
+from mmqa_jax.models.llama import network
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.gated_delta import ConvState, DeltaState, State, state_shapes
 from mmqa_jax.models.llama.lora import with_chosen
-from mmqa_jax.models.llama.network import (
-    LayerTraits,
-    Llama,
-    LlamaLayer,
-    added,
-    layer_traits,
-    rotary_angles,
-    rotation,
-    shifted,
-)
 
 # Logical axes, for core.mesh.partition_spec.
 _OF_INPUTS = ("batch", "positions", "heads")
@@ -67,7 +58,7 @@ def state_layout(config: LlamaConfig, slots: int, mesh: Mesh | None = None) -> S
 
 
 def continued(
-    layer: LlamaLayer,
+    layer: network.LlamaLayer,
     x: jax.Array,
     held: State,
     *,
@@ -204,7 +195,7 @@ def zeros(arrays: Any) -> Any:
 
 
 def forward(
-    model: Llama,
+    model: network.Llama,
     embedded: jax.Array,
     cache: KVCache,
     *,
@@ -267,7 +258,7 @@ def forward(
     )
     options = {"limit": limit, "implementation": implementation, "mesh": mesh}
     width = next(held.value.shape[2] for held in cache if isinstance(held, LayerCache))
-    traits = layer_traits(model.config, table.shape[1] * width)
+    traits = network.layer_traits(model.config, table.shape[1] * width)
     layers = map(nnx.split, model.each_layer())
     x, side = model.parted(embedded)
     of_tokens = of_tokens.replace(side=side)
@@ -326,8 +317,8 @@ def tokens_in(
     """What `run_layers` needs to know of the tokens; `length` is L, the rest as in `forward`."""
     columns = starts[:, None] + jnp.arange(length)  # [R, L]
     positions = columns if branches is None else branches.positions(columns)
-    angles = rotary_angles(config, shifted(positions, shifts))
-    cos, sin = rotation(config, jnp.cos(angles), jnp.sin(angles))
+    angles = network.rotary_angles(config, network.shifted(positions, shifts))
+    cos, sin = network.rotation(config, jnp.cos(angles), jnp.sin(angles))
     if pictures is not None and config.picture_sight != "causal":
         whole = pictures if config.picture_sight == "prompt" else None
         branches = branches.replace(last=starts[:, None] + last_of_pictures(pictures), whole=whole)
@@ -341,7 +332,7 @@ def run_layers(
     x: jax.Array,
     cache: KVCache,
     of_tokens: Tokens,
-    traits: LayerTraits,
+    traits: network.LayerTraits,
     deepstack: jax.Array | None = None,
     program: Callable[..., tuple[jax.Array, LayerCache]] | None = None,
     **options: Any,
@@ -358,7 +349,7 @@ def run_layers(
     for number, (graphdef, params) in enumerate(layers):
         of_layer, held = traits.of(number), written[lenders[number]]
         x, held = program(params, x, held, of_tokens, of_layer, graphdef=graphdef, **options)
-        x = added(x, deepstack, number)
+        x = network.added(x, deepstack, number)
         written[lenders[number]] = held
     return x, tuple(written)
 
@@ -368,7 +359,7 @@ def _layer(
     x: jax.Array,
     held: LayerCache,
     of_tokens: Tokens,
-    traits: LayerTraits,
+    traits: network.LayerTraits,
     *,
     graphdef: nnx.GraphDef,
     limit: int | None = None,

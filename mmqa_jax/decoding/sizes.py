@@ -33,20 +33,11 @@ from mmqa_jax.core.mesh import (
 )
 from mmqa_jax.core.serving import AUTO, free_bytes
 from mmqa_jax.core.typed import Key, spec_of
-from mmqa_jax.decoding import scanned_cache
+from mmqa_jax.decoding import scanned_cache, slot_runner
 from mmqa_jax.decoding.cached_attention import Branches
 from mmqa_jax.decoding.image_tower import SizedTower, tower_programs_of
 from mmqa_jax.decoding.job_time import Job, JobTime, SplitCopy
 from mmqa_jax.decoding.scheduler import Buckets
-from mmqa_jax.decoding.slot_runner import (
-    EngineConfig,
-    Programs,
-    for_kinds,
-    most_pages,
-    page_of,
-    scans,
-    slot_shards,
-)
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.experts import multiplies_by_kernel
 from mmqa_jax.models.llama.gated_delta import state_shapes
@@ -74,7 +65,7 @@ Size = int | Literal["auto"]
 
 DRAFT = "draft"  # beside EngineConfig's values: path or name of a model that proposes tokens; ""
 SIZES = ("slots", "length", "prefill_tokens", "buckets")  # of EngineConfig, which may be AUTO
-ENGINE_SPEC = spec_of(EngineConfig) | {
+ENGINE_SPEC = spec_of(slot_runner.EngineConfig) | {
     **{name: Key(Size, False) for name in SIZES},
     "buckets": Key(Buckets | Literal["auto"], False),
     DRAFT: Key(str, False),
@@ -109,7 +100,7 @@ class EngineSizes:
 
     shape: Mapping[str, int]  # size of each mesh axis
     devices: Sequence[jax.Device]  # as many as these sizes take
-    engine: EngineConfig  # the sizes
+    engine: slot_runner.EngineConfig  # the sizes
     # How much memory the weights, or the longest sequence beside them, lack, and what to do; "":
     # they fit, or how much is free is not known.
     lacking: str = ""
@@ -132,7 +123,7 @@ class EngineSizes:
         engine, chunks = self.engine, " or ".join(map(str, self.engine.buckets))
         of_slots, pages = f"of {engine.length:,} tokens", ""
         if engine.pages:
-            page = page_of(engine, self.devices[0])
+            page = slot_runner.page_of(engine, self.devices[0])
             of_slots = f"of up to {engine.length:,} tokens"
             pages = f", {engine.pages:,} pages of {page:,}"
         return (
@@ -141,7 +132,7 @@ class EngineSizes:
         )
 
 
-def sizes_json(shape: Mapping[str, int], engine: EngineConfig) -> dict[str, Any]:
+def sizes_json(shape: Mapping[str, int], engine: slot_runner.EngineConfig) -> dict[str, Any]:
     """Returns the sizes as JSON values, as `EngineSizes.to_json` does."""
     sizes = {name: getattr(engine, name) for name in SIZES}
     sizes["buckets"] = list(engine.buckets)
@@ -215,12 +206,12 @@ def choose_sizes(
     needed = min(most, demand.tokens or LENGTH)
     buckets = chosen.get("buckets") or (_CPU_BUCKETS if cpu or needed <= _BUCKETS[-1] else _BUCKETS)
     unit = buckets[-1]
-    base = EngineConfig(**{"length": unit, **chosen, "buckets": buckets, "slots": 1})
-    base = for_kinds(base, model)
+    base = slot_runner.EngineConfig(**{"length": unit, **chosen, "buckets": buckets, "slots": 1})
+    base = slot_runner.for_kinds(base, model)
     length = min(most, -(-needed // unit) * unit)
     whole = min(map(free_bytes, devices)) if free is None else free
     most_free, free = whole - beside, _SHARE * whole - beside
-    page = page_of(base, devices[0])
+    page = slot_runner.page_of(base, devices[0])
     job = demand.job(length)
     mean = job.prompt_tokens + job.new_tokens + page / 2  # half of the last page is empty
     lengths = (length, min(mean, length), page, cpu)
@@ -352,7 +343,7 @@ class _Cost:
     """Bytes of an engine on one device."""
 
     model: LlamaConfig
-    sizes: EngineConfig
+    sizes: slot_runner.EngineConfig
     length: int  # tokens of the longest sequence
     mean: float  # tokens whose pages a sequence takes
     page: int  # tokens of a page
@@ -469,13 +460,13 @@ class _Cost:
         count = min(_SLOTS, self._room(free, tensor, fsdp) / of_slot)
         return int(count) // 8 * 8 if count >= 8 else max(1, int(count))
 
-    def pages(self, free: float, shape: Mapping[str, int], engine: EngineConfig) -> int:
+    def pages(self, free: float, shape: Mapping[str, int], engine: slot_runner.EngineConfig) -> int:
         """Pages that fit; 0: all slots may be as long as the longest, or not even one."""
         copies = shape["data"] * shape["fsdp"]
         tensor, room = shape["tensor"], self._room(free, shape["tensor"], shape["fsdp"])
         room -= engine.slots / max(1, copies) * self.state(tensor)
         fitting = room / self.token(tensor) / self.page - 1  # one is nobody's
-        longest = most_pages(engine, self.page)
+        longest = slot_runner.most_pages(engine, self.page)
         if copies < 1 or not longest <= fitting < engine.slots / copies * longest:
             return 0
         return copies * int(fitting)
@@ -625,7 +616,7 @@ class Program(NamedTuple):
 
 def engine_programs(
     config: LlamaConfig,
-    sizes: EngineConfig,
+    sizes: slot_runner.EngineConfig,
     mesh: Mesh,
     *,
     columns: int | None = None,
@@ -645,13 +636,13 @@ def engine_programs(
       {"decode": Program, "prefill": Program}.
     """
 
-    sizes = for_kinds(sizes, config)
+    sizes = slot_runner.for_kinds(sizes, config)
 
     def build() -> Llama:
         model = Llama(config, rngs=nnx.Rngs())
         nnx.update(model, jax.tree.map(lambda x: x.astype(config.dtype), nnx.state(model)))
         repeat_key_heads(model, mesh, rules)
-        if not scans(sizes, mesh):
+        if not slot_runner.scans(sizes, mesh):
             unstack_layers(model)
         if sizes.weights == "int8":
             quantize_weights(model)
@@ -666,7 +657,7 @@ def engine_programs(
         state,
         state_shardings(state, mesh, rules),
     )
-    programs = Programs(model, sizes, mesh)
+    programs = slot_runner.Programs(model, sizes, mesh)
 
     def array(kind: str, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(kind), sharding=programs.rows)
@@ -697,7 +688,7 @@ def engine_programs(
 
 
 def tower_programs(
-    config: LlavaConfig | QwenVLConfig, sizes: EngineConfig, mesh: Mesh
+    config: LlavaConfig | QwenVLConfig, sizes: slot_runner.EngineConfig, mesh: Mesh
 ) -> dict[str, Program]:
     """What an engine runs for pictures, beside `engine_programs` of its LLaMA.
 
@@ -720,7 +711,7 @@ def tower_programs(
         nnx.state(tower),
     )
     bucket = sizes.buckets[-1]
-    rows = sizes.rows(bucket, slot_shards(sizes.slots, mesh))
+    rows = sizes.rows(bucket, slot_runner.slot_shards(sizes.slots, mesh))
     index = jax.ShapeDtypeStruct((rows, bucket), np.int32, sharding=programs.parameters)
     if isinstance(programs, SizedTower):
         usual = programs.usual()
@@ -753,7 +744,10 @@ def tower_programs(
 
 
 def feature_bytes(
-    config: LlavaConfig | QwenVLConfig, sizes: EngineConfig, mesh: Mesh, pictures: int = 1
+    config: LlavaConfig | QwenVLConfig,
+    sizes: slot_runner.EngineConfig,
+    mesh: Mesh,
+    pictures: int = 1,
 ) -> int:
     """The most bytes that features take on a device, where prompts have up to `pictures` pictures.
 

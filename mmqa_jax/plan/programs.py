@@ -44,12 +44,7 @@ from mmqa_jax.models.encoders.text_encoders import for_encoding, for_reading, fo
 from mmqa_jax.models.llama.config import RELATIVES, LlamaConfig
 from mmqa_jax.models.llama.experts import reached
 from mmqa_jax.models.llava.config import LlavaConfig
-from mmqa_jax.models.modernbert.network import (
-    ModernBert,
-    ModernBertConfig,
-    modernbert_base,
-    modernbert_large,
-)
+from mmqa_jax.models.modernbert import network
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.models.qwen_vl.presets import qwen3_vl_2b, qwen3_vl_8b
 from mmqa_jax.models.t5.network import T5, Texts
@@ -114,8 +109,8 @@ ENCODERS: Mapping[str, Callable[[], TextEncoderConfig]] = {
     "multilingual_e5_large": _xlm_roberta(bert.bert_large_uncased),
     "bge_m3": _xlm_roberta(bert.bert_large_uncased, positions=8192),
     "mpnet_base": functools.partial(bert.bert_base_uncased, vocab_size=30527, types=1, eps=1e-5),
-    **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), modernbert_base),
-    "modernbert_large": modernbert_large,
+    **dict.fromkeys(("modernbert_base", "gte_modernbert_base"), network.modernbert_base),
+    "modernbert_large": network.modernbert_large,
     "nomic_embed": _rotary(NOMIC),
     **dict.fromkeys(("gte_multilingual_base", "arctic_m_v2"), _rotary(GTE)),
     "jina_v3": _rotary(JINA_V3),
@@ -133,8 +128,8 @@ def encoder_program(name: str, devices: Sequence[jax.Device]) -> Program:
     if isinstance(config, LlamaConfig):
         config = for_reading(config, devices[0].platform)
     kind: type[nnx.Module] = MPNet if name.startswith("mpnet") else bert.Bert
-    if isinstance(config, ModernBertConfig):
-        kind = ModernBert
+    if isinstance(config, network.ModernBertConfig):
+        kind = network.ModernBert
     elif isinstance(config, LlamaConfig):
         kind = TextDecoder
 

@@ -25,12 +25,7 @@ from mmqa_jax.core.serving import AUTO, BatchSize, loading_mesh
 from mmqa_jax.data.pictures.resize import Canvas
 from mmqa_jax.data.published_tokenizers import load_encoder_tokenizer
 from mmqa_jax.data.tokenizers import Tokenizer
-from mmqa_jax.models.encoders.page_retrievers import (
-    PICTURE,
-    TEXT,
-    PageRetriever,
-    load_page_retriever,
-)
+from mmqa_jax.models.encoders import page_retrievers
 from mmqa_jax.models.encoders.sentence_pooling import Prompts
 from mmqa_jax.models.llava.config import LlavaConfig
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
@@ -65,7 +60,7 @@ class PageWriter:
 
     def __init__(
         self,
-        retriever: PageRetriever,
+        retriever: page_retrievers.PageRetriever,
         config: SeeingConfig,
         tokenizer: Tokenizer,
         longest: int,
@@ -98,7 +93,7 @@ class PageWriter:
         ]
 
     def _of_texts(self, texts: Sequence[str], prompt: str) -> list[PicturePrompt]:
-        before, behind = prompt.split(TEXT)
+        before, behind = prompt.split(page_retrievers.TEXT)
         if self._retriever.strips:
             texts = [text.rstrip() for text in texts]
         first, last = ([], [])
@@ -116,7 +111,7 @@ class PageWriter:
         if (shape := picture_shape(self._config)) and isinstance(shape, Canvas):
             grid = pixels.shape[0] // shape.side, pixels.shape[1] // shape.side
         if grid not in self._pages:
-            text = self._retriever.page.replace(PICTURE, self._picture(*grid))
+            text = self._retriever.page.replace(page_retrievers.PICTURE, self._picture(*grid))
             first, last = self._tokenizer.before, self._tokenizer.after
             (ids,) = self._encoded([text])
             self._pages[grid] = [*first, *ids, *last] if self._retriever.around else ids
@@ -225,7 +220,7 @@ class PageEmbedder(VLMEmbedder):
 
 def load_page_embedder(
     folder: Path,
-    retriever: PageRetriever,
+    retriever: page_retrievers.PageRetriever,
     *,
     batch_size: BatchSize = AUTO,
     mesh: Mapping[str, int] | None = None,
@@ -239,7 +234,7 @@ def load_page_embedder(
       mesh: see core.serving.serving_mesh.
     """
     devices = loading_mesh(mesh)
-    model = load_page_retriever(folder, retriever, devices)
+    model = page_retrievers.load_page_retriever(folder, retriever, devices)
     tokenizer = load_encoder_tokenizer(folder, _text(model.config).vocab_size, pairs=False)
     buckets = prompt_lengths(folder, model.config, LONGEST)
     return page_embedder(
@@ -249,7 +244,7 @@ def load_page_embedder(
 
 def page_embedder(
     model: Any,
-    retriever: PageRetriever,
+    retriever: page_retrievers.PageRetriever,
     tokenizer: Tokenizer,
     devices: Mesh | None,
     *,

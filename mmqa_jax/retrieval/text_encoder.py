@@ -39,14 +39,9 @@ from mmqa_jax.data.published_tokenizers import (
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
+from mmqa_jax.models.encoders import sentence_pooling
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, of_towers
 from mmqa_jax.models.encoders.heads import SentenceEncoder
-from mmqa_jax.models.encoders.sentence_pooling import (
-    SentenceRecipe,
-    check_widths,
-    has_recipe,
-    read_recipe,
-)
 from mmqa_jax.models.encoders.text_encoders import (
     check_padding,
     load_dense,
@@ -245,17 +240,19 @@ def load_text_embedder(
       mesh: see core.serving.serving_mesh.
     """
     decoder = model_type_of(folder) in DECODERS
-    if decoder and not has_recipe(folder):
+    if decoder and not sentence_pooling.has_recipe(folder):
         raise UserError(
             f"{folder}: holds a language model without modules.json, which says how it makes one "
             "vector of a text; give an embedding model, such as Qwen3-Embedding."
         )
     for_questions, for_sources = retrieval_tasks(folder)
-    recipe = read_recipe(folder, own_kinds=("custom_st.Transformer",) if for_sources else ())
+    recipe = sentence_pooling.read_recipe(
+        folder, own_kinds=("custom_st.Transformer",) if for_sources else ()
+    )
     devices = loading_mesh(mesh)
     encoder = load_text_encoder(folder, devices, task=for_sources)
     config = encoder.config
-    width = check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
+    width = sentence_pooling.check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
     check_truncated(folder, recipe.truncate_dim, width)
     tokenizer = load_encoder_tokenizer(
         folder,
@@ -278,7 +275,7 @@ def load_text_embedder(
 
 def text_embedder(
     model: SentenceEncoder,
-    recipe: SentenceRecipe,
+    recipe: sentence_pooling.SentenceRecipe,
     tokenizer: Tokenizer,
     devices: Mesh | None,
     **options: Any,

@@ -42,14 +42,7 @@ from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import Retriever
 from mmqa_jax.retrieval.text_encoder import minilm_token_limit
-from mmqa_jax.runs.ask_corpus import (
-    REFUSED,
-    AskedCorpus,
-    ShownSource,
-    answer_notes,
-    ask_in_turn,
-    shown_sources,
-)
+from mmqa_jax.runs import ask_corpus
 from mmqa_jax.runs.corpora import KEPT, prepare
 from mmqa_jax.runs.originals import Originals
 from mmqa_jax.tasks.library import open_text_embedder
@@ -63,7 +56,7 @@ _TOLD = (
     "thinking_tokens",
     "cut",
     "sentences",
-    REFUSED,
+    ask_corpus.REFUSED,
 )  # of a trace, in what `--json` prints
 
 MINILM = "minilm"
@@ -155,12 +148,14 @@ class FolderAnswer:
         row = {"number": place + 1, "id": source.id, **about, "text": text, "passage": source.text}
         return {**row, "similarity": round(similarity, 3), **place_of(source.extra, start, end)}
 
-    def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
+    def sources_shown(self, corpus: Corpus) -> list[ask_corpus.ShownSource]:
         """The sources to show: the cited sources, or else all that were read."""
         cited = self.prediction.sources
         if cited:
-            return shown_sources(corpus, cited, self.prediction.source_scores, cited=True)
-        return shown_sources(corpus, self.read.sources, self.read.scores, cited=False)
+            return ask_corpus.shown_sources(
+                corpus, cited, self.prediction.source_scores, cited=True
+            )
+        return ask_corpus.shown_sources(corpus, self.read.sources, self.read.scores, cited=False)
 
 
 class Found(NamedTuple):
@@ -213,7 +208,7 @@ class FolderAnswerer:
 
     def __init__(
         self,
-        corpus: AskedCorpus,
+        corpus: ask_corpus.AskedCorpus,
         reader: Reader | None,
         options: AskOptions,
         passages: Passages | None = None,
@@ -304,7 +299,7 @@ class FolderAnswerer:
             source = self.corpus.sources[self.corpus.row[nearest.sources[0]]]
             where = shown_place(source.extra) or source.id
             reason |= {"nearest": where, "similarity": round(float(nearest.scores[0]), 3)}
-        return Prediction(question.id, NOT_FOUND, trace={REFUSED: reason})
+        return Prediction(question.id, NOT_FOUND, trace={ask_corpus.REFUSED: reason})
 
     def _reranked(self, questions: Sequence[Question], ranked: Sequence[Found]) -> list[Found]:
         """The best `top_k` in the reranker's order; their scores stay the cosines."""
@@ -334,7 +329,7 @@ def open_folder(
     options: FolderOptions | None = None,
     flag: str = "--data",
     encoder: str = MINILM,
-) -> AskedCorpus:
+) -> ask_corpus.AskedCorpus:
     """Opens a folder of documents as a corpus, and reads only changed files.
 
     Args:
@@ -350,7 +345,7 @@ def open_folder(
                 f"{changed}: {folder} was prepared already, with the pages that `mmqa prepare "
                 f"folder` was told; leave {changed.partition('=')[0]} out, or name the documents."
             )
-        corpus = AskedCorpus(open_sources(folder))
+        corpus = ask_corpus.AskedCorpus(open_sources(folder))
         if (folder / KEPT).is_dir():
             corpus.originals = Originals(Path(corpus.manifest["origin"]["folder"]), folder / KEPT)
         return corpus
@@ -364,7 +359,7 @@ def open_folder(
     manifest = prepare("folder", folder, cache, overwrite=True, folder=options, flag=flag)
     prepared = open_sources(cache)
     prepared.manifest.update(manifest)  # of this call: how many files were opened
-    corpus = AskedCorpus(prepared)
+    corpus = ask_corpus.AskedCorpus(prepared)
     corpus.originals = Originals(folder, cache / KEPT)
     return corpus
 
@@ -399,8 +394,8 @@ def ask_folder(
     llm = open_llm(spec, cache_dir() / "responses", "--model")
     try:
         answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), options)
-        for answer, row in ask_in_turn(answerer, questions, picture):
-            for note in answer_notes(answer.prediction):
+        for answer, row in ask_corpus.ask_in_turn(answerer, questions, picture):
+            for note in ask_corpus.answer_notes(answer.prediction):
                 print(note, file=sys.stderr)
             trace = answer.prediction.trace
             yield {**row, **{key: trace[key] for key in _TOLD if key in trace}}

@@ -12,13 +12,7 @@ from mmqa_jax.core.progress import Screen
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.schema import NOT_FOUND, Prediction, Question, prediction_of
 from mmqa_jax.evaluation.report import TraceNode
-from mmqa_jax.runs.ask_corpus import (
-    AskedCorpus,
-    ShownSource,
-    answer_notes,
-    ask_in_turn,
-    shown_sources,
-)
+from mmqa_jax.runs import ask_corpus
 from mmqa_jax.runs.part import OpenedParts
 from mmqa_jax.runs.row import Row, recorded_row
 from mmqa_jax.runs.stages import open_parts
@@ -32,7 +26,7 @@ class RowAnswerer:
     those; others answer any."""
 
     row: Row
-    corpus: AskedCorpus
+    corpus: ask_corpus.AskedCorpus
     opened: OpenedParts
 
     def __post_init__(self):
@@ -91,13 +85,16 @@ class RowAnswer(NamedTuple):
     def quoted(self, corpus: Corpus) -> None:
         """Its words stand for themselves, see FolderAnswer.quoted."""
 
-    def sources_shown(self, corpus: Corpus) -> list[ShownSource]:
+    def sources_shown(self, corpus: Corpus) -> list[ask_corpus.ShownSource]:
         """The cited sources, numbered, or else what was read."""
         prediction = self.prediction
         if prediction.sources:
             names, scores = prediction.sources, prediction.source_scores
-            return shown_sources(corpus, names, scores, cited=True)
-        return [ShownSource(corpus.sources[corpus.row[n]], None, None) for n in prediction.read]
+            return ask_corpus.shown_sources(corpus, names, scores, cited=True)
+        return [
+            ask_corpus.ShownSource(corpus.sources[corpus.row[n]], None, None)
+            for n in prediction.read
+        ]
 
 
 def open_row(workdir: Path) -> RowAnswerer:
@@ -108,7 +105,7 @@ def open_row(workdir: Path) -> RowAnswerer:
             f"--workdir={workdir}: inputs of the row are missing: {', '.join(missing)}; put "
             "them back, or start where the row was run if their paths are relative."
         )
-    corpus = AskedCorpus(row.open_corpus())
+    corpus = ask_corpus.AskedCorpus(row.open_corpus())
     corpus.materials = row.materials(corpus)
     return RowAnswerer(row, corpus, OpenedParts(corpus))
 
@@ -117,8 +114,8 @@ def ask_row(
     workdir: Path, questions: Sequence[str], picture: bytes | None = None
 ) -> Iterator[dict[str, Any]]:
     """Answers questions in turn as a row does; yields what `--json` prints of each."""
-    for answer, row in ask_in_turn(open_row(workdir), questions, picture):
-        nodes, notes = trace_tree(answer.prediction), answer_notes(answer.prediction)
+    for answer, row in ask_corpus.ask_in_turn(open_row(workdir), questions, picture):
+        nodes, notes = trace_tree(answer.prediction), ask_corpus.answer_notes(answer.prediction)
         for line in (*_lines(nodes), *notes):
             Screen().print(line, markup=False, soft_wrap=True)
         yield {**row, "steps": steps_of(answer.prediction), "notes": notes}

@@ -25,13 +25,7 @@ from mmqa_jax.data.formats.interchange import read_interchange
 from mmqa_jax.data.formats.row_files import parse_columns, read_rows
 from mmqa_jax.data.records import corpus_records
 from mmqa_jax.data.records.streamed_records import write_streamed
-from mmqa_jax.data.wikipedia.streams import (
-    DPRStream,
-    DumpStream,
-    InfoSeekStream,
-    KILTStream,
-    Stream,
-)
+from mmqa_jax.data.wikipedia import streams
 
 if TYPE_CHECKING:
     from mmqa_jax.runs.cited import CitedOptions
@@ -40,11 +34,11 @@ KEPT = "read"  # subfolder of a folder's corpus: what was read of its files
 # Datasets in WebQA's official formats -> prefix of their file names.
 _PREFIXES = {"webqa": "WebQA", "atlas": "atlas"}
 # Knowledge without questions, of which a file is read as a stream.
-STREAMS: dict[str, type[Stream]] = {
-    "wikipedia": DumpStream,
-    "kilt": KILTStream,
-    "dpr": DPRStream,
-    "infoseek_wiki": InfoSeekStream,
+STREAMS: dict[str, type[streams.Stream]] = {
+    "wikipedia": streams.DumpStream,
+    "kilt": streams.KILTStream,
+    "dpr": streams.DPRStream,
+    "infoseek_wiki": streams.InfoSeekStream,
 }
 
 

@@ -19,15 +19,10 @@ from mmqa_jax.core.typed import at_least, is_section
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.pictures.store import PictureVectors
 from mmqa_jax.data.schema import Material, Modality, Question, source_text
+from mmqa_jax.prompting import llm_reader
 from mmqa_jax.prompting.examples import side_files
 from mmqa_jax.prompting.examples.library import TEXTS
 from mmqa_jax.prompting.few_shot import load_template
-from mmqa_jax.prompting.llm_reader import (
-    LLMReader,
-    LLMReaderOptions,
-    LLMReranker,
-    LLMRerankerOptions,
-)
 from mmqa_jax.retrieval.embeddings import cached_vectors
 from mmqa_jax.retrieval.fusion import DEFAULT_WEIGHT, check_weight
 from mmqa_jax.retrieval.indexes.milvus import PREFIX as MILVUS
@@ -165,7 +160,7 @@ class RerankerSpec(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class LLMRerankerSpec(LLMRerankerOptions, Part):
+class LLMRerankerSpec(llm_reader.LLMRerankerOptions, Part):
     """How the row's language model selects sources: LLMRerankerOptions, and as in RerankerSpec
     `similarity` and `similarity_weight`.
     """
@@ -182,7 +177,7 @@ class LLMRerankerSpec(LLMRerankerOptions, Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The reranker over the row's corpus; what the model said is kept by its response cache."""
-        reranker = LLMReranker(row.corpus, row.llm, self)
+        reranker = llm_reader.LLMReranker(row.corpus, row.llm, self)
         row.unscored = reranker.unscored
         return _combined(self, reranker, row)
 
@@ -217,7 +212,7 @@ class ReaderSpec(Part):
 
 
 @dataclasses.dataclass(frozen=True)
-class LLMReaderSpec(LLMReaderOptions, Part):
+class LLMReaderSpec(llm_reader.LLMReaderOptions, Part):
     """How the row's language model answers questions: LLMReaderOptions."""
 
     turn: ClassVar = "last"
@@ -225,7 +220,7 @@ class LLMReaderSpec(LLMReaderOptions, Part):
 
     def open(self, row: OpenedParts) -> Any:
         """The reader over the row's corpus; what the model said is kept by its response cache."""
-        return LLMReader(row.corpus, row.llm, self)
+        return llm_reader.LLMReader(row.corpus, row.llm, self)
 
 
 def open_retriever(corpus: Corpus, spec: RetrieverSpec, on_model: OnModel = ignored) -> Retriever:

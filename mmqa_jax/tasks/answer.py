@@ -25,14 +25,7 @@ from mmqa_jax.inference.reader import Reader
 from mmqa_jax.models.vlp.network import VLPInputs
 from mmqa_jax.retrieval.rankings import check_gold, gold_ranking
 from mmqa_jax.tasks import task as tasks
-from mmqa_jax.tasks.vlp import (
-    AnswerObjective,
-    AtlasServing,
-    AtlasVLPTask,
-    inputs_class,
-    most_columns,
-    with_probes,
-)
+from mmqa_jax.tasks import vlp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,7 +41,7 @@ class AnswerBatches(BatchesSection, AnswerSampling):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AnswerServing(AtlasServing):
+class AnswerServing(vlp.AtlasServing):
     """Beam search, see decoding.masked_lm.beam_search."""
 
     num_beams: int = at_least(1)
@@ -72,7 +65,7 @@ class ValidateAnswers:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Answer(AtlasVLPTask):
+class Answer(vlp.AtlasVLPTask):
     """The reader."""
 
     name: ClassVar[str] = "answer"
@@ -86,8 +79,8 @@ class Answer(AtlasVLPTask):
     questions_per_mean: int | None = at_least(1, None)  # see AnswerObjective
     validate: ValidateAnswers | None = None
 
-    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> AnswerObjective:
-        return AnswerObjective(self.vlp_config(vocab_size), self.questions_per_mean)
+    def objective(self, vocab_size: int, mesh: Mesh | None = None) -> vlp.AnswerObjective:
+        return vlp.AnswerObjective(self.vlp_config(vocab_size), self.questions_per_mean)
 
     def _check(self, files: bool) -> None:
         ngram, most = self.inference.no_repeat_ngram, self.inference.max_new_tokens
@@ -108,7 +101,7 @@ class Answer(AtlasVLPTask):
     def batch(self) -> dict[str, Any]:
         rows, most = self.batches.batch_size, self.masking.max_pred
         return {
-            "inputs": with_probes(self.vlp_inputs(rows), self.masking),
+            "inputs": vlp.with_probes(self.vlp_inputs(rows), self.masking),
             "masked_ids": tasks.ints(rows, most),
             "masked_positions": tasks.ints(rows, most),
             "masked_weights": tasks.floats(rows, most),
@@ -121,7 +114,7 @@ class Answer(AtlasVLPTask):
             self.data.chosen(questions, corpus),
             self.packer(tokenizer),
             self.masking,
-            self.feed(inputs_class(self.masking)),
+            self.feed(vlp.inputs_class(self.masking)),
             self.batches,
             route_by_category=self.data.route_by_category,
         )
@@ -137,7 +130,7 @@ class Answer(AtlasVLPTask):
     def cost(self) -> RowCost:
         """The cost of a question, with its keys and values and its beams."""
         bert = self.vlp_config(tasks.ANY_VOCABULARY).bert
-        columns = most_columns(self.packing_config(inference=True))
+        columns = vlp.most_columns(self.packing_config(inference=True))
         cache = 2 * bert.layers * columns * bert.hidden * value_bytes(bert.dtype)
         beams = self.inference.num_beams * bert.vocab_size * 3 * 4
         return RowCost("questions", 64, 64, self.vlp_bytes() + cache + beams)

@@ -39,12 +39,7 @@ from mmqa_jax.data.published_tokenizers import (
 )
 from mmqa_jax.data.schema import Question, Source
 from mmqa_jax.data.tokenizers import Tokenizer, TokenTable, special_tokens, text_inputs
-from mmqa_jax.models.encoders.text_encoders import (
-    FAMILIES,
-    check_padding,
-    published_folder,
-    published_kind,
-)
+from mmqa_jax.models.encoders import text_encoders
 from mmqa_jax.models.encoders.trained import EncoderRecord, is_decoder
 from mmqa_jax.models.encoders.trained_pictured import PageRecord, TowersRecord
 from mmqa_jax.models.modernvbert.network import ModernVBertConfig
@@ -471,7 +466,9 @@ class PublishedTrunk(tasks.Task):
     def start(self) -> Path:
         """The folder that the model is made of."""
         path = minilm_path() if self.init == "minilm" else self.init
-        folder = None if is_converted(path) else published_folder(path, "config key init")
+        folder = (
+            None if is_converted(path) else text_encoders.published_folder(path, "config key init")
+        )
         if folder is None:
             raise UserError(
                 f"config key init={self.init}: a published encoder or reranker was "
@@ -520,8 +517,8 @@ class PublishedTrunk(tasks.Task):
             _copy_small(self.start, folder)
         distributed.barrier("tokenizer")
         tokenizer = self.open_tokenizer(folder)
-        if published_kind(self.start) in FAMILIES:
-            check_padding(self.start, tokenizer.pad_id)
+        if text_encoders.published_kind(self.start) in text_encoders.FAMILIES:
+            text_encoders.check_padding(self.start, tokenizer.pad_id)
         return tokenizer
 
     def tokenizer_kind(self) -> tuple[str, str]:

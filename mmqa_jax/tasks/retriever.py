@@ -38,6 +38,7 @@ from mmqa_jax.retrieval.embeddings import Embeddings
 from mmqa_jax.retrieval.indexes.exact import ExactIndex
 from mmqa_jax.retrieval.late_interaction import dense_retriever
 from mmqa_jax.retrieval.rankings import find_candidates
+from mmqa_jax.tasks import published_trunk
 from mmqa_jax.tasks import task as tasks
 from mmqa_jax.tasks.contrastive import GOLD_SOURCES, RetrievalEvaluation, ValidateRetrieval
 from mmqa_jax.tasks.contrastive_losses import (
@@ -51,14 +52,6 @@ from mmqa_jax.tasks.contrastive_losses import (
     own_scores,
     shortened,
     teacher_divergence,
-)
-from mmqa_jax.tasks.published_trunk import (
-    AS_PUBLISHED,
-    PublishedTrunk,
-    SeenPictures,
-    Trunk,
-    record_from_json,
-    trunk_of,
 )
 from mmqa_jax.weights.folder import weights_hash
 
@@ -207,7 +200,7 @@ class MiningSection:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Retriever(PublishedTrunk):
+class Retriever(published_trunk.PublishedTrunk):
     """Questions against their gold sources."""
 
     name: ClassVar[str] = "retriever"
@@ -217,7 +210,7 @@ class Retriever(PublishedTrunk):
 
     model: RetrieverModel
     batches: rows.RetrieverBatches
-    pictures: SeenPictures = AS_PUBLISHED  # see SeenPictures
+    pictures: published_trunk.SeenPictures = published_trunk.AS_PUBLISHED  # see SeenPictures
     inference: tasks.ServingSection
     loss: RetrieverLoss  # see RetrieverLoss
     tower_parts: int = at_least(1, 1)  # see ContrastiveObjective
@@ -230,7 +223,7 @@ class Retriever(PublishedTrunk):
     def record(self) -> EncoderRecord | PicturedRecord:
         """The encoder: of the run if its weights are there, else of `init`."""
         if described := self.described(_RECORD):
-            record = record_from_json(described, Path(self.folder))
+            record = published_trunk.record_from_json(described, Path(self.folder))
             return dataclasses.replace(record, changes=tuple(sorted(self.model.changes.items())))
         prompts = self.model.prompts
         if len(prompts) not in (0, 2):
@@ -254,9 +247,9 @@ class Retriever(PublishedTrunk):
         return seen or read_encoder_record(self.start, vectors, **options)
 
     @functools.cached_property
-    def trunk(self) -> Trunk:
+    def trunk(self) -> published_trunk.Trunk:
         """The encoder's kind."""
-        return trunk_of(self.record)
+        return published_trunk.trunk_of(self.record)
 
     def _check(self, files: bool) -> None:
         self.check_changes()

@@ -21,13 +21,8 @@ from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.formats.chats import is_chat
 from mmqa_jax.data.schema import Question
 from mmqa_jax.decoding.requests import TooLong
+from mmqa_jax.prompting.examples import training
 from mmqa_jax.prompting.examples.library import ExampleLibrary
-from mmqa_jax.prompting.examples.training import (
-    Encode,
-    ExampleOptions,
-    TrainingExamples,
-    training_examples,
-)
 from mmqa_jax.prompting.few_shot import few_shot, load_template, majority_answer
 from mmqa_jax.prompting.rationales import fields
 from mmqa_jax.tasks.base_llm import TextModelTask, model_config
@@ -81,7 +76,7 @@ class SolvedQuestions(TextModelTask):
     unsolved: ClassVar[str]  # what questions lack that cannot be learned, for messages
 
     data: MixedData
-    examples: ExampleOptions  # how questions become prompts
+    examples: training.ExampleOptions  # how questions become prompts
     library: LibrarySpec  # where the retrieved examples come from
     inference: ValidationRows
     validate: ValidateOptions | None = None
@@ -129,10 +124,10 @@ class SolvedQuestions(TextModelTask):
         self,
         corpus: Corpus,
         questions: list[Question],
-        encode: Encode,
+        encode: training.Encode,
         readable: Readable | None = None,
         encode_chat: EncodeChat | None = None,
-    ) -> TrainingExamples:
+    ) -> training.TrainingExamples:
         """Makes the training examples; prints how many questions were dropped.
 
         Args:
@@ -150,9 +145,9 @@ class SolvedQuestions(TextModelTask):
         usable = solved if readable is None else readable(solved)
         size = self.size
         asked = [question for question in usable if not is_chat(question)]
-        examples = TrainingExamples([], [1.0], 0, 0, [])
+        examples = training.TrainingExamples([], [1.0], 0, 0, [])
         if asked:
-            examples = training_examples(
+            examples = training.training_examples(
                 asked, self.open_library(corpus), fields, self.examples, encode, size
             )
         if encode_chat is not None and len(asked) < len(usable):
@@ -248,7 +243,7 @@ class OptionLikelihood:
         self,
         task: SolvedQuestions,
         corpus: Corpus,
-        encode: Encode,
+        encode: training.Encode,
         score: MakeScore,
         readable: Readable | None = None,
         encode_chat: EncodeChat | None = None,
@@ -290,7 +285,7 @@ class OptionLikelihood:
             )
         self._score = score(self._examples)
 
-    def _add(self, question: Question, shots: Any, options: ExampleOptions) -> list[int]:
+    def _add(self, question: Question, shots: Any, options: training.ExampleOptions) -> list[int]:
         """Adds a question with each of its options; their indices among the examples."""
         first = len(self._examples)
         if self._encode_chat is not None and is_chat(question):

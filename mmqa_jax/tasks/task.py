@@ -29,6 +29,7 @@ from mmqa_jax.core.hosts import distributed
 from mmqa_jax.core.serving import BatchSize, RowCost, loading_mesh
 from mmqa_jax.core.typed import at_least, check_section, mapping, optional, read_typed, spec_of
 from mmqa_jax.core.workdir import read_config
+from mmqa_jax.data import tokenizers
 from mmqa_jax.data.answers import AnswerVocabulary
 from mmqa_jax.data.batches.feed import Batches, BatchesSection, FeedConfig
 from mmqa_jax.data.batches.packing import Augment
@@ -38,12 +39,6 @@ from mmqa_jax.data.pictures.resize import Resize
 from mmqa_jax.data.pictures.store import PictureStore
 from mmqa_jax.data.published_tokenizers import QuestionWords, make_words, open_tokenizer
 from mmqa_jax.data.schema import Modality, Question, Source, source_text
-from mmqa_jax.data.tokenizers import (
-    Tokenizer,
-    minilm_tokenizer,
-    restrict_vocabulary,
-    train_wordpiece,
-)
 from mmqa_jax.models.bert.network import TRUNKS
 from mmqa_jax.retrieval.modality import of_modality
 from mmqa_jax.retrieval.rankings import with_mined_negatives
@@ -57,7 +52,7 @@ if TYPE_CHECKING:
     from mmqa_jax.prompting.text_tokenizer import TextTokenizer
     from mmqa_jax.tasks.initial_weights import Loader
 
-    AnyTokenizer = Tokenizer | QuestionWords | TextTokenizer
+    AnyTokenizer = tokenizers.Tokenizer | QuestionWords | TextTokenizer
 Struct = jax.ShapeDtypeStruct
 
 ANY_VOCABULARY = 30_522  # of the published BERTs: where it is not known, and no size depends on it
@@ -562,7 +557,7 @@ def with_options(task: T, options: Options | None) -> T:
 # The tokenizer of a run: a published one, one that is trained on the corpus, or a file.
 
 
-def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer | QuestionWords:
+def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> tokenizers.Tokenizer | QuestionWords:
     """The run's tokenizer, saved as tokenizer.json in its folder.
 
     Args:
@@ -580,19 +575,19 @@ def make_tokenizer(name: str, corpus: Corpus, folder: Path) -> Tokenizer | Quest
     return open_tokenizer(path)
 
 
-def _new_tokenizer(name: str, corpus: Corpus) -> Tokenizer | QuestionWords:
+def _new_tokenizer(name: str, corpus: Corpus) -> tokenizers.Tokenizer | QuestionWords:
     if name == "minilm":
-        return minilm_tokenizer()
+        return tokenizers.minilm_tokenizer()
     if name == "words":
         return make_words(question.question for question in corpus.questions())
     if name == "minilm:corpus":
         texts, answers = _all_texts(corpus), _answers(corpus)
-        return restrict_vocabulary(minilm_tokenizer(), texts, first=answers)
+        return tokenizers.restrict_vocabulary(tokenizers.minilm_tokenizer(), texts, first=answers)
     if name.startswith("corpus:"):
         size = name.removeprefix("corpus:")
         if not size.isdecimal() or len(size) > 9:
             raise UserError(f"config key tokenizer={name}: write corpus:N with a number of tokens.")
-        return train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
+        return tokenizers.train_wordpiece(_all_texts(corpus), int(size), lowercase=True)
     return open_tokenizer(name)
 
 

@@ -42,14 +42,8 @@ from mmqa_jax.models.llava.config import LlavaConfig, PictureConfig
 from mmqa_jax.models.llava.network import Llava
 from mmqa_jax.models.onevision import network as onevision
 from mmqa_jax.models.onevision.network import Onevision, OnevisionConfig, TileBatch
+from mmqa_jax.models.qwen_vl import network
 from mmqa_jax.models.qwen_vl import network as qwen_vl
-from mmqa_jax.models.qwen_vl.network import (
-    PatchBatch,
-    QwenVisionConfig,
-    QwenVL,
-    QwenVLConfig,
-    spread,
-)
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import PictureFormat, Shown, picture_format
@@ -257,13 +251,16 @@ class VisionLanguageObjective(LanguageModelObjective):
       lora: additions to the language model, whose rest is frozen; None: all of it is trained.
     """
 
-    config: QwenVLConfig | LlavaConfig
+    config: network.QwenVLConfig | LlavaConfig
     tower: bool = False  # the tower with its mergers, or projector, is trained, too
 
     def init(self, key: jax.Array | None) -> nnx.Module:
         """A freshly initialized model."""
         rngs = nnx.Rngs(key)
-        kinds: dict[type, type[nnx.Module]] = {QwenVLConfig: QwenVL, OnevisionConfig: Onevision}
+        kinds: dict[type, type[nnx.Module]] = {
+            network.QwenVLConfig: network.QwenVL,
+            OnevisionConfig: Onevision,
+        }
         model: Any = kinds.get(type(self.config), Llava)(self.config, rngs=rngs)
         if self.lora is not None:
             add_lora(model.llama, self.lora, rngs=rngs)
@@ -290,7 +287,7 @@ class VisionLanguageObjective(LanguageModelObjective):
             features = features.reshape(len(ids), -1, features.shape[-1])
             rows = jnp.maximum(batch["rows"], 0)[..., None]  # of a row's own pictures
             of_tokens = split_rows(jnp.take_along_axis(features, rows, axis=1))  # [B, L, features]
-            embedded, deepstack = spread(embedded, of_tokens, picture)
+            embedded, deepstack = network.spread(embedded, of_tokens, picture)
         hidden = model.llama.encode(
             model.llama.with_side(embedded, words),
             None,
@@ -302,8 +299,8 @@ class VisionLanguageObjective(LanguageModelObjective):
 
     def _features(self, model: Any, batch: dict[str, jax.Array]) -> jax.Array:
         if "patches" in batch:
-            arrays = (batch[field.name] for field in dataclasses.fields(PatchBatch))
-            return model.encode_images(PatchBatch(*arrays))
+            arrays = (batch[field.name] for field in dataclasses.fields(network.PatchBatch))
+            return model.encode_images(network.PatchBatch(*arrays))
         if "tile_rows" in batch:
             arrays = (batch[name] for name in ("pixels", "tile_rows", "tile_weights"))
             return model.encode_images(TileBatch(*arrays))
@@ -324,7 +321,7 @@ class VisionLanguageSection:
     changes: Mapping[str, Any] = changes_of(LlamaConfig)
     # The same of the tower, QwenVisionConfig; `max_pixels` is what larger pictures of a Qwen-VL are
     # resized to, in training and in the trained model's use.
-    vision: Mapping[str, Any] = mapping(spec_of(QwenVisionConfig, minimum=0, partial=True))
+    vision: Mapping[str, Any] = mapping(spec_of(network.QwenVisionConfig, minimum=0, partial=True))
     # Only these additions to the language model are trained; None: all of it. Of a Qwen-VL.
     lora: LoraConfig | None
     # Whether the tower with its mergers (a LLaVA's projector) is trained, too.

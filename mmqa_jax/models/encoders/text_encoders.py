@@ -24,12 +24,7 @@ from mmqa_jax.models.bert.mpnet import MPNET_PADDING, MPNet, mpnet_config, mpnet
 from mmqa_jax.models.bert.network import Bert
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders.embedding_gemma import (
-    EmbeddingGemma,
-    embedding_gemma_config,
-    embedding_gemma_key_map,
-    published_name,
-)
+from mmqa_jax.models.encoders import embedding_gemma
 from mmqa_jax.models.encoders.heads import (
     CrossEncoder,
     Dense,
@@ -185,10 +180,12 @@ FAMILIES: Mapping[str, Family] = {
     "jina_embeddings_v3": _rotary(rotary.JINA_V3),
     "eurobert": dataclasses.replace(_DECODER, config=_eurobert_config),
     "embedding_gemma2": Family(
-        lambda published, where: for_reading(embedding_gemma_config(published, where), platform()),
-        EmbeddingGemma,
-        embedding_gemma_key_map,
-        name=published_name,
+        lambda published, where: for_reading(
+            embedding_gemma.embedding_gemma_config(published, where), platform()
+        ),
+        embedding_gemma.EmbeddingGemma,
+        embedding_gemma.embedding_gemma_key_map,
+        name=embedding_gemma.published_name,
     ),
     **dict.fromkeys(DECODERS, _DECODER),
 }

@@ -21,16 +21,9 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders import text_encoders
+from mmqa_jax.models.encoders import late_interaction, text_encoders
 from mmqa_jax.models.encoders.embedding_gemma import MODEL_TYPE, EmbeddingGemmaConfig
 from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, SentenceEncoder, YesNoDecoder
-from mmqa_jax.models.encoders.late_interaction import (
-    Expansion,
-    LateInteraction,
-    TokenEncoder,
-    is_late_interaction,
-    read_late_interaction,
-)
 from mmqa_jax.models.encoders.sentence_pooling import (
     MODULES,
     POOLING,
@@ -174,14 +167,14 @@ class EncoderRecord:
 
     published: str  # transformers' config.json, as text
     # How vectors are made of the states of tokens: one of a text, or one of each token.
-    recipe: SentenceRecipe | LateInteraction
+    recipe: SentenceRecipe | late_interaction.LateInteraction
     # Fields of our config that say how the encoder is computed.
     changes: tuple[tuple[str, Any], ...] = ()
 
     @property
     def vectors(self) -> Vectors:
         """Whether a text or each of its tokens has a vector."""
-        return "token" if isinstance(self.recipe, LateInteraction) else "text"
+        return "token" if isinstance(self.recipe, late_interaction.LateInteraction) else "text"
 
     @property
     def config(self) -> Any:
@@ -212,8 +205,8 @@ class EncoderRecord:
         if lora is not None:
             add_lora(trunk, lora, rngs=rngs)
         dense = [_dense(layer, rngs) for layer in self.recipe.dense]
-        if isinstance(self.recipe, LateInteraction):
-            return TokenEncoder(trunk, dense, self.recipe.normalized)
+        if isinstance(self.recipe, late_interaction.LateInteraction):
+            return late_interaction.TokenEncoder(trunk, dense, self.recipe.normalized)
         return SentenceEncoder(trunk, self.recipe.pooling, self.recipe.truncate_dim, dense)
 
     def trained(self, lora: LoraConfig | None, tower: bool) -> str | None:
@@ -261,7 +254,7 @@ class EncoderRecord:
         for layer, ours in zip(recipe.dense, model.dense, strict=True):
             layers.append(("Dense", f"{len(layers)}_Dense"))
             _write_dense(folder / layers[-1][1], layer, ours, self.vectors)
-        if isinstance(recipe, LateInteraction):
+        if isinstance(recipe, late_interaction.LateInteraction):
             layers.append(("Mask", f"{len(layers)}_MultiVectorMask"))
             skipped = {"skiplist_words": list(recipe.skipped)}
             settings = {**skipped, "skiplist_tasks": list(recipe.skips)}
@@ -287,7 +280,7 @@ class EncoderRecord:
         settings: dict[str, Any] = {"do_lower_case": recipe.lowercase}
         if recipe.max_tokens is not None:
             settings["max_seq_length"] = recipe.max_tokens
-        if isinstance(recipe, LateInteraction):
+        if isinstance(recipe, late_interaction.LateInteraction):
             lengths = {
                 "query_length": recipe.query_length,
                 "document_length": recipe.document_length,
@@ -308,7 +301,7 @@ class EncoderRecord:
             "prompts": {"query": recipe.prompts.question, "document": recipe.prompts.source},
             "default_prompt_name": None,
         }
-        if isinstance(recipe, LateInteraction):
+        if isinstance(recipe, late_interaction.LateInteraction):
             scored = "meanmaxsim" if recipe.mean else "maxsim"
             return {"model_type": "MultiVectorEncoder", **settings, "similarity_fn_name": scored}
         if recipe.truncate_dim is not None:
@@ -330,12 +323,12 @@ class EncoderRecord:
         fields["prompts"] = Prompts(**fields["prompts"])
         fields["dense"] = tuple(DenseLayer(Path(), **layer) for layer in fields["dense"])
         if value["vectors"] == "text":
-            recipe: SentenceRecipe | LateInteraction = SentenceRecipe(**fields)
+            recipe: SentenceRecipe | late_interaction.LateInteraction = SentenceRecipe(**fields)
         else:
             if fields["expansion"] is not None:
-                fields["expansion"] = Expansion(**fields["expansion"])
+                fields["expansion"] = late_interaction.Expansion(**fields["expansion"])
             fields |= {key: tuple(fields[key]) for key in ("skipped", "skips")}
-            recipe = LateInteraction(**fields)
+            recipe = late_interaction.LateInteraction(**fields)
         return cls(json.dumps(value["published"]), recipe)
 
 
@@ -361,21 +354,23 @@ def read_encoder_record(
     if published.get("model_type") == MODEL_TYPE:  # of which texts alone are trained
         published |= {"vision_config": None, "audio_config": None}
     check_family(folder)
-    late = is_late_interaction(folder)
+    late = late_interaction.is_late_interaction(folder)
     if late and vectors == "text":
         raise UserError(
             f"config key model.vectors=text: init={folder} has a vector for each token; set it to "
             "token, or give an encoder of texts."
         )
     if late:
-        recipe: SentenceRecipe | LateInteraction = read_late_interaction(folder)
+        recipe: SentenceRecipe | late_interaction.LateInteraction = (
+            late_interaction.read_late_interaction(folder)
+        )
     else:
         recipe = read_recipe(folder)
         decoder = published["model_type"] in text_encoders.DECODERS
         if decoder and not has_recipe(folder):
             recipe = dataclasses.replace(recipe, pooling="lasttoken")
         if vectors == "token":
-            recipe = LateInteraction(
+            recipe = late_interaction.LateInteraction(
                 prompts=recipe.prompts, max_tokens=recipe.max_tokens, lowercase=recipe.lowercase
             )
     if prompts is not None:
@@ -384,7 +379,7 @@ def read_encoder_record(
     width = record.dim
     if dim is None or (dim == width and recipe.dense):
         return record
-    if recipe.dense or not isinstance(recipe, LateInteraction):
+    if recipe.dense or not isinstance(recipe, late_interaction.LateInteraction):
         raise UserError(
             f"config key model.dim={dim}: the vectors of init={folder} have {width} values; leave "
             "it out, or set model.vectors to token for an encoder without a linear layer."

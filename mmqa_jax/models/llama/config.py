@@ -7,13 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
-from mmqa_jax.models.common.config_checks import (
-    check_divides,
-    check_known,
-    check_layers,
-    check_rate,
-)
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
 from mmqa_jax.models.llama import published_config
 from mmqa_jax.models.llama.families import FAMILIES
@@ -188,10 +183,10 @@ class LlamaConfig:
     active_groups: int | None = None
 
     def __post_init__(self):
-        check_layers(self, "model", "layers")
+        config_checks.check_layers(self, "model", "layers")
         if self.head_dim is None:
-            check_divides("model.heads", self.heads, "model.hidden", self.hidden)
-        check_divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
+            config_checks.check_divides("model.heads", self.heads, "model.hidden", self.hidden)
+        config_checks.check_divides("model.kv_heads", self.kv_heads, "model.heads", self.heads)
         if self.head_size % 2:
             raise UserError(
                 f"model.head_dim is {self.head_size}: expected an even number, since rotary "
@@ -207,7 +202,9 @@ class LlamaConfig:
                 f"{self.experts}; correct it."
             )
         if groups := self.expert_groups:
-            check_divides("model.expert_groups", groups, "model.experts", self.experts or 0)
+            config_checks.check_divides(
+                "model.expert_groups", groups, "model.experts", self.experts or 0
+            )
             reached = (self.experts or 0) // groups * (self.active_groups or 0)
             if not (self.active_experts or 1) <= reached <= (self.experts or 0):
                 raise UserError(
@@ -229,15 +226,15 @@ class LlamaConfig:
             )
         if self.shared_expert and not self.experts:
             raise UserError("model.shared_expert needs model.experts; leave it out.")
-        check_rate("model.attention_dropout", self.attention_dropout)
+        config_checks.check_rate("model.attention_dropout", self.attention_dropout)
         learned = () if self.gated_mlp else LEARNED
-        check_known("model.activation", self.activation, (*ACTIVATIONS, *learned))
-        check_known("model.family", self.family, FAMILIES)
-        check_known("model.qk_norm", self.qk_norm, QK_NORMS)
-        check_known("model.norms", self.norms, NORMS)
-        check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
-        check_known("model.norm_kind", self.norm_kind, NORM_KINDS)
-        check_known("model.router", self.router, ROUTERS)
+        config_checks.check_known("model.activation", self.activation, (*ACTIVATIONS, *learned))
+        config_checks.check_known("model.family", self.family, FAMILIES)
+        config_checks.check_known("model.qk_norm", self.qk_norm, QK_NORMS)
+        config_checks.check_known("model.norms", self.norms, NORMS)
+        config_checks.check_known("model.picture_sight", self.picture_sight, PICTURE_SIGHTS)
+        config_checks.check_known("model.norm_kind", self.norm_kind, NORM_KINDS)
+        config_checks.check_known("model.router", self.router, ROUTERS)
         if self.parallel and self.norms != "before":
             raise UserError('model.parallel needs model.norms "before"; correct one of them.')
         if self.experts and not self.gated_mlp:
@@ -263,7 +260,7 @@ class LlamaConfig:
                     f"model.layers = {self.layers}, or none; correct it."
                 )
         for kind in self.kinds:
-            check_known("model.kinds", kind, KINDS)
+            config_checks.check_known("model.kinds", kind, KINDS)
         if any(kind.startswith("plain") for kind in self.kinds) and not self.plain_mlp:
             raise UserError('model.kinds has "plain", whose width model.plain_mlp says; give it.')
         if {"conv", "plain_conv"} & {*self.kinds} and not (self.conv_taps or 0) > 1:

@@ -20,14 +20,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json
 from mmqa_jax.models.common import comparison
 from mmqa_jax.models.common.activations import LEARNED
+from mmqa_jax.models.llama import expert_tensors
 from mmqa_jax.models.llama.config import LlamaConfig, RopeScaling
-from mmqa_jax.models.llama.expert_tensors import (
-    experts_across,
-    experts_apart,
-    experts_by_linear,
-    experts_paired,
-    experts_together,
-)
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.models.llama.gguf import RENAMED, ROPE_FACTORS, TURNED, curves, gguf_config
 from mmqa_jax.models.llama.layer_kinds import CONV_LINEARS
@@ -412,8 +406,8 @@ def to_rule_tensors(source: TensorSource, config: LlamaConfig) -> TensorSource:
     if family.fused:
         source = apart(source, fused_rows(config))
     if family.experts_across:
-        return experts_by_linear(source, in_turn=family.experts_across == "in turn")
-    return experts_together(source, config.experts) if config.experts else source
+        return expert_tensors.experts_by_linear(source, in_turn=family.experts_across == "in turn")
+    return expert_tensors.experts_together(source, config.experts) if config.experts else source
 
 
 def to_published_tensors(
@@ -424,11 +418,11 @@ def to_published_tensors(
     if family.fused:
         source = together(source, fused_rows(config), prefix)
     if family.experts_across:
-        source = experts_across(source, in_turn=family.experts_across == "in turn")
+        source = expert_tensors.experts_across(source, in_turn=family.experts_across == "in turn")
     elif family.experts_paired:
-        source = experts_paired(source)
+        source = expert_tensors.experts_paired(source)
     elif config.experts:
-        source = experts_apart(source)
+        source = expert_tensors.experts_apart(source)
     if family.constants:
         source = with_constants(source, config, prefix)
     return renamed(source, published_names(config.family))

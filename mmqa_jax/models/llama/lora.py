@@ -34,14 +34,9 @@ from mmqa_jax.models.common.layers import (
     uniform_init,
     zeros_init,
 )
+from mmqa_jax.models.llama import quantize
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.network import LINEARS, Llama, LlamaLayer, stacks
-from mmqa_jax.models.llama.quantize import (
-    QuantizedLinear,
-    quantize_weights,
-    rounded_product,
-    unrounded,
-)
 from mmqa_jax.weights.keymap import TRANSPOSE, KeyMap, Rule, abstract_of
 from mmqa_jax.weights.registry import architecture_of, nouns
 
@@ -84,9 +79,11 @@ class LoraConfig:
 class LoraLinear(nnx.Module):
     """A stack of linears with their additions; parameters have an axis of layers in front."""
 
-    def __init__(self, linear: Linear | QuantizedLinear, config: LoraConfig, *, rngs: nnx.Rngs):
+    def __init__(
+        self, linear: Linear | quantize.QuantizedLinear, config: LoraConfig, *, rngs: nnx.Rngs
+    ):
         self.kernel, self.bias = linear.kernel, linear.bias
-        if isinstance(linear, QuantizedLinear):
+        if isinstance(linear, quantize.QuantizedLinear):
             self.scale = linear.scale
         layers, inputs, outputs = linear.kernel.shape
         of_layers, of_inputs, of_outputs = linear.kernel.get_metadata()["out_sharding"]
@@ -104,7 +101,7 @@ class LoraLinear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [..., in] -> [..., out]
         if hasattr(self, "scale"):
-            y = rounded_product(x, self.kernel[...], self.scale[...])
+            y = quantize.rounded_product(x, self.kernel[...], self.scale[...])
         else:
             names = self.kernel.get_metadata()["out_sharding"][-2:]
             y = product(x, gather_frozen(self.kernel[...].astype(x.dtype), names), 0)
@@ -131,7 +128,7 @@ def hold_base(model: Llama, config: LoraConfig) -> None:
     if config.base == "float32":
         return
     if config.base in ("int8", "int4"):
-        quantize_weights(model, bits=int(config.base[3:]))
+        quantize.quantize_weights(model, bits=int(config.base[3:]))
     dtype = jnp.dtype(model.config.dtype)
     for path, matrix in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         value = matrix.get_value()
@@ -178,7 +175,7 @@ def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
         kernel = named[path]
         merged = kernel.get_value()
         if (scale := named.pop((*place, "scale"), None)) is not None:
-            merged = unrounded(merged, scale.get_value())
+            merged = quantize.unrounded(merged, scale.get_value())
         if (*place, "lora_a") in named:
             a, b = (named.pop((*place, name)).get_value() for name in ("lora_a", "lora_b"))
             added = jnp.einsum("lir,lro->lio", a, b, precision=jax.lax.Precision.HIGHEST)

@@ -27,13 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mmqa_jax.core.mesh import MeshAxes, batch_axes, partition_spec, platform
 from mmqa_jax.models.common.layers import Linear, Names, TransposedLinear, product
-from mmqa_jax.models.llama.experts import (
-    FEW,
-    GroupedLinear,
-    batched_product,
-    grouped_product,
-    with_bias,
-)
+from mmqa_jax.models.llama import experts
 from mmqa_jax.models.llama.network import Llama, stacks
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import TensorSource
@@ -99,7 +93,7 @@ class QuantizedLinear(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         split = () if mesh.empty else batch_axes(mesh, x.shape[0]) or ()
         rows = x.shape[0] * x.shape[1] // math.prod(mesh.shape[axis] for axis in split)
-        if platform() != "tpu" or x.dtype != jnp.bfloat16 or rows > FEW:
+        if platform() != "tpu" or x.dtype != jnp.bfloat16 or rows > experts.FEW:
             return False
         kernel, scale = self.kernel[...], self.scale[...]
         if self.inputs or scale.ndim != 3 or kernel.dtype == jnp.float4_e2m1fn:
@@ -246,17 +240,17 @@ class QuantizedGroupedLinear(nnx.Module):
     """A GroupedLinear with rounded kernels [E, in, out] and scale [E, out], or of groups of inputs
     [E, groups, out], perhaps with zeros."""
 
-    def __init__(self, linear: GroupedLinear, rounded: Rounded):
+    def __init__(self, linear: experts.GroupedLinear, rounded: Rounded):
         names = linear.kernels.get_metadata()["out_sharding"]
         self.kernels, self.scale, self.zero = rounded.parameters(names, -2)
         self.bias = linear.bias
 
     def of_groups(self, rows: jax.Array, sizes: jax.Array, group: jax.Array) -> jax.Array:
         """See GroupedLinear."""
-        y = grouped_product(rows, self._factors(rows.dtype), sizes)
+        y = experts.grouped_product(rows, self._factors(rows.dtype), sizes)
         if not self._by_groups:
             y = (y * self.scale[...].at[group].get(mode="clip")).astype(rows.dtype)
-        return jnp.where((group < len(sizes))[:, None], with_bias(y, self.bias, group), 0)
+        return jnp.where((group < len(sizes))[:, None], experts.with_bias(y, self.bias, group), 0)
 
     def of_all(self, x: jax.Array, layer: jax.Array | None = None) -> jax.Array:
         """See GroupedLinear.
@@ -268,11 +262,11 @@ class QuantizedGroupedLinear(nnx.Module):
             from mmqa_jax.models.llama.mxfp4_kernel import multiply
 
             bias = None if self.bias is None else self.bias[...][layer]
-            return with_bias(multiply(x, self.kernels[...], self.scale[...], layer), bias)
-        y = batched_product(x, self._factors(x.dtype))
+            return experts.with_bias(multiply(x, self.kernels[...], self.scale[...], layer), bias)
+        y = experts.batched_product(x, self._factors(x.dtype))
         if not self._by_groups:
             y = (y * self.scale[...][:, None]).astype(x.dtype)
-        return with_bias(y, self.bias)
+        return experts.with_bias(y, self.bias)
 
     def multiplies_by_kernel(self) -> bool:
         """Whether experts of a stack multiply bfloat16 states by `mxfp4_kernel` on a TPU."""
@@ -470,7 +464,7 @@ def _linear(model: nnx.Module, name: str) -> tuple[nnx.Module | None, nnx.Module
         _LAYERS
     )
     linear = _at(model, path[:-1]) if is_kernel else None
-    if not isinstance(linear, Linear | TransposedLinear | GroupedLinear):
+    if not isinstance(linear, Linear | TransposedLinear | experts.GroupedLinear):
         return None, None
     return _at(model, path[:-2]), linear
 
@@ -496,13 +490,13 @@ def _group(parts: Mapping[str, TensorSource], assignment: Assignment) -> int:
 def _replace(
     owner: nnx.Module,
     name: str,
-    linear: Linear | TransposedLinear | GroupedLinear,
+    linear: Linear | TransposedLinear | experts.GroupedLinear,
     parts: Mapping[str, TensorSource],
     assignments: list[Assignment],
     mesh: Mesh | None,
 ) -> None:
     """Puts a linear in codes into the place of one that is shapes."""
-    is_grouped = isinstance(linear, GroupedLinear)
+    is_grouped = isinstance(linear, experts.GroupedLinear)
     kernel = linear.kernels if is_grouped else linear.kernel
     axis = -2 if is_grouped else input_axis(linear) - 2
     names = kernel.get_metadata()["out_sharding"]

@@ -24,19 +24,11 @@ from mmqa_jax.models.llama.config import (
     smollm2_135m,
 )
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
+from mmqa_jax.models.llava import tiles
 from mmqa_jax.models.llava.gemma4_patches import Gemma4PatchesConfig
 from mmqa_jax.models.llava.gemma4_vision import Gemma4VisionConfig
 from mmqa_jax.models.llava.intern_vit import InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4VisionConfig
-from mmqa_jax.models.llava.tiles import (
-    CanvasTiles,
-    Cut,
-    RatioTiles,
-    RowTiles,
-    Split,
-    UnitSizes,
-    UnitTiles,
-)
 from mmqa_jax.models.qwen_vl.network import Grid, grid_of
 from mmqa_jax.models.two_towers.config import (
     SiglipVisionConfig,
@@ -102,7 +94,7 @@ class LlavaConfig:
     connector: str = "mlp"
     merge: int = 1  # side of the square of states that become one token
     normed: bool = False  # whether the states that are read go through the tower's last norm
-    split: Split | None = None  # how a picture is cut into tiles; None: it is one square
+    split: tiles.Split | None = None  # how a picture is cut into tiles; None: it is one square
     # before_token, after_token: what stand around a picture; of a square the first is its place in
     # a prompt's text. None: nothing does.
     before_token: int | None = None
@@ -116,7 +108,7 @@ class LlavaConfig:
         check_known("model.resize", self.resize, RESIZES)
         check_known("model.connector", self.connector, CONNECTORS)
         is_flexible = isinstance(self.vision, SiglipVisionConfig) and self.vision.flexible
-        if is_flexible != isinstance(self.split, UnitTiles):
+        if is_flexible != isinstance(self.split, tiles.UnitTiles):
             raise UserError(
                 f"model.vision.flexible is {is_flexible}: expected {not is_flexible}, since this "
                 f"model's pictures have {'one size' if is_flexible else 'any size'}; use another "
@@ -150,7 +142,7 @@ class LlavaConfig:
         if self.budget is not None:
             return "budget"
         if self.split is not None:
-            return "pieces" if isinstance(self.split, UnitTiles) else "tiles"
+            return "pieces" if isinstance(self.split, tiles.UnitTiles) else "tiles"
         if self.llama.picture_sight == "prompt":
             return "first"
         return "square" if self.before_token is None else "marked"
@@ -163,15 +155,15 @@ class LlavaConfig:
     @property
     def most_tokens(self) -> int | None:
         """The most tokens of a picture in one piece that is not long and thin; None: any number."""
-        return self.split.most_tokens if isinstance(self.split, UnitTiles) else self.budget
+        return self.split.most_tokens if isinstance(self.split, tiles.UnitTiles) else self.budget
 
     @property
-    def units(self) -> UnitSizes:
+    def units(self) -> tiles.UnitSizes:
         """The sizes of patches, units and squares."""
         side = 0 if self.is_sized else self.vision.image_size
-        return UnitSizes(self.vision.patch_size, self.merge, side=side)
+        return tiles.UnitSizes(self.vision.patch_size, self.merge, side=side)
 
-    def cut(self, width: int, height: int) -> Cut:
+    def cut(self, width: int, height: int) -> tiles.Cut:
         """How a picture of so many pixels is cut, of a model whose pictures are."""
         return self.split.cut(width, height, self.units)
 
@@ -286,7 +278,7 @@ def _smolvlm(vision: SiglipVisionConfig, llama: LlamaConfig, merge: int, token: 
         connector="shuffle",
         merge=merge,
         normed=True,
-        split=RowTiles(longest=4 * vision.image_size),
+        split=tiles.RowTiles(longest=4 * vision.image_size),
     )
 
 
@@ -331,7 +323,7 @@ def _internvl(decoder: str, token: int, **changes: Any) -> LlavaConfig:
         family="internvl",
         connector="normed_shuffle",
         merge=2,
-        split=RatioTiles(),
+        split=tiles.RatioTiles(),
     )
     return dataclasses.replace(sizes, **changes)
 
@@ -491,7 +483,7 @@ def _lfm2_vl(decoder: str, vision: SiglipVisionConfig, **changes: Any) -> LlavaC
         connector="units",
         merge=2,
         normed=True,
-        split=UnitTiles(),
+        split=tiles.UnitTiles(),
     )
     return dataclasses.replace(sizes, **changes)
 
@@ -521,7 +513,7 @@ def _llama4(decoder: str, **changes: Any) -> LlavaConfig:
         connector="adapter",
         merge=2,
         normed=True,
-        split=CanvasTiles(),
+        split=tiles.CanvasTiles(),
         before_token=200080,
         after_token=200081,
     )

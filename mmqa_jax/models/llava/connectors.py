@@ -14,15 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mmqa_jax.models.common import layers
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.layers import (
-    LayerNorm,
-    Linear,
-    normal_init,
-    ones_init,
-    param,
-    zeros_init,
-)
 from mmqa_jax.models.llama.norms import RMSNorm, unit_rms
 from mmqa_jax.weights.keymap import TRANSPOSE, Rule, Transform, linear_rules, norm_rules
 
@@ -38,10 +31,10 @@ class Projector(nnx.Module):
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs, merged: bool = True):
         linear = functools.partial(
-            Linear,
+            layers.Linear,
             rngs=rngs,
             use_bias=config.projector_bias,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         width = config.llama.hidden
         inside = config.vision.width * (config.merge**2 if merged else 1)
@@ -70,7 +63,7 @@ class NormedShuffle(Projector):
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
         width = config.vision.width * config.merge**2
-        self.norm = LayerNorm(width, _EPS, rngs=rngs)
+        self.norm = layers.LayerNorm(width, _EPS, rngs=rngs)
         self.merge = config.merge
 
     def __call__(self, states: jax.Array) -> jax.Array:
@@ -112,13 +105,13 @@ class PatchMerger(Projector):
         width = config.vision.width
         self.norm = RMSNorm(width, config.llama.eps, rngs=rngs)
         self.joined = width * config.merge**2
-        self.together = Linear(
+        self.together = layers.Linear(
             self.joined,
             width,
             ("mlp", "embed"),
             use_bias=False,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
 
     def __call__(self, states: jax.Array) -> jax.Array:
@@ -146,13 +139,13 @@ class Shuffle(nnx.Module):
     (Idefics3's pixel shuffle)."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        self.linear = Linear(
+        self.linear = layers.Linear(
             config.vision.width * config.merge**2,
             config.llama.hidden,
             ("mlp", "embed"),
             use_bias=config.projector_bias,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         self.merge = config.merge
 
@@ -173,10 +166,10 @@ class Adapter(Shuffle):
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         width, inside = config.projector_width, config.vision.width * config.merge**2
         linear = functools.partial(
-            Linear,
+            layers.Linear,
             use_bias=False,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         self.adapter_1 = linear(inside, width, ("embed", "mlp"))
         self.adapter_2 = linear(width, width, ("mlp", "embed"))
@@ -215,13 +208,13 @@ class Pooled(nnx.Module):
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         width = config.vision.width
         self.norm = RMSNorm(width, config.vision.eps, rngs=rngs, unit=True)
-        self.linear = Linear(
+        self.linear = layers.Linear(
             width,
             config.llama.hidden,
             ("mlp", "embed"),
             use_bias=False,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         self.merge = config.merge
 
@@ -248,15 +241,15 @@ class UnitPooled(nnx.Module):
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
         width = config.vision.width
         if config.vision.standardize:
-            self.shift = param(rngs, zeros_init, (width,), ("embed",))
-            self.scale = param(rngs, ones_init, (width,), ("embed",))
-        self.linear = Linear(
+            self.shift = layers.param(rngs, layers.zeros_init, (width,), ("embed",))
+            self.scale = layers.param(rngs, layers.ones_init, (width,), ("embed",))
+        self.linear = layers.Linear(
             width,
             config.llama.hidden,
             ("mlp", "embed"),
             use_bias=False,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         self.config = config
 
@@ -283,13 +276,13 @@ class UnitNormed(nnx.Module):
     """An RMS norm of each unit without a scale, then a linear without bias (Gemma 4's 12B)."""
 
     def __init__(self, config: LlavaConfig, *, rngs: nnx.Rngs):
-        self.linear = Linear(
+        self.linear = layers.Linear(
             config.vision.width,
             config.llama.hidden,
             ("mlp", "embed"),
             use_bias=False,
             rngs=rngs,
-            kernel_init=normal_init(config.llama.init_stddev),
+            kernel_init=layers.normal_init(config.llama.init_stddev),
         )
         self.eps = config.vision.eps
 

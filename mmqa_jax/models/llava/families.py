@@ -11,12 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmqa_jax.models.llava.tiles import CanvasTiles, RatioTiles, RowTiles, Split, UnitTiles
-from mmqa_jax.models.two_towers.config import (
-    SiglipVisionConfig,
-    VisionConfig,
-    siglip_so400m,
-    vit_l_14_336,
-)
+from mmqa_jax.models.two_towers import config
 from mmqa_jax.weights.config_json import kinds
 
 
@@ -49,7 +44,7 @@ class Family:
     # Of its tensors' names -> the prefix of the rules' keys, which are LLaVA's.
     prefixes: Mapping[str, str] = _none()
     # The tower of a config.json without vision_config; None: what `tower` reads of {}.
-    vision: VisionConfig | SiglipVisionConfig | None = None
+    vision: config.VisionConfig | config.SiglipVisionConfig | None = None
     tower_harmless: tuple[str, ...] = ()  # keys of its vision_config that change nothing
     width_key: str = ""  # its key for the decoder's width, beside its text_config
     # Our fields whose keys, with a default, stand in its vision_config; of several keys all say the
@@ -316,7 +311,7 @@ _LLAVA = Family(
     tower="clip_vision_model",
     keys=LLAVA_KEYS,
     kinds=LLAVA_KINDS,
-    vision=vit_l_14_336().vision,
+    vision=config.vit_l_14_336().vision,
     length_key="image_seq_length",
 )
 FAMILIES: Mapping[str, Family] = {  # by model_type
@@ -362,7 +357,7 @@ ALL: Mapping[str, Family] = {
             "image_token": ("image_token_index", 151646),
         },
         fixed={"use_image_newline_parameter": (True,)},  # of old versions
-        vision=dataclasses.replace(siglip_so400m().vision, layers=26, head=False),
+        vision=dataclasses.replace(config.siglip_so400m().vision, layers=26, head=False),
         length_key="",
     ),
     "mistral3": Family(

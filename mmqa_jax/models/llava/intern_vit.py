@@ -19,15 +19,8 @@ from mmqa_jax.models.common.config_checks import check_divides, check_known
 from mmqa_jax.models.llama.norms import RMSNorm
 from mmqa_jax.models.two_towers import config as two_towers
 from mmqa_jax.models.two_towers.network import VisionTower, unfold_patches
-from mmqa_jax.weights import layouts
+from mmqa_jax.weights import keymap, layouts
 from mmqa_jax.weights.config_json import check_keys, kinds
-from mmqa_jax.weights.keymap import (
-    Rule,
-    Transform,
-    conv_patches,
-    linear_rules,
-    norm_rules,
-)
 
 MODEL_TYPE = "internvl_vision"
 _NORMS = ("layer_norm", "rms_norm")
@@ -63,8 +56,8 @@ _TRAINING = (
 )
 _ATTENTION = {"q_proj": "q", "k_proj": "k", "v_proj": "v"}
 # A published parameter (1, 1, width) or (1, positions, width).
-_TOKEN = Transform(lambda x: x.reshape(-1), lambda x: x.reshape(1, 1, -1))
-_POSITIONS = Transform(lambda x: x[0], lambda x: x[None])
+_TOKEN = keymap.Transform(lambda x: x.reshape(-1), lambda x: x.reshape(1, 1, -1))
+_POSITIONS = keymap.Transform(lambda x: x[0], lambda x: x[None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,27 +205,29 @@ def write(config: InternVisionConfig) -> dict[str, Any]:
     }
 
 
-def rules(config: InternVisionConfig) -> list[Rule]:
+def rules(config: InternVisionConfig) -> list[keymap.Rule]:
     """Rules of the tower's tensors, below `vision_model.`."""
     theirs, ours = "vision_model.encoder.layer.{layer}.", "vision/layers/"
     embeddings = "vision_model.embeddings."
     patch = f"{embeddings}patch_embeddings.projection."
     has_bias = config.norm == "layer_norm"
     made = [
-        Rule(f"{embeddings}cls_token", "vision/class_token", _TOKEN),
-        Rule(f"{embeddings}position_embeddings", "vision/positions", _POSITIONS),
-        Rule(f"{patch}weight", "vision/patch/kernel", conv_patches(config.patch_size)),
-        Rule(f"{patch}bias", "vision/patch/bias"),
-        *norm_rules(f"{theirs}layernorm_before", f"{ours}ln_1", has_bias),
-        *norm_rules(f"{theirs}layernorm_after", f"{ours}ln_2", has_bias),
-        *linear_rules(f"{theirs}attention.projection_layer", f"{ours}out"),
-        *linear_rules(f"{theirs}mlp.fc1", f"{ours}mlp_in"),
-        *linear_rules(f"{theirs}mlp.fc2", f"{ours}mlp_out"),
-        Rule(f"{theirs}lambda_1", f"{ours}scale_1"),
-        Rule(f"{theirs}lambda_2", f"{ours}scale_2"),
+        keymap.Rule(f"{embeddings}cls_token", "vision/class_token", _TOKEN),
+        keymap.Rule(f"{embeddings}position_embeddings", "vision/positions", _POSITIONS),
+        keymap.Rule(
+            f"{patch}weight", "vision/patch/kernel", keymap.conv_patches(config.patch_size)
+        ),
+        keymap.Rule(f"{patch}bias", "vision/patch/bias"),
+        *keymap.norm_rules(f"{theirs}layernorm_before", f"{ours}ln_1", has_bias),
+        *keymap.norm_rules(f"{theirs}layernorm_after", f"{ours}ln_2", has_bias),
+        *keymap.linear_rules(f"{theirs}attention.projection_layer", f"{ours}out"),
+        *keymap.linear_rules(f"{theirs}mlp.fc1", f"{ours}mlp_in"),
+        *keymap.linear_rules(f"{theirs}mlp.fc2", f"{ours}mlp_out"),
+        keymap.Rule(f"{theirs}lambda_1", f"{ours}scale_1"),
+        keymap.Rule(f"{theirs}lambda_2", f"{ours}scale_2"),
     ]
     for name, path in _ATTENTION.items():
-        made += linear_rules(f"{theirs}attention.{name}", f"{ours}{path}", config.biases)
+        made += keymap.linear_rules(f"{theirs}attention.{name}", f"{ours}{path}", config.biases)
     for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        made.append(Rule(f"{theirs}attention.{name}.weight", f"{ours}{name}/scale"))
+        made.append(keymap.Rule(f"{theirs}attention.{name}.weight", f"{ours}{name}/scale"))
     return made

@@ -30,34 +30,29 @@ from mmqa_jax.models.llava.intern_vit import InternVision, InternVisionConfig
 from mmqa_jax.models.llava.llama4_vision import Llama4Vision, Llama4VisionConfig
 from mmqa_jax.models.llava.pixtral import PixtralVision, PixtralVisionConfig
 from mmqa_jax.models.qwen_vl.network import PatchBatch
+from mmqa_jax.models.two_towers import network
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig, VisionConfig
-from mmqa_jax.models.two_towers.network import (
-    VisionTower,
-    blocks_before,
-    normalize_pixels,
-    positions_at,
-)
 
 
-class UnitSiglip(VisionTower):
+class UnitSiglip(network.VisionTower):
     """SigLIP's blocks on the patches of pictures of any size, unit by unit (`PatchBatch`)."""
 
     def normalize(self, pictures: PatchBatch) -> PatchBatch:
         """Patches as uint8 0..255 -> what the tower takes."""
         pixels = pictures.patches.reshape(*pictures.patches.shape[:2], -1, 3)
-        pixels = normalize_pixels(pixels, self.config.pixel_mean, self.config.pixel_std)
+        pixels = network.normalize_pixels(pixels, self.config.pixel_mean, self.config.pixel_std)
         return pictures.replace(patches=pixels.reshape(pictures.patches.shape))
 
     def embed(self, pictures: PatchBatch) -> tuple[jax.Array, jax.Array]:
         """Normalized patches -> [B, N, width], and which are there, bool [B, N]."""
         c, places = self.config, jnp.asarray(pictures.places)
         grid = self.positions[...].reshape(c.side, c.side, c.width)
-        positions = positions_at(grid, jnp.maximum(places, 0), jnp.asarray(pictures.grid))
+        positions = network.positions_at(grid, jnp.maximum(places, 0), jnp.asarray(pictures.grid))
         x = self.patch(jnp.asarray(pictures.patches).astype(c.dtype))
         return x + positions.astype(x.dtype), places[..., 0] >= 0
 
 
-class LlavaVision(VisionTower):
+class LlavaVision(network.VisionTower):
     """CLIP's vision tower without its projection.
 
     The layers after `feature_layer` and the last norm are not used. They are kept, as in both
@@ -71,7 +66,7 @@ class LlavaVision(VisionTower):
 
 _TOWERS = {
     VisionConfig: LlavaVision,
-    SiglipVisionConfig: VisionTower,
+    SiglipVisionConfig: network.VisionTower,
     InternVisionConfig: InternVision,
     PixtralVisionConfig: PixtralVision,
     Gemma4VisionConfig: Gemma4Vision,
@@ -87,7 +82,7 @@ def _tower_of(config: Any) -> type[nnx.Module]:
 
 
 def picture_features(
-    vision: LlavaVision | VisionTower,
+    vision: LlavaVision | network.VisionTower,
     projector: Connector,
     pixels: jax.Array,
     config: LlavaConfig,
@@ -137,7 +132,7 @@ class Llava(nnx.Module):
         if not self.config.vision.layers:
             return parts
         graphdef, layers = nnx.split(parts.vision.layers)
-        count = blocks_before(self.config.feature_layer, self.config.vision.layers)
+        count = network.blocks_before(self.config.feature_layer, self.config.vision.layers)
         # Cut once, not in every call; in one program, not in one for each shape.
         cut = jax.jit(lambda layers: jax.tree.map(lambda x: x[:count], layers))
         parts.vision.layers = nnx.merge(graphdef, cut(layers))

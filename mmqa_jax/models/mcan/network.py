@@ -19,12 +19,7 @@ from flax import nnx
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.bert.network import Bert, BertConfig, bert_large_uncased
-from mmqa_jax.models.common.config_checks import (
-    check_divides,
-    check_known,
-    check_layers,
-    check_rate,
-)
+from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.layers import (
     Attention,
     Embedding,
@@ -89,10 +84,12 @@ class FusionConfig:
     unroll: int | bool | None = None
 
     def __post_init__(self):
-        check_layers(self, "mcan.fusion", "layers")
-        check_divides("mcan.fusion.heads", self.heads, "mcan.fusion.hidden", self.hidden)
-        check_known("mcan.fusion.norm", self.norm, NORMS)
-        check_rate("mcan.fusion.dropout", self.dropout)
+        config_checks.check_layers(self, "mcan.fusion", "layers")
+        config_checks.check_divides(
+            "mcan.fusion.heads", self.heads, "mcan.fusion.hidden", self.hidden
+        )
+        config_checks.check_known("mcan.fusion.norm", self.norm, NORMS)
+        config_checks.check_rate("mcan.fusion.dropout", self.dropout)
 
 
 @dataclasses.dataclass(frozen=True)

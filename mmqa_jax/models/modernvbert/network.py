@@ -21,12 +21,7 @@ from mmqa_jax.models.llava.connectors import side_by_side
 from mmqa_jax.models.llava.network import among_words
 from mmqa_jax.models.llava.processor import with_split
 from mmqa_jax.models.llava.tiles import RowTiles
-from mmqa_jax.models.modernbert.keys import (
-    modernbert_config,
-    modernbert_fused,
-    modernbert_rules,
-    renumbered,
-)
+from mmqa_jax.models.modernbert import keys
 from mmqa_jax.models.modernbert.network import ModernBert, ModernBertConfig
 from mmqa_jax.models.two_towers import keys as two_towers
 from mmqa_jax.models.two_towers.config import SiglipVisionConfig
@@ -139,7 +134,7 @@ def modernvbert_config(
     vision = two_towers.siglip_vision_config(tower, place, may_lack_head=True)
     return ModernVBertConfig(
         vision=dataclasses.replace(vision, head=False),
-        text=modernbert_config(parts["text_config"], f"{where}, text_config"),
+        text=keys.modernbert_config(parts["text_config"], f"{where}, text_config"),
         merge=published.get("pixel_shuffle_factor", 4),
         image_token=published.get("image_token_id", 50407),
     )
@@ -152,12 +147,12 @@ def modernvbert_key_map(config: ModernVBertConfig) -> KeyMap:
         rules=[
             *(dataclasses.replace(rule, key=f"{_TOWER}{rule.key}") for rule in rules),
             Rule("connector.modality_projection.weight", "projector/kernel", TRANSPOSE),
-            *modernbert_rules(config.text, _TEXT, "text/"),
+            *keys.modernbert_rules(config.text, _TEXT, "text/"),
         ],
         rename=[
             (r"^model\.", ""),
             (r"^vision_model\.(embeddings|encoder|post_layernorm)\.", rf"{_TOWER}{_TOWER}\1."),
-            *renumbered(config.text, _TEXT),
+            *keys.renumbered(config.text, _TEXT),
         ],
         ignore=[r"^(lm_head|projection_head|head|classifier)\.", r"^vision_model\..*head\."],
     )
@@ -176,7 +171,7 @@ def open_modernvbert(
     if published is None:
         published = layouts.read_hf_config(folder, MODEL_TYPE)
     config = read_modernvbert_config(file.parent, published)
-    source = apart(layouts.open_source(folder), modernbert_fused(config.text))
+    source = apart(layouts.open_source(folder), keys.modernbert_fused(config.text))
     return layouts.Checkpoint(config, modernvbert_key_map, source, "transformers")
 
 

@@ -16,13 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mmqa_jax.models.common import encoder_decoder
 from mmqa_jax.models.common.activations import ACTIVATIONS
-from mmqa_jax.models.common.encoder_decoder import (
-    EncoderDecoder,
-    biased_attention,
-    pair_buckets,
-    relative_buckets,
-)
 from mmqa_jax.models.common.layers import (
     Embedding,
     Linear,
@@ -76,7 +71,7 @@ class T5Attention(nnx.Module):
         dropout_key: jax.Array | None = None,
     ) -> jax.Array:
         """The output [B, Lq, H]; arguments as of `biased_attention`."""
-        attended = biased_attention(
+        attended = encoder_decoder.biased_attention(
             q,
             k,
             v,
@@ -175,7 +170,7 @@ class T5Stack(nnx.Module):
         """What scores get by relative positions, float32 [1, heads, length, length]."""
         config = self.config
         sizes = {"buckets": config.buckets, "farthest": config.farthest}
-        buckets = pair_buckets(length, bidirectional=not self.causal, **sizes)
+        buckets = encoder_decoder.pair_buckets(length, bidirectional=not self.causal, **sizes)
         return bias_of(self.relative, buckets)
 
     def source_bias(self, queries: np.ndarray, length: int) -> jax.Array | None:
@@ -191,7 +186,7 @@ class T5Stack(nnx.Module):
         """The bucket of every decoder position with every source position, int32 [n, length]."""
         config, back = self.config, queries[:, None] - np.arange(length)
         sizes = {"buckets": config.buckets, "farthest": config.farthest}
-        return relative_buckets(back, bidirectional=False, **sizes)
+        return encoder_decoder.relative_buckets(back, bidirectional=False, **sizes)
 
     def seen(self, mask: jax.Array | None, length: int) -> jax.Array | None:
         """Which keys queries see, bool [B or 1, 1, L or 1, L], by the mask [B, L] of real ones."""
@@ -241,7 +236,7 @@ def bias_of(table: Embedding, buckets: jax.Array | np.ndarray) -> jax.Array:
     return table(jnp.asarray(buckets)).astype(jnp.float32).transpose(2, 0, 1)[None]
 
 
-class T5(EncoderDecoder):
+class T5(encoder_decoder.EncoderDecoder):
     """Encoder, decoder and the output head."""
 
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):

@@ -40,14 +40,9 @@ from mmqa_jax.retrieval.embeddings import (
     open_embeddings,
     read_unfinished,
 )
+from mmqa_jax.retrieval.indexes import exact
 from mmqa_jax.retrieval.indexes.exact import IDS as FAISS_IDS
 from mmqa_jax.retrieval.indexes.exact import INDEX as FAISS_INDEX
-from mmqa_jax.retrieval.indexes.exact import (
-    ExactIndex,
-    check_embeddings,
-    check_export,
-    export_faiss,
-)
 from mmqa_jax.retrieval.indexes.index import (
     build_index,
     build_shards,
@@ -167,7 +162,7 @@ def index(folder: Path, kind: str, place: str = "", shard_rows: int = 0) -> dict
     """
     check_store(folder)
     embeddings = open_embeddings(folder / EMBEDDINGS)
-    check_embeddings(embeddings)  # also where the index is up to date
+    exact.check_embeddings(embeddings)  # also where the index is up to date
     if place:
         return _fill(place, embeddings)
     if shard_rows:
@@ -243,8 +238,8 @@ def export(folder: Path, out: Path, data: Path | None = None) -> dict[str, Any]:
             f"--data={data}: is not the corpus that was embedded in {folder}; name that one, or "
             "run `mmqa embed` again."
         )
-    check_export(out, corpus.ids)
-    export_faiss(out, embeddings, corpus.ids)
+    exact.check_export(out, corpus.ids)
+    exact.export_faiss(out, embeddings, corpus.ids)
     write_notice(out, corpus.materials)
     rows, dim = embeddings.vectors.shape
     print(f"Index of {rows:,} sources x {dim} (faiss): {out / FAISS_INDEX}, {out / FAISS_IDS}")
@@ -269,7 +264,7 @@ def _recall(index: Any, embeddings: Embeddings) -> dict[str, float]:
     if rows > _COMPARED_ROWS:
         return {}
     top_k = min(20, rows)
-    recall = recall_against(index, ExactIndex(embeddings), top_k)
+    recall = recall_against(index, exact.ExactIndex(embeddings), top_k)
     print(f"recall@{top_k} against exact search: {recall:.4f}")
     return {f"recall@{top_k}": recall}
 
