@@ -52,20 +52,13 @@ from mmqa_jax.plan.program import Planned, Program, shard_bytes, tree_bytes
 from mmqa_jax.prompting.backends import Decoding
 from mmqa_jax.prompting.backends.t5 import engine_sizes as t5_engine_sizes
 from mmqa_jax.prompting.backends.t5 import mesh_of
+from mmqa_jax.retrieval import vlm_encoder
 from mmqa_jax.retrieval.embedder import (
     FULL_LENGTH,
     make_encode_text,
     rows_of_length,
 )
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
-from mmqa_jax.retrieval.vlm_encoder import (
-    LONGEST,
-    PicturePrompt,
-    attended,
-    make_encode_prompts,
-    prompt_batches,
-    units_of,
-)
 from mmqa_jax.tasks.base_llm import SCRATCH, base_path, kind_of_base
 from mmqa_jax.tasks.registry import check_config, known_tasks, read_task
 from mmqa_jax.tasks.solved_questions import SolvedQuestions
@@ -189,24 +182,26 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
     # Parameters are of the type that they are computed in.
     state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, config.llama.dtype), state)
     state = meshes.on_shardings(state, meshes.state_shardings(state, mesh))
-    held, lengths = shard_bytes(state), length_buckets(LONGEST, config.llama.positions)
+    held, lengths = shard_bytes(state), length_buckets(vlm_encoder.LONGEST, config.llama.positions)
     cost = encoder_cost(config.llama, lengths[-1], TEXTS)
     size = planned_batch_size(AUTO, cost, mesh, held)
-    prompt = PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))
+    prompt = vlm_encoder.PicturePrompt([0] * min(FULL_LENGTH, lengths[-1]))
     if name == PAGES:
-        prompt = PicturePrompt([config.image_token, *[0] * _AROUND], (_largest(config),))
+        prompt = vlm_encoder.PicturePrompt(
+            [config.image_token, *[0] * _AROUND], (_largest(config),)
+        )
     alone = Serving(meshes.DEFAULT_DEVICE, 1, name)
-    ((_, prompts),) = prompt_batches([prompt], config, alone, lengths, pad_token=0)
+    ((_, prompts),) = vlm_encoder.prompt_batches([prompt], config, alone, lengths, pad_token=0)
     bucket = 0 if prompts.pictures is None else prompts.pictures.order.shape[-1]
     full = Serving(meshes.RowPlacement(mesh), size, name)
-    count = rows_of_length(full, attended(config, bucket, prompts.input_ids.shape[1]))
+    count = rows_of_length(full, vlm_encoder.attended(config, bucket, prompts.input_ids.shape[1]))
     rows = meshes.batch_sharding(mesh)
     batch = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=rows), prompts
     )
     return Program.of(
         name,
-        make_encode_prompts(graphdef),
+        vlm_encoder.make_encode_prompts(graphdef),
         (state, batch),
         mesh,
         parameters=held,
@@ -218,7 +213,7 @@ def vlm_encoder_program(name: str, model: str, devices: Sequence[jax.Device]) ->
 
 def _largest(config: QwenVLConfig | LlavaConfig) -> np.ndarray:
     """Pixels of as many units as a picture may have, nearly square."""
-    is_qwen, unit = isinstance(config, QwenVLConfig), units_of(config).unit
+    is_qwen, unit = isinstance(config, QwenVLConfig), vlm_encoder.units_of(config).unit
     most = config.vision.most_units if is_qwen else config.budget
     rows = math.isqrt(most)
     return np.zeros((rows * unit, most // rows * unit, 3), np.uint8)

@@ -41,16 +41,9 @@ from mmqa_jax.models.encoders.late_interaction import (
 from mmqa_jax.models.encoders.text_encoders import check_padding
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.two_towers.network import l2_normalize
+from mmqa_jax.retrieval import embeddings
 from mmqa_jax.retrieval.dense import DenseRetriever
 from mmqa_jax.retrieval.embedder import Embedder, ReadPixels, batches_by_length
-from mmqa_jax.retrieval.embeddings import (
-    BROKEN,
-    EmbeddedRows,
-    EncodedTokens,
-    TokenFormat,
-    check_finite,
-    pool_tokens,
-)
 from mmqa_jax.retrieval.indexes.max_sim import MaxSimIndex, pack_queries
 from mmqa_jax.retrieval.rankings import Asks
 from mmqa_jax.retrieval.text_encoder import encoder_cost, length_buckets
@@ -73,7 +66,9 @@ class Side(NamedTuple):
         if self.pooling is None or not len(vectors):
             return vectors
         pooling = self.pooling
-        vectors = pool_tokens(vectors, pooling.factor, pooling.protected, pooling.normalized)
+        vectors = embeddings.pool_tokens(
+            vectors, pooling.factor, pooling.protected, pooling.normalized
+        )
         if not pooling.normalized:
             return vectors
         return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
@@ -220,7 +215,7 @@ class TokenEmbedder(Embedder):
         }
         super().__init__(graphdef, state, tokenizer, **options)
 
-    def store_tokens(self, form: TokenFormat) -> None:
+    def store_tokens(self, form: embeddings.TokenFormat) -> None:
         """Lets `embed_sources` store the vectors of tokens, too."""
         self._stored_tokens = form, self.token_dim
 
@@ -262,12 +257,12 @@ class TokenEmbedder(Embedder):
             for places, *batch in self._rows(texts, name)
         )
         self._collect(encoded, vectors, "texts")
-        check_finite(vectors, "embedder: the texts", BROKEN)
+        embeddings.check_finite(vectors, "embedder: the texts", embeddings.BROKEN)
         return vectors
 
     def _embed_rows(
         self, corpus: Corpus, pictures: Any, rows: Sequence[int], pool: concurrent.futures.Executor
-    ) -> np.ndarray | EmbeddedRows:
+    ) -> np.ndarray | embeddings.EmbeddedRows:
         form = None if self._stored_tokens is None else self._stored_tokens[0]
         vectors = np.zeros((len(rows), self.dim), np.float32)
         codes: list[np.ndarray] = [np.zeros(0)] * len(rows)
@@ -276,14 +271,16 @@ class TokenEmbedder(Embedder):
         ):
             vectors[places] = fixed
             if form is not None:
-                merged = pool.map(lambda vectors: pool_tokens(vectors, form.pool), tokens)
+                merged = pool.map(
+                    lambda vectors: embeddings.pool_tokens(vectors, form.pool), tokens
+                )
                 for place, of_source in zip(places, merged, strict=True):
                     codes[place] = form.encode(of_source)
-        check_finite(vectors, "embed: the sources", BROKEN)
+        embeddings.check_finite(vectors, "embed: the sources", embeddings.BROKEN)
         if form is None:
             return vectors
         counts = np.array(list(map(len, codes)), np.int64)
-        return EmbeddedRows(vectors, np.concatenate(codes), counts)
+        return embeddings.EmbeddedRows(vectors, np.concatenate(codes), counts)
 
     def _encode_sources(
         self, texts: Sequence[str], pictured: np.ndarray, read: ReadPixels
@@ -401,7 +398,7 @@ def dense_retriever(
         tokens = index.embeddings.tokens
         if tokens is None:
             encode = functools.partial(embedder.embed_source_tokens, corpus, pictures)
-            tokens = EncodedTokens(encode, embedder.token_dim)
+            tokens = embeddings.EncodedTokens(encode, embedder.token_dim)
         index = MaxSimIndex(index, tokens)
     return MaxSimRetriever(corpus, embedder, index, pictures, asks)
 

@@ -39,16 +39,9 @@ from mmqa_jax.data.published_tokenizers import (
 from mmqa_jax.data.tokenizers import Tokenizer, minilm_tokenizer
 from mmqa_jax.models.bert.keys import fill_bert
 from mmqa_jax.models.bert.network import Bert, minilm_l6
-from mmqa_jax.models.encoders import sentence_pooling
+from mmqa_jax.models.encoders import sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.dual_encoder import DualEncoder, DualEncoderConfig, of_towers
 from mmqa_jax.models.encoders.heads import SentenceEncoder
-from mmqa_jax.models.encoders.text_encoders import (
-    check_padding,
-    load_dense,
-    load_text_encoder,
-    model_type_of,
-    retrieval_tasks,
-)
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.two_towers.config import (
@@ -239,18 +232,18 @@ def load_text_embedder(
       batch_size: texts per call, over all devices.
       mesh: see core.serving.serving_mesh.
     """
-    decoder = model_type_of(folder) in DECODERS
+    decoder = text_encoders.model_type_of(folder) in DECODERS
     if decoder and not sentence_pooling.has_recipe(folder):
         raise UserError(
             f"{folder}: holds a language model without modules.json, which says how it makes one "
             "vector of a text; give an embedding model, such as Qwen3-Embedding."
         )
-    for_questions, for_sources = retrieval_tasks(folder)
+    for_questions, for_sources = text_encoders.retrieval_tasks(folder)
     recipe = sentence_pooling.read_recipe(
         folder, own_kinds=("custom_st.Transformer",) if for_sources else ()
     )
     devices = loading_mesh(mesh)
-    encoder = load_text_encoder(folder, devices, task=for_sources)
+    encoder = text_encoders.load_text_encoder(folder, devices, task=for_sources)
     config = encoder.config
     width = sentence_pooling.check_widths(recipe.dense, getattr(encoder, "width", config.hidden))
     check_truncated(folder, recipe.truncate_dim, width)
@@ -260,8 +253,8 @@ def load_text_embedder(
         lowercase=recipe.lowercase,
         pairs=not isinstance(config, LlamaConfig),
     )
-    check_padding(folder, tokenizer.pad_id)
-    dense = [load_dense(layer) for layer in recipe.dense]
+    text_encoders.check_padding(folder, tokenizer.pad_id)
+    dense = [text_encoders.load_dense(layer) for layer in recipe.dense]
 
     def embedder_of(encoder: Any, **options: Any) -> embedder.Embedder:
         whole = SentenceEncoder(encoder, recipe.pooling, recipe.truncate_dim, dense)
@@ -269,7 +262,7 @@ def load_text_embedder(
 
     if for_questions is None:
         return embedder_of(encoder)
-    asking = load_text_encoder(folder, devices, task=for_questions)
+    asking = text_encoders.load_text_encoder(folder, devices, task=for_questions)
     return embedder_of(encoder, questions=embedder_of(asking))
 
 

@@ -47,14 +47,7 @@ from mmqa_jax.models.qwen_vl import network as qwen_vl
 from mmqa_jax.prompting.backends import Picture
 from mmqa_jax.prompting.examples.training import chat_example, encode_conversation
 from mmqa_jax.prompting.picture_format import PictureFormat, Shown, picture_format
-from mmqa_jax.tasks import solved_questions
-from mmqa_jax.tasks.base_llm import (
-    SCRATCH,
-    base_loader,
-    check_rows,
-    kind_of_base,
-    model_config,
-)
+from mmqa_jax.tasks import base_llm, solved_questions
 from mmqa_jax.tasks.language_model import LanguageModelObjective, of_targets
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
 
@@ -366,7 +359,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
     @functools.cached_property
     def architecture(self) -> str:
         """The kind of `init`; a Qwen-VL from scratch, or where `init` is none of them."""
-        kind = "" if self.init == SCRATCH else kind_of_base(self.init)
+        kind = "" if self.init == base_llm.SCRATCH else base_llm.kind_of_base(self.init)
         return kind if kind in ("llava", "onevision") else "qwen_vl"
 
     @property
@@ -392,7 +385,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
             raise UserError("config key model.lora: a LLaVA is trained whole here; set it to None.")
 
     def objective(self, vocab_size: int, mesh: Mesh | None = None) -> VisionLanguageObjective:
-        config = model_config(self, vocab_size)
+        config = base_llm.model_config(self, vocab_size)
         return VisionLanguageObjective(config, self.model.lora, self.model.tower == "trained")
 
     def batch(self) -> dict[str, Any]:
@@ -432,7 +425,9 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         objective = self.objective(tokenizer.vocab_size)
         config = objective.config
         layout = layout_of(config)
-        check_rows(self, config.llama, tokenizer, self._slots * layout.room(layout.largest))
+        base_llm.check_rows(
+            self, config.llama, tokenizer, self._slots * layout.room(layout.largest)
+        )
         form, pictures = self._pictures(corpus, tokenizer, config)
         examples = self.make_examples(
             corpus,
@@ -456,7 +451,7 @@ class VisionLanguage(solved_questions.SolvedQuestions):
         return Recipe(
             objective,
             batches,
-            base_loader(self),
+            base_llm.base_loader(self),
             reader=pictures,
             finish=self.finisher(objective),
             metadata=self.metadata(tokenizer),

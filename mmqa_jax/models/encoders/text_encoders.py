@@ -37,13 +37,7 @@ from mmqa_jax.models.encoders.sentence_pooling import ACTIVATIONS, DenseLayer
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.families import FAMILIES as DECODERS
 from mmqa_jax.models.llama.keys import Fused, apart, fused_rows, llama_key_map, together
-from mmqa_jax.models.modernbert.keys import (
-    modernbert_classifier_key_map,
-    modernbert_config,
-    modernbert_fused,
-    modernbert_key_map,
-    modernbert_published_name,
-)
+from mmqa_jax.models.modernbert import keys
 from mmqa_jax.models.modernbert.network import ModernBert, ModernBertCrossEncoder
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, qwen_vl_key_map
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
@@ -166,13 +160,13 @@ FAMILIES: Mapping[str, Family] = {
     "roberta": _ROBERTA,
     "mpnet": Family(mpnet_config, MPNet, mpnet_key_map, unplaced=lambda published: MPNET_PADDING),
     "modernbert": Family(
-        functools.partial(modernbert_config, harmless=_SCORED),
+        functools.partial(keys.modernbert_config, harmless=_SCORED),
         ModernBert,
-        modernbert_key_map,
-        modernbert_classifier_key_map,
+        keys.modernbert_key_map,
+        keys.modernbert_classifier_key_map,
         ModernBertCrossEncoder,
-        modernbert_fused,
-        modernbert_published_name,
+        keys.modernbert_fused,
+        keys.modernbert_published_name,
     ),
     "nomic_bert": _rotary(rotary.NOMIC),
     "gte": _rotary(rotary.GTE),

@@ -21,21 +21,9 @@ from jax.sharding import Mesh
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import read_json, write_json
 from mmqa_jax.models.common.layers import Linear
-from mmqa_jax.models.encoders import late_interaction, text_encoders
+from mmqa_jax.models.encoders import late_interaction, sentence_pooling, text_encoders
 from mmqa_jax.models.encoders.embedding_gemma import MODEL_TYPE, EmbeddingGemmaConfig
 from mmqa_jax.models.encoders.heads import CrossEncoder, Dense, SentenceEncoder, YesNoDecoder
-from mmqa_jax.models.encoders.sentence_pooling import (
-    MODULES,
-    POOLING,
-    PROMPTS,
-    TRANSFORMER,
-    DenseLayer,
-    Prompts,
-    SentenceRecipe,
-    check_widths,
-    has_recipe,
-    read_recipe,
-)
 from mmqa_jax.models.encoders.text_encoders import check_family
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.lora import ADDED, LoraConfig, add_lora, hold_base, merge_lora
@@ -167,7 +155,7 @@ class EncoderRecord:
 
     published: str  # transformers' config.json, as text
     # How vectors are made of the states of tokens: one of a text, or one of each token.
-    recipe: SentenceRecipe | late_interaction.LateInteraction
+    recipe: sentence_pooling.SentenceRecipe | late_interaction.LateInteraction
     # Fields of our config that say how the encoder is computed.
     changes: tuple[tuple[str, Any], ...] = ()
 
@@ -185,7 +173,7 @@ class EncoderRecord:
     @property
     def dim(self) -> int:
         """The values of a vector."""
-        return check_widths(self.recipe.dense, self._width)
+        return sentence_pooling.check_widths(self.recipe.dense, self._width)
 
     @property
     def _width(self) -> int:
@@ -247,10 +235,10 @@ class EncoderRecord:
         write_json(folder / text_encoders.CONFIG, {**published, "dtype": "float32"})
         recipe = self.recipe
         layers = [("Transformer", "")]
-        if isinstance(recipe, SentenceRecipe):
+        if isinstance(recipe, sentence_pooling.SentenceRecipe):
             layers.append(("Pooling", "1_Pooling"))
             sizes = {"embedding_dimension": self._width, "include_prompt": True}
-            _write(folder / POOLING, {**sizes, "pooling_mode": recipe.pooling})
+            _write(folder / sentence_pooling.POOLING, {**sizes, "pooling_mode": recipe.pooling})
         for layer, ours in zip(recipe.dense, model.dense, strict=True):
             layers.append(("Dense", f"{len(layers)}_Dense"))
             _write_dense(folder / layers[-1][1], layer, ours, self.vectors)
@@ -259,16 +247,16 @@ class EncoderRecord:
             skipped = {"skiplist_words": list(recipe.skipped)}
             settings = {**skipped, "skiplist_tasks": list(recipe.skips)}
             _write(folder / layers[-1][1] / "config.json", settings)
-        if isinstance(recipe, SentenceRecipe) or recipe.normalized:
+        if isinstance(recipe, sentence_pooling.SentenceRecipe) or recipe.normalized:
             layers.append(("Normalize", f"{len(layers)}_Normalize"))
             _write(folder / layers[-1][1] / "config.json", _layer_over(self.vectors))
         modules = [
             {"idx": number, "name": str(number), "path": place, "type": _CLASSES[kind]}
             for number, (kind, place) in enumerate(layers)
         ]
-        write_json(folder / MODULES, modules)
-        write_json(folder / TRANSFORMER, self._transformer())
-        write_json(folder / PROMPTS, self._prompts())
+        write_json(folder / sentence_pooling.MODULES, modules)
+        write_json(folder / sentence_pooling.TRANSFORMER, self._transformer())
+        write_json(folder / sentence_pooling.PROMPTS, self._prompts())
 
     def trunk_tensors(self, state: nnx.State) -> TensorSource:
         """The encoder's parameters as transformers has them."""
@@ -320,10 +308,14 @@ class EncoderRecord:
     def from_json(cls, value: Mapping[str, Any]) -> EncoderRecord:
         """The record of a run's model.json."""
         fields = dict(value["recipe"])
-        fields["prompts"] = Prompts(**fields["prompts"])
-        fields["dense"] = tuple(DenseLayer(Path(), **layer) for layer in fields["dense"])
+        fields["prompts"] = sentence_pooling.Prompts(**fields["prompts"])
+        fields["dense"] = tuple(
+            sentence_pooling.DenseLayer(Path(), **layer) for layer in fields["dense"]
+        )
         if value["vectors"] == "text":
-            recipe: SentenceRecipe | late_interaction.LateInteraction = SentenceRecipe(**fields)
+            recipe: sentence_pooling.SentenceRecipe | late_interaction.LateInteraction = (
+                sentence_pooling.SentenceRecipe(**fields)
+            )
         else:
             if fields["expansion"] is not None:
                 fields["expansion"] = late_interaction.Expansion(**fields["expansion"])
@@ -337,7 +329,7 @@ def read_encoder_record(
     vectors: Vectors | None,
     *,
     dim: int | None = None,
-    prompts: Prompts | None = None,
+    prompts: sentence_pooling.Prompts | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> EncoderRecord:
     """The record of a published folder.
@@ -361,13 +353,13 @@ def read_encoder_record(
             "token, or give an encoder of texts."
         )
     if late:
-        recipe: SentenceRecipe | late_interaction.LateInteraction = (
+        recipe: sentence_pooling.SentenceRecipe | late_interaction.LateInteraction = (
             late_interaction.read_late_interaction(folder)
         )
     else:
-        recipe = read_recipe(folder)
+        recipe = sentence_pooling.read_recipe(folder)
         decoder = published["model_type"] in text_encoders.DECODERS
-        if decoder and not has_recipe(folder):
+        if decoder and not sentence_pooling.has_recipe(folder):
             recipe = dataclasses.replace(recipe, pooling="lasttoken")
         if vectors == "token":
             recipe = late_interaction.LateInteraction(
@@ -384,7 +376,7 @@ def read_encoder_record(
             f"config key model.dim={dim}: the vectors of init={folder} have {width} values; leave "
             "it out, or set model.vectors to token for an encoder without a linear layer."
         )
-    layer = DenseLayer(Path(), width, dim, False, _IDENTITY)
+    layer = sentence_pooling.DenseLayer(Path(), width, dim, False, _IDENTITY)
     return dataclasses.replace(record, recipe=dataclasses.replace(recipe, dense=(layer,)))
 
 
@@ -393,7 +385,7 @@ def is_decoder(config: Any) -> bool:
     return isinstance(config, LlamaConfig)
 
 
-def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
+def _dense(layer: sentence_pooling.DenseLayer, rngs: nnx.Rngs) -> Dense:
     def linear(bias: bool) -> Linear:
         return Linear(layer.inputs, layer.outputs, ("embed", None), rngs=rngs, use_bias=bias)
 
@@ -401,7 +393,9 @@ def _dense(layer: DenseLayer, rngs: nnx.Rngs) -> Dense:
     return Dense(linear(layer.bias), layer.activation, linear(False) if mapped else layer.residual)
 
 
-def _write_dense(folder: Path, layer: DenseLayer, dense: Dense, vectors: Vectors) -> None:
+def _write_dense(
+    folder: Path, layer: sentence_pooling.DenseLayer, dense: Dense, vectors: Vectors
+) -> None:
     settings = {
         "in_features": layer.inputs,
         "out_features": layer.outputs,

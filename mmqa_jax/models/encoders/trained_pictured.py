@@ -36,15 +36,8 @@ from mmqa_jax.models.modernvbert.network import ModernVBertConfig
 from mmqa_jax.models.qwen_vl.keys import open_qwen_vl, processor_to_hf, read_qwen_vl_config
 from mmqa_jax.models.qwen_vl.network import PatchBatch, QwenVLConfig
 from mmqa_jax.models.qwen_vl.omni import MODEL_TYPES as OMNI
+from mmqa_jax.models.two_towers import keys
 from mmqa_jax.models.two_towers.config import CLIPConfig, SiglipConfig
-from mmqa_jax.models.two_towers.keys import (
-    FLEXIBLE,
-    clip_config,
-    open_clip,
-    open_siglip,
-    publish_clip,
-    siglip_config,
-)
 from mmqa_jax.models.two_towers.network import CLIP, Siglip
 from mmqa_jax.weights.config_json import replace_fields
 from mmqa_jax.weights.formats.safetensors import DerivedSource, TensorSource, write_sharded
@@ -215,7 +208,7 @@ class TowersRecord:
     @functools.cached_property
     def towers(self) -> CLIPConfig | SiglipConfig:
         """The sizes of both towers."""
-        read: Any = clip_config if self.is_clip else siglip_config
+        read: Any = keys.clip_config if self.is_clip else keys.siglip_config
         config = read(json.loads(self.published), str(self.folder / CONFIG))
         return replace_fields(config, **dict(self.changes))
 
@@ -247,7 +240,7 @@ class TowersRecord:
 
     def load(self, model: Any, folder: Path, mesh: Mesh | None = None, lora: Any = None) -> None:
         """Puts a published folder's weights into a model of shapes, in place."""
-        checkpoint = (open_clip if self.is_clip else open_siglip)(folder)
+        checkpoint = (keys.open_clip if self.is_clip else keys.open_siglip)(folder)
         kind = CLIP if self.is_clip else Siglip
         nnx.update(model, nnx.state(load_checkpoint(kind, checkpoint, self.towers, mesh)))
         model.picture_gate.set_value(jax.numpy.ones(()))  # of another fusion
@@ -260,7 +253,7 @@ class TowersRecord:
     def tensors(self, state: nnx.State) -> TensorSource:
         """The parameters by the published names."""
         leaves = [(path, leaf) for path, leaf in nnx.to_flat_state(state) if path != (_GATE,)]
-        return publish_clip(self.towers, nnx.from_flat_state(leaves)).source
+        return keys.publish_clip(self.towers, nnx.from_flat_state(leaves)).source
 
     def as_json(self) -> dict[str, Any]:
         """Returns the record as JSON, which `from_json` reads back."""
@@ -295,9 +288,9 @@ def read_pictured_record(
     kind = published.get("model_type")
     text = _kept(published)
     changed = tuple(sorted((changes or {}).items()))
-    if kind in ("clip", "siglip", FLEXIBLE):
+    if kind in ("clip", "siglip", keys.FLEXIBLE):
         record: PicturedRecord = TowersRecord(text, folder, changed)
-        if kind == FLEXIBLE or vectors == "token" or dim or prompts or max_pixels:
+        if kind == keys.FLEXIBLE or vectors == "token" or dim or prompts or max_pixels:
             raise UserError(
                 f"config key init={folder}: holds a {kind}, of which one of fixed size is trained "
                 "as it is; use such a one, and leave out model.vectors=token, model.dim, "

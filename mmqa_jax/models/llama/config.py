@@ -10,15 +10,8 @@ from mmqa_jax.core.errors import UserError
 from mmqa_jax.models.common import config_checks
 from mmqa_jax.models.common.activations import ACTIVATIONS, LEARNED
 from mmqa_jax.models.common.rope import RopeScaling, yarn_factor
-from mmqa_jax.models.llama import published_config
+from mmqa_jax.models.llama import layer_kinds, published_config
 from mmqa_jax.models.llama.families import FAMILIES
-from mmqa_jax.models.llama.layer_kinds import (
-    KINDS,
-    RECURRENT,
-    DeltaConfig,
-    FullLayers,
-    LatentConfig,
-)
 from mmqa_jax.weights.bundled import LANGUAGE_MODELS
 from mmqa_jax.weights.registry import Base
 
@@ -155,7 +148,7 @@ class LlamaConfig:
     shared_expert: int | None = None
     shared_gate: bool = True
     kinds: tuple[str, ...] = ()
-    delta: DeltaConfig | None = None
+    delta: layer_kinds.DeltaConfig | None = None
     gated: bool = False
     head_gates: bool = False
     sinks: bool = False
@@ -163,7 +156,7 @@ class LlamaConfig:
     experts_beside: int | None = None
     value_norm: bool = False
     layer_scales: bool = False
-    full_layers: FullLayers | None = None
+    full_layers: layer_kinds.FullLayers | None = None
     keys_are_values: bool = False
     picture_sight: str = "causal"
     side: int | None = None
@@ -178,7 +171,7 @@ class LlamaConfig:
     conv_taps: int | None = None
     borrowers: int | None = None
     borrower_mlp: int | None = None
-    latent: LatentConfig | None = None
+    latent: layer_kinds.LatentConfig | None = None
     expert_groups: int | None = None
     active_groups: int | None = None
 
@@ -260,7 +253,7 @@ class LlamaConfig:
                     f"model.layers = {self.layers}, or none; correct it."
                 )
         for kind in self.kinds:
-            config_checks.check_known("model.kinds", kind, KINDS)
+            config_checks.check_known("model.kinds", kind, layer_kinds.KINDS)
         if any(kind.startswith("plain") for kind in self.kinds) and not self.plain_mlp:
             raise UserError('model.kinds has "plain", whose width model.plain_mlp says; give it.')
         if {"conv", "plain_conv"} & {*self.kinds} and not (self.conv_taps or 0) > 1:
@@ -318,7 +311,7 @@ class LlamaConfig:
     @property
     def recurrent(self) -> bool:
         """Whether some layer holds a state of the tokens before in place of keys and values."""
-        return not RECURRENT.isdisjoint(self.kinds)
+        return not layer_kinds.RECURRENT.isdisjoint(self.kinds)
 
     @property
     def period(self) -> int:
@@ -406,7 +399,7 @@ class LlamaConfig:
         names = ("q", "k", "out") if self.keys_are_values else ("q", "k", "v", "out")
         names = ("q", "out") if self.borrows else names
         names = ("out",) if self.latent else names
-        names = () if self.kinds and RECURRENT.issuperset(self.kinds) else names
+        names = () if self.kinds and layer_kinds.RECURRENT.issuperset(self.kinds) else names
         names += ("out_gate",) if self.gated and names else ()
         names += ("side_gate", "side_out") if self.side else ()
         in_place = self.experts and not self.experts_beside
@@ -556,7 +549,7 @@ _TRINITY |= {"sliding_window": 2048, "max_position_embeddings": 131072}
 def _qwen35(**sizes) -> Callable[..., LlamaConfig]:
     """A preset of a Qwen3.5: every fourth layer is attention."""
     kinds = ("linear", "linear", "linear", "full") * (sizes["layers"] // 4)
-    delta = DeltaConfig(value_heads=sizes.pop("value_heads", 32))
+    delta = layer_kinds.DeltaConfig(value_heads=sizes.pop("value_heads", 32))
     return _published(**_QWEN35 | sizes, kinds=kinds, delta=delta)
 
 
@@ -837,24 +830,24 @@ RELATIVES: Mapping[str, Callable[..., LlamaConfig]] = {
     ),
     "gemma4_e2b": _gemma(
         **_GEMMA4_SMALL, hidden=1536, layers=35, heads=8, kv_heads=1, mlp=6144, every=5,
-        full_layers=FullLayers(512, 1), borrowers=20, borrower_mlp=12288,
+        full_layers=layer_kinds.FullLayers(512, 1), borrowers=20, borrower_mlp=12288,
     ),
     "gemma4_e4b": _gemma(
         **_GEMMA4_SMALL, hidden=2560, layers=42, heads=8, kv_heads=2, mlp=10240, every=6,
-        full_layers=FullLayers(512, 2), borrowers=18,
+        full_layers=layer_kinds.FullLayers(512, 2), borrowers=18,
     ),
     "gemma4_12b": _gemma(
         **_GEMMA4 | {"family": "gemma4_unified_text"}, hidden=3840, layers=48, heads=16, kv_heads=8,
-        mlp=15360, full_layers=FullLayers(512, 1, keys_are_values=True),
+        mlp=15360, full_layers=layer_kinds.FullLayers(512, 1, keys_are_values=True),
     ),
     "gemma4_31b": _gemma(
         **_GEMMA4, hidden=5376, layers=60, heads=32, kv_heads=16, mlp=21504,
-        full_layers=FullLayers(512, 4, keys_are_values=True),
+        full_layers=layer_kinds.FullLayers(512, 4, keys_are_values=True),
     ),
     "gemma4_26b_a4b": _gemma(
         **_GEMMA4, hidden=2816, layers=30, heads=16, kv_heads=8, mlp=2112, experts=128,
         active_experts=8, normed_experts=True, experts_beside=704,
-        full_layers=FullLayers(512, 2, keys_are_values=True),
+        full_layers=layer_kinds.FullLayers(512, 2, keys_are_values=True),
     ),
 }  # fmt: skip
 
