@@ -226,8 +226,7 @@ class _PrintCompletion(argparse.Action):
 def make_parser(verb: str | None = None) -> argparse.ArgumentParser:
     """The parser of `mmqa VERB ...`; invalid arguments raise UserError.
 
-    Args:
-      verb: the only one that is parsed, so that no other's module is loaded; None: all.
+    `verb`: the only one that is parsed, so that no other's module is loaded; None: all.
     """
     parser = _Parser(
         prog="mmqa",

@@ -168,8 +168,7 @@ class MTEBModel:
 def lm_eval_model(model: str | os.PathLike | Backend = "smollm2") -> Any:
     """A language model as lm-eval's LM (lm_eval/api/model.py), for `lm_eval.simple_evaluate`.
 
-    Args:
-      model: as `mmqa prompt --model`, or an opened one.
+    `model`: as `mmqa prompt --model`, or an opened one.
     """
     from lm_eval.api.model import LM
 
@@ -203,8 +202,7 @@ def lmms_eval_model(model: str | os.PathLike | Backend = "smollm2") -> Any:
     """A language model that sees as lmms-eval's model (lmms_eval/api/model.py), for
     `lmms_eval.evaluator.evaluate`.
 
-    Args:
-      model: as `mmqa prompt --model`, or an opened one.
+    `model`: as `mmqa prompt --model`, or an opened one.
     """
     from lmms_eval.api.model import lmms
 

@@ -50,8 +50,7 @@ class Board:
 def read_boards(name: str, sets: Iterable[str] = ()) -> tuple[Board, ...]:
     """The boards of a benchmark, those of boards.toml.
 
-    Args:
-      sets: those that the figures of its boards `of_sets` are means over.
+    `sets`: those that the figures of its boards `of_sets` are means over.
     """
     tables = tomllib.loads(read_text(Path(__file__).with_name("boards.toml")))[name]
     boards = []
@@ -150,9 +149,8 @@ def read_questions(dataset: str, path: Path, split: str | None = None) -> list[Q
 def read_corpus(dataset: str, path: Path) -> Corpus:
     """A benchmark's questions, and the sources that it has.
 
-    Args:
-      path: a folder of `mmqa prepare`, the official files' folder, or one official file; of a
-        benchmark of retrieval also a folder of folders of `mmqa prepare`, all of them together.
+    `path`: a folder of `mmqa prepare`, the official files' folder, or one official file; of a
+    benchmark of retrieval also a folder of folders of `mmqa prepare`, all of them together.
     """
     benchmark = open_benchmark(dataset)
     if benchmark.ranks and (prepared := sorted(path.glob(f"*/{MANIFEST}"))):

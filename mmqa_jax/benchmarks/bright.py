@@ -41,8 +41,7 @@ _MORE = ("reasoning", "gold_answer")
 def read_bright(path: Path) -> BenchmarkFiles:
     """Reads one task; all questions are of the split `test`, `Question.category` is the task.
 
-    Args:
-      path: a file of the task's documents.
+    `path`: a file of the task's documents.
     """
     task = path.name.partition("-")[0]
     if not path.is_file() or task not in TASKS:

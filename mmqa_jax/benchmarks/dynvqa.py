@@ -90,8 +90,7 @@ def _question(code: str, row: official.Entry) -> Question:
 def word_recall(answer: str, references: Sequence[str], language: str) -> float:
     """The share of a reference's words that an answer has, of the best reference.
 
-    Args:
-      language: `en` or `zh`.
+    `language`: `en` or `zh`.
     """
     words = _words_of(language)
     predicted = normalize_answer(answer)

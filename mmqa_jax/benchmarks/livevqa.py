@@ -41,8 +41,7 @@ def read_livevqa(folder: Path) -> official.BenchmarkFiles:
     """Reads the sets that there are; all questions are of the split `test`, `Question.category` is
     the set.
 
-    Args:
-      folder: the authors' repository, or its folder liveVQA_benchmarks.
+    `folder`: the authors' repository, or its folder liveVQA_benchmarks.
     """
     files = official.OfficialFiles(folder)
     questions: dict[str, Question] = {}

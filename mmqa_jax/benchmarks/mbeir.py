@@ -92,9 +92,8 @@ def read_mbeir(path: Path) -> official.BenchmarkFiles:
     `Question.category` is the set, `webqa_task1`; `positives` and `negatives` are those that are in
     the pool.
 
-    Args:
-      path: the folder of all files, of which the pool of all sets is read; or the file of a pool in
-        it, of which the pool of this set.
+    `path`: the folder of all files, of which the pool of all sets is read; or the file of a pool in
+    it, of which the pool of this set.
     """
     folder, pool = _folder_and_pool(path)
     files = official.OfficialFiles(folder)

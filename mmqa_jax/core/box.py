@@ -45,8 +45,7 @@ class Budget(NamedTuple):
 class OverBudget(Exception):
     """A call took more than it may, or the child crashed on it.
 
-    Args:
-      status: with which the child ended; None: it was late, and had to be ended.
+    `status`: with which the child ended; None: it was late, and had to be ended.
     """
 
     def __init__(self, budget: Budget, status: int | None):
@@ -76,8 +75,7 @@ class Failed(Exception):
 class Box:
     """A child process that calls the functions of a file; it starts with the first call.
 
-    Args:
-      code: a Python file whose functions take and return values that JSON has.
+    `code`: a Python file whose functions take and return values that JSON has.
     """
 
     def __init__(self, code: Path):

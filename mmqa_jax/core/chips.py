@@ -244,9 +244,8 @@ def most_even(chips: int, dimensions: int) -> tuple[int, ...]:
 def near_seconds(kind: str, members: int, size: float, chip: Chip) -> float:
     """The time of a collective within a slice or host, by bytes and by hops.
 
-    Args:
-      kind, members, size: as of sent_bytes; the members are a block of the slice, as even as
-        possible.
+    `kind`, `members`, `size`: as of sent_bytes; the members are a block of the slice, as even as
+    possible.
     """
     if members == 1:
         return 0.0

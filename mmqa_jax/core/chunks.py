@@ -88,9 +88,8 @@ class Unfinished(NamedTuple):
 def parse_shard(text: str, environment: Mapping[str, str]) -> Shard:
     """The value of `--shard`.
 
-    Args:
-      text: `I/N`; `auto`: from the variables of a Slurm array or of a Kubernetes Indexed Job;
-        `auto/N`: only I from there.
+    `text`: `I/N`; `auto`: from the variables of a Slurm array or of a Kubernetes Indexed Job;
+    `auto/N`: only I from there.
     """
     index, slash, count = text.partition("/")
     if index == "auto":

@@ -215,8 +215,7 @@ def check_out(path: Path, *, folder: bool = False, flag: str = "--out") -> None:
     A file takes the place of what has its name, which a pipe or a device would not survive; of a
     symbolic link it is not plain which of the two is meant. A folder may be a link to one.
 
-    Args:
-      flag: that named it; "": none did.
+    `flag`: that named it; "": none did.
     """
     check_store(path)  # first: only here do the errors of a store's package become sentences
     if in_store(path):

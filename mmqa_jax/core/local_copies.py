@@ -34,8 +34,7 @@ def local_copy(place: str | os.PathLike, *, stream: bool = False) -> Path:
     is copied again. Processes of one host share it. Of a run's workdir neither the checkpoints nor
     the folder `best` are copied, which is a place of its own.
 
-    Args:
-      stream: leaves records of pictures in the store that are not copied yet; IN_STORE says where.
+    `stream`: leaves records of pictures in the store that are not copied yet; IN_STORE says where.
 
     Raises:
       RunError: the disk has no room for it.

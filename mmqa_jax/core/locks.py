@@ -37,8 +37,7 @@ def hold(path: Path, *, shared: bool = False) -> IO | StoreLock:
 
     A record lock dies with its process, however that ends, and worker processes do not inherit it.
 
-    Args:
-      shared: many processes may hold it, as long as none holds it alone.
+    `shared`: many processes may hold it, as long as none holds it alone.
 
     Raises:
       Busy: another process holds it.

@@ -144,8 +144,7 @@ def _crossed(sizes: Sequence[int], wanted: list[int], devices: Sequence[jax.Devi
     GPUs of several hosts are one slice unless `wanted` names an axis: in their plain order `data`
     and `fsdp` are the first to cross hosts, and an engine's `tensor` may span them.
 
-    Args:
-      wanted: of DCN_AXES; -1 takes what remains.
+    `wanted`: of DCN_AXES; -1 takes what remains.
     """
     each = Counter(map(slice_of, devices))
     slices, (data, fsdp) = len(each), wanted
@@ -400,8 +399,7 @@ def gather_frozen(matrix: jax.Array, names: Sequence[str | None]) -> jax.Array:
     Left to itself, XLA on TPU multiplies by one device's part of it after the other as they come,
     and passes over the sum in memory for each. A gathered matrix comes beside other products.
 
-    Args:
-      names: the logical names of its axes.
+    `names`: the logical names of its axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes or mesh.shape.get("fsdp", 1) * mesh.shape.get(SEQUENCE, 1) == 1:

@@ -163,8 +163,7 @@ def listing(name: str) -> dict[str, tuple[int, str]]:
 def read_ranges(ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
     """Bytes of objects of one store, fetched at once.
 
-    Args:
-      ranges: an object, where its bytes begin, and where they end.
+    `ranges`: an object, where its bytes begin, and where they end.
 
     Raises:
       RunError: the store cannot be reached.

@@ -75,9 +75,8 @@ def within(whole: Callable[[float | None], str]) -> Iterator[None]:
 
     Of blocks within each other the outermost's is shown.
 
-    Args:
-      whole: from the seconds left of the work that is shown (None: unknown) to a text, such as
-        `about 12 min left of the demo`.
+    `whole`: from the seconds left of the work that is shown (None: unknown) to a text, such as
+    `about 12 min left of the demo`.
     """
     token = _whole.set(_whole.get() or whole)
     try:

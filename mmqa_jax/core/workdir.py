@@ -112,8 +112,7 @@ class Workdir:
 
         What they replace is kept in its list `changes`: date, step and {key: [old, new]}.
 
-        Args:
-          step: after which the new values hold.
+        `step`: after which the new values hold.
         """
         if self._lock is None:
             return  # another process writes it

@@ -22,8 +22,7 @@ Read = tuple[dict[str, Any], list[bytes]]
 def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Read:
     """Returns a document's text and figures; `bad` says why it cannot be read.
 
-    Args:
-      scans: of a PDF, whether pages that are pictures are read (documents/ocr.py).
+    `scans`: of a PDF, whether pages that are pictures are read (documents/ocr.py).
     """
     try:
         if ending == ".pdf":
@@ -84,8 +83,7 @@ def pages(data: bytes) -> Read:
 def scans(data: bytes, numbers: list[int]) -> Read:
     """Returns `sizes`, in points, of pages that can be drawn, by their numbers, and their pictures.
 
-    Args:
-      numbers: of pages, from 1.
+    `numbers`: of pages, from 1.
     """
     from mmqa_jax.data.documents.pdf import page_pictures
 

@@ -21,8 +21,7 @@ class Grows(Exception):
 def try_out(parts: dict[str, Any]) -> None:
     """Splits and joins texts that make regular expressions backtrack.
 
-    Args:
-      parts: `normalizer`, `pre_tokenizer`, `post_processor` and `decoder` of a tokenizer.json.
+    `parts`: `normalizer`, `pre_tokenizer`, `post_processor` and `decoder` of a tokenizer.json.
 
     Raises:
       Exception: a part is none, or does not take a text.

@@ -28,8 +28,7 @@ MARKS = ("\ue000", "\ue001")  # private characters, in place of a prompt's texts
 def template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The Jinja source of a folder's chat template; None: it has none.
 
-    Args:
-      settings: its tokenizer_config.json.
+    `settings`: its tokenizer_config.json.
     """
     if (folder / TEMPLATE).is_file():
         return read_text(folder / TEMPLATE)

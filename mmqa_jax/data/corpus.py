@@ -272,9 +272,8 @@ def open_sources(data_dir: str | os.PathLike) -> Corpus:
 def open_corpus(data_dir: str | os.PathLike, sources_dir: str | os.PathLike = "") -> Corpus:
     """Opens what `mmqa prepare` wrote; UserError where it is missing or incomplete.
 
-    Args:
-      sources_dir: another prepared corpus, such as Wikipedia's, whose sources take the place of its
-        own; the fingerprint is that of these sources, too. "": its own.
+    `sources_dir`: another prepared corpus, such as Wikipedia's, whose sources take the place of its
+    own; the fingerprint is that of these sources, too. "": its own.
     """
     if sources_dir:
         asked, known = open_corpus(data_dir), open_sources(sources_dir)
@@ -450,8 +449,7 @@ def with_gold_sources(corpus: Corpus, context: GoldContext) -> Corpus:
     in their order. So the systems of picture questions (PICa, Prophet, MAVL, RMR) run on WebQA and
     Atlas. A question on snippets alone has no picture.
 
-    Args:
-      context: the caption is that of the gold `pictures`, or the text of all gold `sources`.
+    `context`: the caption is that of the gold `pictures`, or the text of all gold `sources`.
     """
     if not any(question.positives for question in corpus.questions()):
         raise UserError(

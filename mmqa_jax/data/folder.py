@@ -512,8 +512,7 @@ def _boxed(
 ) -> boxed_documents.Read:
     """Returns what a function of boxed_documents makes of a file; `bad` where it takes too much.
 
-    Args:
-      request: of the function; `scans` of a document counts in a second call, of a larger budget.
+    `request`: of the function; `scans` of a document counts in a second call, of a larger budget.
     """
     has_ocr = function == "text" and request.get("scans")
     request = {**request, "scans": False} if has_ocr else request

@@ -158,8 +158,7 @@ def is_answerable(question: Question) -> bool:
 def says_not_found(text: str, *, cited: bool = False) -> bool:
     """Whether an answer says, in the words of NOT_FOUND, that no source answers the question.
 
-    Args:
-      cited: it cites a source: `Not Found [1]` is then an answer, unless it speaks of the sources.
+    `cited`: it cites a source: `Not Found [1]` is then an answer, unless it speaks of the sources.
     """
     refusal = _NOT_FOUND_SAID.match(text)
     return refusal is not None and (bool(refusal["where"]) or not cited)

@@ -162,8 +162,7 @@ def _parts(word: str) -> Iterator[str]:
 def stop_words(language: str, of_questions: bool = False) -> frozenset[str]:
     """The most common words of a language, as bm25s has them.
 
-    Args:
-      of_questions: for English with those that ask (179 in place of 33); other lists have them.
+    `of_questions`: for English with those that ask (179 in place of 33); other lists have them.
     """
     # Imported on first use: the import runs a JAX computation, so hosts must be joined first.
     constants = vars(importlib.import_module("bm25s.stopwords")).items()

@@ -58,8 +58,7 @@ class MarkedTokenizer:
     Marks are a tokenizer's special tokens and those like `<think>`, which transformers adds as
     plain ones. Added runs of spaces, words and HTML's tags are parts of texts.
 
-    Args:
-      published: the tokenizer as published, of which only padding and truncation are turned off.
+    `published`: the tokenizer as published, of which only padding and truncation are turned off.
     """
 
     def __init__(self, published: Pipeline):

@@ -134,8 +134,7 @@ class Engine:
         """Serves with other weights from now on, as a policy that is being trained; no program is
         compiled again.
 
-        Args:
-          model: of the same config and on the same devices; the engine owns it, as its first one.
+        `model`: of the same config and on the same devices; the engine owns it, as its first one.
         """
         assert not self._running, "an engine cannot get other weights while it serves"
         assert self._whole is None, "only a model without a tower gets other weights"
@@ -417,8 +416,7 @@ class Engine:
         Each shard of the slots has its own rows. Where a program's rows read what its other rows
         write, several chunks of a sequence lie in one batch.
 
-        Args:
-          partial: if none is full, the fullest will do.
+        `partial`: if none is full, the fullest will do.
         """
         groups = collections.defaultdict(list)
         for sequence in self._encoding:

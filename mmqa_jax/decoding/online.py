@@ -192,8 +192,7 @@ class TextStream:
     Held back is what the next token may change or take away: the first bytes of a character, and
     what may be the beginning of a stop string.
 
-    Args:
-      stops: strings that end the text and are cut off.
+    `stops`: strings that end the text and are cut off.
     """
 
     def __init__(self, tokenizer: requests.Tokenizer, stops: Sequence[str] = ()):

@@ -137,8 +137,7 @@ class EngineConfig:
 def check_draft(draft: LlamaConfig, config: EngineConfig, *, sees: bool) -> None:
     """Rejects a model that cannot propose tokens to another one.
 
-    Args:
-      sees: whether the other one takes pictures.
+    `sees`: whether the other one takes pictures.
     """
     problem, remedy = "", "leave engine.draft out"
     if sees:

@@ -90,8 +90,7 @@ class BartScorer:
     ) -> Float[np.ndarray, " pairs"]:
         """s(source -> target) of every pair, at most 0.
 
-        Args:
-          progress: called with (done, total) pairs.
+        `progress`: called with (done, total) pairs.
         """
         check_several(sources, "the fluency of answers")
         check_several(targets, "the fluency of answers")

@@ -88,10 +88,9 @@ def vlmeval_choice(text: str, choices: Sequence[str], *, answer_is: bool = False
     This is the rule of August 2025 (commit c3371551). Before, the letter could stand anywhere and
     the answer be of any length.
 
-    Args:
-      answer_is: the rule since June 2026 (a67ace50): where the letters do not tell, the first
-        `answer is X` does, of whatever case and whatever follows, before the choices' texts. So
-        `The answer is a dog` is A, and `the answer is blue` B.
+    `answer_is`: the rule since June 2026 (a67ace50): where the letters do not tell, the first
+    `answer is X` does, of whatever case and whatever follows, before the choices' texts. So `The
+    answer is a dog` is A, and `the answer is blue` B.
     """
     if _API_FAILURE not in text:
         if any(refusal in text for refusal in _REFUSALS):

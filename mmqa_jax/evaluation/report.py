@@ -169,8 +169,7 @@ def best_first(
     Right answers that cite a picture, then other right ones, partly right ones, wrong ones; within
     each the categories in turn, so that the first cards are not all of one kind.
 
-    Args:
-      scores, with_picture, categories: of every question.
+    `scores`, `with_picture`, `categories`: of every question.
 
     Returns:
       Indices of all questions.

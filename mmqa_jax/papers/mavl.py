@@ -271,9 +271,8 @@ def parse_plan(role: Role, text: str, reading: PlanReading = "strict") -> Plan:
 
     An answer that names none is the empty plan.
 
-    Args:
-      reading: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
-        too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
+    `reading`: `strict` reads `Action_1` as it was asked for; `lenient` other spellings and lists,
+    too: `Action 1`, `action_3`, `actions 1 and 3`, and numbers alone (`1, 3`).
     """
     text = split_thoughts(text)[1]
     named = _NAMED.findall(text)

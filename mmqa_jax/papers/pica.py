@@ -95,8 +95,7 @@ def answer_promptcap(
     The context is `caption tag, tag`, a shot's answer the majority's (of ties the last), the most
     similar shot last.
 
-    Args:
-      captions: PromptCap's, one per question; None, or where it has none: the questions' own.
+    `captions`: PromptCap's, one per question; None, or where it has none: the questions' own.
     """
 
     def fields(question: Question) -> Mapping[str, str]:

@@ -146,8 +146,7 @@ def vote(ballots: Sequence[tuple[str, float]]) -> tuple[str, dict[str, float]]:
     Answers are equal if Prophet's `prep_ans` makes them so; empty ones lose their vote. Of equal
     sums the answer that comes first wins. "" if no answer is left.
 
-    Args:
-      ballots: (answer, weight of at least 0).
+    `ballots`: (answer, weight of at least 0).
     """
     sums: dict[str, float] = {}
     for answer, weight in ballots:

@@ -148,8 +148,7 @@ def letter_alone(output: str, choice: int | None, choices: int) -> str:
     `The answer is B.`, `B. because` and `(B)` become `B`; an output that names none stays as it
     is, for the scorers' own rules.
 
-    Args:
-      choice: that it names by LLaVA's rule, out of `choices`.
+    `choice`: that it names by LLaVA's rule, out of `choices`.
     """
     index = letter_index(output.strip(" .()"), choices) if choice is None else choice
     return output if index is None else LETTERS[index]

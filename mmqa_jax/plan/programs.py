@@ -274,8 +274,7 @@ def pictures_cost(planned: Planned, pictures: int, devices: int) -> dict[str, An
 
     And `pictures_per_second_bound`, how many there are a second at most, on all devices.
 
-    Args:
-      devices: of all hosts, each of which does its share.
+    `devices`: of all hosts, each of which does its share.
 
     Returns:
       None for hours and rate where the program does not fit.
@@ -306,8 +305,7 @@ def fluency_program(model: str, devices: Sequence[jax.Device]) -> Program:
 
     Scores are computed on the first device of a process.
 
-    Args:
-      model: a name of BARTS.
+    `model`: a name of BARTS.
     """
     config, mesh = BARTS[model](), meshes.make_mesh({"data": 1}, devices[:1])
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Bart(config, rngs=nnx.Rngs())))

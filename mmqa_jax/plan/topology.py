@@ -269,8 +269,7 @@ class Calibration:
 def read_calibration(path: Path | None, topology: Topology) -> Calibration | None:
     """Reads the measurements on devices of the topology's kind.
 
-    Args:
-      path: a `device_check.json`; None: DEFAULT, where that exists and is of this kind.
+    `path`: a `device_check.json`; None: DEFAULT, where that exists and is of this kind.
 
     Returns:
       None where nothing was measured.

@@ -53,8 +53,7 @@ class HybridSearch:
     embedding, or BM25 of that source. The source that a question was made from (key `from_source`)
     is left out: both would score it far above all others, and so scale them down.
 
-    Args:
-      remember: keep what was found, for another search of the same questions with other weights.
+    `remember`: keep what was found, for another search of the same questions with other weights.
     """
 
     def __init__(self, dense: DenseScores, bm25: BM25Scores, *, remember: bool = False):

@@ -256,10 +256,9 @@ def restricted_candidates(
 
     They are sorted by id, so that their order does not reveal which are gold.
 
-    Args:
-      cap: at most this many of each modality: gold sources first, then negatives in the file's
-        order (the baseline shuffles these once). Questions whose gold sources are hidden keep all
-        candidates: a cap could drop the gold ones.
+    `cap`: at most this many of each modality: gold sources first, then negatives in the file's
+    order (the baseline shuffles these once). Questions whose gold sources are hidden keep all
+    candidates: a cap could drop the gold ones.
     """
     rankings = []
     for question in questions:

@@ -70,8 +70,7 @@ class ShownSource(NamedTuple):
         """The source in the output of `--json`; `file` and `page` are those of a document, and its
         place there is documents/places.cited_place.
 
-        Args:
-          answer: whose quote from the source has a place of its own.
+        `answer`: whose quote from the source has a place of its own.
         """
         source = self.source
         return {

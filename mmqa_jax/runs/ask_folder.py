@@ -228,9 +228,8 @@ class FolderAnswerer:
     def answer(self, text: str, picture: bytes | None = None) -> FolderAnswer:
         """Answers a question, citing the folder's sources.
 
-        Args:
-          picture: encoded picture that belongs to the question; the answer may then come from it,
-            and is refused by the model alone.
+        `picture`: encoded picture that belongs to the question; the answer may then come from it,
+        and is refused by the model alone.
         """
         with self.corpus.asked(text, picture) as question:
             (to_read,) = self.find([question])
@@ -426,9 +425,8 @@ def open_words(corpus: Corpus, analyzer: Analyzer = _ANALYZER) -> BM25Retriever:
 def open_encoded(corpus: Corpus, encoder: str) -> DenseRetriever:
     """Opens the vectors of all sources; those of unchanged files are kept on disk.
 
-    Args:
-      encoder: `minilm` and other encoders of texts embed pictures by their captions, others by
-        caption and pixels.
+    `encoder`: `minilm` and other encoders of texts embed pictures by their captions, others by
+    caption and pixels.
     """
     if len(corpus) > _MOST_SOURCES:
         raise UserError(

@@ -55,8 +55,7 @@ def prepare_cited(raw: Path, out: Path, options: CitedOptions, **written: Any) -
     The manifest's `origin` counts the questions that are left out, since no answer or no gold
     source is known.
 
-    Args:
-      written: of corpus_records.write_records.
+    `written`: of corpus_records.write_records.
     """
     corpus = open_corpus(raw)
     rankings = _rankings(corpus, options.rankings)

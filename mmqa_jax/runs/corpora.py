@@ -348,8 +348,7 @@ def prepare_folder(folder: Path, out: Path, options: FolderOptions, **more: Any)
     has changed nothing is written. The manifest's `origin` holds the report of the files. A folder
     with sources.jsonl is an interchange folder, and read as one.
 
-    Args:
-      more: of records.write_records.
+    `more`: of records.write_records.
     """
     if (folder / "sources.jsonl").exists():
         if flag := options.flag:

@@ -63,8 +63,7 @@ class ShardStatus:
 def job_status(place: Place, now: float | None = None) -> dict[str, Any]:
     """How far a job is.
 
-    Args:
-      now: seconds since the epoch.
+    `now`: seconds since the epoch.
 
     Returns:
       `items`, `items_done`, `parts`, `parts_done`, `missing` (numbers of parts), `shards` (the

@@ -36,8 +36,7 @@ _SHAPE = (KeyError, TypeError, ValueError, AttributeError, IndexError)  # of row
 def merge_parts(folder: Path) -> RowRun | dict[str, Any]:
     """Writes the results of a job whose parts are all there: a file, or a row's.
 
-    Args:
-      folder: of the parts; `OUT.parts` makes OUT, `W/parts` what `mmqa run` writes to W.
+    `folder`: of the parts; `OUT.parts` makes OUT, `W/parts` what `mmqa run` writes to W.
 
     Returns:
       A row's results; of another verb what `mmqa merge` prints as JSON.

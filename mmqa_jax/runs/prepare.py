@@ -43,8 +43,7 @@ def prepare(
 ) -> dict[str, Any]:
     """Prepares a corpus and prints its counts; returns what `--json` prints.
 
-    Args:
-      report: also writes statistics; of a corpus that `out` already holds only these.
+    `report`: also writes statistics; of a corpus that `out` already holds only these.
     """
     if report and not overwrite and holds_corpus(out):
         return report_corpus(dataset, out)

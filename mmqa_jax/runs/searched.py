@@ -45,8 +45,7 @@ def prepare_searched(
 
     The manifest's `origin` counts the questions that are left out.
 
-    Args:
-      written: of corpus_records.write_records.
+    `written`: of corpus_records.write_records.
     """
     corpus = open_corpus(raw)
     left_out: Counter[str] = Counter()

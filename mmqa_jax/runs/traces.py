@@ -70,8 +70,7 @@ def trace_counts(
     and what has no candidates; with a file of captions what that file lacks. Examples count in
     every prompt that shows them.
 
-    Args:
-      shots: how many examples a prompt was to show.
+    `shots`: how many examples a prompt was to show.
     """
     from mmqa_jax.prompting.few_shot import lacks_caption
     from mmqa_jax.prompting.llm_reader import READER

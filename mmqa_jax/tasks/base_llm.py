@@ -228,8 +228,7 @@ def check_rows(task: Any, llama: LlamaConfig, tokenizer: TextTokenizer, pictured
 class TextModelTask(Task):
     """A task whose model reads a language model's tokens and starts from a published one.
 
-    Attributes:
-      tokenizer: "" for the base's own; see base_llm.make_text_tokenizer.
+    `tokenizer`: "" for the base's own; see base_llm.make_text_tokenizer.
     """
 
     architecture: ClassVar[str]  # of the model, as base_llm has it

@@ -87,8 +87,7 @@ def margin_mse(scores: jax.Array, teacher: jax.Array) -> jax.Array:
     Hofstätter et al. 2020, "Improving Efficient Neural Ranking Models with Cross-Architecture
     Knowledge Distillation", equation 6; sentence-transformers' MarginMSELoss.
 
-    Args:
-      scores, teacher: [B, G].
+    `scores`, `teacher`: [B, G].
     """
     margins, wanted = (x[:, :1] - x[:, 1:] for x in (scores, teacher))
     return jnp.square(margins - wanted).mean()

@@ -58,8 +58,7 @@ class ValidateExampleRetrieval:
 class ExampleRetrieval(DualEncoderTask):
     """Questions against the solved questions that a language model was shown.
 
-    Attributes:
-      pictures: read by the row that uses the run; the vision tower is not trained.
+    `pictures`: read by the row that uses the run; the vision tower is not trained.
     """
 
     name: ClassVar[str] = "example_retrieval"

@@ -159,8 +159,7 @@ def modality_batches(
     A batch: input_ids int32[B, length], mask bool[B, length], label int32[B]; index int32[B]:
     indices into `texts`; truncated int32[B]: tokens lost.
 
-    Args:
-      length: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
+    `length`: tokens, [CLS] and [SEP] among them; longer texts lose their tail.
     """
     tokens, classes = TokenTable(tokenizer, texts), np.asarray(labels, np.int32)
     everything = {"index": np.arange(len(texts)), "bucket": np.zeros(len(texts), np.int64)}

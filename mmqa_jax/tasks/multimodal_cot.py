@@ -48,11 +48,7 @@ class VectorsSection:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MultimodalCoT(TextModelTask):
-    """One stage of Multimodal-CoT.
-
-    Attributes:
-      init: mm-cot's folder, any T5's, or scratch.
-    """
+    """One stage of Multimodal-CoT (`init`: mm-cot's folder, any T5's, or scratch)."""
 
     name: ClassVar[str] = "multimodal_cot"
     product: ClassVar[str] = "T5 with pictures"

@@ -240,8 +240,7 @@ class VisionLanguageObjective(LanguageModelObjective):
 
     A batch is that of `tasks.vision_language`; one without pictures lacks their arrays.
 
-    Attributes:
-      lora: additions to the language model, whose rest is frozen; None: all of it is trained.
+    `lora`: additions to the language model, whose rest is frozen; None: all of it is trained.
     """
 
     config: network.QwenVLConfig | LlavaConfig
@@ -542,8 +541,7 @@ class TrainingPictures:
 
         Says how many others there are, and which.
 
-        Args:
-          decode: the whole picture is read, so that none proves to be broken later.
+        `decode`: the whole picture is read, so that none proves to be broken later.
 
         Raises:
           RunError: more broken pictures than are allowed.
@@ -636,9 +634,8 @@ class PicturedRows(NamedTuple):
         """Rows of M = bucket.pictures pictures of U units each, with room for R tokens of each, and
         L = size.length + M * R tokens.
 
-        Args:
-          examples: of pictures that fit the bucket; None: an empty row. One whose picture proves to
-            be broken becomes one.
+        `examples`: of pictures that fit the bucket; None: an empty row. One whose picture proves to
+        be broken becomes one.
 
         Returns:
           The arrays of `pictured_shapes`.

@@ -66,8 +66,7 @@ class Attempts:
 
         One of the event `local` takes the place of the last but one: no restart goes back further.
 
-        Args:
-          seconds: of this attempt so far, by phase (TimeSplit.total).
+        `seconds`: of this attempt so far, by phase (TimeSplit.total).
         """
         now = self._clock()
         if not self._rows or (event == "step" and now - self._last < _SECONDS_BETWEEN_ROWS):
@@ -260,8 +259,7 @@ class TimeSplit:
     Steps run asynchronously: what matters is when the host waits. Waiting for a step is `compute`,
     and so is waiting for a batch while the devices still have a step to compute; the caller knows.
 
-    Args:
-      clock: for tests.
+    `clock`: for tests.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):

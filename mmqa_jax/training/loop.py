@@ -615,8 +615,7 @@ class StillThere:
     the files that it wrote at its start. As a context manager it also explains the errors of what
     fails since the folder is gone.
 
-    Args:
-      folder: the workdir; the run's first files are in it when the context is entered.
+    `folder`: the workdir; the run's first files are in it when the context is entered.
     """
 
     def __init__(self, folder: Path):
@@ -635,8 +634,7 @@ class StillThere:
     def check(self, *, often: bool = False) -> None:
         """Call it before anything is written.
 
-        Args:
-          often: called so often that objects in a store are not asked for.
+        `often`: called so often that objects in a store are not asked for.
 
         Raises:
           RunError: a file is gone.

@@ -324,8 +324,7 @@ def scale_by_bert_adam(
     goes on to decay and to move in steps without one. Here a gradient that nothing reaches is 0,
     and a parameter has had one if its moments are not all 0.
 
-    Args:
-      decayed: whether a parameter's name is decayed.
+    `decayed`: whether a parameter's name is decayed.
     """
 
     def decay(path: Any, update: Any, mu: Any, nu: Any, param: Any) -> Any:
@@ -507,8 +506,7 @@ def scale_by_adafactor(eps: float = 1e-30) -> optax.GradientTransformation:
     """What optax.adafactor does without momentum and decay; the rate is relative to the root mean
     square of a parameter.
 
-    Args:
-      eps: added to squared gradients.
+    `eps`: added to squared gradients.
     """
     factored = optax.scale_by_factored_rms(min_dim_size_to_factor=_LEAST, epsilon=eps)
     clip = optax.clip_by_block_rms(_CLIPPED)

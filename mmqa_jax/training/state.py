@@ -192,9 +192,8 @@ def pretrained_state(
     What they lack is as `initial_state` has it; nothing else is drawn, and the model is in memory
     once.
 
-    Args:
-      load_pretrained: puts the weights, arrays of JAX or NumPy, into a module of shapes with
-        shardings, in place; on every process, the same ones.
+    `load_pretrained`: puts the weights, arrays of JAX or NumPy, into a module of shapes with
+    shardings, in place; on every process, the same ones.
     """
     # Of a copy: the module shares its variables with what it is merged of.
     module = model.merge(*jax.tree.map(lambda leaf: leaf, (abstract.params, abstract.frozen)))
@@ -410,9 +409,8 @@ def make_step(
     Metrics: those of the task and `loss`, of the batch; `grad_norm` (of the trained parameters,
     before clipping) and `learning_rate`, of the update that it completes.
 
-    Args:
-      trainable: regular expression over the names of the parameters that are trained, as the
-        optimizer's; None: all.
+    `trainable`: regular expression over the names of the parameters that are trained, as the
+    optimizer's; None: all.
     """
     leaves, structure = jax.tree_util.tree_flatten(abstract.params)
     trains, precision = re.compile(trainable or ""), model.precision

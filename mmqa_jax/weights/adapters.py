@@ -77,11 +77,7 @@ class Adapter:
         return adapter
 
     def base_path(self, where: Path) -> Path:
-        """Where the base lies.
-
-        Args:
-          where: the adapter's folder, for messages.
-        """
+        """Where the base lies (`where`: the adapter's folder, for messages)."""
         from mmqa_jax.weights.hub import find_model, is_hub_name
 
         if self.base in LANGUAGE_MODELS:

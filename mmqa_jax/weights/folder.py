@@ -287,8 +287,7 @@ def replace_trained(
     which a folder holds no weights, goes first and comes last. All processes call it; one writer at
     a time.
 
-    Args:
-      companions: files to copy into it, such as config.json and tokenizer.json.
+    `companions`: files to copy into it, such as config.json and tokenizer.json.
     """
     folder = absolute(folder)
     primary = jax.process_index() == 0

@@ -386,8 +386,7 @@ def plan_loading(
 ) -> dict[str, list[Assignment]]:
     """Matches every source key with its parameter; raises UserError listing what does not fit.
 
-    Args:
-      shapes_stay: whether fresh parameters may be shapes: they get their values later.
+    `shapes_stay`: whether fresh parameters may be shapes: they get their values later.
     """
     specs = source.specs()
     offenders: dict[str, list[str]] = {}

@@ -224,12 +224,11 @@ def joined(name: str, *sources: safetensors.TensorSource) -> safetensors.TensorS
 def open_source(path: str | os.PathLike) -> safetensors.TensorSource:
     """Opens a checkpoint's tensors, reading headers only.
 
-    Args:
-      path: a safetensors file; a torch file (`.bin`, `.pkl`, `.pt`, `.pth`; see TorchFile for
-        what it may hold); the index of either's shards (`*.index.json`); or a folder with
-        transformers' `model.safetensors` or `pytorch_model.bin`, whole or as shards with their
-        index. Where a folder has both, safetensors are read. A file's content says which of the
-        two it is, and its name where the content does not (a truncated file).
+    `path`: a safetensors file; a torch file (`.bin`, `.pkl`, `.pt`, `.pth`; see TorchFile for what
+    it may hold); the index of either's shards (`*.index.json`); or a folder with transformers'
+    `model.safetensors` or `pytorch_model.bin`, whole or as shards with their index. Where a folder
+    has both, safetensors are read. A file's content says which of the two it is, and its name where
+    the content does not (a truncated file).
     """
     path = Path(path)
     if path.is_dir():

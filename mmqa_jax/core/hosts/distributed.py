@@ -217,9 +217,8 @@ def multi_host_arguments(
     cluster. In a Kubernetes Indexed Job (and JobSet) JOB_COMPLETION_INDEX stands for
     JAX_PROCESS_ID.
 
-    Args:
-      has_tpu: whether this host has TPU chips. A TPU VM of GCE learns of the other hosts from its
-        metadata server alone, not from a variable.
+    `has_tpu`: whether this host has TPU chips. A TPU VM of GCE learns of the other hosts from its
+    metadata server alone, not from a variable.
     """
     values = {name: environment[name] for name in _NAMES if environment.get(name)}
     if values == {"JAX_NUM_PROCESSES": "1"}:
@@ -294,8 +293,7 @@ def alone() -> bool:
 def gather(name: str, value: Any) -> list[Any]:
     """The JSON values of all processes, in order; every process calls it.
 
-    Args:
-      name: of this exchange; may be used again.
+    `name`: of this exchange; may be used again.
 
     Raises:
       UserError, RunError: another process failed (see `fail_together`).
@@ -611,8 +609,7 @@ def join(
 ) -> None:
     """Every other process's side: returns when JAX's own service answers at process 0's port.
 
-    Args:
-      address: HOST:PORT of process 0.
+    `address`: HOST:PORT of process 0.
 
     Raises:
       RunError: process 0 was not reached, or others have not come, within the limit.

@@ -525,8 +525,7 @@ def mixture_epoch(
     Every corpus's examples are shown in passes, each in an order of its own; an epoch goes on where
     the one before it ended. It depends on the arguments alone.
 
-    Args:
-      members: number of each example's corpus, in order of `weights`.
+    `members`: number of each example's corpus, in order of `weights`.
 
     Returns:
       (pass, the examples that are shown in it), each example at most once in a pass of its corpus.

@@ -286,8 +286,7 @@ def retrieval_examples(
 ) -> dict[int, RetrievalExample]:
     """The questions that can be learned from, by their number.
 
-    Args:
-      scored: a teacher's scores are learned: golds and negatives are those with a score.
+    `scored`: a teacher's scores are learned: golds and negatives are those with a score.
     """
     examples = {}
     for number, question in enumerate(questions):

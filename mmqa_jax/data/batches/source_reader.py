@@ -325,10 +325,9 @@ def answer_batches(
 ) -> Batches:
     """Questions with their gold sources and partly masked answers, for masked-LM training.
 
-    Args:
-      route_by_category: WebQA's picture questions are shown pictures alone and laid out with
-        region slots even if none is shown, text questions snippets alone (the baseline has a
-        data set for each, webqa_loader.py l.143 and l.316).
+    `route_by_category`: WebQA's picture questions are shown pictures alone and laid out with region
+    slots even if none is shown, text questions snippets alone (the baseline has a data set for
+    each, webqa_loader.py l.143 and l.316).
 
     A batch has the arrays of packing.INPUT_FIELDS (see FeedConfig.inputs), masked_ids,
     masked_positions int32 and masked_weights float32 [B, max_pred], index (into `questions`)

@@ -121,8 +121,7 @@ def pack_rows(sizes: np.ndarray, size: RowSize) -> list[list[int]]:
     A tree over the rows holds the most room of each branch (node n has 2n and 2n + 1), so that a
     row is found in about as many steps as the tree is high.
 
-    Args:
-      sizes: int[N, 2], tokens and targets of every example; each fits an empty row.
+    `sizes`: int[N, 2], tokens and targets of every example; each fits an empty row.
     """
     leaves = 1 << max(len(sizes) - 1, 0).bit_length()  # as many rows as there can be
     tokens, targets = [size.length] * 2 * leaves, [size.targets] * 2 * leaves
@@ -233,8 +232,7 @@ def seq2seq_batches(
 def pair_batch(examples: Sequence[TokenExample], size: PairSize, rows: int = 0) -> Packed:
     """Examples as arrays of a static shape.
 
-    Args:
-      rows: at least so many; those without an example have a prompt of one token and no target.
+    `rows`: at least so many; those without an example have a prompt of one token and no target.
 
     Returns:
       input_ids int32[B, length], prompt_lengths int32[B]; target_ids int32[B, targets],
@@ -377,8 +375,7 @@ def passage_arrays(
 ) -> Packed:
     """Returns passages as arrays of a static shape; longer passages are cut.
 
-    Args:
-      rows: at least so many; those without a question have one passage of one token.
+    `rows`: at least so many; those without a question have one passage of one token.
 
     Returns:
       input_ids int32[B, count, length], prompt_lengths int32[B, count]: 0 where there is none.

@@ -102,8 +102,7 @@ def chunks(
     None goes beyond a heading, a page or a table. Each chunk of a table begins with its header, and
     has the places that its letters have in their paragraphs.
 
-    Args:
-      title: of chunks without a heading.
+    `title`: of chunks without a heading.
     """
     paragraphs = list(paragraphs)
     sentences = [(p, *span) for p in paragraphs for span in _sentences(p)]

@@ -175,8 +175,7 @@ class Content:
         A heading that is too long, or too deep, for each passage to repeat it is a paragraph; so is
         one that ends with nothing below it.
 
-        Args:
-          around: headings of containers around its own, which it does not end before they end.
+        `around`: headings of containers around its own, which it does not end before they end.
         """
         if not text:
             return
@@ -198,8 +197,7 @@ class Content:
         ranks with the one around it, or above. Any other heading goes on: a page may put each
         heading with its first lines into a container.
 
-        Args:
-          before: `open` when the container began.
+        `before`: `open` when the container began.
         """
         inside = [heading for heading in self.open if heading not in before]
         if not inside or self._bare is not None:

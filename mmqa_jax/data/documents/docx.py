@@ -363,8 +363,7 @@ _LARGEST = 32767  # number of an item in Word
 class _Numbering:
     """The lists of a document, counted paragraph by paragraph.
 
-    Args:
-      numbering, styles: the roots of these parts.
+    `numbering`, `styles`: the roots of these parts.
     """
 
     def __init__(self, numbering: Any, styles: Any) -> None:

@@ -27,8 +27,7 @@ def read_odf(data: bytes, ending: str) -> Document:
     Notes, comments and text boxes follow the paragraph in which they are anchored. Hidden sheets,
     rows, columns, slides and sections, and what is deleted, are left out and counted.
 
-    Args:
-      ending: `.odt`, `.ods` or `.odp`.
+    `ending`: `.odt`, `.ods` or `.odp`.
     """
     return office.read(functools.partial(_OpenDocument, has_edges=ending == ".odt"), data, ending)
 

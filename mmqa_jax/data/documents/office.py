@@ -274,8 +274,7 @@ class Reading(document.Content):
     def table(self, rows: Sequence[Row], headers: int | None = None) -> None:
         """Adds the rows of a table, each with the header.
 
-        Args:
-          headers: how many rows are headers; None: the first one, if it looks like one.
+        `headers`: how many rows are headers; None: the first one, if it looks like one.
         """
         columns = sorted({column for row in rows for column in row.cells})
         rows = [row for row in rows if any(row.cells.values())]
@@ -370,8 +369,7 @@ class Reading(document.Content):
     ) -> None:
         """Adds the text, pictures, tables, charts and diagrams of shapes, in the order of the file.
 
-        Args:
-          is_left_out: of a shape, why it is left out on purpose; "" where it is not.
+        `is_left_out`: of a shape, why it is left out on purpose; "" where it is not.
         """
         for shape in shapes:
             tag = shape.tag

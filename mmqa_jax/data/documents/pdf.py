@@ -645,8 +645,7 @@ class PagePicture(NamedTuple):
 def page_pictures(data: bytes, numbers: Collection[int] | None = None) -> Iterator[PagePicture]:
     """The pages of a PDF on white, each of at most MOST_PIXELS whatever size it claims.
 
-    Args:
-      numbers: of the pages, from 1; None: all.
+    `numbers`: of the pages, from 1; None: all.
     """
     with open_pdf(data) as pdf:
         for number in range(1, len(pdf) + 1) if numbers is None else numbers:

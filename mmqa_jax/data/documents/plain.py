@@ -314,8 +314,7 @@ def read_delimited(data: bytes, delimiter: str = "") -> document.Document:
 
     The text is UTF-8, or UTF-16 with its mark, as Excel writes "Unicode text".
 
-    Args:
-      delimiter: between values; "": the one by which most lines have equally many values.
+    `delimiter`: between values; "": the one by which most lines have equally many values.
     """
     is_utf16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     try:

@@ -228,9 +228,8 @@ def _shown(value: Any) -> str:
 class ChatFiles:
     """The conversations of chat files, and a reader of their pictures.
 
-    Args:
-      path: a file, whose conversations are for training unless `split` says otherwise, or a folder
-        with train.jsonl, val.jsonl, test.jsonl.
+    `path`: a file, whose conversations are for training unless `split` says otherwise, or a folder
+    with train.jsonl, val.jsonl, test.jsonl.
     """
 
     def __init__(self, path: Path):

@@ -133,8 +133,7 @@ class OfficialFiles:
     ) -> BenchmarkFiles:
         """Returns what was read of these files; published counts come first, absent ones as 0.
 
-        Args:
-          names: the pictures that there are; None: all that questions and sources name.
+        `names`: the pictures that there are; None: all that questions and sources name.
         """
         questions = list(questions)
         names = sorted(picture_names((*questions, *sources)) if names is None else names)

@@ -140,8 +140,7 @@ def whole_number(value: Any) -> int | None:
 def real_number(value: Any, *, finite: bool = True) -> float | None:
     """A JSON number as a float; None for another value, or an integer that no float holds.
 
-    Args:
-      finite: whether NaN and infinity are None too.
+    `finite`: whether NaN and infinity are None too.
     """
     if type(value) not in (int, float) or (type(value) is int and abs(value) > _LARGEST_REAL):
         return None

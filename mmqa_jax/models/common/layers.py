@@ -222,8 +222,7 @@ def with_rounded_products(
     absolute value); gradients pass the rounding, and are rounded where they are multiplied. The
     module is one of this trace alone.
 
-    Args:
-      kind: int8 or fp8.
+    `kind`: int8 or fp8.
     """
     try:
         import qwix

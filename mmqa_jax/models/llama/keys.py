@@ -354,10 +354,9 @@ def _transposed(transform: Transform) -> Transform:
 def open_llama(path: Path) -> layouts.Checkpoint:
     """Opens a LLaMA checkpoint of any layout, known by its content; reads headers only.
 
-    Args:
-      path: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
-        `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
-        `config.json`, of safetensors or torch tensors.
+    `path`: a GGUF file or a folder with one, a llama2.c `.bin` file, a folder with Meta's
+    `params.json` and `consolidated.*.pth`, or transformers' folder, or file beside its
+    `config.json`, of safetensors or torch tensors.
     """
     if not path.exists():
         raise UserError(

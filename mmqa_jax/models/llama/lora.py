@@ -347,8 +347,7 @@ def merged(
 ) -> nnx.Module:
     """A base with an adapter's additions in its kernels; the base is used up.
 
-    Args:
-      read: abstract parameters of the model with additions -> those that the adapter has, read.
+    `read`: abstract parameters of the model with additions -> those that the adapter has, read.
     """
     model = _with_additions(base, adapter)
     nnx.update(model, read(nnx.state(model, nnx.Param)))

@@ -29,8 +29,7 @@ _BREAK, _END = "[IMG_BREAK]", "[IMG_END]"
 def open_mistral3(path: Path) -> layouts.Checkpoint:
     """Opens a checkpoint of Mistral 3 with pictures, reading headers only.
 
-    Args:
-      path: transformers' folder.
+    `path`: transformers' folder.
     """
     file = layouts.config_file(path)
     published, source = layouts.open_hf(path, "mistral3")

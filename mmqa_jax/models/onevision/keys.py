@@ -50,8 +50,7 @@ def onevision_key_map(config: onevision.OnevisionConfig) -> KeyMap:
 def open_onevision(path: Path) -> layouts.Checkpoint:
     """Opens a checkpoint of LLaVA-OneVision, reading headers only.
 
-    Args:
-      path: transformers' folder.
+    `path`: transformers' folder.
     """
     file = layouts.config_file(path)
     published = layouts.read_hf_config(path, "llava_onevision")

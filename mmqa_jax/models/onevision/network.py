@@ -245,8 +245,7 @@ RESOLUTIONS = tuple((384 * rows, 384 * columns) for rows in range(1, 7) for colu
 class OnevisionConfig(LlavaConfig):
     """A LLaVA's with defaults of its own, and how pictures are shown.
 
-    Attributes:
-      vision: a SigLIP; all of its states are read.
+    `vision`: a SigLIP; all of its states are read.
     """
 
     feature_layer: int = -1

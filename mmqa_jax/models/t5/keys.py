@@ -195,8 +195,7 @@ def t5_key_map(config: T5Config, rename: Sequence[tuple[str, str]] = ()) -> KeyM
 
     The embedding table has up to four names, of which a file may hold any.
 
-    Args:
-      rename: see KeyMap.
+    `rename`: see KeyMap.
     """
     aliases = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
     if config.tied:

@@ -90,11 +90,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Sizes of the text tower; the defaults are ViT-B/16's.
-
-    Attributes:
-      others: as VisionConfig.
-    """
+    """Sizes of the text tower; the defaults are ViT-B/16's (`others`: as VisionConfig)."""
 
     # vocab_size, context: number of tokens known, and longest text.
     vocab_size: int = 49408
@@ -175,8 +171,7 @@ def vit_l_14_336() -> CLIPConfig:
 class SiglipVisionConfig:
     """Sizes of the vision tower; the defaults are those of base-patch16-224.
 
-    Attributes:
-      others: as VisionConfig.
+    `others`: as VisionConfig.
     """
 
     # Side of the square picture in pixels; of NaFlex, of the grid of positions in pixels:
@@ -228,8 +223,7 @@ class SiglipVisionConfig:
 class SiglipTextConfig:
     """Sizes of the text tower; the defaults are those of base-patch16-224.
 
-    Attributes:
-      others: as SiglipVisionConfig.
+    `others`: as SiglipVisionConfig.
     """
 
     vocab_size: int = 32_000  # number of tokens known

@@ -275,8 +275,7 @@ def export_faiss(folder: str | os.PathLike, embeddings: Embeddings, ids: Sequenc
 
     FAISS holds all vectors in memory: 4 bytes a value.
 
-    Args:
-      ids: of the sources, by row.
+    `ids`: of the sources, by row.
     """
     folder = Path(folder)
     check_embeddings(embeddings)

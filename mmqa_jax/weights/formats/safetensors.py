@@ -108,8 +108,7 @@ class _Location(NamedTuple):
 class SafetensorsSource:
     """A safetensors file, the index of a sharded one, or a folder with either.
 
-    Args:
-      path: the file, an index (`*.index.json`), or a folder as `save_pretrained` writes it.
+    `path`: the file, an index (`*.index.json`), or a folder as `save_pretrained` writes it.
     """
 
     def __init__(self, path: str | os.PathLike):
