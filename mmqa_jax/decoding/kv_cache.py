@@ -155,7 +155,7 @@ def layout(
         if config.borrows:
             return None
         if config.recurrent:
-            return layout(config, slots, mesh)
+            return state_layout(config, slots, mesh)
         head = (pages, config.kv_heads)
         scale = array("float32", _SCALE_NAMES, *head, columns) if dtype == "int8" else None
         key = array(dtype, _KEY_NAMES, *head, config.head_size, columns)

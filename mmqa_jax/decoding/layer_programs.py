@@ -58,7 +58,7 @@ def layout(
         if config.borrows:
             return None
         if config.recurrent:
-            return kv_cache.layout(config, slots, mesh)
+            return kv_cache.state_layout(config, slots, mesh)
         return scanned_cache.layout(config, pages, columns, dtype, mesh)
 
     single = [dataclasses.replace(config.of_layer(n), layers=1) for n in range(config.layers)]

@@ -396,7 +396,7 @@ def make_server(app: Any, options: ServeOptions) -> uvicorn.Server:
         loop="asyncio",
         log_level="warning",
         access_log=False,
-        use_colors=False,  # would be shown escaped (core/terminal.py)
+        use_colors=False,  # would be shown escaped (core/progress.py)
         # As many are accepted at once, a few times before the first of them can be closed.
         backlog=min(files // 16, BACKLOG),
         timeout_graceful_shutdown=int(options.timeout) + _GRACE,

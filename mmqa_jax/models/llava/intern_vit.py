@@ -64,7 +64,7 @@ _POSITIONS = keymap.Transform(lambda x: x[0], lambda x: x[None])
 class InternVisionConfig:
     """Sizes and switches; the defaults are InternViT-300M's, which InternVL 3.5 has up to 8B.
 
-    `others`: as two_towers.config.VisionConfig.
+    Other fields are as two_towers.config.VisionConfig.
     """
 
     image_size: int = 448

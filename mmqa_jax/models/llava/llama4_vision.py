@@ -60,7 +60,7 @@ _LINEARS["mlp.fc2"] = "mlp_out"
 class Llama4VisionConfig:
     """Sizes of the tower; the defaults are those of Scout and Maverick.
 
-    `others`: as two_towers.config.VisionConfig.
+    Other fields are as two_towers.config.VisionConfig.
     """
 
     image_size: int = 336

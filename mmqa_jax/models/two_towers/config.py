@@ -90,7 +90,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TextConfig:
-    """Sizes of the text tower; the defaults are ViT-B/16's (`others`: as VisionConfig)."""
+    """Sizes of the text tower; the defaults are ViT-B/16's (other fields: as VisionConfig)."""
 
     # vocab_size, context: number of tokens known, and longest text.
     vocab_size: int = 49408
@@ -171,7 +171,7 @@ def vit_l_14_336() -> CLIPConfig:
 class SiglipVisionConfig:
     """Sizes of the vision tower; the defaults are those of base-patch16-224.
 
-    `others`: as VisionConfig.
+    Other fields are as in VisionConfig.
     """
 
     # Side of the square picture in pixels; of NaFlex, of the grid of positions in pixels:
@@ -223,7 +223,7 @@ class SiglipVisionConfig:
 class SiglipTextConfig:
     """Sizes of the text tower; the defaults are those of base-patch16-224.
 
-    `others`: as SiglipVisionConfig.
+    Other fields are as in SiglipVisionConfig.
     """
 
     vocab_size: int = 32_000  # number of tokens known
