@@ -1,7 +1,7 @@
 """`python -m tests.bench citations --data=FOLDER`: citations by cause beside those that are asked for.
 
-SmolLM2-135M reads the five best passages by BM25 of FOLDER, Atlas or OpenStax, prepared: the first
-questions of a split with a gold passage among the five, 60 or `--rounds`. Gold are a question's
+SmolLM2-135M reads the five best passages by BM25 of FOLDER, Atlas or OpenStax, prepared: 60 (or
+`--rounds`) questions of a split with a gold passage among the five, evenly over them. Gold are a question's
 positives, or where it has none (OpenStax's multiple choice, asked without its choices) the passages
 with its answer word by word; an answer is right that has the keywords, or the answer. `ours` are
 citations by cause, `peer` those of the model itself. Precision and recall are of all answers, `gold`
@@ -28,7 +28,7 @@ import numpy as np
 from mmqa_jax.core.config import find_config, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
-from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.prompting.backends.config import open_backend
 from mmqa_jax.prompting.causes import SENTENCES, suspects
@@ -154,13 +154,13 @@ def _agreement(
 
 
 def _readable(corpus: Corpus, split: str, most: int) -> tuple[list[Question], list[Ranking]]:
-    """The first questions with a gold passage among the best ones."""
+    """Questions with a gold passage among the best ones, evenly over the split."""
     asked = [q for q in corpus.questions(split) if q.answers and q.image is None]
     asked = [q for q in asked if q.choices or q.category in _KINDS]
     asked = [dataclasses.replace(q, choices=(), answer_index=None) for q in asked]
     ranked = open_words(corpus).search(asked, _TOP_K)
     pairs = [(q, r) for q, r in zip(asked, ranked, strict=True) if _gold(corpus, q, r.sources)]
-    questions, rankings = zip(*pairs[:most], strict=True)
+    questions, rankings = zip(*evenly(pairs, most), strict=True)
     return list(questions), list(rankings)
 
 
@@ -185,7 +185,7 @@ def _facts(corpus: Corpus, question: Question, prediction: Prediction, embedder:
     output = prediction.trace.get("outputs", [{"text": ""}])[0]["text"]
     sources = [corpus.sources[corpus.row[name]] for name in read]
     texts = [prompt_text(source) for source in sources]
-    quote = best_quote(question.question, sources, embedder)
+    quote = best_quote(question.question, sources, embedder, prediction.answer)
     quoted = ""
     if quote is not None:
         quoted = sources[quote.place].text[quote.start : quote.end]
