@@ -9,7 +9,8 @@ is the share of right ones that cite a gold passage. On val all five are hidden 
 the threshold is chosen, the one of the highest F1 of right answers; `val tried N` is `gold` where N
 are tried. On test as many are tried as a reader tries. `agreement` is the F1 of what the first
 answers of val cite against real ablation (prompts without a source), and `correlation` that of the
-losses. `processor` is answering with citing over answering alone, on test. `first` (alone by
+losses. `processor` is answering with citing over answering alone, on test. With `--only=gold` all
+are answered, and only right answers cited by cause: all rows are of these. `first` (alone by
 `--only=first`) is the share of questions where a reader below the confidence in `at` is replaced by
 the passages' best sentence (MiniLM), and what is first is right.
 """
@@ -26,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.config import find_config, load_config
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import device_name
 from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
@@ -77,6 +78,8 @@ def run(options: Options) -> dict[str, Any]:
     support = sure = 0.0
     for split, tried in (("val", _TOP_K), ("test", LLMReaderOptions().tried)):
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
+        if options.only == ("gold",):
+            questions, rankings = _rightly_answered(corpus, llm, questions, rankings)
         reading = LLMReaderOptions(citations="asked" if is_first else "cause", tried=tried)
         reader = _Timed(corpus, llm, reading)
         if split == "test":  # nothing that was read before is reused, all is compiled
@@ -162,6 +165,17 @@ def _readable(corpus: Corpus, split: str, most: int) -> tuple[list[Question], li
     pairs = [(q, r) for q, r in zip(asked, ranked, strict=True) if _gold(corpus, q, r.sources)]
     questions, rankings = zip(*evenly(pairs, most), strict=True)
     return list(questions), list(rankings)
+
+
+def _rightly_answered(
+    corpus: Corpus, llm: Any, questions: Sequence[Question], rankings: Sequence[Ranking]
+) -> tuple[list[Question], list[Ranking]]:
+    predictions = LLMReader(corpus, llm, LLMReaderOptions()).answer(questions, rankings)
+    answered = zip(questions, rankings, predictions, strict=True)
+    pairs = [(q, r) for q, r, prediction in answered if _is_in(q, prediction.answer)]
+    if not pairs:
+        raise RunError(f"none of {len(questions)} answers is right; take more by --rounds.")
+    return [q for q, _ in pairs], [r for _, r in pairs]
 
 
 def _gold(corpus: Corpus, question: Question, names: Sequence[str]) -> set[str]:
