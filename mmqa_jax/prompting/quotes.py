@@ -1,4 +1,4 @@
-"""The sentence of the passages that answers a question, by an encoder of texts."""
+"""The sentences of the passages that answer a question, by an encoder of texts."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ CONFIDENCE = "confidence"  # key of a trace: geometric mean of the probabilities
 # A reader of fewer parameters is small: a quote stands before its words where its confidence is
 # below UNSURE, chosen on val by `python -m tests.bench evidence` (prompting/RESULTS.md).
 SMALL, UNSURE = 500_000_000, 0.9
+# What a sentence loses for each passage before its own, chosen with the other choices of
+# `best_quote` on the same val questions.
+_BEHIND = 0.06
 _LEAST_WORDS = 4  # of a sentence that can answer
 _WORD = re.compile(r"\w+")
 
@@ -26,7 +29,7 @@ class Quote(NamedTuple):
     Attributes:
       place: of the source among those that were asked.
       start, end: in characters of its text.
-      similarity: cosine of the sentence and the question.
+      similarity: of its first sentence to the question (`best_quote`).
     """
 
     place: int
@@ -41,11 +44,21 @@ def quote_below(parameters: int | None) -> float:
     return UNSURE if parameters is not None and parameters < SMALL else 0.0
 
 
-def best_quote(question: str, sources: Sequence[Source], embedder: Any) -> Quote | None:
-    """The sentence, or row of a table, that is nearest to a question; None where there is none.
+def best_quote(
+    question: str, sources: Sequence[Source], embedder: Any, words: str = ""
+) -> Quote | None:
+    """The sentence, or row of a table, that is nearest to a question, and the one after it.
+
+    A sentence's similarity is the mean of its cosines to the question alone and to the question
+    with a reader's words, less 0.06 for each source before its own.
 
     Args:
+      sources: the nearest first.
       embedder: of texts, as retrieval/text_encoder.py's.
+      words: what the reader answered.
+
+    Returns:
+      None where no source has a sentence.
     """
     spans = [
         (place, *span) for place, source in enumerate(sources) for span in _sentences(source.text)
@@ -53,10 +66,14 @@ def best_quote(question: str, sources: Sequence[Source], embedder: Any) -> Quote
     if not spans:
         return None
     texts = [sources[place].text[start:end] for place, start, end in spans]
-    (asked,) = embedder.embed_questions([question])
-    cosines = embedder.embed_passages(texts) @ asked  # [sentences]
-    best = int(np.argmax(cosines))
-    return Quote(*spans[best], float(cosines[best]))
+    asked = np.mean(embedder.embed_questions([question, f"{question} {words}".strip()]), axis=0)
+    similarities = embedder.embed_passages(texts) @ asked  # [sentences]
+    places = np.array([place for place, _, _ in spans])
+    best = int(np.argmax(similarities - _BEHIND * places))
+    place, start, end = spans[best]
+    if best + 1 < len(spans) and spans[best + 1][0] == place:
+        end = spans[best + 1][2]
+    return Quote(place, start, end, float(similarities[best]))
 
 
 def _sentences(text: str) -> Iterator[tuple[int, int]]:

@@ -280,15 +280,15 @@ class FolderAnswerer:
         confidence = prediction.trace.get(CONFIDENCE, 1.0)
         if is_found and question.image is None and confidence < below:
             with turn():
-                quote = self._quote(question, passages)
+                quote = self._quote(question, passages, answer)
         return FolderAnswer(answer, is_found, prediction, passages, quote)
 
-    def _quote(self, question: Question, passages: Ranking) -> Quote | None:
-        """The sentence of the passages that answers best, by an encoder of texts."""
+    def _quote(self, question: Question, passages: Ranking, words: str) -> Quote | None:
+        """The sentences of the passages that answer best, by an encoder of texts."""
         if self.embedder is None or self.embedder.image_size:
             return None
         sources = [self.corpus.sources[self.corpus.row[name]] for name in passages.sources]
-        return best_quote(question.question, sources, self.embedder)
+        return best_quote(question.question, sources, self.embedder, words)
 
     def refusal(self, to_read: ToRead) -> Prediction:
         """The prediction of a refused question, whose trace has REFUSED."""

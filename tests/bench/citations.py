@@ -1,7 +1,7 @@
 """`python -m tests.bench citations --data=FOLDER`: citations by cause beside those that are asked for.
 
-SmolLM2-135M reads the five best passages by BM25 of FOLDER, Atlas or OpenStax, prepared: the first
-questions of a split with a gold passage among the five, 60 or `--rounds`. Gold are a question's
+SmolLM2-135M reads the five best passages by BM25 of FOLDER, Atlas or OpenStax, prepared: 60 (or
+`--rounds`) questions of a split with a gold passage among the five, evenly over them. Gold are a question's
 positives, or where it has none (OpenStax's multiple choice, asked without its choices) the passages
 with its answer word by word; an answer is right that has the keywords, or the answer. `ours` are
 citations by cause, `peer` those of the model itself. Precision and recall are of all answers, `gold`
@@ -9,7 +9,8 @@ is the share of right ones that cite a gold passage. On val all five are hidden 
 the threshold is chosen, the one of the highest F1 of right answers; `val tried N` is `gold` where N
 are tried. On test as many are tried as a reader tries. `agreement` is the F1 of what the first
 answers of val cite against real ablation (prompts without a source), and `correlation` that of the
-losses. `processor` is answering with citing over answering alone, on test. `first` (alone by
+losses. `processor` is answering with citing over answering alone, on test. With `--only=gold` all
+are answered, and only right answers cited by cause: all rows are of these. `first` (alone by
 `--only=first`) is the share of questions where a reader below the confidence in `at` is replaced by
 the passages' best sentence (MiniLM), and what is first is right.
 """
@@ -26,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from mmqa_jax.core.config import find_config, load_config
-from mmqa_jax.core.errors import UserError
+from mmqa_jax.core.errors import RunError, UserError
 from mmqa_jax.core.host import device_name
-from mmqa_jax.data.corpus import Corpus, open_corpus
+from mmqa_jax.data.corpus import Corpus, evenly, open_corpus
 from mmqa_jax.data.schema import Prediction, Question, Ranking
 from mmqa_jax.prompting.backends.config import open_backend
 from mmqa_jax.prompting.causes import SENTENCES, suspects
@@ -77,6 +78,8 @@ def run(options: Options) -> dict[str, Any]:
     support = sure = 0.0
     for split, tried in (("val", _TOP_K), ("test", LLMReaderOptions().tried)):
         questions, rankings = _readable(corpus, split, options.rounds or _QUESTIONS)
+        if options.only == ("gold",):
+            questions, rankings = _rightly_answered(corpus, llm, questions, rankings)
         reading = LLMReaderOptions(citations="asked" if is_first else "cause", tried=tried)
         reader = _Timed(corpus, llm, reading)
         if split == "test":  # nothing that was read before is reused, all is compiled
@@ -154,14 +157,25 @@ def _agreement(
 
 
 def _readable(corpus: Corpus, split: str, most: int) -> tuple[list[Question], list[Ranking]]:
-    """The first questions with a gold passage among the best ones."""
+    """Questions with a gold passage among the best ones, evenly over the split."""
     asked = [q for q in corpus.questions(split) if q.answers and q.image is None]
     asked = [q for q in asked if q.choices or q.category in _KINDS]
     asked = [dataclasses.replace(q, choices=(), answer_index=None) for q in asked]
     ranked = open_words(corpus).search(asked, _TOP_K)
     pairs = [(q, r) for q, r in zip(asked, ranked, strict=True) if _gold(corpus, q, r.sources)]
-    questions, rankings = zip(*pairs[:most], strict=True)
+    questions, rankings = zip(*evenly(pairs, most), strict=True)
     return list(questions), list(rankings)
+
+
+def _rightly_answered(
+    corpus: Corpus, llm: Any, questions: Sequence[Question], rankings: Sequence[Ranking]
+) -> tuple[list[Question], list[Ranking]]:
+    predictions = LLMReader(corpus, llm, LLMReaderOptions()).answer(questions, rankings)
+    answered = zip(questions, rankings, predictions, strict=True)
+    pairs = [(q, r) for q, r, prediction in answered if _is_in(q, prediction.answer)]
+    if not pairs:
+        raise RunError(f"none of {len(questions)} answers is right; take more by --rounds.")
+    return [q for q, _ in pairs], [r for _, r in pairs]
 
 
 def _gold(corpus: Corpus, question: Question, names: Sequence[str]) -> set[str]:
@@ -185,7 +199,7 @@ def _facts(corpus: Corpus, question: Question, prediction: Prediction, embedder:
     output = prediction.trace.get("outputs", [{"text": ""}])[0]["text"]
     sources = [corpus.sources[corpus.row[name]] for name in read]
     texts = [prompt_text(source) for source in sources]
-    quote = best_quote(question.question, sources, embedder)
+    quote = best_quote(question.question, sources, embedder, prediction.answer)
     quoted = ""
     if quote is not None:
         quoted = sources[quote.place].text[quote.start : quote.end]

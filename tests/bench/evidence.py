@@ -5,8 +5,8 @@ DIR gets the folders markdown, pdf, office, pictures and code, if it lacks them:
 two manuals of Debian's packages and modules of Python's library. evidence_questions.tsv has for
 each 16 questions with words of the passage that answers and the answer, and 4 without an answer.
 MiniLM and BM25 find five passages, which SmolLM2-135M reads; its answers have at most 32 tokens.
-What came of a question is kept in DIR/NAME.asked.jsonl, so that a run goes on where one has ended;
-delete these files to measure anew. A row a folder and measure, of the
+What the reader answered is kept in DIR/NAME.asked.jsonl, so that a run goes on where one has ended;
+delete these files to measure anew. Quotes are found anew by each run. A row a folder and measure, of the
 questions with an even number among their folder's (test) but for the rows `val`, and of all for
 `refused`. An answer is right that has the answer's words.
 
@@ -22,7 +22,6 @@ questions with an even number among their folder's (test) but for the rows `val`
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
 import json
 import re
@@ -39,13 +38,13 @@ import numpy as np
 from mmqa_jax.core.config import find_config, load_config
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.host import device_name
-from mmqa_jax.data.schema import Source, source_text
+from mmqa_jax.data.schema import Prediction, Ranking, Source, source_text
 from mmqa_jax.prompting.backends.config import open_backend
 from mmqa_jax.prompting.causes import SENTENCES
 from mmqa_jax.prompting.citations import read_citations
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.prompting.quotes import CONFIDENCE, best_quote
-from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
+from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswer, FolderAnswerer, open_folder
 from tests.bench import Options
 from tests.shared_data import SHARED as DATA
 
@@ -175,56 +174,67 @@ def _facts(folder: Path, llm: Any) -> tuple[list[Fact], list[bool]]:
     lines = kept.read_text("utf-8").splitlines() if kept.exists() else []
     known = {row["question"]: row for row in map(json.loads, lines)}
     every = asked_of(folder.name)
-    if any(asked.question not in known for asked in every):
-        corpus = open_folder(folder, folder.with_name(f"{folder.name}.read"))
-        reading = LLMReaderOptions(citations="cause", max_new_tokens=32)
-        answerer = FolderAnswerer(
-            corpus, LLMReader(corpus, llm, reading), AskOptions(quote_below=0.0)
-        )
-        with kept.open("a", encoding="utf-8") as file:
-            for number, asked in enumerate(every):
-                if asked.question not in known:
-                    row = _asked_once(folder, answerer, asked, is_val=number % 2 == 1)
-                    known[asked.question] = row
-                    print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
-                    print(row, file=sys.stderr, flush=True)
-    rows = [known[asked.question] for asked in every]
-    facts = [Fact(**row["fact"]) for row in rows if "fact" in row]
-    return facts, [row["is_refused"] for row in rows if "is_refused" in row]
+    corpus = open_folder(folder, folder.with_name(f"{folder.name}.read"))
+    reading = LLMReaderOptions(citations="cause", max_new_tokens=32)
+    answerer = FolderAnswerer(corpus, LLMReader(corpus, llm, reading), AskOptions(quote_below=0.0))
+    with kept.open("a", encoding="utf-8") as file:
+        for asked in every:
+            if asked.question not in known:
+                known[asked.question] = row = _answered(answerer, asked)
+                print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+                print(row, file=sys.stderr, flush=True)
+    facts = [
+        _fact(folder, answerer, asked, known[asked.question], is_val=number % 2 == 1)
+        for number, asked in enumerate(every)
+        if asked.file
+    ]
+    refused = [not known[asked.question]["found"] for asked in every if not asked.file]
+    return facts, refused
 
 
-def _asked_once(
-    folder: Path, answerer: FolderAnswerer, asked: Asked, *, is_val: bool
-) -> dict[str, Any]:
-    """What came of a question: its `fact`, or of one without an answer whether it `is_refused`."""
-    corpus, answer = answerer.corpus, answerer.answer(asked.question)
-    row = {"question": asked.question, "answer": answer.text}
-    if not asked.file:
-        return {**row, "is_refused": not answer.found}
-    read = [corpus.sources[corpus.row[name]] for name in answer.read.sources]
-    if not any(map(asked.is_passage, corpus.sources)):
-        raise UserError(f"{folder}: no passage has the words {asked.words!r}.")
-    passages = {source.id for source in read if asked.is_passage(source)}
-    quote = best_quote(asked.question, read, answerer.embedder)
-    quoted = dataclasses.replace(answer, quote=quote).quoted(corpus)
+def _answered(answerer: FolderAnswerer, asked: Asked) -> dict[str, Any]:
+    """What the reader answered to a question."""
+    answer = answerer.answer(asked.question)
     trace = answer.prediction.trace
     output = trace.get("outputs", [{"text": ""}])[0]["text"]
-    named = read_citations(output, len(read)).numbers
-    fact = Fact(
+    read = answer.read.sources
+    return {
+        "question": asked.question,
+        "answer": answer.text,
+        "found": answer.found,
+        "read": read,
+        "cause": answer.prediction.sources,
+        "asked": [read[n - 1] for n in read_citations(output, len(read)).numbers],
+        "confidence": trace.get(CONFIDENCE, 0.0) if answer.found else 1.0,
+        SENTENCES: trace.get(SENTENCES),
+    }
+
+
+def _fact(
+    folder: Path, answerer: FolderAnswerer, asked: Asked, row: dict[str, Any], *, is_val: bool
+) -> Fact:
+    """Facts of a question and of what the reader answered."""
+    corpus = answerer.corpus
+    if not any(map(asked.is_passage, corpus.sources)):
+        raise UserError(f"{folder}: no passage has the words {asked.words!r}.")
+    read = [corpus.sources[corpus.row[name]] for name in row["read"]]
+    passages = {source.id for source in read if asked.is_passage(source)}
+    quote = best_quote(asked.question, read, answerer.embedder, row["answer"])
+    ranking = Ranking(asked.question, tuple(row["read"]), (0.0,) * len(read))
+    prediction = Prediction(asked.question, row["answer"], read=ranking.sources)
+    quoted = FolderAnswer(row["answer"], True, prediction, ranking, quote).quoted(corpus)
+    return Fact(
         is_val=is_val,
         found=bool(passages),
         nearest=bool(read) and read[0].id in passages,
-        said=asked.is_in(answer.text),
+        said=asked.is_in(row["answer"]),
         quoted=quoted is not None and asked.is_in(quoted["text"]),
         placed=None if quoted is None else _is_placed(folder, asked, quoted),
-        confidence=trace.get(CONFIDENCE, 0.0) if answer.found else 1.0,
-        cause=bool(passages & set(answer.prediction.sources)),
-        asked=bool(passages & {read[n - 1].id for n in named}),
-        refused=not answer.found,
+        confidence=row["confidence"],
+        cause=bool(passages & set(row["cause"])),
+        asked=bool(passages & set(row["asked"])),
+        refused=not row["found"],
     )
-    gold = [n for n, source in enumerate(read, start=1) if source.id in passages]
-    more = {"quote": quoted and quoted["text"], "gold": gold, SENTENCES: trace.get(SENTENCES)}
-    return {**row, **more, "fact": fact._asdict()}
 
 
 def _is_placed(folder: Path, asked: Asked, quoted: dict[str, Any]) -> bool | None:

@@ -73,6 +73,22 @@ def test_splash_in_interpret_mode(columns):
     np.testing.assert_allclose(got, plain(q, k, v, seen[:, None, None]), rtol=0, atol=1e-5)
 
 
+def test_splash_of_pictures_in_interpret_mode(interpreted):
+    """Keys that are seen by all; the second row is padding alone, whose values are numbers."""
+    q, k, v = inputs(256, 256, size=32)
+    mask = (np.arange(256) < np.array([[200], [0]]))[:, None, None]
+    real = np.array([1.0, 0.0])[:, None, None, None]
+
+    def attend(q, k, v):
+        return real * attention(q, k, v, mask=mask, implementation="splash")
+
+    def wanted(q, k, v):
+        return real * attention(q, k, v, mask=mask)
+
+    np.testing.assert_allclose(attend(q, k, v), wanted(q, k, v), rtol=0, atol=1e-5)
+    same_gradients(attend, wanted, q, k, v)
+
+
 def row_segments(length):
     """Two rows of three texts each; the second ends in padding, segment 0."""
     ends = np.array([[length // 3, length // 2, length], [length // 4, length // 2, length // 2]])
@@ -329,6 +345,7 @@ BFLOAT = jnp.bfloat16
         ("tpu", 4096, {"windowed": True, "segmented": True, "capped": True}, "splash"),
         ("tpu", 4096, {"dtype": jnp.float32}, "blocks"),
         ("tpu", 200, {"is_causal": False}, "fused"),
+        ("tpu", 4096, {"is_causal": False, "mask": (2, 1, 1, 4096)}, "splash"),  # of a picture
         ("gpu", 4096, {}, "cudnn"),
         ("gpu", 4096, {"segmented": True}, "cudnn"),
         ("gpu", 4100, {"segmented": True}, "blocks"),  # no multiple of 128

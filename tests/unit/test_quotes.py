@@ -13,16 +13,30 @@ from mmqa_jax.runs.ask_folder import AskOptions, FolderAnswerer, open_folder
 TEXT = "The pump is on the left. Wash the filter every week in water. Filter."
 
 
-def test_the_nearest_sentence_is_quoted():
+def test_the_nearest_sentence_is_quoted_with_the_next():
     sources = [Source("a", "text", "No more about it here."), Source("b", "text", TEXT)]
     quote = best_quote("When to wash the filter?", sources, WordEncoder())
     assert (quote.place, TEXT[quote.start : quote.end]) == (
         1,
         "Wash the filter every week in water.",
     )
+    more = f"{TEXT} Then dry it well outside."
+    quote = best_quote("When to wash the filter?", [Source("b", "text", more)], WordEncoder())
+    assert more[quote.start : quote.end].startswith("Wash the filter")
+    assert more[quote.start : quote.end].endswith("Filter. Then dry it well outside.")
+
+
+def test_words_and_the_order_of_sources_decide_between_sentences():
+    text = "The fee of it is four. The weight of it is nine."
+    sources = [Source("a", "text", text), Source("b", "text", text)]
+    quote = best_quote("What of it?", sources, WordEncoder(), words="The weight is nine.")
+    assert (quote.place, text[quote.start : quote.end]) == (0, "The weight of it is nine.")
+
+
+def test_a_row_of_a_table_is_quoted():
     row = [Source("t", "text", "item | fee | of | what\npump | 3 | a | b\nfilter | 4 | c | d")]
     quote = best_quote("The fee of a filter?", row, WordEncoder())
-    assert row[0].text[quote.start : quote.end] == "item | fee | of | what"
+    assert row[0].text[quote.start : quote.end] == "item | fee | of | what\npump | 3 | a | b"
     assert best_quote("What?", [Source("c", "text", "Too short.")], WordEncoder()) is None
 
 

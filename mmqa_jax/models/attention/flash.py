@@ -46,7 +46,7 @@ def auto_implementation(
     """What `layers.attention` means by "auto" for q [B, Lq, heads, D] and k where it is traced.
 
     On a TPU that is one kernel for all scores of a head where these fit its memory, and splash for
-    long rows of decoders (`is_causal`); on a GPU cuDNN's flash attention. Elsewhere XLA's products,
+    longer rows; on a GPU cuDNN's flash attention. Elsewhere XLA's products,
     and from _LONG keys on blocks.
 
     Args:
@@ -77,7 +77,7 @@ def auto_implementation(
     if even and not capped and shards == 1 and cudnn_fits(q, k, mask, **kind):
         return "cudnn"
     is_long = columns >= _LONG_FOR_A_KERNEL
-    if is_causal and half_on_tpu and is_long and (mask is None or mask.shape[2] == 1):
+    if half_on_tpu and is_long and (mask is None or mask.shape[2] == 1):
         from mmqa_jax.models.attention.splash import splash_fits
 
         if splash_fits(length, columns, shards):
