@@ -492,6 +492,18 @@ class Searcher(TextModelTask):
         def evaluate(model: nnx.Module) -> dict[str, float]:
             searches.use(model)
             earned = [self.reward.of(episode) for episode in searches.run(questions, 0.0)]
-            return {name: float(np.nanmean([e[name] for e in earned])) for name in earned[0]}
+            return validated(earned)
 
         return evaluate
+
+
+def validated(earned: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of what episodes earned; a reward that failed, or whose search did, counts 0."""
+    failed = sum(math.isnan(values["reward"]) for values in earned)
+    if failed and jax.process_index() == 0:
+        print(
+            f"validation: the search or the reward of {failed} of {len(earned)} episodes failed; "
+            "each counts 0.",
+            file=sys.stderr,
+        )
+    return {n: float(np.mean(np.nan_to_num([e[n] for e in earned]))) for n in earned[0]}
