@@ -134,8 +134,8 @@ class Engine:
         """Serves with other weights from now on, as a policy that is being trained; no program is
         compiled again.
 
-        `model`: of the same config and on the same devices; the engine owns it, as its first one. The
-        tower, where there is one, stays.
+        `model`: of the same config and on the same devices; the engine owns it, as its first one;
+        the tower stays.
         """
         assert not self._running, "an engine cannot get other weights while it serves"
         assert not self._adapters, "only a model without adapters gets other weights"

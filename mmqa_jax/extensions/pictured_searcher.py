@@ -27,7 +27,6 @@ from mmqa_jax.prompting.backends.policy import Transcript, picture_key
 from mmqa_jax.prompting.picture_format import PictureFormat, Shown, picture_format
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.tasks.base_llm import check_rows, model_config
-from mmqa_jax.tasks.picture_layouts import layout_of
 from mmqa_jax.tasks.policy import Arrays, PolicyObjective, batch_shapes
 from mmqa_jax.tasks.task import ANY_VOCABULARY
 from mmqa_jax.tasks.vision_language import (
@@ -35,6 +34,7 @@ from mmqa_jax.tasks.vision_language import (
     ShownPictures,
     VisionLanguageObjective,
     VisionLanguageSection,
+    layout_of,
     pictured_shapes,
 )
 
