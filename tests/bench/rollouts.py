@@ -31,10 +31,8 @@ _SLOTS = (4, 8, 16, 32, 64, 128, 256)
 _EPISODES, _TOKENS, _TURN = 512, 4096, 512
 _UPDATE = 8 * 1.38663  # seconds of 8 parts of 64 rows on 64 chips
 _PREFILL = 0.04329 / 4096  # seconds a token of an engine
-_STEP, _SLOTS_SHARE = (
-    0.01776,
-    0.718,
-)  # seconds of a full decode step, and its share that reads slots
+_STEP = 0.01776  # seconds of a full decode step
+_SLOTS_SHARE = 0.718  # of it reads the cache of slots, the rest weights
 _ENGINES = 8
 
 
