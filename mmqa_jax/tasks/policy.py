@@ -488,7 +488,7 @@ class PolicyBatches(abc.ABC):
         measured["reward"] = rewards.ravel() if each else np.repeat(rewards.mean(axis=1), rows)
         measured["deciding"] = np.repeat([float(group.decides) for group in groups], rows)
         batch["measured"] = {name: np.array(x, np.float32) for name, x in measured.items()}
-        if answers[0].log_probs:
+        if any(answer.log_probs for answer in answers):
             drawn = np.zeros(batch["target_ids"].shape, np.float32)
             for row, answer in enumerate(answers):
                 drawn[row, : len(answer.log_probs)] = answer.log_probs
