@@ -445,9 +445,8 @@ def _batch_row(row: Mapping[str, Any], default: backends.Decoding) -> backends.Q
     if asked.form.stream:
         raise UserError("stream has no meaning in a file; leave it out.")
     most = default.max_new_tokens if asked.most is None else asked.most
-    return backends.Chat(
-        name, asked.messages, dataclasses.replace(asked.decoding, max_new_tokens=most)
-    )
+    decoding = dataclasses.replace(asked.decoding, max_new_tokens=most)
+    return backends.Chat(name, asked.messages, decoding, thinking=asked.thinking)
 
 
 def _messages(

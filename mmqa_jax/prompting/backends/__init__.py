@@ -9,10 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request, Result, Scores, Unanswerable
+
+if TYPE_CHECKING:
+    from mmqa_jax.prompting.backends.thinking import Thinking
 
 ROLES = ("system", "user", "assistant")
 _MEDIA_TYPES = {
@@ -109,12 +112,14 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation whose next message is generated, behind what of it has `begun`."""
+    """A conversation whose next message is generated, behind what of it has `begun`; `thinking` is
+    what its template is told where that differs from the backend's."""
 
     id: Hashable
     messages: tuple[Message, ...]
     decoding: Decoding = Decoding()
     begun: str = ""
+    thinking: Thinking | None = None
 
 
 @dataclasses.dataclass(frozen=True)
