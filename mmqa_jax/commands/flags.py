@@ -325,9 +325,10 @@ def check_reading(arguments: argparse.Namespace) -> None:
         from mmqa_jax.weights.hub import is_hub_name
 
         if not is_hub_name(value):
+            others = f", nor {known}" if known else ""
             raise UserError(
-                f"--{name}={value}: no such folder{known and f', nor {known}'}, nor ORG/NAME on the "
-                "Hugging Face hub; check the path."
+                f"--{name}={value}: no such folder{others}, nor ORG/NAME on the Hugging Face hub; "
+                "check the path."
             )
     if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
         from mmqa_jax.runs.ask_folder import no_pictures
