@@ -42,8 +42,7 @@ from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import retrieval
 from mmqa_jax.evaluation.boxes import PageBox, zone_f1
-from mmqa_jax.evaluation.prediction_lines import json_rows
-from mmqa_jax.evaluation.scores import Scores, groups_by
+from mmqa_jax.evaluation.scores import Scores, groups_by, json_rows
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 Pages = Literal["text", "pictures", "both"]
