@@ -22,7 +22,10 @@ ROWS = _rows.llm_rows(_LLM, _BM25) | {
     # lmms-lab/MMSearch-R1-7B): --config.parts.llm.model=ORG/NAME, and .engine.length of 8192.
     "search_r1": {"setting": "search_r1", **_SEARCHER},
     "mmsearch_r1": {"setting": "mmsearch_r1", **_SEARCHER},
-    # Any chat model, by function calls (OpenSearch-VL/OpenSearch-VL-8B and other Qwen3-VLs see).
+    # OpenSearch-VL/OpenSearch-VL-8B, with the prompt that it was trained with, of a clone:
+    # --config.options.published=OpenSearch-VL/opensearch_vl/opensearch_infer
+    "opensearch_vl": {**_SEARCHER, "system": "opensearch_vl", "setting": "opensearch_vl"},
+    # Any chat model, by function calls.
     "tool_search": {**_SEARCHER, **_BY_TOOLS},
 }
 MODES = tuple(ROWS)

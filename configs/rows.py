@@ -183,6 +183,19 @@ def llm_rows(
     }
 
 
+def found_in_documents(documents: str) -> dict[str, dict[str, Any]]:
+    """The models of `alone` with the passages that BM25 finds in the corpus of this folder."""
+    models = {name: qwen_vl(name) for name in QWEN_VL}
+    models["smollm2"] = language_model("smollm2", length=2048)
+    rows = {
+        name: llm_rows(llm, {"method": "bm25"})["llm_retrieved"] for name, llm in models.items()
+    }
+    return {
+        f"bm25_{name}": {**row, "system": "webqa", "sources": documents}
+        for name, row in rows.items()
+    }
+
+
 def ranking_row(retriever: Mapping[str, Any], depth: int, data: str) -> dict[str, Any]:
     """A row of a benchmark of retrieval: `depth` sources of the collection in `data`, ranked."""
     return {

@@ -12,15 +12,17 @@ whole commands.
 from ml_collections import ConfigDict
 
 # Importing it makes its task known.
-from mmqa_jax.extensions import searcher
+from mmqa_jax.extensions import pictured_searcher, searcher
 
-MODES = ("runlocal",)
+MODES = ("runlocal", "pictured", "pictured_runlocal")
 
 
 def get_config(mode: str = "") -> ConfigDict:
     """GRPO by LoRA with DAPO's clipping, average and draws.
 
-    `runlocal`: a few steps of a tiny model from scratch, for tests.
+    `pictured`: a Qwen-VL, which is shown the pictures that its tools find.
+
+    `runlocal`, `pictured_runlocal`: a few steps of a tiny model from scratch, for tests.
     """
     config = ConfigDict()
     config.seed = 0
@@ -58,6 +60,7 @@ def get_config(mode: str = "") -> ConfigDict:
     config.episodes = {
         **{"turns": 3, "top_k": 3, "new_tokens": 80},
         **{"template": "search_r1", "results_by": "user", "pages": 0, "tokens": 0, "slots": 32},
+        **{"picture_searches": 0, "zooms": 0},
     }
     config.reward = {
         **{"scorer": "webqa", "answer": 1.0, "evidence": 0.2, "precision": 0.0},
@@ -70,7 +73,14 @@ def get_config(mode: str = "") -> ConfigDict:
     }
     config.exact = False
     config.validate = {"split": "val", "questions": 60, "metric": None}
-    if mode == "runlocal":
+    if mode.startswith("pictured"):
+        config.task = pictured_searcher.PicturedSearcher.name
+        config.init, config.data.modality = "Qwen/Qwen2.5-VL-3B-Instruct", None
+        config.model.tower = "frozen"
+        config.model.vision = {"dtype": "float32", "remat": "none", "max_pixels": 256 * 28 * 28}
+        config.pictures = {"max_broken": None, "most": 4}  # of an episode
+        config.episodes.update({"template": "tools", "picture_searches": 1, "zooms": 1})
+    if mode.endswith("runlocal"):
         config.init, config.tokenizer, config.data.modality = "scratch", "corpus:400", None
         config.model.changes = {
             **{"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "mlp": 64},
@@ -81,4 +91,10 @@ def get_config(mode: str = "") -> ConfigDict:
         config.grpo.group = 2
         config.train.update({"steps": 4, "checkpoint_every": 2})
         config.validate.questions = 2
+    if mode == "pictured_runlocal":
+        config.model.changes.mrope = (2, 1, 1)
+        config.model.vision = {
+            **{"width": 16, "layers": 2, "heads": 2, "mlp": 20, "out": 32, "patch": 2},
+            **{"window": 8, "full_layers": (1,), "min_pixels": 144, "max_pixels": 400},
+        }
     return config

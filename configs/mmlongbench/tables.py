@@ -18,18 +18,7 @@ MADE_BY = {
     DOCUMENTS: f"mmqa prepare folder --raw={_RAW}/data/documents --out={DOCUMENTS}",
     **dict(_rows.QWEN_VL.values()),
 }
-
-
-def _found(llm: dict) -> dict:
-    row = _rows.llm_rows(llm, {"method": "bm25"})["llm_retrieved"]
-    return {**row, "system": "webqa", "sources": DOCUMENTS}
-
-
-ROWS = {
-    **_rows.alone(),
-    **{f"bm25_{name}": _found(_rows.qwen_vl(name)) for name in _rows.QWEN_VL},
-    "bm25_smollm2": _found(_rows.language_model("smollm2", length=2048)),
-}
+ROWS = {**_rows.alone(), **_rows.found_in_documents(DOCUMENTS)}
 MISSING: dict[str, tuple[dict, ...]] = {}
 CITED: dict[str, tuple[dict, ...]] = {}
 MODES = tuple(ROWS)

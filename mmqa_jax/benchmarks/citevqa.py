@@ -5,7 +5,8 @@
                    also doc="1"; in the folder or in data/validation/ below it
 
 Coordinates are thousandths of the page from its top left corner. The PDF documents are not read
-here: `mmqa prepare folder` makes a corpus of them.
+here: `mmqa prepare folder` makes a corpus of them. An answer without rectangles that cites passages
+of it, as a row's does, cites the rectangle around the lines of each (`evidence`).
 
 CiteVQA's scores (eval/run.py), and its file of results, the samples with `model_predict`.
 
@@ -20,14 +21,17 @@ script divides them by 20 as it reads a reply, though its own threshold and summ
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import numpy as np
 
-from mmqa_jax.benchmarks.benchmark import Benchmark
+from mmqa_jax.benchmarks.benchmark import Benchmark, read_boards
 from mmqa_jax.core.errors import UserError
+from mmqa_jax.data.documents.document import around
 from mmqa_jax.data.formats import official
 from mmqa_jax.data.schema import Material, Prediction, Question
 from mmqa_jax.evaluation.boxes import PageBox, boxes_found, zone_f1
@@ -37,6 +41,7 @@ from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 # Keys of Question.extra: the PDF files, the answer with its rectangles; of a trace: a judge's
 # points of the answer and of the cited regions.
 DOCUMENTS, MARKED, ANSWER_POINTS, REGION_POINTS = "documents", "marked", "answer", "regions"
+EVIDENCE = "evidence"  # key of a line of predictions.jsonl, and of the trace
 RECALL, SAA, ZONES = "citevqa/recall", "citevqa/saa", "citevqa/zone_f1"
 KINDS = ("Single-Doc", "Multi (1-Gold)", "Multi (N-Gold)")
 MATERIALS = (
@@ -87,6 +92,26 @@ def cited_boxes(text: str) -> list[PageBox]:
     return boxes
 
 
+def evidence_boxes(question: Question, evidence: Sequence[Mapping[str, Any]]) -> list[PageBox]:
+    """The rectangles of cited passages; 0 is a document that is not the question's."""
+    names = [PurePosixPath(name).name for name in question.extra[DOCUMENTS]]
+    boxes = []
+    for place in evidence:
+        if place.get("boxes") and place.get("page_size"):
+            name = PurePosixPath(place["file"]).name
+            document = names.index(name) + 1 if name in names else 0
+            width, height = place["page_size"]
+            left, top, right, bottom = around(place["boxes"])
+            edges = (left / width, top / height, right / width, bottom / height)
+            boxes.append(PageBox(document, place["page"], *(1000 * edge for edge in edges)))
+    return boxes
+
+
+def _cited(question: Question, prediction: Prediction) -> list[PageBox]:
+    boxes = cited_boxes(prediction.answer)
+    return boxes or evidence_boxes(question, prediction.trace.get(EVIDENCE, ()))
+
+
 def strict_attributed(answer: float, regions: float, recall: float) -> float:
     """1 of an answer that is right and cites what supports it, by a judge's points."""
     return float(answer >= _GOOD and (regions >= _GOOD or recall >= _RECALL))
@@ -104,7 +129,7 @@ def score_citevqa(questions: Sequence[Question], predictions: Sequence[Predictio
     precisions, f1s, judged = [], [], []
 
     def recall_of(question: Question, prediction: Prediction) -> float:
-        gold, cited = (cited_boxes(text) for text in (question.extra[MARKED], prediction.answer))
+        gold, cited = cited_boxes(question.extra[MARKED]), _cited(question, prediction)
         hits = boxes_found(gold, cited)
         recall = hits / len(gold)
         if cited:
@@ -117,7 +142,7 @@ def score_citevqa(questions: Sequence[Question], predictions: Sequence[Predictio
         return recall
 
     def zones_of(question: Question, prediction: Prediction) -> float:
-        return zone_f1(*map(cited_boxes, (question.extra[MARKED], prediction.answer)))
+        return zone_f1(cited_boxes(question.extra[MARKED]), _cited(question, prediction))
 
     scores = {RECALL: split.values(recall_of), ZONES: split.values(zones_of)}
     if judged and len(judged) == len(split.by_id):
@@ -138,10 +163,14 @@ def score_citevqa(questions: Sequence[Question], predictions: Sequence[Predictio
 
 def read_results(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
     """Reads the authors' results with `model_predict`, or predictions.jsonl, whose answers have
-    rectangles in the authors' form."""
+    rectangles in the authors' form, or whose `evidence` has them."""
     rows = list(json_rows(path))
     if not any("model_predict" in row for _, row in rows):
-        return read_own_lines(path, questions)
+        pairs = zip(read_own_lines(path, questions), rows, strict=True)
+        return [
+            dataclasses.replace(prediction, trace={EVIDENCE: row.get(EVIDENCE) or ()})
+            for prediction, (_, row) in pairs
+        ]
     known = {question.id for question in questions}
     predictions = []
     for where, row in rows:
@@ -170,4 +199,5 @@ BENCHMARK = Benchmark(
     has_reference=has_boxes,
     score=score_citevqa,
     headline="citevqa",
+    boards=read_boards("citevqa"),
 )

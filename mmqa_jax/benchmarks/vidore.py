@@ -13,14 +13,22 @@ ViDoRe's score as MTEB computes it, and MTEB's file of results (mteb _evaluators
                          descending order of their ids
     vidore/official      the version's main score: nDCG@5 of v1 and v2, nDCG@10 of v3
 
+    box F1               a note, of v3's pages with rectangles of annotators: F1 of the area that
+                         the cited rectangles of a page cover beside that of an annotator, all of a
+                         page as one zone; the best annotator counts
+
+Box F1 is ViDoRe V3's of visual grounding (Loison et al., 2026), whose code is not public; that the
+best annotator counts, and a page without a cited rectangle as 0, is how it is read here.
 A set's score is the mean over its languages, a version's the mean over its sets; those stand in
 notes. Questions without a relevant page are left out.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,7 +41,8 @@ from mmqa_jax.data.formats import official
 from mmqa_jax.data.formats.tables import whole_number
 from mmqa_jax.data.schema import Material, Prediction, Question, Source
 from mmqa_jax.evaluation import retrieval
-from mmqa_jax.evaluation.scores import Scores, groups_by
+from mmqa_jax.evaluation.boxes import PageBox, zone_f1
+from mmqa_jax.evaluation.scores import Scores, groups_by, json_rows
 from mmqa_jax.evaluation.scoring import Evaluation, scored_split
 
 Pages = Literal["text", "pictures", "both"]
@@ -76,12 +85,15 @@ V3 = _tasks(
     vidore_v3_energy="Energy",
 )  # telecom and nuclear are private
 TASKS = {**V1, **V2, **V3}
-# Keys of Question.extra: the language; the grades of `positives`, in their order.
-LANGUAGE, GRADES = "language", "grades"
+# Keys of Question.extra: the language; of `positives`, in their order, the grades, and rectangles
+# [annotator, left, top, right, bottom] in pixels. BOXES is also a key of predictions.jsonl and of
+# the trace: page -> cited rectangles.
+LANGUAGE, GRADES, BOXES = "language", "grades", "boxes"
 MATERIALS = (Material("ViDoRe", "Faysse et al. 2024; Macé et al. 2025; Loison et al. 2026"),)
 
 _TEXTS = ("markdown", "text_description")
 _KEPT = ("query_types", "query_format", "content_type")
+_DRAWN, _EDGES = "bounding_boxes", ("annotator", "x1", "y1", "x2", "y2")  # of v3's qrels
 
 
 def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFiles:
@@ -114,11 +126,11 @@ def read_vidore(folder: Path, pages: Pages = "pictures") -> official.BenchmarkFi
     sources = official.read_entries(
         rows, lambda row: _page(f"{name}/{_id(row, pages_key)}", row, texts, pages), pages_key
     )
-    judged = _judgments(qrels, name, sources)
+    judged, boxes = _judgments(qrels, name, sources)
     key = _key(queries[0], "query-id", "query_id")
     rows = official.parquet_entries(queries, (key, "query"), (LANGUAGE, "answer", *_KEPT))
     questions = official.read_entries(
-        rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged), key
+        rows, lambda row: _question(f"{name}/{_id(row, key)}", row, name, judged, boxes), key
     )
     counts = {"pages": len(sources), "test questions": len(questions)}
     counts |= official.counts_of(
@@ -164,26 +176,37 @@ def _page(name: str, row: official.Entry, texts: Sequence[str], pages: Pages) ->
 
 def _judgments(
     paths: Sequence[Path], name: str, sources: dict[str, Source]
-) -> dict[str, dict[str, int]]:
-    """Question id -> relevant page -> grade above 0."""
+) -> tuple[dict[str, dict[str, int]], dict[str, dict[str, list[list[int]]]]]:
+    """Question id -> relevant page -> grade above 0, and -> annotators' rectangles."""
     judged: dict[str, dict[str, int]] = {}
+    boxes: dict[str, dict[str, list[list[int]]]] = {}
     query = _key(paths[0], "query-id", "query_id")
     page = _key(paths[0], "corpus-id", "corpus_id")
-    for row in official.parquet_entries(paths, (query, page, "score")):
+    for row in official.parquet_entries(paths, (query, page, "score"), (_DRAWN,)):
         judged_page, grade = f"{name}/{_id(row, page)}", row["score"]
         if judged_page not in sources:
             raise row.error(f"judges page {judged_page}, which corpus/ has not")
         if not isinstance(grade, int | float) or not float(grade).is_integer():
             raise row.wrong("score", "a whole number")
         if grade > 0:
-            judged.setdefault(f"{name}/{_id(row, query)}", {})[judged_page] = int(grade)
-    return judged
+            question = f"{name}/{_id(row, query)}"
+            judged.setdefault(question, {})[judged_page] = int(grade)
+            drawn = [[box.get(key) for key in _EDGES] for box in row.get(_DRAWN) or ()]
+            if not all(type(edge) is int for box in drawn for edge in box):
+                raise row.wrong(_DRAWN, f"rectangles with {', '.join(_EDGES)}")
+            boxes.setdefault(question, {})[judged_page] = drawn
+    return judged, boxes
 
 
 def _question(
-    name: str, row: official.Entry, category: str, judged: dict[str, dict[str, int]]
+    name: str,
+    row: official.Entry,
+    category: str,
+    judged: dict[str, dict[str, int]],
+    boxes: dict[str, dict[str, list[list[int]]]],
 ) -> Question:
     grades, answer = judged.get(name, {}), row.get("answer")
+    drawn = [*boxes.get(name, {}).values()]
     row.text(LANGUAGE, "")  # refuses another value
     extra = {key: row[key] for key in (LANGUAGE, *_KEPT) if row.get(key) is not None}
     return Question(
@@ -193,7 +216,7 @@ def _question(
         answers=(answer,) if isinstance(answer, str) and answer else (),
         category=category,
         positives=tuple(grades),
-        extra={**extra, GRADES: list(grades.values())},
+        extra={**extra, GRADES: list(grades.values()), **({BOXES: drawn} if any(drawn) else {})},
     )
 
 
@@ -239,7 +262,59 @@ def score_vidore(questions: Sequence[Question], predictions: Sequence[Prediction
             means = [set_score(scores, name) for name in there]
             note = retrieval.average_note(means, f"{len(sets)} sets", f"nDCG@{_MAIN_K[version]}")
             evaluation.notes.append(f"{version}, {note}")
+    if any(BOXES in prediction.trace for prediction in scored.predictions):
+        pairs = zip(counted, scored.predictions, strict=True)
+        f1s = [score for query, prediction in pairs for score in box_f1s(query, prediction)]
+        if f1s:
+            mean = float(np.mean(f1s))
+            evaluation.notes.append(f"box F1 of {len(f1s):,} pages with rectangles: {mean:.4f}")
     return evaluation
+
+
+def box_f1s(question: Question, prediction: Prediction) -> list[float]:
+    """F1 of the cited rectangles of each relevant page that has annotators', beside the best of
+    them."""
+    scores = []
+    for page, drawn in zip(question.positives, question.extra.get(BOXES, ()), strict=False):
+        zones: dict[int, list[PageBox]] = {}
+        for annotator, *edges in drawn:
+            zones.setdefault(annotator, []).append(PageBox(1, 1, *edges))
+        cited = [PageBox(1, 1, *edges) for edges in prediction.trace.get(BOXES, {}).get(page, ())]
+        if zones:
+            scores.append(max(zone_f1(zone, cited) for zone in zones.values()))
+    return scores
+
+
+def read_rankings(path: Path, questions: Sequence[Question] = ()) -> list[Prediction]:
+    """Reads rankings; lines of predictions.jsonl may have `boxes`: page -> rectangles [left, top,
+    right, bottom] in pixels of its picture."""
+    predictions = retrieval.read_found(path, questions)
+    if path.suffix != ".jsonl":
+        return predictions
+    cited = {}
+    for where, row in json_rows(path):
+        boxes = row.get(BOXES)
+        if boxes is None:
+            continue
+        pages = boxes.values() if isinstance(boxes, dict) else [None]
+        if not all(isinstance(page, list) and all(map(_is_box, page)) for page in pages):
+            raise UserError(
+                f"{where}: `{BOXES}` must be page -> rectangles [left, top, right, bottom] in "
+                "pixels, left before right and top before bottom; correct it."
+            )
+        cited[str(row.get("question_id"))] = {BOXES: boxes}
+    return [
+        dataclasses.replace(prediction, trace=prediction.trace | cited[prediction.question_id])
+        if prediction.question_id in cited
+        else prediction
+        for prediction in predictions
+    ]
+
+
+def _is_box(box: Any) -> bool:
+    is_four = isinstance(box, list) and len(box) == 4
+    is_numbers = is_four and all(type(edge) in (int, float) and isfinite(edge) for edge in box)
+    return is_numbers and box[0] <= box[2] and box[1] <= box[3]
 
 
 def set_score(scores: Scores, name: str) -> float:
@@ -307,7 +382,7 @@ BENCHMARK = Benchmark(
     materials=MATERIALS,
     split="test",
     formats=retrieval.FORMATS,
-    read_predictions=retrieval.read_found,
+    read_predictions=read_rankings,
     has_reference=retrieval.has_positives,
     score=score_vidore,
     headline="vidore/official",

@@ -318,11 +318,18 @@ def check_reading(arguments: argparse.Namespace) -> None:
             f"--quote_below={arguments.quote_below:g}: a confidence from 0 (never) to 1 (always) "
             "was expected; change it."
         )
-    if arguments.reranker is not None and not Path(arguments.reranker).is_dir():
+    for name, known in (("reranker", ""), ("encoder", "minilm")):  # before JAX starts
+        value = getattr(arguments, name)
+        if value in (None, known) or Path(value).exists():
+            continue
         from mmqa_jax.weights.hub import is_hub_name
 
-        if not is_hub_name(arguments.reranker):
-            raise UserError(f"--reranker={arguments.reranker}: no such folder; check the path.")
+        if not is_hub_name(value):
+            others = f", nor {known}" if known else ""
+            raise UserError(
+                f"--{name}={value}: no such folder{others}, nor ORG/NAME on the Hugging Face hub; "
+                "check the path."
+            )
     if arguments.pages in ("pictures", "both") and arguments.encoder in (None, "minilm"):
         from mmqa_jax.runs.ask_folder import no_pictures
 

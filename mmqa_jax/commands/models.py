@@ -10,7 +10,16 @@ from mmqa_jax.commands import flags
 SUMMARY = "list the models that are read: sizes, memory on a chip, deviation, who sees pictures."
 EXAMPLE = "mmqa models --markdown"
 _MEASURED = Path(__file__).parents[1] / "weights/RESULTS.md"  # by python -m tests.bench families
-_COLUMNS = ("family", "answers", "sees", "deviation", "size", "GiB", "GiB a chip of v5e:2x4")
+_COLUMNS = (
+    "family",
+    "answers",
+    "embeds",
+    "sees",
+    "deviation",
+    "size",
+    "GiB",
+    "GiB a chip of v5e:2x4",
+)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Lists the models."""
     from mmqa_jax.evaluation.tables import Table, show
+    from mmqa_jax.models.encoders.text_encoders import FAMILIES as ENCODERS
     from mmqa_jax.models.llava.families import FAMILIES as VISION_FAMILIES
     from mmqa_jax.weights.registry import architectures
 
@@ -47,8 +57,18 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for name, entry in owners.items():
         deviation, sizes = measured.get(name, (None, [(None, None, None)]))
-        facts = [name, "yes" if entry.writes else "", "yes" if entry.sees else "", deviation]
+        embeds = "yes" if name in ENCODERS else ""
+        facts = [
+            name,
+            "yes" if entry.writes else "",
+            embeds,
+            "yes" if entry.sees else "",
+            deviation,
+        ]
         rows += [dict(zip(_COLUMNS, [*facts, *size], strict=True)) for size in sizes]
+    for name in sorted({*ENCODERS} - {*owners}):
+        facts = [name, "", "yes", "", measured.get(name, (None,))[0]]
+        rows.append(dict(zip(_COLUMNS, [*facts, None, None, None], strict=True)))
     table = Table("Models", _COLUMNS, [list(row.values()) for row in rows])
     show(table, markdown=arguments.markdown)
     return {"models": rows}

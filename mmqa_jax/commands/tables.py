@@ -10,7 +10,7 @@ NAMES = (
     *("webqa", "pica", "rmr", "mavl", "llava", "mmcot", "echosight", "atlas", "openstax"),
     *("okvqa", "aokvqa", "scienceqa", "mmbench", "seedbench", "multimodalqa", "infoseek", "evqa"),
     *("mbeir", "vidore", "mmmu", "mragbench", "mathvista", "bright"),
-    *("dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb", "mmlongbench"),
+    *("dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb", "mmlongbench", "citevqa"),
 )
 SUMMARY = "list the papers' tables, published and measured, commands, needs, and the best systems."
 EXAMPLE = "mmqa tables webqa --workdir=runs/tables"

@@ -52,6 +52,10 @@ def text(data: bytes, ending: str, least_pixels: int, scans: bool = False) -> Re
         **_paragraphs(document),
         "figures": figures,
         "scanned_pages": list(document.scanned_pages),
+        "page_sizes": {
+            str(page): [round(side, 1) for side in size]
+            for page, size in document.page_sizes.items()
+        },
         "broken_figures": broken,
         "title": document.title,
         "letters": document.letters_read,

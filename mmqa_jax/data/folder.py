@@ -504,6 +504,8 @@ class _Reading:
         extra = {"file": name, "page": page, "heading": heading}
         if title := self._stated(name):
             extra["title"] = title
+        if size := self._documents.get(name, {}).get("page_sizes", {}).get(str(page)):
+            extra["page_size"] = size
         return {**extra, "same_as": self._same[name]} if name in self._same else extra
 
 

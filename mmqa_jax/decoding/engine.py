@@ -134,13 +134,15 @@ class Engine:
         """Serves with other weights from now on, as a policy that is being trained; no program is
         compiled again.
 
-        `model`: of the same config and on the same devices; the engine owns it, as its first one.
+        `model`: of the same config and on the same devices; the engine owns it, as its first one;
+        the tower stays.
         """
         assert not self._running, "an engine cannot get other weights while it serves"
-        assert self._whole is None, "only a model without a tower gets other weights"
         assert not self._adapters, "only a model without adapters gets other weights"
         serve_ready(model, self.config, self.mesh)
         self._model = model
+        if self._whole is not None:
+            self._whole.llama = model
         self._runner.use(for_length(model, self.config.length))
         self._beams = BeamBatches(model, self.config, self._end_ids)
         self.forget()

@@ -437,11 +437,6 @@ class PlannerTask(TextModelTask):
 
     def sampler(self, tokenizer: TextTokenizer) -> PlanSampler:
         """The planner in use; its engine is made when it is needed."""
-        if jax.process_count() > 1:
-            raise UserError(
-                f"config key task={self.task}: plans are drawn by one process, and this launch has "
-                f"{jax.process_count()}; start one that has all devices."
-            )
         slots, mesh = self.inference.slots, make_mesh(self.mesh)
         return PlanSampler(tokenizer, mesh, length=self.batches.length, slots=slots)
 
@@ -633,5 +628,6 @@ class RewardedPlans(PlannerTask):
             size=self._row_size,
             options=self.grpo,
             seed=self.seed,
+            mesh=make_mesh(self.mesh),
         )
         return self.recipe_of(objective, batches, tokenizer)

@@ -26,19 +26,22 @@ from mmqa_jax.core.files import write_jsonl
 from mmqa_jax.core.hosts.distributed import gather
 from mmqa_jax.core.mesh import make_mesh
 from mmqa_jax.core.typed import at_least
-from mmqa_jax.data.batches.texts import RowSize
+from mmqa_jax.data.batches.texts import RowSize, TokenExample
 from mmqa_jax.data.corpus import Corpus, evenly
 from mmqa_jax.data.schema import Modality, Question, Ranking
 from mmqa_jax.decoding.engine import Engine
+from mmqa_jax.decoding.requests import TooLong, Unanswerable
 from mmqa_jax.decoding.slot_runner import EngineConfig
 from mmqa_jax.extensions.search_rewards import METRICS, RewardSection
 from mmqa_jax.extensions.tool_search import STOP as TOOL_STOP
 from mmqa_jax.extensions.tool_search import ToolStyle
 from mmqa_jax.models.llama.config import LlamaConfig
+from mmqa_jax.models.llama.lora import language_model
 from mmqa_jax.models.llama.network import Llama
+from mmqa_jax.models.llava.config import PictureConfig
 from mmqa_jax.papers.search_r1 import ResultsBy, SearchR1Style
 from mmqa_jax.prompting.backends import Decoding
-from mmqa_jax.prompting.backends.policy import PolicyBackend
+from mmqa_jax.prompting.backends.policy import PolicyBackend, Transcript
 from mmqa_jax.prompting.search_loop import Budget, Episode, run_episodes
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 from mmqa_jax.retrieval.bm25.in_memory import BM25Retriever
@@ -59,12 +62,14 @@ from mmqa_jax.tasks.policy import (
     check_groups,
     engine_mesh,
     make_log_probs,
+    seeing,
     served_copy,
 )
 from mmqa_jax.tasks.task import ANY_VOCABULARY, Recipe
 
 _MOST_FAILED = 0.1  # of a batch's rewards, above which the run ends
 _STOP = ("</search>", "</answer>")
+NO_TRANSCRIPT = Transcript("", [0], [], [])
 Rewarded = list[tuple[Episode, dict[str, float]]]
 
 
@@ -111,7 +116,7 @@ class EpisodeSection:
       new_tokens: of a turn.
       template: how actions are written: Search-R1's tags, or calls of tools (tool_search.py).
       results_by: whether results continue the model's message or are the user's, as tools' are.
-      pages: that tools may open.
+      pages, picture_searches, zooms: that tools may ask for; the latter two of a model that sees.
       tokens: of all turns; 0: as many as each one's new_tokens.
       slots: episodes that are drawn at once.
       dir: where every batch is kept; "": the run's folder `rollouts`.
@@ -123,6 +128,8 @@ class EpisodeSection:
     template: Literal["search_r1", "tools"] = "search_r1"
     results_by: ResultsBy = "message"
     pages: int = at_least(0, 0)
+    picture_searches: int = at_least(0, 0)
+    zooms: int = at_least(0, 0)
     tokens: int = at_least(0, 0)
     slots: int = at_least(2, 16)
     dir: str = ""
@@ -130,8 +137,9 @@ class EpisodeSection:
     @property
     def budget(self) -> Budget:
         """The most that the policy may do for a question."""
-        limits = {"pages": self.pages, "top_k": self.top_k, "tokens": self.tokens}
-        return Budget(turns=self.turns, text_searches=self.turns, **limits)
+        names = ("turns", "picture_searches", "pages", "zooms", "top_k", "tokens")
+        limits = {name: getattr(self, name) for name in names}
+        return Budget(text_searches=self.turns, **limits)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,6 +195,8 @@ class Searches:
       options: see EpisodeSection.
       engine: sizes of the policy's engine.
       mesh: of the training run.
+      pictures: the config of a model that sees; None: it reads texts alone.
+      most_pictures: that an episode may show.
     """
 
     def __init__(
@@ -197,24 +207,35 @@ class Searches:
         options: EpisodeSection,
         engine: EngineConfig,
         mesh: Mesh | None,
+        pictures: PictureConfig | None = None,
+        most_pictures: int = 0,
     ):
         self._corpus, self._options = corpus, options
         self._retriever = retriever if jax.process_count() == 1 else SharedSearch(retriever)
         self._mesh = mesh
+        self._model: nnx.Module  # of `use`
 
-        def make_engine(model: Llama) -> Engine:
+        def make_engine(llama: Llama) -> Engine:
             ends = tokenizer.end_ids
+            model = llama if pictures is None else seeing(self._model, llama)
             return Engine(model, tokenizer, end_ids=ends, config=engine, mesh=mesh)
 
-        self.backend = PolicyBackend(make_engine, tokenizer, length=engine.length)
+        self.backend = PolicyBackend(
+            make_engine,
+            tokenizer,
+            length=engine.length,
+            pictures=pictures,
+            most_pictures=most_pictures,
+        )
 
-    def use(self, model: Llama, seed_of: Callable[[Hashable], int] = lambda _: 0) -> None:
+    def use(self, model: nnx.Module, seed_of: Callable[[Hashable], int] = lambda _: 0) -> None:
         """Takes the model that the next episodes are drawn from; its arrays are not kept.
 
         Args:
           seed_of: (question's id, turn) -> the seed of its draw.
         """
-        self.backend.use(served_copy(model, self._mesh), seed_of)
+        self._model = model
+        self.backend.use(served_copy(language_model(model), self._mesh), seed_of)
 
     def style(self, temperature: float) -> SearchR1Style | ToolStyle:
         """The prompts, drawn at a temperature; 0: the likeliest tokens."""
@@ -222,13 +243,17 @@ class Searches:
         stop = TOOL_STOP if options.template == "tools" else _STOP
         decoding = Decoding(options.new_tokens, temperature=temperature, stop=stop)
         if options.template == "tools":
-            return ToolStyle(self._corpus, decoding, options.budget, sees=False)
+            sees = bool(backend.takes_pictures)
+            return ToolStyle(self._corpus, decoding, options.budget, sees=sees)
         return SearchR1Style(self._corpus, decoding, backend.takes_messages, options.results_by)
 
     def fits(self, question: Question) -> bool:
         """Whether a question's first turn fits a row."""
-        query = self.style(0.0).query(Episode(question), (question.id, 0))
-        return self.backend.prompt_tokens(query) + self._options.new_tokens <= self.backend.length
+        try:
+            self.backend.check(self.style(0.0).query(Episode(question), (question.id, 0)))
+        except (TooLong, Unanswerable):
+            return False
+        return True
 
     def run(self, questions: Sequence[Question], temperature: float) -> list[Episode]:
         """Ended episodes of questions with different ids."""
@@ -296,13 +321,21 @@ class SearchGroups(PolicyBatches):
     def _answer(self, episode: Episode, earned: Mapping[str, float], group: Rewarded) -> Answer:
         """An episode as a row. One whose reward failed counts as the others' mean: it teaches
         nothing, and does not move them."""
-        transcript = self._searches.backend.transcripts[episode.question.id]
+        transcript = self._transcript(episode)
         others = [r["reward"] for _, r in group if not math.isnan(r["reward"])]
         reward = earned["reward"]
         if math.isnan(reward):
             reward = float(np.mean(others)) if others else 0.0
         drawn = transcript.log_probs if self._options.temperature == 1 else ()
-        return Answer(transcript.example(), reward, {n: earned[n] for n in METRICS}, drawn)
+        example = self._example(transcript)
+        return Answer(example, reward, {n: earned[n] for n in METRICS}, drawn[: example.targets])
+
+    def _transcript(self, episode: Episode) -> Transcript:
+        """Its tokens; one that no token was drawn for, such as of a broken picture, has one."""
+        return self._searches.backend.transcripts.get(episode.question.id) or NO_TRANSCRIPT
+
+    def _example(self, transcript: Transcript) -> TokenExample:
+        return transcript.example()
 
     def _check_failed(self, rewarded: Rewarded) -> None:
         failed = [e for e, earned in rewarded if math.isnan(earned["reward"])]
@@ -323,14 +356,13 @@ class SearchGroups(PolicyBatches):
 
     def _keep(self, names: Sequence[str], groups: Sequence[Rewarded]) -> None:
         """Takes the episodes of a batch, and which tokens of each were drawn."""
-        transcripts = self._searches.backend.transcripts
         self._rows += [
             {
                 "question_id": name,
                 "question": episode.question.question,
                 "turns": [turn.record() for turn in episode.turns],
                 "tokens": [turn.tokens for turn in episode.turns],
-                "drawn": transcripts[episode.question.id].drawn_tokens,
+                "drawn": self._transcript(episode).drawn_tokens,
                 "problem": episode.problem,
                 "earned": {key: None if math.isnan(x) else x for key, x in earned.items()},
             }
@@ -396,8 +428,13 @@ class Searcher(TextModelTask):
     @property
     def _engine(self) -> EngineConfig:
         """Sizes of the policy's engine."""
-        slots, length = self.episodes.slots, self.batches.length
+        slots, length = self.episodes.slots, self._columns
         return EngineConfig(slots=slots, length=length, buckets=(32,))
+
+    @property
+    def _columns(self) -> int:
+        """Tokens of a row, those of its pictures among them."""
+        return self.batches.length
 
     @property
     def _size(self) -> RowSize:
@@ -433,10 +470,10 @@ class Searcher(TextModelTask):
     def _recipe(self, corpus: Corpus, questions: list[Question], tokenizer: Any) -> Recipe:
         mesh = make_mesh(self.mesh)
         objective = self.objective(tokenizer.vocab_size, mesh)
-        check_rows(self, objective.config, tokenizer)
+        self._check_model(objective.config, tokenizer)
         self._check_actions(tokenizer)
         searches = self._searches(corpus, tokenizer)
-        batches = SearchGroups(
+        batches = self._make_batches(
             searches,
             self._fitting(questions, searches),
             self.reward,
@@ -449,6 +486,12 @@ class Searcher(TextModelTask):
             mesh=mesh,
         )
         return self.recipe_of(objective, batches, tokenizer)
+
+    def _check_model(self, config: Any, tokenizer: TextTokenizer) -> None:
+        check_rows(self, config, tokenizer)
+
+    def _make_batches(self, *parts: Any, **options: Any) -> SearchGroups:
+        return SearchGroups(*parts, **options)
 
     def _check_actions(self, tokenizer: TextTokenizer) -> None:
         """Refuses a model that cannot write the actions of the template."""
@@ -492,6 +535,18 @@ class Searcher(TextModelTask):
         def evaluate(model: nnx.Module) -> dict[str, float]:
             searches.use(model)
             earned = [self.reward.of(episode) for episode in searches.run(questions, 0.0)]
-            return {name: float(np.nanmean([e[name] for e in earned])) for name in earned[0]}
+            return validated(earned)
 
         return evaluate
+
+
+def validated(earned: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The means of what episodes earned; a reward that failed, or whose search did, counts 0."""
+    failed = sum(math.isnan(values["reward"]) for values in earned)
+    if failed and jax.process_index() == 0:
+        print(
+            f"validation: the search or the reward of {failed} of {len(earned)} episodes failed; "
+            "each counts 0.",
+            file=sys.stderr,
+        )
+    return {n: float(np.mean(np.nan_to_num([e[n] for e in earned]))) for n in earned[0]}

@@ -27,6 +27,7 @@ from mmqa_jax.models.onevision.network import OnevisionConfig, TiledPicture, bes
 from mmqa_jax.models.qwen_vl.network import QwenVLConfig
 from mmqa_jax.prompting import llava_prompt, text_tokenizer
 from mmqa_jax.prompting.backends import Message, Picture
+from mmqa_jax.prompting.backends.thinking import Thinking
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER, question
 
 if TYPE_CHECKING:
@@ -195,7 +196,9 @@ class FirstFormat(LlavaFormat):
         first = "" if bos is None else self._tokenizer.decode([bos])
         return f"{self.placeholder * pictures}{first}{self._tokenizer.shield(text)}\n"
 
-    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+    def render(
+        self, request_id: Hashable, messages: Sequence[Message], thinking: Thinking | None = None
+    ) -> str:
         """The prompt of one message; see ChatFormat."""
         if [message.role for message in messages] != ["user"]:
             roles = ", ".join(message.role for message in messages)
@@ -490,10 +493,12 @@ class PictureTemplate:
         self._template, self._placeholder = template, placeholder
         self._takes_parts = _takes_parts(template, placeholder)
 
-    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+    def render(
+        self, request_id: Hashable, messages: Sequence[Message], thinking: Thinking | None = None
+    ) -> str:
         """The prompt; see ChatFormat."""
         fields = self._template.in_parts if self._takes_parts else self._in_words
-        return self._template.written(request_id, map(fields, messages))
+        return self._template.written(request_id, map(fields, messages), thinking)
 
     def _in_words(self, message: Message) -> text_tokenizer.Fields:
         count = len(message.pictures)

@@ -29,12 +29,7 @@ from mmqa_jax.prompting.backends.cache import Cached, ResponseCache, answer_all,
 from mmqa_jax.prompting.backends.config import check_prompt_config, open_backend
 from mmqa_jax.prompting.backends.json_fields import Fields
 from mmqa_jax.prompting.backends.openai_requests import read_chat
-from mmqa_jax.prompting.backends.thinking import (
-    WithRoom,
-    read_thinking,
-    split_thoughts,
-    thoughts_of,
-)
+from mmqa_jax.prompting.backends.thinking import read_thinking, split_thoughts, thoughts_of
 from mmqa_jax.prompting.few_shot import IMAGE, MARK, as_prompt
 
 
@@ -82,7 +77,7 @@ def run_prompts(
     lines = read_prompts(prompts, decoding)
     served: backends.Backend = open_backend(backend, model, tokenizer, config)
     if room := read_thinking(config.thinking, "config key thinking").room:
-        served = WithRoom(served, room)
+        served = backends.WithRoom(served, room)
     if served.takes_messages and not raw:
         lines = [as_message(line) for line in lines]
     waiting: dict[str, Any] = {}
@@ -445,9 +440,8 @@ def _batch_row(row: Mapping[str, Any], default: backends.Decoding) -> backends.Q
     if asked.form.stream:
         raise UserError("stream has no meaning in a file; leave it out.")
     most = default.max_new_tokens if asked.most is None else asked.most
-    return backends.Chat(
-        name, asked.messages, dataclasses.replace(asked.decoding, max_new_tokens=most)
-    )
+    decoding = dataclasses.replace(asked.decoding, max_new_tokens=most)
+    return backends.Chat(name, asked.messages, decoding, thinking=asked.thinking)
 
 
 def _messages(

@@ -107,6 +107,31 @@ class Zoom(Action):
         if not (0 <= left < right <= _FULL and 0 <= top < bottom <= _FULL):
             raise ValueError("box: [left, top, right, bottom] from 0 to 1000 was expected")
 
+    def pixels(self, width: int, height: int) -> tuple[float, ...]:
+        """The box in pixels of a picture."""
+        sides = (width, height) * 2
+        return tuple(side * x / _FULL for side, x in zip(sides, self.box, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Crop(Zoom):
+    """Shows a part of a picture, whose box is in pixels; what is beyond the picture is left out."""
+
+    kind: ClassVar[str] = "crop"
+
+    def __post_init__(self):
+        left, top, right, bottom = self.box
+        if not (0 <= left < right and 0 <= top < bottom):
+            raise ValueError("width and height must be positive integers, x and y 0 or more.")
+
+    def pixels(self, width: int, height: int) -> tuple[float, ...]:
+        """The box; ValueError where none of it is in the picture."""
+        sides = (width, height) * 2
+        box = tuple(float(min(side, x)) for side, x in zip(sides, self.box, strict=True))
+        if box[0] >= width or box[1] >= height:
+            raise ValueError(f"the box lies outside of {width} x {height} pixels")
+        return box
+
 
 @dataclasses.dataclass(frozen=True)
 class Answer(Action):

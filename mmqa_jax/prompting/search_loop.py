@@ -335,17 +335,16 @@ def _part(data: bytes, action: Zoom) -> bytes | Action:
     """A part of a picture, as large as a model sees well, as a PNG file."""
     try:
         picture = decode(data)
-    except UserError as error:
-        return Invalid(f"zoom: {error}")
-    sides = (picture.width, picture.height) * 2
-    box = [side * x / 1000 for side, x in zip(sides, action.box, strict=True)]
+        box = action.pixels(picture.width, picture.height)
+    except (UserError, ValueError) as error:
+        return Invalid(f"{action.kind}: {error}")
     size = max(box[2] - box[0], 1), max(box[3] - box[1], 1)
     scale = max(1.0, _SHORTEST_SIDE / min(size))
     wanted = round(size[0] * scale), round(size[1] * scale)
     if max(wanted) > 8 * _SHORTEST_SIDE:
-        return Invalid("zoom: the box is too narrow")
+        return Invalid(f"{action.kind}: the box is too narrow")
     file = io.BytesIO()
-    part = picture.convert("RGB").resize(wanted, Image.Resampling.BICUBIC, box=tuple(box))
+    part = picture.convert("RGB").resize(wanted, Image.Resampling.BICUBIC, box=box)
     part.save(file, "PNG")
     return file.getvalue()
 

@@ -193,8 +193,11 @@ class ChatFormat(Protocol):
 
     before_answer: str  # text between the prompt's end and the answer's first word
 
-    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
-        """The prompt; raises UserError for messages that the format cannot express."""
+    def render(
+        self, request_id: Hashable, messages: Sequence[Message], thinking: Thinking | None = None
+    ) -> str:
+        """The prompt; raises UserError for messages that the format cannot express. `thinking` is
+        what a template is told of it, None: what it was opened with."""
 
 
 class ChatTemplate:
@@ -221,6 +224,7 @@ class ChatTemplate:
         self.source, self.tokens, self._name = source, dict(special or {}), name
         self.shield, self._thinking = shield, thinking
         self.switches = thinking.switches(source)
+        self._marks: dict[Thinking | None, dict[str, bool]] = {}
 
     def shielding(self, shield: Callable[[str], str]) -> ChatTemplate:
         """The template of a tokenizer, by which the texts of messages are shielded."""
@@ -228,21 +232,28 @@ class ChatTemplate:
             self.source, self.tokens, name=self._name, shield=shield, thinking=self._thinking
         )
 
-    @functools.cached_property
-    def thought_marks(self) -> dict[str, bool]:
+    def thought_marks(self, thinking: Thinking | None = None) -> dict[str, bool]:
         """How `ThoughtStream` reads what a model says behind its prompts."""
-        asked = self.render("", [Message("user", "?")])
-        opened = asked.rstrip().endswith(("<think>", "<thinking>"))
-        return {"opened": opened, "channels": "<|channel|>" in self.source}
+        if thinking not in self._marks:
+            asked = self.render("", [Message("user", "?")], thinking)
+            opened = asked.rstrip().endswith(("<think>", "<thinking>"))
+            self._marks[thinking] = {"opened": opened, "channels": "<|channel|>" in self.source}
+        return self._marks[thinking]
 
-    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+    def render(
+        self, request_id: Hashable, messages: Sequence[Message], thinking: Thinking | None = None
+    ) -> str:
         """The prompt; see ChatFormat. The template says what stands for a picture."""
-        return self.written(request_id, map(self.fields, messages))
+        return self.written(request_id, map(self.fields, messages), thinking)
 
-    def written(self, request_id: Hashable, messages: Iterable[Fields]) -> str:
+    def written(
+        self, request_id: Hashable, messages: Iterable[Fields], thinking: Thinking | None = None
+    ) -> str:
         """The prompt of messages as the template takes them, which `fields` gives."""
-        text, _ = self._written(request_id, list(messages), answer=True, switches=self.switches)
-        return text + self._thinking.begun(self.source)
+        told = thinking or self._thinking
+        switches = told.switches(self.source)
+        text, _ = self._written(request_id, list(messages), answer=True, switches=switches)
+        return text + told.begun(self.source)
 
     def _written(
         self,
@@ -369,7 +380,9 @@ class VicunaV1:
     def __init__(self, shield: Callable[[str], str] = str):
         self._shield = shield
 
-    def render(self, request_id: Hashable, messages: Sequence[Message]) -> str:
+    def render(
+        self, request_id: Hashable, messages: Sequence[Message], thinking: Thinking | None = None
+    ) -> str:
         """The prompt, one placeholder per picture; see ChatFormat."""
         expected = ["user", "assistant"] * len(messages)
         roles = [message.role for message in messages]

@@ -450,9 +450,10 @@ def open_llm(spec: LLMSpec, cache: Path, flag: str = "config key parts.llm.model
     Messages name the `flag`, or the config key, that named the model.
     """
     from mmqa_jax.core.config import find_config, load_config
+    from mmqa_jax.prompting.backends import WithRoom
     from mmqa_jax.prompting.backends.cache import Cached, ResponseCache
     from mmqa_jax.prompting.backends.config import open_backend, spans_processes
-    from mmqa_jax.prompting.backends.thinking import WithRoom, read_thinking
+    from mmqa_jax.prompting.backends.thinking import read_thinking
 
     changes: dict[str, Any] = {"model.dtype": spec.dtype, "thinking": spec.thinking}
     changes |= {f"model.mesh.{axis}": size for axis, size in spec.mesh.items()}

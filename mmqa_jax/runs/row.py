@@ -342,6 +342,7 @@ BUILT_IN = {
     **{name: f"mmqa_jax.papers.{name}" for name in ("llava", "kat", "mmcot", "echosight")},
     **{name: f"mmqa_jax.papers.{name}" for name in ("mmmu", "mragbench", "mathvista")},
     "search_r1": "mmqa_jax.papers.search_r1",
+    "opensearch_vl": "mmqa_jax.papers.opensearch_vl",
     "tool_search": "mmqa_jax.extensions.tool_search",
 }
 

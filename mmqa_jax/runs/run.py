@@ -193,7 +193,10 @@ def _evaluate(
         evaluation = scoring.Evaluation(has_modalities=False)
         if row.answers or benchmark.ranks:
             score = scorer_of(row.dataset, row.scoring.bem, "config key scoring.bem")
-            evaluation = score(questions, predictions)
+            placed = [
+                dataclasses.replace(p, trace=p.trace | evidence(corpus, p)) for p in predictions
+            ]
+            evaluation = score(questions, placed)
         scoring.score_cited(
             evaluation,
             questions,
@@ -343,6 +346,7 @@ def evidence(corpus: Corpus, prediction: Prediction) -> dict[str, Any]:
             "id": source.id,
             "file": source.extra.get("file"),
             "page": source.extra.get("page"),
+            "page_size": source.extra.get("page_size"),
             **cited_place(source.text, source.extra, prediction.answer),
         }
         for source in cited

@@ -39,7 +39,10 @@ PAPERS = {
     "mragbench": ("mragbench",),
     "mathvista": ("mathvista",),
     "bright": ("bright",),
-    **{name: (name,) for name in ("dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb", "mmlongbench")},
+    **{
+        name: (name,)
+        for name in ("dynvqa", "mmsearch", "fvqa", "livevqa", "mmeb", "mmlongbench", "citevqa")
+    },
 }
 # Folders of rows' workdirs that are looked into where no other is named.
 PLACES = ("runs/tables", "workdir-demo/rows")

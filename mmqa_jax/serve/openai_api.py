@@ -144,7 +144,8 @@ class OpenAIApi:
             if asked.form.logprobs:
                 tokens = tokens_of(candidate, top=asked.form.top)
                 logprobs = chat_logprobs(tokens, model.backend.tokenizer)
-            reader = MessageReader(model.backend.tokenizer.template, calls=asked.calls)
+            template = model.backend.tokenizer.template
+            reader = MessageReader(template, calls=asked.calls, thinking=asked.thinking)
             message = reader.push(candidate.text or "", candidate.finish)
             choices.append(chat_choice(draw, message, logprobs))
         new_tokens = sum(len(candidate.tokens) for candidate in result.candidates)
@@ -302,11 +303,11 @@ class OpenAIApi:
                 f"{asked.model} answers as it is set up; leave response_format and tools out.",
                 param="response_format",
             )
-        keys = sorted(named & _DECODING_FIELDS.keys())
+        keys = sorted(named & {*_DECODING_FIELDS, "reasoning_effort", "chat_template_kwargs"})
         decoding = {
             _DECODING_FIELDS[key]: getattr(asked.decoding, _DECODING_FIELDS[key])
             for key in keys
-            if _DECODING_FIELDS[key] != "max_new_tokens"
+            if _DECODING_FIELDS.get(key, "max_new_tokens") != "max_new_tokens"
         }
         if decoding.get("temperature"):
             decoding["seed"] = asked.decoding.seed
@@ -319,11 +320,11 @@ class OpenAIApi:
         system_texts = [message.text for message in asked.messages if message.role == "system"]
         earlier = [message for message in asked.messages[:-1] if message.role != "system"]
         history = tuple(Message(message.role, (message.text,)) for message in earlier)
-        directions = Directions("\n\n".join(system_texts), decoding, history)
+        directions = Directions("\n\n".join(system_texts), decoding, history, asked.thinking)
         notes = []
         if history and not system.takes_history:
             notes.append("Earlier messages were not read: only the last one is the question.")
-        if not system.takes_directions and (system_texts or decoding):
+        if not system.takes_directions and (system_texts or decoding or asked.thinking):
             keys += ["the system prompt"] if system_texts else []
             notes.append(f"{system.name} answers as it is set up, without {', '.join(keys)}.")
             directions = Directions(history=history)
@@ -368,7 +369,8 @@ class OpenAIApi:
                             yield _event(envelope.piece([last]))
                         continue
                     if draw not in begun:
-                        begun[draw] = MessageReader(model.backend.tokenizer.template, calls=calls)
+                        template = model.backend.tokenizer.template
+                        begun[draw] = MessageReader(template, calls=calls, thinking=query.thinking)
                         head = choice_piece(draw, {"role": "assistant", "content": ""})
                         yield _event(envelope.piece([head]))
                     message = begun[draw].push(text, finish)
@@ -544,7 +546,7 @@ def _continuation(prompt: openai_requests.Prompt, decoding: Decoding) -> Query |
 
 def _sized(model: ServedModel, asked: openai_requests.ChatRequest) -> Chat:
     """The query, with all new tokens that the context holds where none are named."""
-    query = Chat(0, asked.messages, asked.decoding)
+    query = Chat(0, asked.messages, asked.decoding, thinking=asked.thinking)
     most = asked.most
     if most is None:
         most = model.backend.new_tokens(query)

@@ -14,7 +14,7 @@ import numpy as np
 
 from mmqa_jax.decoding.requests import Candidate
 from mmqa_jax.prompting.backends.answer_forms import Call, CallReader
-from mmqa_jax.prompting.backends.thinking import ThoughtStream
+from mmqa_jax.prompting.backends.thinking import Thinking, ThoughtStream
 from mmqa_jax.prompting.text_tokenizer import ChatTemplate, TextTokenizer
 
 _FINISH = {"end": "stop", "stop": "stop", "length": "length"}
@@ -171,10 +171,18 @@ class MessageReader:
       template: of the model that writes it, if it has one.
       calls: whether functions may be called.
       thinks: whether thoughts are in the text.
+      thinking: what the template was told of them; None: what it was opened with.
     """
 
-    def __init__(self, template: ChatTemplate | None, *, calls: bool, thinks: bool = True):
-        marks = {} if template is None else template.thought_marks
+    def __init__(
+        self,
+        template: ChatTemplate | None,
+        *,
+        calls: bool,
+        thinks: bool = True,
+        thinking: Thinking | None = None,
+    ):
+        marks = {} if template is None else template.thought_marks(thinking)
         self._thoughts = ThoughtStream(**marks) if thinks else None
         self._calls, self._count = CallReader() if calls else None, 0
 

@@ -42,7 +42,12 @@ def chat_body(fields: Fields) -> dict[str, Any]:
     fields.only("conversation", why="is not kept here: send the messages as input")
     fields.only("background", False)
     fields.ignore("store", "metadata", "user", "truncation", "include")
-    fields.ignore("reasoning", "service_tier", "safety_identifier", "prompt_cache_key")
+    reasoning = Fields(fields.take("reasoning", dict, {}))
+    body["reasoning_effort"] = reasoning.take("effort", str, None)
+    reasoning.ignore("summary", "generate_summary")
+    reasoning.end()
+    body["chat_template_kwargs"] = fields.take("chat_template_kwargs", dict, None)
+    fields.ignore("service_tier", "safety_identifier", "prompt_cache_key")
     fields.end()
     return {key: value for key, value in body.items() if value is not None}
 

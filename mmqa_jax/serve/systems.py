@@ -35,7 +35,7 @@ from mmqa_jax.inference.cross_encoder import CrossEncoderReranker
 from mmqa_jax.prompting.backends import Around, Chat, Choices, Message, Query
 from mmqa_jax.prompting.backends.openai_requests import data_url
 from mmqa_jax.prompting.backends.served import ServedBackend, ServedModel
-from mmqa_jax.prompting.backends.thinking import split_thoughts
+from mmqa_jax.prompting.backends.thinking import Thinking, split_thoughts
 from mmqa_jax.prompting.causes import SENTENCES, marked
 from mmqa_jax.prompting.llm_reader import LLMReader, LLMReaderOptions
 from mmqa_jax.retrieval.rankings import ranking_of
@@ -74,11 +74,13 @@ class Directions:
       instructions: its system prompt; "": it has none.
       decoding: values of Decoding's fields that it names.
       history: messages of user and assistant before the question, the oldest first.
+      thinking: what the reader's template is told; None: what it was opened with.
     """
 
     instructions: str = ""
     decoding: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     history: tuple[Message, ...] = ()
+    thinking: Thinking | None = None
 
 
 _NO_DIRECTIONS = Directions()
@@ -141,7 +143,9 @@ class Directed(Around):
         instructions, earlier = self._directions.instructions, recent(self._directions.history)
         if isinstance(query, Chat):
             first = (Message("system", (instructions,)),) if instructions else ()
-            return dataclasses.replace(query, messages=(*first, *earlier, *query.messages))
+            messages = (*first, *earlier, *query.messages)
+            thinking = self._directions.thinking
+            return dataclasses.replace(query, messages=messages, thinking=thinking)
         if not instructions:
             return query
         return dataclasses.replace(query, prompt=f"{instructions}\n\n{query.prompt}")

@@ -312,6 +312,18 @@ def served_copy(model: Llama, mesh: Mesh | None) -> Llama:
     return nnx.merge(nnx.graphdef(plain), copy)
 
 
+def seeing(model: Any, llama: Llama) -> Any:
+    """A model that sees for the engine: a copy of the trained one's tower, and this LLaMA."""
+    graphdef, state = nnx.split(model)
+    copies = [
+        (path, value if path[0] == "llama" else value.replace(jnp.copy(value.get_value())))
+        for path, value in nnx.to_flat_state(state)
+    ]
+    whole = nnx.merge(graphdef, nnx.from_flat_state(copies))
+    whole.llama = llama
+    return whole
+
+
 @functools.partial(jax.jit, static_argnums=0)  # one program for all steps of a run
 def _merged_copy(graphdef: nnx.GraphDef, state: nnx.State) -> nnx.State:
     merged = merge_lora(nnx.merge(graphdef, state))
@@ -402,7 +414,13 @@ class PolicyBatches(abc.ABC):
             self._batch, self._left = self._draw(), self._options.updates
             self._drawn += 1
         self._left -= 1
-        return jax.tree.map(lambda x: x[self._mine], self._batch)
+        rows = len(self._batch["advantages"])
+
+        def mine(x: np.ndarray) -> np.ndarray:  # of each row one, or as many of what it shows
+            of_rows = x.reshape(rows, len(x) // rows, *x.shape[1:])[self._mine]
+            return of_rows.reshape(-1, *x.shape[1:])
+
+        return jax.tree.map(mine, self._batch)
 
     def get_state(self) -> dict[str, Any]:
         batch = _plain(self._batch) if self._left else {}
@@ -452,7 +470,7 @@ class PolicyBatches(abc.ABC):
         numbers, advantages = learned_rows(rewards, self._options)
         pairs = list(zip(groups, numbers, strict=True))
         answers = [group.answers[number] for group, chosen in pairs for number in chosen]
-        batch: Arrays = packed_batch([[answer.example] for answer in answers], self._size)
+        batch = self._rows_of([answer.example for answer in answers])
         batch["advantages"] = advantages.ravel()
         # Of a group of which some answers are learned every row has the mean of all.
         each = self._options.learn == "clipped"
@@ -470,12 +488,16 @@ class PolicyBatches(abc.ABC):
         measured["reward"] = rewards.ravel() if each else np.repeat(rewards.mean(axis=1), rows)
         measured["deciding"] = np.repeat([float(group.decides) for group in groups], rows)
         batch["measured"] = {name: np.array(x, np.float32) for name, x in measured.items()}
-        if answers[0].log_probs:
+        if any(answer.log_probs for answer in answers):
             drawn = np.zeros(batch["target_ids"].shape, np.float32)
             for row, answer in enumerate(answers):
                 drawn[row, : len(answer.log_probs)] = answer.log_probs
             batch["drawn_log_probs"] = drawn
         return batch
+
+    def _rows_of(self, examples: Sequence[TokenExample]) -> Arrays:
+        """The arrays of rows of one example each."""
+        return packed_batch([[example] for example in examples], self._size)
 
 
 def _plain(batch: Arrays) -> dict[str, Any]:

@@ -3,8 +3,10 @@
 import numpy as np
 import pytest
 import test_text_decoders as decoders
+import torch
 import transformers
 from sentence_transformers import SentenceTransformer
+from test_text_decoders import embedding_gemma_2  # noqa: F401, a fixture
 
 from mmqa_jax.core.config import load_config
 from mmqa_jax.core.metrics import read_metrics
@@ -33,10 +35,10 @@ def corpus() -> Corpus:
     return Corpus(sources, questions, fingerprint="few")
 
 
-def trained(task: str, init, folder, length: int) -> None:
+def trained(task: str, init, folder, length: int, lora: dict | None = LORA) -> None:
     config = load_config(f"{ROOT}/configs/openstax/{task}.py:runlocal")
     config.init = str(init)
-    config.model.lora = LORA
+    config.model.lora = lora
     config.batches.batch_size = 2
     config.train.steps = 4
     config.train.optimizer.learning_rate = 0.05
@@ -63,6 +65,25 @@ def test_a_retriever_is_exported_with_its_additions(tmp_path):
     ):
         np.testing.assert_allclose(got, encode(ASKED), rtol=0, atol=1e-5)
     assert np.abs(theirs.encode_query(ASKED) - base.encode_query(ASKED)).max() > 0.01
+
+
+@pytest.mark.parametrize("lora", [LORA, None], ids=["lora", "whole"])
+def test_an_embedding_gemma_2_is_exported(lora, embedding_gemma_2, tmp_path):  # noqa: F811
+    """transformers opens what was trained, and pools its states to the run's vectors."""
+    untrained, own, base = embedding_gemma_2
+    trained("retriever", base, tmp_path / "run", 96, lora)
+    export_retrieval_run(tmp_path / "run", tmp_path / "out", overwrite=False)
+    ours = load_embedder(tmp_path / "run")[0]
+    tokens = own(ASKED, padding=True, return_tensors="pt")
+    mask = tokens["attention_mask"][..., None]
+    vectors = []
+    for model in (transformers.AutoModel.from_pretrained(tmp_path / "out").eval(), untrained):
+        with torch.no_grad():
+            states = model(tokens["input_ids"], attention_mask=tokens["attention_mask"])[0]
+        mean = (states * mask).sum(1) / mask.sum(1)
+        vectors.append(torch.nn.functional.normalize(mean).numpy())
+    np.testing.assert_allclose(ours.embed_questions(ASKED), vectors[0], rtol=0, atol=1e-5)
+    assert np.abs(vectors[0] - vectors[1]).max() > 0.01
 
 
 def test_a_yes_no_reranker_is_exported_with_its_additions(tmp_path):

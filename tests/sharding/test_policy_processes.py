@@ -1,4 +1,4 @@
-"""A searcher on two processes: every episode, and what the trainer says of it, is one process's."""
+"""Policies on two processes: every draw, and what the trainer says of it, is one process's."""
 
 from __future__ import annotations
 
@@ -59,6 +59,37 @@ def test_two_processes_draw_as_one_does(corpus, tmp_path, monkeypatch):  # noqa:
     assert others["000000.jsonl"] == episodes["000000.jsonl"]
     for ours, theirs in zip(two, alone, strict=True):
         shared = {"loss", "reward", "kl", "tokens", "eval/reward", "engine_gap"} & ours.keys()
+        assert shared
+        for name in shared:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
+def test_two_processes_plan_as_one_does(tmp_path, monkeypatch):
+    from planner_runs import prepare_questions, write_finished
+
+    monkeypatch.setenv("MMQA_PROGRESS", "off")
+    data = prepare_questions(tmp_path)
+    outcomes_of = write_finished(tmp_path / "right", lambda n, plan: len(plan) / 3)
+    made = ["train", f"--config={ROOT}/configs/okvqa/planner.py:reward_runlocal"]
+    made += [f"--config.data.{name}={value}" for name, value in {
+        "dir": data, "outcomes": outcomes_of, "split": "train", "folds": 1, "agents": "('manager',)",
+    }.items()]  # fmt: skip
+    made += [
+        *("--config.tokenizer=corpus:600", "--config.validate.fold=0", "--config.mesh.data=4"),
+        *("--config.train.steps=2", "--config.train.evaluate_every=2", "--config.data.cost=0.1"),
+        "--config.batches.batch_size=8",
+    ]
+    metrics = {}
+    for count in (1, 2):
+        run = tmp_path / f"by_{count}"
+        words = *RING, *made, f"--workdir={run}"
+        ended = outcomes(launch(count, *words, devices=4 // count, fresh=True))
+        assert [code for code, _ in ended] == [0] * count, ended
+        metrics[count] = [
+            json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+        ]
+    for ours, theirs in zip(metrics[2], metrics[1], strict=True):
+        shared = {"loss", "reward", "kl", "calls", "tokens", "eval/reward"} & ours.keys()
         assert shared
         for name in shared:
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name

@@ -15,14 +15,14 @@ START, END = len(PRINTABLE), len(PRINTABLE) + 1
 VOCABULARY = END + 1
 
 
-def printable_tokenizer() -> TextTokenizer:
+def printable_tokenizer(template: ChatTemplate = ChatTemplate(TEMPLATE)) -> TextTokenizer:  # noqa: B008
     """A token for each printable character, a few longer ones, ChatML's marks and template."""
     tokens = Tokenizer(models.BPE({word: n for n, word in enumerate(PRINTABLE)}, []))
     tokens.add_special_tokens(
         [AddedToken(mark, special=True) for mark in ("<|im_start|>", "<|im_end|>")]
     )
     tokens.decoder = decoders.Fuse()
-    return TextTokenizer(tokens, ChatTemplate(TEMPLATE), (END,))
+    return TextTokenizer(tokens, template, (END,))
 
 
 def printable_llama() -> Llama:
@@ -36,9 +36,9 @@ def printable_engine(**sizes) -> Engine:
     return Engine(printable_llama(), printable_tokenizer(), end_ids=(END,), config=config)
 
 
-def printable_backend() -> EngineBackend:
+def printable_backend(template: ChatTemplate = ChatTemplate(TEMPLATE)) -> EngineBackend:  # noqa: B008
     """A backend of it, whose prompts have room for functions."""
     engine = printable_engine(length=1200)
     return EngineBackend(
-        lambda demand: engine, printable_tokenizer(), length=1200, fingerprint="printable"
+        lambda demand: engine, printable_tokenizer(template), length=1200, fingerprint="printable"
     )

@@ -109,13 +109,16 @@ def answers_of(system: str, name: str, said: str, **options: object) -> list[Pre
             calls = not prompt.startswith("<tool_response>")
             return ('<tool_call>{"name": "search_texts", "arguments": {"query": "capital"}}'
                     if calls else said), -1.0  # fmt: skip
+        if system == "opensearch_vl":
+            call = '<tool_call>{"name": "text_search", "arguments": {"q": "capital"}}</tool_call>'
+            return (f"<response>{said}</response>" if "<observation>" in prompt else call), -1.0
         if system == "search_r1":
             tag = "search" if name == "search_r1" else "text_search"
             return f"<{tag}>capital</{tag}>", -1.0
         return ("Action_1, Action_2, Action_3" if " planner" in prompt else said), -1.0
 
     llm = FakeLLM(say, lambda prompt, option: (-0.1 if option.strip() == "Yes" else -3.0,))
-    if name == "mmsearch_r1":
+    if name in ("mmsearch_r1", "opensearch_vl"):
         llm.takes_pictures = None  # a server, which does not say
     setting, parts = SYSTEMS[system].SETTINGS[name], made_parts(llm)
     changes = {"similarity": "random", "shots": 1} if "library" in setting.parts() else {}

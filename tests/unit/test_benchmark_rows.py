@@ -7,11 +7,19 @@ import json
 
 import pytest
 from cli_runs import done, flags_with, of_engine
+from document_files import pdf
 from test_bright import write_task
+from test_citevqa import SAMPLE as CITED
+from test_citevqa import tag
 from test_mmeb import CLASSES, FOUND, task
 from test_mmlongbench import SAMPLE, UNANSWERABLE, write
 from test_search_benchmarks import ENGLISH, FACT, NEWS, PICTURE, SEARCH, write_lines, write_table
 from tiny_llm import write_folder
+
+from mmqa_jax.benchmarks.benchmark import open_benchmark
+from mmqa_jax.benchmarks.citevqa import read_citevqa, score_citevqa
+from mmqa_jax.data.corpus import open_corpus
+from mmqa_jax.data.schema import Prediction
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quiet")]
 
@@ -80,6 +88,50 @@ def test_documents_are_found_and_read(llm, tmp_path):
     result = run("mmlongbench", "bm25_smollm2", tmp_path / "run", tmp_path / "data", **values)
     assert (result["n"], result["row"]) == (2, "bm25_smollm2")
     assert 0 <= result["scores"]["mmlongbench/score"] <= 1
+
+
+def test_the_rectangles_of_cited_passages(llm, tmp_path):
+    """Each answer cites the passage with its words."""
+    raw = tmp_path / "CiteVQA"
+    documents = raw / "data/pdf"
+    documents.mkdir(parents=True)
+    (documents / "a.pdf").write_bytes(pdf([[(20, 500, "There are eight green boats.")]]))
+    (documents / "b.pdf").write_bytes(pdf([[(20, 300, "Nothing but sand and wind.")]]))
+    done("prepare", "folder", f"--raw={documents}", f"--out={tmp_path / 'documents'}")
+    (passage,) = [s for s in open_corpus(tmp_path / "documents").sources if "boats" in s.text]
+    (place,), (width, height) = passage.extra["places"], passage.extra["page_size"]
+    left, top, right, bottom = place["box"]
+    gold = tag(1, *(1000 * n for n in (left / width, top / height, right / width, bottom / height)))
+    asked = {**CITED, "Question": "How many green boats?", "answer_bboxes": f"Eight {gold}"}
+    second = gold.replace("<bbox ", '<bbox doc="2" ')
+    items = [
+        {**asked, "index": 1, "PDF_Source": ["data/pdf/b.pdf", "data/pdf/a.pdf"],
+         "answer_bboxes": f"Eight {second}"},
+        {**asked, "index": 2, "PDF_Source": ["data/pdf/b.pdf"]},
+        {**asked, "index": 3, "PDF_Source": ["data/pdf/a.pdf"], "answer_bboxes": tag(1, 0, 900, 9, 999)},
+    ]  # fmt: skip
+    (raw / "CiteVQA.json").write_text(json.dumps(items))
+    done("prepare", "citevqa", f"--raw={raw}", f"--out={tmp_path / 'data'}")
+    values = {**llm, "data.sources": tmp_path / "documents", "options.top_k": 1}
+    result = run("citevqa", "bm25_smollm2", tmp_path / "run", tmp_path / "data", **values)
+    found = open_benchmark("citevqa").read_predictions(tmp_path / "run/predictions.jsonl", ())
+    cited = [len(prediction.sources) for prediction in found]
+    assert result["scores"]["citevqa/recall"] == pytest.approx(cited[0] / 3)
+    # However many were cited by the model, the first source's rectangle is the gold one.
+    questions = read_citevqa(raw).questions
+    rows = [
+        {
+            "id": passage.id,
+            "file": "a.pdf",
+            "page": 1,
+            "boxes": [place["box"]],
+            "page_size": [width, height],
+        }
+    ]
+    recalls = score_citevqa(
+        questions, [Prediction(q.id, "8", trace={"evidence": rows}) for q in questions]
+    )
+    assert list(recalls.scored[0].per_question["citevqa/recall"]) == [1, 0, 0]
 
 
 def test_bright_by_words(tmp_path):

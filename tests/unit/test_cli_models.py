@@ -7,6 +7,7 @@ import pytest
 from mmqa_jax.cli import main
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.core.files import write_json
+from mmqa_jax.models.encoders import text_encoders
 from mmqa_jax.models.llama.families import FAMILIES
 from mmqa_jax.weights.registry import architecture, names
 
@@ -15,7 +16,9 @@ def test_all_families_are_listed_with_what_was_measured(capsys):
     assert main(["models", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out.splitlines()[-1])["models"]
     listed = {row["family"] for row in rows}
-    assert {*FAMILIES, *names()} <= listed
+    assert {*FAMILIES, *names(), *text_encoders.FAMILIES} <= listed
+    of_texts = {row["family"] for row in rows if row["embeds"]}
+    assert of_texts >= {"bert", "modernbert", "embedding_gemma2", "eurobert"}
     sizes = {row["size"]: row for row in rows}
     assert sizes["qwen3_vl_8b"]["sees"] == "yes"
     assert sizes["qwen3_8b"]["sees"] == ""

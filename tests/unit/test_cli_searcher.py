@@ -1,5 +1,6 @@
 """`mmqa train` of a searcher: by the reward of its own episodes, on policy to the bit, killed."""
 
+import dataclasses
 import html
 import json
 import re
@@ -22,6 +23,7 @@ from tiny_llm import text_tokenizer
 
 from mmqa_jax.data.schema import Question, Ranking
 from mmqa_jax.extensions.search_rewards import RewardSection
+from mmqa_jax.extensions.searcher import validated
 from mmqa_jax.prompting.search_actions import Answer, Invalid, SearchTexts
 from mmqa_jax.prompting.search_loop import Episode, Turn
 from tests.refusals import refuses
@@ -41,8 +43,12 @@ def one_fails(episode):
     return vowels(episode)
 
 
-def none(episode):
+def not_finite(episode):
     return float("nan")
+
+
+def none(episode):
+    return None
 '''
 RUN = {
     "episodes.results_by": "message", "episodes.turns": 2,
@@ -180,9 +186,10 @@ def test_a_reward_that_fails_teaches_nothing_and_many_end_the_run(inputs, tmp_pa
     assert "the reward of 1 of 16 episodes raised an error" in ended.err
     episodes = rows_of(tmp_path / "one" / "rollouts" / "000000.jsonl")
     assert [n for n, row in enumerate(episodes) if row["earned"]["reward"] is None] == [0]
-    ended = mmqa(*flags(inputs, tmp_path / "all", "none", **short))
-    assert ended.code == 1
-    assert re.search(r"16 of 16 .*more than 10% end the run: .*rewards\.py:none", ended.err)
+    for name in ("not_finite", "none"):
+        ended = mmqa(*flags(inputs, tmp_path / name, name, **short))
+        assert ended.code == 1
+        assert re.search(rf"16 of 16 .*more than 10% end the run: .*\.py:{name}", ended.err)
 
 
 def test_calls_of_tools_are_drawn_and_learned(inputs, tmp_path):
@@ -263,6 +270,15 @@ def test_a_tokenizer_that_cannot_write_the_tags(inputs, tmp_path):
     ended = mmqa(*flags(inputs, tmp_path / "run", "", tokenizer=tmp_path / "letters"))
     assert ended.code == 2, ended.err
     assert "has no tokens for </search>, which ends an action" in ended.err
+
+
+def test_validation_counts_what_failed_as_nothing(capsys):
+    lost = dataclasses.replace(_episode("red car", ("c",)), is_lost=True)
+    earned = [RewardSection().of(episode) for episode in (_episode("red car"), lost)]
+    assert validated(earned)["reward"] == 0.5
+    assert "the search or the reward of 1 of 2 episodes failed" in capsys.readouterr().err
+    assert validated(earned[:1])["reward"] == 1
+    assert not capsys.readouterr().err
 
 
 def test_a_function_that_is_none(tmp_path):

@@ -525,6 +525,7 @@ def test_wrong_flags(refused):
         "livevqa",
         "mmeb",
         "mmlongbench",
+        "citevqa",
     ],
 )
 def test_rows_of_the_benchmarks(dataset, everything):

@@ -72,6 +72,8 @@ def test_sources_of_a_folder(raw):
     }  # fmt: skip
     extra = found["manual.pdf#2"].extra
     (place,) = extra.pop("places")
+    size = extra.pop("page_size")
+    assert size == [612, 792]
     assert extra == {"file": "manual.pdf", "page": 2, "heading": "Pumps"}
     assert (place["start"], place["end"]) == (0, len("The pump is on the left."))
     assert place["box"][0] == pytest.approx(72)  # points from the left, an inch

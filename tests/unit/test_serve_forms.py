@@ -7,11 +7,13 @@ import jsonschema
 import pytest
 from printable_llm import printable_backend
 from served_app import openai_client, serving
+from tiny_llm import TEMPLATE
 
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.prompting.backends.answer_forms import Call, CallReader
 from mmqa_jax.prompting.backends.served import ServedModel
 from mmqa_jax.prompting.llm_reader import LLMReaderOptions
+from mmqa_jax.prompting.text_tokenizer import ChatTemplate
 from mmqa_jax.runs.ask_corpus import AskedCorpus
 from mmqa_jax.serve import ServeOptions
 from mmqa_jax.serve.app import make_app
@@ -158,6 +160,52 @@ def test_responses_call_functions(client):
     )
 
 
+# A template as gpt-oss's and Qwen3's in one: an effort in front, thoughts that are closed at once.
+THINKS = "{{ reasoning_effort | default('unset') }}" + TEMPLATE.replace(
+    "<|im_start|>assistant\n",
+    "<|im_start|>assistant\n' }}{{ '<think></think>' if enable_thinking is false else '",
+)
+
+
+@pytest.fixture(scope="module")
+def thinker():
+    backend = printable_backend(ChatTemplate(THINKS))
+    told = []
+    encode = backend.tokenizer.encode_plain
+    backend.tokenizer.encode_plain = lambda text: told.append(text) or encode(text)
+    model = ServedModel(backend, 64)
+    corpus, threads = AskedCorpus(Corpus([])), Threads(4)
+    memory = FromMemory(corpus, model.session, LLMReaderOptions(), threads)
+    parts = Parts("tiny", model, "tiny", None, "none", {"memory": memory}, corpus, threads)
+    with serving(make_app(parts, OPTIONS), OPTIONS) as address:
+        yield openai_client(address, 60), told
+
+
+@pytest.mark.parametrize(
+    ("options", "begins", "ends"),
+    [
+        ({}, "unset", "assistant\n"),
+        ({"reasoning_effort": "high"}, "high", "assistant\n"),
+        ({"reasoning_effort": "minimal"}, "low", "assistant\n"),
+        ({"reasoning_effort": "none"}, "low", "<think></think>"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "low", "<think></think>"),
+        ({"extra_body": {"chat_template_kwargs": {"reasoning_effort": "medium"}}}, "medium", "assistant\n"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("model", ["tiny", "memory"])
+def test_a_template_is_told_the_effort(thinker, options, begins, ends, model):
+    client, told = thinker
+    told.clear()
+    chat(client, model, **{"max_tokens": 2, **options})
+    assert (told[-1].split("<|im_start|>")[0], told[-1].endswith(ends)) == (begins, True), told
+    more = dict(options)
+    if effort := more.pop("reasoning_effort", ""):
+        more["reasoning"] = {"effort": effort, "summary": "auto"}
+    told.clear()
+    client.responses.create(model=model, input="What is it", max_output_tokens=2, **more)
+    assert (told[-1].split("<|im_start|>")[0], told[-1].endswith(ends)) == (begins, True), told
+
+
 def test_penalties_and_likeliest_tokens(client):
     options = {"max_tokens": 6, "temperature": 1.0, "logprobs": True, "top_logprobs": 20}
     (choice,) = chat(client, **options).choices
@@ -200,6 +248,9 @@ def test_penalties_and_likeliest_tokens(client):
         ({"logit_bias": {"102": 1}}, "logit_bias has the token 102"),
         ({"top_logprobs": 21, "logprobs": True}, "top_logprobs is 21, expected 0 to 20"),
         ({"frequency_penalty": 3}, "expected -2 to 2"),
+        ({"reasoning_effort": "lots"}, "expected none, minimal, low, medium, high, xhigh"),
+        ({"chat_template_kwargs": {"enable_thinking": "no"}}, "enable_thinking is \"no\", expected bool"),
+        ({"chat_template_kwargs": {"builtin_tools": []}}, "builtin_tools is no key that is known"),
     ],
 )  # fmt: skip
 def test_refusals(client, changes, sentence):

@@ -282,3 +282,12 @@ def test_steps_of_simulated_slots(batch, slots, by_turns, of_any):
     assert rollouts.steps_of_any(batch, slots) == of_any
     busy = sum(map(sum, batch))
     assert rollouts.waiting(batch, slots, of_any) == pytest.approx(1 - busy / slots / of_any)
+
+
+def test_planned_steps_of_equal_episodes_wait_for_nothing():
+    one, halves, ahead = rollouts.planned_rows([[80, 80]] * 4)
+    assert one["ours"] == 0
+    assert halves["ours"] == 50
+    assert ahead["ours"] < 20
+    uneven, *_ = rollouts.planned_rows([[80, 80], [8, 80]])
+    assert uneven["ours"] > 5

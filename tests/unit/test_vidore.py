@@ -87,6 +87,52 @@ def test_the_hubs_cache_and_the_older_layout(tmp_path):
     assert "no text of its pages" in ended.err
 
 
+def test_box_f1_is_counted_in_pixels(tmp_path):
+    """A page's rectangles as masks, one an annotator; the best of them counts."""
+    rng = np.random.default_rng(3)
+
+    def draw():
+        corners, sizes = rng.integers(0, 20, 2), rng.integers(1, 20, 2)
+        return [int(edge) for edge in (*corners, *(corners + sizes))]
+
+    def mask(rectangles):
+        grid = np.zeros((40, 40), bool)
+        for left, top, right, bottom in rectangles:
+            grid[top:bottom, left:right] = True
+        return grid
+
+    folder = write_set(tmp_path / "vidore_v3_hr")
+    file = folder / "qrels/test-00000-of-00001.parquet"
+    drawn = [[[who, *draw()] for who in (0, 0, 1, 2)] for _ in range(3)] + [[]]
+    names = ("annotator", "x1", "y1", "x2", "y2")
+    column = [[dict(zip(names, box, strict=True)) for box in page] for page in drawn]
+    pq.write_table(pq.read_table(file).append_column("bounding_boxes", pa.array(column)), file)
+    done("prepare", "vidore", f"--raw={folder}", f"--out={tmp_path / 'out'}")
+    cited = [[draw(), draw()], [], [draw()]]  # of the second page: nothing
+    pages = [("0", "0"), ("0", "2"), ("1", "0")]
+    expected = []
+    for (_, _), boxes, page in zip(pages, cited, drawn[:3], strict=True):
+        ours, best = mask(boxes), 0.0
+        for who in (0, 1, 2):
+            theirs = mask([box[1:] for box in page if box[0] == who])
+            best = max(best, 2 * (ours & theirs).sum() / (ours.sum() + theirs.sum()))
+        expected.append(best)
+    assert 0 < np.mean(expected) < 1
+    lines = [
+        {"question_id": f"vidore_v3_hr/{n}", "sources": ["vidore_v3_hr/0"],
+         "boxes": {f"vidore_v3_hr/{page}": boxes for (query, page), boxes in zip(pages, cited, strict=True) if query == n}}
+        for n in ("0", "1")
+    ]  # fmt: skip
+    file = tmp_path / "predictions.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    flags = f"--references={tmp_path / 'out'}", f"--predictions={file}"
+    (note,) = [n for n in done("evaluate", "vidore", *flags, "--json")["notes"] if "box F1" in n]
+    assert note == f"box F1 of 3 pages with rectangles: {np.mean(expected):.4f}"
+    file.write_text(json.dumps({**lines[0], "boxes": {"vidore_v3_hr/0": [[5, 0, 1, 9]]}}))
+    ended = mmqa("evaluate", "vidore", *flags)
+    assert (ended.code, "left before right" in ended.err) == (2, True)
+
+
 def test_ndcg_is_pytrec_evals():
     """Graded pages, ties and scores that only float64 tells apart; MTEB takes its means of these."""
     import pytrec_eval

@@ -112,6 +112,8 @@ class Document:
     letters_read: int = 0
     # Cause -> letters that are left out on purpose (running heads, deleted text, ...).
     left_out: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    # Page -> width and height in points, as it is shown; {} of other formats than PDF.
+    page_sizes: Mapping[int, tuple[float, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def missing(self) -> int:
@@ -433,7 +435,7 @@ def _count(line: str) -> int:
 # The readers of documents, by the ending of the file.
 
 
-VERSION = 7  # of what the readers make of a file; raised when that changes
+VERSION = 8  # of what the readers make of a file; raised when that changes
 PAGES_VERSION = 1  # of what is made of a page as a picture; raised when that changes
 _SECONDS, _MOST_SECONDS = 3, 1800  # of processor time for a file of no bytes, and for any file
 _RATE = 200_000  # bytes that are worth a second, of formats that say nothing else

@@ -151,7 +151,8 @@ class _Reading:
         for page in self._pages:
             self._add(page, usual)
         content.set_title(title)
-        return content.document()
+        sizes = {page.number: page.size for page in self._pages}
+        return dataclasses.replace(content.document(), page_sizes=sizes)
 
     def _add(self, page: _Page, usual: float) -> None:
         """Adds the blocks of a page and its pictures, the text's usual size given."""

@@ -66,6 +66,7 @@ class EmbeddingGemmaConfig(LlamaConfig):
 class EmbeddingGemma(TextDecoder):
     """Gemma 4's layers and a linear."""
 
+    stays = True  # of this kind, by lora.merge_lora
     config: EmbeddingGemmaConfig
 
     def __init__(self, config: EmbeddingGemmaConfig, *, rngs: nnx.Rngs):

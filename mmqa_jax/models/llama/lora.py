@@ -185,7 +185,9 @@ def merge_lora(model: Llama, *, consume: bool = False) -> Llama:
         if consume and merged is not kernel.get_value():
             kernel.get_value().delete()
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):  # its axes are no names
-        plain = nnx.eval_shape(lambda: Llama(model.config, rngs=nnx.Rngs()))
+        # Of a kind with further parameters that kind, or they had no place.
+        kind = type(model) if getattr(model, "stays", False) else Llama
+        plain = nnx.eval_shape(lambda: kind(model.config, rngs=nnx.Rngs()))
     return nnx.merge(nnx.graphdef(plain), nnx.from_flat_state(list(named.items())))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from mmqa_jax.core.errors import UserError
 from mmqa_jax.decoding.requests import Request, Result, Scores, Unanswerable
+from mmqa_jax.prompting.backends.thinking import Thinking
 
 ROLES = ("system", "user", "assistant")
 _MEDIA_TYPES = {
@@ -109,12 +110,14 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class Chat:
-    """A conversation whose next message is generated, behind what of it has `begun`."""
+    """A conversation whose next message is generated, behind what of it has `begun`; `thinking` is
+    what its template is told where that differs from the backend's."""
 
     id: Hashable
     messages: tuple[Message, ...]
     decoding: Decoding = Decoding()
     begun: str = ""
+    thinking: Thinking | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,3 +226,27 @@ class Around:
         if name == "_backend":  # while a copy is made
             raise AttributeError(name)
         return getattr(self._backend, name)
+
+
+class WithRoom(Around):
+    """A backend whose conversations have room for thoughts beside their answers."""
+
+    def __init__(self, backend: Backend, room: int):
+        super().__init__(backend)
+        self._room = room
+        self.fingerprint = f"{backend.fingerprint}, {room} tokens of thoughts"
+
+    def check(self, query: Query) -> None:
+        """The backend's, of a query with its thoughts."""
+        self._backend.check(self._with_room(query))
+
+    def answer(self, queries: Iterable[Query]) -> Iterator[Any]:
+        """The backend's, to queries with their thoughts."""
+        return self._backend.answer(map(self._with_room, queries))
+
+    def _with_room(self, query: Query) -> Query:
+        if not isinstance(query, Chat):
+            return query
+        most = query.decoding.max_new_tokens + self._room
+        decoding = dataclasses.replace(query.decoding, max_new_tokens=most)
+        return dataclasses.replace(query, decoding=decoding)

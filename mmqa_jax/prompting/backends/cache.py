@@ -262,6 +262,8 @@ def request_key(fingerprint: str, request: backends.Query, *, of_text: bool = Tr
         parts["messages"] = _messages(request.messages)
         if request.begun:
             parts["begun"] = request.begun
+        if request.thinking is not None:
+            parts["thinking"] = dataclasses.asdict(request.thinking)
     else:
         text = isinstance(request.prompt, str)
         parts["prompt"] = request.prompt if text else _messages(request.prompt)

@@ -23,7 +23,7 @@ from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.decoding.sizes import LENGTH, UNKNOWN, Demand, sizes_json
 from mmqa_jax.models.llava.config import PictureConfig
 from mmqa_jax.prompting.backends import Chat, Choices, Failure, Message, Picture, Query, Usage
-from mmqa_jax.prompting.backends.thinking import with_thinking_tokens
+from mmqa_jax.prompting.backends.thinking import Thinking, with_thinking_tokens
 from mmqa_jax.prompting.llava_prompt import PLACEHOLDER
 from mmqa_jax.prompting.picture_format import picture_format, shown_pictures
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer, pictures_of
@@ -323,7 +323,7 @@ class EngineBackend:
 
     def _prompt(self, request: Query) -> Prompt:
         if isinstance(request, Chat):
-            return self._conversation(request.id, request.messages, request.begun)
+            return self._conversation(request.id, request.messages, request.begun, request.thinking)
         if not isinstance(request.prompt, str):
             return self._conversation(request.id, request.prompt)
         if self._pictures is None:
@@ -336,7 +336,11 @@ class EngineBackend:
         return Prompt(encode(text), request.images, encode, text, "")
 
     def _conversation(
-        self, request_id: Hashable, messages: Sequence[Message], begun: str = ""
+        self,
+        request_id: Hashable,
+        messages: Sequence[Message],
+        begun: str = "",
+        thinking: Thinking | None = None,
     ) -> Prompt:
         if self._chat_format is None:
             raise UserError(
@@ -346,7 +350,7 @@ class EngineBackend:
         pictures = pictures_of(messages)
         if self._pictures is None:
             self._no_pictures(request_id, pictures)
-        text = self._chat_format.render(request_id, messages)
+        text = self._chat_format.render(request_id, messages, thinking)
         if begun:
             text += self._chat_format.before_answer + self.tokenizer.shield(begun)
         if self._pictures is None:

@@ -72,7 +72,7 @@ class OpenAIBackend:
         effort: str = "",
     ):
         self.model, self.config = model, config or ServerConfig()
-        self._thinking, self._effort = thinking, effort
+        self._thinking, self._effort, self._is_told = thinking, effort, True
         http_client.check_environment()
         self.usage = Usage()
         self.failures: list[Failure] = []
@@ -194,8 +194,11 @@ class OpenAIBackend:
             path, limit = "/completions", "max_tokens"
             body = {"prompt": request.prompt}
         body |= {limit: decoding.max_new_tokens, "temperature": decoding.temperature}
-        if isinstance(request, Chat) and self._effort:
-            body["reasoning_effort"] = self._effort
+        is_on, effort = self._thinking, self._effort
+        if isinstance(request, Chat) and request.thinking is not None:
+            is_on, effort = request.thinking.on, request.thinking.effort
+        if isinstance(request, Chat) and effort:
+            body["reasoning_effort"] = effort
         if decoding.logprobs:
             body["logprobs"] = True if isinstance(request, Chat) else 1
         if decoding.temperature:
@@ -219,14 +222,14 @@ class OpenAIBackend:
 
         most = most_bytes(body, decoding.n * decoding.max_new_tokens)
         switches = {}
-        if self._thinking is not None and isinstance(request, Chat):
-            switches = {_TOLD: {"enable_thinking": self._thinking}}
+        if is_on is not None and self._is_told and isinstance(request, Chat):
+            switches = {_TOLD: {"enable_thinking": is_on}}
         try:
             candidates, usage = await self._server.post(path, body | switches, read, most)
         except Refused as error:
             if not switches or _TOLD not in str(error):
                 raise
-            self._thinking = None  # the server does not know the key: it is not told again
+            self._is_told = False  # the server does not know the key: it is not told again
             candidates, usage = await self._server.post(path, body, read, most)
         candidates = sorted(candidates, key=lambda c: -c.total if not math.isnan(c.total) else 0.0)
         if len(candidates) == 1:  # a server counts all of several together

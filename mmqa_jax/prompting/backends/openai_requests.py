@@ -24,6 +24,7 @@ from mmqa_jax.prompting.backends.answer_forms import (
     response_text,
 )
 from mmqa_jax.prompting.backends.json_fields import Fields, WrongField, strings, token_ids, wrong
+from mmqa_jax.prompting.backends.thinking import EFFORTS, Thinking
 
 _MOST_TOKENS = 2**20
 _MOST_STOPS = 16
@@ -32,6 +33,8 @@ _MOST_PROMPTS = 256
 _MOST_INPUTS = 2048  # that are embedded or reranked in one request, as OpenAI's
 _DEFAULT_TOKENS = 16  # of /v1/completions, as OpenAI's
 _ROLES = {"developer": "system"}  # OpenAI's newer name
+# OpenAI's names of efforts -> those that chat templates know.
+_EFFORTS = {"none": "", "minimal": "low", **{name: name for name in EFFORTS}, "xhigh": "high"}
 
 Prompt = str | Sequence[int]
 
@@ -81,6 +84,7 @@ class ChatRequest:
       decoding: `max_new_tokens` stands for `most`.
       most: new tokens; None: as many as the model's context holds.
       calls: whether functions may be called.
+      thinking: what the chat template is told; None: what it was opened with.
     """
 
     model: str
@@ -89,6 +93,7 @@ class ChatRequest:
     form: Form
     most: int | None
     calls: bool
+    thinking: Thinking | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,9 +169,25 @@ def read_chat(fields: Fields, default: Decoding | None = None) -> ChatRequest:
     fields.only("functions", [], why="are tools by now: give them as these")
     fields.only("function_call", "none", "auto")
     fields.only("modalities", ["text"])
-    fields.only("reasoning_effort", "none")
+    thinking = _thinking(fields)
     fields.end()
-    return ChatRequest(model, messages, decoding, form, most, answer.calls)
+    return ChatRequest(model, messages, decoding, form, most, answer.calls, thinking)
+
+
+def _thinking(fields: Fields) -> Thinking | None:
+    """`reasoning_effort`, and the switches among `chat_template_kwargs` as vLLM takes them."""
+    switches = Fields(fields.take("chat_template_kwargs", dict, {}))
+    key = "reasoning_effort"
+    effort = fields.take(key, str, switches.take(key, str, ""))
+    if effort and effort not in _EFFORTS:
+        raise wrong(key, effort, f"expected {', '.join(_EFFORTS)}")
+    older = switches.take("thinking", bool, None)
+    is_on = switches.take("enable_thinking", bool, older)
+    switches.end()
+    if is_on is None and not effort:
+        return None
+    is_on = effort != "none" if is_on is None else is_on
+    return Thinking(is_on, effort=_EFFORTS.get(effort, "") if is_on else "")
 
 
 def _instructed(messages: tuple[Message, ...], instructions: str) -> tuple[Message, ...]:

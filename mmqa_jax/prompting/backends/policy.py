@@ -7,6 +7,7 @@ learns from is what it wrote. A text that is encoded anew may have other tokens.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,8 @@ from mmqa_jax.data.batches.texts import TokenExample
 from mmqa_jax.decoding import requests
 from mmqa_jax.decoding.engine import Engine
 from mmqa_jax.models.llama.network import Llama
-from mmqa_jax.prompting.backends import Choices, Query
+from mmqa_jax.models.llava.config import PictureConfig
+from mmqa_jax.prompting.backends import Choices, Picture, Query
 from mmqa_jax.prompting.backends.engine import EngineBackend, Prompt
 from mmqa_jax.prompting.text_tokenizer import TextTokenizer
 
@@ -30,6 +32,7 @@ class Transcript:
       tokens: of prompts, turns and what came back in between.
       drawn: indices of those that the policy drew.
       log_probs: of the drawn ones, under the policy at temperature 1.
+      pictures: of the prompts, of which each has one token.
       closing: texts that the last drawn tokens have behind `text`: a stop string, an end token.
     """
 
@@ -38,6 +41,7 @@ class Transcript:
     drawn: list[int]
     log_probs: list[float]
     closing: Sequence[str] = ()
+    pictures: tuple[Picture, ...] = ()
 
     def rest(self, prompt: str) -> str | None:
         """What a later prompt has behind the tokens; None: it does not begin with their text."""
@@ -56,7 +60,12 @@ class Transcript:
         """The conversation as a row, in which the drawn tokens are learned."""
         first = self.drawn[0] if self.drawn else len(self.tokens)
         tokens, drawn = np.array(self.tokens, np.int32), np.array(self.drawn, np.int32)
-        return TokenExample(tokens, first, learned=drawn)
+        return TokenExample(tokens, first, tuple(map(picture_key, self.pictures)), drawn)
+
+
+def picture_key(picture: Picture) -> str:
+    """The name of a picture's content."""
+    return hashlib.sha256(picture.data).hexdigest()
 
 
 class PolicyBackend(EngineBackend):
@@ -64,17 +73,26 @@ class PolicyBackend(EngineBackend):
 
     Args:
       make_engine: (the first model) -> the engine.
-      tokenizer, length: see EngineBackend.
+      tokenizer, length, pictures: see EngineBackend.
+      most_pictures: that a conversation may show.
 
     Attributes:
       transcripts: of the conversations since `use`, by their names.
     """
 
     def __init__(
-        self, make_engine: Callable[[Llama], Engine], tokenizer: TextTokenizer, *, length: int
+        self,
+        make_engine: Callable[[Llama], Engine],
+        tokenizer: TextTokenizer,
+        *,
+        length: int,
+        pictures: PictureConfig | None = None,
+        most_pictures: int = 0,
     ):
-        super().__init__(self._first_engine, tokenizer, length=length, fingerprint="")
-        self._make = make_engine
+        super().__init__(
+            self._first_engine, tokenizer, length=length, fingerprint="", pictures=pictures
+        )
+        self._make, self._most = make_engine, most_pictures
         self._seed_of: Callable[[Hashable], int]  # of `use`
         self.transcripts: dict[Hashable, Transcript] = {}
 
@@ -120,11 +138,16 @@ class PolicyBackend(EngineBackend):
         if before is not None:
             places, log_probs = before.drawn + places, before.log_probs + log_probs
         self.transcripts[query.id[0]] = Transcript(
-            text, prompt.tokens + tokens, places, log_probs, closing
+            text, prompt.tokens + tokens, places, log_probs, closing, prompt.pictures
         )
 
     def _prompt(self, request: Query) -> Prompt:
         prompt = super()._prompt(request)
+        if len(prompt.pictures) > self._most:
+            raise requests.Unanswerable(
+                f"request {request.id!r}: it shows {len(prompt.pictures)} pictures, and a row of "
+                f"training has room for {self._most}; raise pictures.most."
+            )
         before = self.transcripts.get(request.id[0])
         if before is None:
             return prompt
@@ -134,7 +157,8 @@ class PolicyBackend(EngineBackend):
                 f"request {request.id!r}: its prompt does not begin with the turns before it; use "
                 "a chat template that leaves earlier messages as they are."
             )
-        return prompt._replace(tokens=before.tokens + self.tokenizer.encode_plain(rest))
+        encode = self.tokenizer.encode_plain if self._pictures is None else prompt.encode
+        return prompt._replace(tokens=before.tokens + encode(rest))
 
     def _request(
         self, request: Query, prompt: Prompt, pixels: Sequence[np.ndarray]

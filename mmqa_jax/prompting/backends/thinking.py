@@ -10,12 +10,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mmqa_jax.core.errors import UserError, decimal_number
 from mmqa_jax.decoding.requests import Candidate, Result
-from mmqa_jax.prompting import backends
 
 ROOM = 2048  # tokens of thoughts, where no number is named
 EFFORTS = {"low": 1024, "medium": 2048, "high": 8192}  # of templates that know them, and their room
@@ -84,30 +83,6 @@ def read_thinking(text: str, where: str) -> Thinking:
             "tokens that thoughts may have."
         )
     return Thinking(True, room)
-
-
-class WithRoom(backends.Around):
-    """A backend whose conversations have room for thoughts beside their answers."""
-
-    def __init__(self, backend: backends.Backend, room: int):
-        super().__init__(backend)
-        self._room = room
-        self.fingerprint = f"{backend.fingerprint}, {room} tokens of thoughts"
-
-    def check(self, query: backends.Query) -> None:
-        """The backend's, of a query with its thoughts."""
-        self._backend.check(self._with_room(query))
-
-    def answer(self, queries: Iterable[backends.Query]) -> Iterator[Any]:
-        """The backend's, to queries with their thoughts."""
-        return self._backend.answer(map(self._with_room, queries))
-
-    def _with_room(self, query: backends.Query) -> backends.Query:
-        if not isinstance(query, backends.Chat):
-            return query
-        most = query.decoding.max_new_tokens + self._room
-        decoding = dataclasses.replace(query.decoding, max_new_tokens=most)
-        return dataclasses.replace(query, decoding=decoding)
 
 
 def split_thoughts(text: str) -> tuple[str, str]:
