@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from mmqa_jax.core.errors import RunError, UserError, find_disk_failure, report_disk_once
 from mmqa_jax.core.host import skip_absent_tpu
 from mmqa_jax.core.paths import check_scheme, scheme_of
-from mmqa_jax.core.progress import escape_streams, json_line
+from mmqa_jax.core.terminal import escape_streams, json_line
 
 VERBS = (
     *("demo", "ask", "serve", "prepare", "features", "caption", "convert", "train", "embed"),
@@ -146,7 +146,7 @@ def _say_last(sentence: str) -> None:
 
 def _print_anything() -> None:
     """What the terminal's encoding lacks is printed as an escape (\\u2013) and ends no run; control
-    characters of texts are escaped, too (core/progress.py).
+    characters of texts are escaped, too (core/terminal.py).
 
     The encoding may be ASCII or Latin-1 (LC_ALL, PYTHONIOENCODING, a pipe), and a file's name may
     hold bytes that are no text, which Python keeps as lone surrogates.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmqa_jax.commands import flags
 from mmqa_jax.core.errors import UserError
-from mmqa_jax.core.progress import json_line
+from mmqa_jax.core.terminal import json_line
 
 if TYPE_CHECKING:
     from mmqa_jax.runs.ask_folder import AskOptions

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
-from mmqa_jax.core.progress import escaped
+from mmqa_jax.core.terminal import escaped
 from mmqa_jax.evaluation.scores import Scores
 from mmqa_jax.evaluation.significance import Interval, bootstrap_interval
 

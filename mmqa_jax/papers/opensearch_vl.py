@@ -39,7 +39,6 @@ from mmqa_jax.prompting.search_loop import Budget, Episode, Turn
 from mmqa_jax.retrieval.rankings import Retriever
 
 _OWN, _RULE = "img_1", "=" * 60
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _RESPONSE = re.compile(r"<response>(.*?)(?:</response>|$)", re.DOTALL)
 _BOXED = re.compile(r"boxed\{([^{}]*)\}")
 _TEXTS = ("text_search", "web_search")
@@ -117,10 +116,13 @@ class OpenSearchStyle:
         if response := _RESPONSE.search(text):
             boxed = _BOXED.findall(response[1])
             return text, Answer((boxed[-1] if boxed else response[1]).strip())
-        if not (call := _CALL.search(text)):
+        tagged = [part.partition("</tool_call>") for part in text.split("<tool_call>")[1:]]
+        closed = [call.strip() for call, end, _ in tagged if end]
+        calls = [call for call in closed if call[:1] == "{" and call[-1:] == "}"]
+        if not calls:
             return text, Answer("")  # as theirs, which ends here
         try:
-            named = parse_json(call[1], "the call")
+            named = parse_json(calls[0], "the call")
         except UserError:
             return text, Invalid("Invalid tool call payload")
         arguments = named.get("arguments", named.get("parameters"))

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 from rich.text import Text
 
-from mmqa_jax.core.progress import Screen, escaped
+from mmqa_jax.core.progress import Screen
+from mmqa_jax.core.terminal import escaped
 from mmqa_jax.data.corpus import Corpus
 from mmqa_jax.data.documents.document import cited_place, shown_place
 from mmqa_jax.data.schema import Prediction, Question, Source

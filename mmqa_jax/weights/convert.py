@@ -35,12 +35,8 @@ from mmqa_jax.weights.folder import (
     weights_hash,
     write_converted_sums,
 )
-from mmqa_jax.weights.formats.orbax_reader import (
-    StreamedArray,
-    read_weights,
-    stored_specs,
-    write_weights,
-)
+from mmqa_jax.weights.formats.orbax import StreamedArray, write_weights
+from mmqa_jax.weights.formats.orbax_reader import read_weights, stored_specs
 from mmqa_jax.weights.formats.safetensors import TensorSource
 from mmqa_jax.weights.keymap import KeyMap, abstract_of, all_zero, load_into, model_source
 from mmqa_jax.weights.layouts import require_given

@@ -241,7 +241,7 @@ def save_trained(
       params: pytree of its parameters.
       metadata: JSON values, for model.json.
     """
-    from mmqa_jax.weights.formats.orbax_reader import save_arrays  # takes long to import
+    from mmqa_jax.weights.formats.orbax import save_arrays  # takes long to import
 
     folder = absolute(folder)
     primary = jax.process_index() == 0

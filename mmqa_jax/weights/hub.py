@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmqa_jax.core.errors import RunError, UserError, first_names
-from mmqa_jax.core.progress import libraries_bars
+from mmqa_jax.core.terminal import libraries_bars
 from mmqa_jax.weights.formats.safetensors import SAFETENSORS, files_in
 from mmqa_jax.weights.output_folder import (
     COMPANIONS,

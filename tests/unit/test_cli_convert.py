@@ -23,7 +23,7 @@ from mmqa_jax.core.trees import flatten_named
 from mmqa_jax.models.llama.config import LlamaConfig
 from mmqa_jax.models.llama.keys import publish_llama
 from mmqa_jax.weights.folder import load_converted, read_record
-from mmqa_jax.weights.formats import orbax_reader
+from mmqa_jax.weights.formats import orbax, orbax_reader
 from mmqa_jax.weights.keymap import load_into
 from mmqa_jax.weights.layouts import open_source, require_given
 from mmqa_jax.weights.published import write_published
@@ -274,7 +274,7 @@ def test_onto_a_mesh_each_device_reads_its_own_shard(made):
 
 def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
     """Whatever the block and chunk sizes, the values are those that were written."""
-    monkeypatch.setattr(orbax_reader, "_CHUNK_BYTES", 256)
+    monkeypatch.setattr(orbax, "_CHUNK_BYTES", 256)
     monkeypatch.setattr(orbax_reader, "_READ_BYTES", 1000)
     rng = np.random.default_rng(0)
     values = {
@@ -283,7 +283,7 @@ def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
         "scale": np.float32(2.5),
     }
     arrays = {
-        name: orbax_reader.StreamedArray(
+        name: orbax.StreamedArray(
             value.shape,
             value.dtype,
             name == "stack",
@@ -293,7 +293,7 @@ def test_a_large_array_is_read_in_blocks(tmp_path, monkeypatch):
         )
         for name, value in values.items()
     }
-    orbax_reader.write_weights(tmp_path / "x", arrays)
+    orbax.write_weights(tmp_path / "x", arrays)
     specs = orbax_reader.stored_specs(tmp_path / "x")
     assert {name: spec.shape for name, spec in specs.items()} == {
         name: value.shape for name, value in values.items()

@@ -22,7 +22,8 @@ from test_cli_compare import write_run
 from word_encoder import install
 
 from mmqa_jax.cli import main
-from mmqa_jax.core.progress import Progress, Screen, announce, escape_streams, escaped
+from mmqa_jax.core.progress import Progress, Screen, announce
+from mmqa_jax.core.terminal import escape_streams, escaped
 from mmqa_jax.evaluation.tables import Table, show
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mmqa_jax.core.errors import UserError, decimal_number, first_names
-from mmqa_jax.core.progress import escaped
+from mmqa_jax.core.terminal import escaped
 
 DEFAULT_HEARTBEAT_SECONDS = 30
 _VARIABLE = "MMQA_HEARTBEAT_SECONDS"
