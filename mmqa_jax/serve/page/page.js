@@ -62,7 +62,7 @@ async function showFolder() {
   $("documents").accept = about.endings.join(",");
   const files = Object.entries(about.files);
   $("read").hidden = !files.length;
-  $("read").querySelector("summary").textContent = `What was read (${files.length.toLocaleString("en")} files)`;
+  $("read").querySelector("summary").textContent = `What was read (${files.length.toLocaleString("en")} ${files.length === 1 ? "file" : "files"})`;
   $("read").querySelector("ul").replaceChildren(...files.map(([file, count]) =>
     make("li", "", `${file}: ${count.toLocaleString("en")} ${count === 1 ? "source" : "sources"}`)));
   $("unread").hidden = !about.unread.length;
